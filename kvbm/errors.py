@@ -1,0 +1,57 @@
+"""Every exception that kvbm raises on purpose.
+
+KvbmError(message, *, hint=None)
+├─ ProfileError          the profile, an override or a variable is wrong             exit 2
+├─ UsageError            the command line is wrong                                   exit 2
+├─ EnvironmentProblem    this machine lacks a library, a permission, memory, a port  exit 1
+├─ EngineError           the engine did not start, or died                           its own exit code
+├─ TransferError         a copy failed; becomes a failed result, never reaches the engine
+└─ InvariantError        a bug of ours; the message carries ids, states and counts
+
+`message` says what failed; `hint`, when there is one, names what to type or which key to set.
+"""
+
+from __future__ import annotations
+
+
+class KvbmError(Exception):
+    """Base of all kvbm errors. `exit_code` is what the command `kvbm` ends with."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class ProfileError(KvbmError):
+    """A profile, an override or an environment variable holds something that cannot be meant."""
+
+    exit_code = 2
+
+
+class UsageError(KvbmError):
+    """The command line asks for something that does not exist."""
+
+    exit_code = 2
+
+
+class EnvironmentProblem(KvbmError):
+    """The machine lacks something that the request needs."""
+
+
+class EngineError(KvbmError):
+    """The engine did not start, or ended before it was told to. `exit_code` is the engine's own."""
+
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 1) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code
+
+
+class TransferError(KvbmError):
+    """A copy did not prove its bytes. Caught by the transfer path and turned into a failed result."""
+
+
+class InvariantError(KvbmError):
+    """A broken promise of our own code: the one thing that is allowed to end the engine."""

@@ -1,0 +1,41 @@
+"""Value types that several layers share. No behaviour, no imports beyond the standard library."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Tier(enum.StrEnum):
+    """Where a block lies, from the nearest to the engine to the farthest."""
+
+    DEVICE = "G1"
+    HOST = "G2"
+    DISK = "G3"
+    OBJECT = "G4"
+
+
+class SlotState(enum.IntEnum):
+    """The low byte of a control word; the upper 56 bits are the generation that wrote it."""
+
+    EMPTY = 0
+    READY = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """How a leader finds one rank's segment: everything that crosses in an engine's handshake.
+
+    `length` bytes of shared memory behind `/proc/<pid>/fd/<fd>`; `slot_count` slots of `slot_stride` bytes, of which
+    `block_bytes` are payload. `layout_digest` names the byte order inside a block.
+    """
+
+    rank: int
+    pid: int
+    fd: int
+    length: int
+    slot_count: int
+    slot_stride: int
+    block_bytes: int
+    layout_digest: str
