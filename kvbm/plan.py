@@ -32,7 +32,6 @@ class Onboard:
     """
 
     generation: int
-    request_id: str
     lane: int
     slots: tuple[int, ...]
     slot_generations: tuple[int, ...]
@@ -41,18 +40,17 @@ class Onboard:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step's orders for every rank, the same bytes for all of them.
+    """One engine step's orders, the same for every rank.
 
-    `cancelled` are onboard generations whose result must be a failure even if the copy succeeds. `overdue` are
-    generations of which the leader has heard nothing for long: a worker that is not running one reports it as failed,
-    because it is the only copier there could be.
+    `overdue_offloads` and `overdue_onboards` repeat orders of which the leader has heard nothing for long: a worker
+    that is not running one reports it as failed, because it is the only copier there could be.
     """
 
     step: int
     offloads: tuple[Offload, ...] = ()
     onboards: tuple[Onboard, ...] = ()
-    cancelled: tuple[int, ...] = ()
-    overdue: tuple[int, ...] = ()
+    overdue_offloads: tuple[Offload, ...] = ()
+    overdue_onboards: tuple[Onboard, ...] = ()
 
     def is_empty(self) -> bool:
-        return not (self.offloads or self.onboards or self.cancelled or self.overdue)
+        return not (self.offloads or self.onboards or self.overdue_offloads or self.overdue_onboards)

@@ -1,0 +1,417 @@
+"""The leader: the only orchestrator of one engine's block manager.
+
+It runs in the engine's scheduler thread and owns all metadata: which blocks are in G2, which are moving, which G1
+blocks a copy still reads or writes. It moves no bytes and never waits. An integration calls it in this order:
+
+    new request      match -> (the engine allocates) -> onboard          0 or more times
+    every step       offload (per scheduled request) -> step -> ... the workers act on the plan ... -> settle
+    end of request   finish
+
+A block's way out: `offload` allocates a G2 slot and orders the copy, a worker proves the bytes in its control word,
+`settle` registers the block, and only then can `match` find it. Its way back: `onboard` pins the slot and orders the
+copy, the worker reports in a lane word, `settle` tells the engine that it may read.
+
+Whatever goes wrong on the way ends as a miss and a counter: the engine recomputes. G1 blocks under a copy are held in
+the engine's pool, in both directions, until every rank has reported that its copier has stopped; so an abort, a
+preemption or a reset needs no waiting, and a hung copy costs the blocks that it touches and nothing else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvbm.core.store import BlockStore
+from kvbm.metrics import Counters
+from kvbm.plan import Offload, Onboard, StepPlan
+from kvbm.region import LANES, Region
+from kvbm.types import SlotState, Tier
+
+if TYPE_CHECKING:
+    from kvbm.core.blocks import MutableBlocks, PinnedBlocks
+    from kvbm.events import Event
+
+CHECKED_SLOTS_PER_STEP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderSettings:
+    """What the profile decides about the leader.
+
+    `block_tokens` tokens per block; `block_bytes` payload of one block over all ranks. At most `max_in_flight_blocks`
+    G1 blocks are held by offloads at a time. A transfer without a result is asked after every `overdue_steps` steps;
+    while an onboard is older than that, no further hit is promised.
+    """
+
+    block_tokens: int
+    block_bytes: int
+    max_in_flight_blocks: int
+    batch_blocks: int = 64
+    offload_generated: bool = True
+    overdue_steps: int = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """The end of one request's onboard: its G1 blocks may be read, except `failed_block_ids`."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    failed_block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Request:
+    """What the leader remembers of a live request. `considered`: blocks already looked at for offload."""
+
+    considered: int = 0
+    left_out: int = 0
+    may_onboard: bool = True
+    may_offload: bool = True
+    is_waiting: bool = False
+    asked_blocks: int = 0
+    hit_blocks: int = 0
+
+
+@dataclass(slots=True)
+class _OffloadInFlight:
+    order: Offload
+    target: MutableBlocks
+    hashes: list[bytes]
+    born_step: int
+    is_void: bool = False
+
+
+@dataclass(slots=True)
+class _OnboardInFlight:
+    order: Onboard
+    request_id: str
+    request: _Request
+    source: PinnedBlocks
+    born_step: int
+    is_void: bool = False
+
+
+@dataclass(slots=True)
+class _Orders:
+    offloads: list[Offload] = field(default_factory=list)
+    onboards: list[Onboard] = field(default_factory=list)
+
+
+class Leader:
+    """Decides what moves; see the module's text for who calls what. Not thread-safe: one thread owns it.
+
+    `hold(block_ids)` and `release(block_ids)` count references in the engine's block pool: a held G1 block is not
+    given to anybody else, whatever happens to its request.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        settings: LeaderSettings,
+        *,
+        hold: Callable[[Sequence[int]], None],
+        release: Callable[[Sequence[int]], None],
+        hash_bytes: int = 16,
+    ) -> None:
+        self._region = region
+        self._settings = settings
+        self._hold = hold
+        self._release = release
+        self._store = BlockStore(region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes)
+        self._slot_generations = array("Q", bytes(8 * region.slot_count))
+        self._requests: dict[str, _Request] = {}
+        self._departing: dict[bytes, int] = {}
+        self._arriving: dict[bytes, int] = {}
+        self._offloads: dict[int, _OffloadInFlight] = {}
+        self._onboards: dict[int, _OnboardInFlight] = {}
+        self._in_flight_blocks = 0
+        self._orders = _Orders()
+        self._unreported: list[LoadResult] = []
+        self._lanes = deque(range(LANES))
+        self._generation = 0
+        self._step = 0
+        self._checked_slots = 0
+        self.counters = Counters()
+
+    # -- a request arrives ---------------------------------------------------------------------------------------------
+
+    def match(self, request_id: str, hashes: Sequence[bytes], start: int) -> int | None:
+        """How many blocks of `hashes[start:]` can be onboarded now, or None: ask again at the next step.
+
+        Starts nothing and promises only what `onboard` can reserve in the same step. `hashes` must end before the
+        last token of the request, because an engine has to compute at least one. None means that another request is
+        bringing this very prefix into G1, where this one will then find it.
+        """
+        request = self._live(request_id)
+        request.asked_blocks = max(request.asked_blocks, len(hashes) - start)
+        if not request.may_onboard or not self._can_onboard():
+            return 0
+        if start < len(hashes) and hashes[start] in self._arriving:
+            request.is_waiting = True
+            return None
+        if request.is_waiting:
+            request.is_waiting = False
+            self.counters.onboard_shared_requests += 1
+        return self._store.match(hashes, start)
+
+    def onboard(self, request_id: str, hashes: Sequence[bytes], start: int, block_ids: Sequence[int]) -> None:
+        """Bring `hashes[start : start + len(block_ids)]` into these G1 blocks; `settle` reports the end.
+
+        The blocks are held until then. If a block has gone since `match`, the whole load ends as failed.
+        """
+        request = self._live(request_id)
+        source = self._store.pin(hashes[start : start + len(block_ids)]) if self._can_onboard() else None
+        if source is None:
+            self._fail_load(request, request_id, tuple(block_ids))
+            return
+        self._generation += 1
+        order = Onboard(
+            generation=self._generation,
+            lane=self._lanes.popleft(),
+            slots=tuple(source.slots),
+            slot_generations=tuple(self._slot_generations[slot] for slot in source.slots),
+            block_ids=tuple(block_ids),
+        )
+        self._hold(order.block_ids)
+        self._onboards[order.generation] = _OnboardInFlight(order, request_id, request, source, self._step)
+        self._arriving.update(dict.fromkeys(source.hashes, order.generation))
+        self._orders.onboards.append(order)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def offload(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        *,
+        computed_blocks: int,
+        prompt_blocks: int,
+    ) -> None:
+        """Order copies of the full blocks that the coming forward pass completes, and of older ones still missing.
+
+        `block_ids[i]` is the G1 block of `hashes[i]`.
+
+            [0, considered)      looked at in an earlier step
+            [considered, end)    computed when this step's forward pass is over: in G2, in flight, or ordered now
+            [end, ...)           not computed yet, or generated and not wanted
+        """
+        request = self._live(request_id)
+        end = min(computed_blocks, len(hashes), len(block_ids))
+        if not self._settings.offload_generated:
+            end = min(end, prompt_blocks)
+        if end <= request.considered or not request.may_offload or self.counters.disabled:
+            return
+        fresh = list(hashes[request.considered : end])
+        if request.considered == 0:
+            self._store.touch(fresh)
+        absent = [index for index in self._store.missing(fresh) if fresh[index] not in self._departing]
+        ordered = self._order_offloads(fresh, block_ids[request.considered : end], absent)
+        request.left_out = len(absent) - ordered
+        request.considered = end if ordered == len(absent) else request.considered + absent[ordered]
+
+    def step(self) -> StepPlan:
+        """Hand out the orders collected since the last step. Call exactly once per engine step."""
+        self._step += 1
+        plan = StepPlan(
+            step=self._step,
+            offloads=tuple(self._orders.offloads),
+            onboards=tuple(self._orders.onboards),
+            overdue_offloads=tuple(f.order for f in self._offloads.values() if self._is_overdue(f.born_step)),
+            overdue_onboards=tuple(f.order for f in self._onboards.values() if self._is_overdue(f.born_step)),
+        )
+        self.counters.overdue_transfers += len(plan.overdue_offloads) + len(plan.overdue_onboards)
+        self._orders = _Orders()
+        self._check_some()
+        return plan
+
+    def settle(self) -> list[LoadResult]:
+        """Read the control words: register what has arrived in G2, and return the onboards that have ended."""
+        if self._region.has_lost_rank():
+            self.disable()
+        for offload in list(self._offloads.values()):
+            self._settle_offload(offload)
+        for onboard in list(self._onboards.values()):
+            self._settle_onboard(onboard)
+        results, self._unreported = self._unreported, []
+        return results
+
+    def has_pending(self) -> bool:
+        """True while something is ordered, in flight or unreported: the engine must keep stepping."""
+        return bool(self._offloads or self._onboards or self._unreported)
+
+    # -- a request ends ------------------------------------------------------------------------------------------------
+
+    def finish(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """Forget a request that ended, was aborted or was preempted. Its transfers go on and settle by themselves.
+
+        The whole chain becomes recent, tail first: what is left of it under pressure is then its head, without which
+        the tail would be worthless.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self._store.touch(hashes[: max(request.considered, request.hit_blocks)])
+        self.counters.offload_skipped_blocks += request.left_out
+        if request.asked_blocks:
+            self.counters.hit_window.append((request.hit_blocks, request.asked_blocks))
+
+    def reset(self) -> None:
+        """Forget every block. What is in flight ends as failed; live requests computed with the old state offload
+        nothing more."""
+        self._store.reset()
+        self.counters.resets += 1
+        for flight in (*self._offloads.values(), *self._onboards.values()):
+            flight.is_void = True
+        self._departing.clear()
+        self._arriving.clear()
+        for request in self._requests.values():
+            request.may_offload = False
+
+    def disable(self) -> None:
+        """A rank is gone, and its copiers with it: fail everything in flight and stay out of the engine's way."""
+        if self.counters.disabled:
+            return
+        self.reset()
+        self.counters.disabled = 1
+        self._orders = _Orders()
+        for offload in list(self._offloads.values()):
+            self._end_offload(offload, [False] * len(offload.hashes))
+        for onboard in list(self._onboards.values()):
+            self._end_onboard(onboard, is_ready=False)
+
+    # -- what others may see -------------------------------------------------------------------------------------------
+
+    def take_events(self) -> list[Event]:
+        """Blocks stored in and removed from G2 since the last call, in order."""
+        return self._store.take_events()
+
+    def host_blocks(self) -> dict[str, int]:
+        """G2 slots by state."""
+        counts = self._store.counts()
+        return {
+            "free": counts.free,
+            "moving": counts.mutable + counts.complete,
+            "pinned": counts.pinned,
+            "evictable": counts.inactive,
+        }
+
+    def check(self) -> None:
+        """Raise InvariantError unless the whole bookkeeping is consistent. For tests; takes time at scale."""
+        self._store.check()
+        held = sum(len(f.order.block_ids) for f in self._offloads.values())
+        assert held == self._in_flight_blocks, (held, self._in_flight_blocks)
+        assert len(self._lanes) + len(self._onboards) == LANES, (len(self._lanes), len(self._onboards))
+        in_flight = {h for f in self._offloads.values() if not f.is_void for h in f.hashes}
+        assert in_flight == set(self._departing), (len(in_flight), len(self._departing))
+        assert set(self._arriving.values()) <= set(self._onboards), (self._arriving, list(self._onboards))
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _live(self, request_id: str) -> _Request:
+        request = self._requests.get(request_id)
+        if request is None:
+            request = self._requests[request_id] = _Request()
+        return request
+
+    def _can_onboard(self) -> bool:
+        stuck_before = self._step - self._settings.overdue_steps
+        oldest = next(iter(self._onboards.values()), None)
+        return bool(self._lanes) and not self.counters.disabled and (oldest is None or oldest.born_step > stuck_before)
+
+    def _is_overdue(self, born_step: int) -> bool:
+        age = self._step - born_step
+        return age > 0 and age % self._settings.overdue_steps == 0
+
+    def _order_offloads(self, fresh: list[bytes], block_ids: Sequence[int], absent: list[int]) -> int:
+        """Order copies of as many of `absent` as there is room for, in batches, from the front; return how many."""
+        counts = self._store.counts()
+        room = min(self._settings.max_in_flight_blocks - self._in_flight_blocks, counts.free + counts.inactive)
+        wanted = absent[: max(0, room)]
+        self.counters.evicted_blocks += max(0, len(wanted) - counts.free)
+        for first in range(0, len(wanted), self._settings.batch_blocks):
+            batch = wanted[first : first + self._settings.batch_blocks]
+            self._order_offload([fresh[index] for index in batch], tuple(block_ids[index] for index in batch))
+        return len(wanted)
+
+    def _order_offload(self, hashes: list[bytes], block_ids: tuple[int, ...]) -> None:
+        target = self._store.allocate(len(hashes))
+        assert target is not None, (len(hashes), self._store.counts())
+        self._generation += 1
+        order = Offload(generation=self._generation, block_ids=block_ids, slots=tuple(target.slots))
+        self._hold(block_ids)
+        self._offloads[order.generation] = _OffloadInFlight(order, target, hashes, self._step)
+        self._departing.update(dict.fromkeys(hashes, order.generation))
+        self._in_flight_blocks += len(block_ids)
+        self._orders.offloads.append(order)
+
+    def _settle_offload(self, flight: _OffloadInFlight) -> None:
+        results = self._region.slot_results(flight.order.slots, flight.order.generation)
+        if SlotState.EMPTY not in results:
+            self._end_offload(flight, [result is SlotState.READY for result in results])
+
+    def _end_offload(self, flight: _OffloadInFlight, is_ready: list[bool]) -> None:
+        del self._offloads[flight.order.generation]
+        self._in_flight_blocks -= len(flight.hashes)
+        self._release(flight.order.block_ids)
+        if flight.is_void:
+            flight.target.release()
+            return
+        for block_hash in flight.hashes:
+            del self._departing[block_hash]
+        proven, failed = flight.target.split(is_ready)
+        failed.release()
+        self.counters.offload_failed_blocks += is_ready.count(False)
+        self._register(proven, [h for h, ready in zip(flight.hashes, is_ready, strict=True) if ready], flight.order)
+
+    def _register(self, proven: MutableBlocks, hashes: list[bytes], order: Offload) -> None:
+        for slot in proven.slots:
+            self._slot_generations[slot] = order.generation
+        proven.stage(hashes).register().release()
+        self.counters.offload_blocks += len(hashes)
+        self.counters.offload_bytes += len(hashes) * self._settings.block_bytes
+
+    def _settle_onboard(self, flight: _OnboardInFlight) -> None:
+        result = self._region.lane_result(flight.order.lane, flight.order.generation)
+        if result is not SlotState.EMPTY:
+            self._end_onboard(flight, is_ready=result is SlotState.READY and not flight.is_void)
+
+    def _end_onboard(self, flight: _OnboardInFlight, *, is_ready: bool) -> None:
+        order = flight.order
+        del self._onboards[order.generation]
+        self._lanes.append(order.lane)
+        for block_hash in flight.source.hashes:
+            if self._arriving.get(block_hash) == order.generation:
+                del self._arriving[block_hash]
+        self._release(order.block_ids)
+        if is_ready:
+            self._succeed_load(flight)
+        else:
+            if not flight.is_void:
+                self._store.forget(flight.source.hashes)
+            self._fail_load(flight.request, flight.request_id, order.block_ids)
+        flight.source.release()
+
+    def _succeed_load(self, flight: _OnboardInFlight) -> None:
+        count = len(flight.order.block_ids)
+        self.counters.onboard_blocks += count
+        self.counters.onboard_bytes += count * self._settings.block_bytes
+        flight.request.hit_blocks += count
+        if self._requests.get(flight.request_id) is flight.request:
+            self.counters.matched_tokens += count * self._settings.block_tokens
+            self._unreported.append(LoadResult(flight.request_id, flight.order.block_ids, ()))
+
+    def _fail_load(self, request: _Request, request_id: str, block_ids: tuple[int, ...]) -> None:
+        """The request must recompute: it is not offered a load again, so that nothing can loop."""
+        self.counters.onboard_failed_blocks += len(block_ids)
+        request.may_onboard = False
+        if self._requests.get(request_id) is request:
+            self._unreported.append(LoadResult(request_id, block_ids, block_ids))
+
+    def _check_some(self) -> None:
+        self._store.check(self._checked_slots, CHECKED_SLOTS_PER_STEP)
+        self._checked_slots = (self._checked_slots + CHECKED_SLOTS_PER_STEP) % self._region.slot_count

@@ -1,0 +1,199 @@
+"""The worker: one per rank, beside the G1 memory that it copies from and to.
+
+It owns the rank's segment, the copier and the threads that copy. It decides nothing: it carries out a StepPlan and
+proves each result in a control word. One thread owns it and calls, per engine step,
+
+    start(plan)     before the forward pass: onboards begin
+    finish(plan)    after the forward pass: offloads begin, since their sources are computed now
+    poll()          write the control words of the copies that have ended
+
+None of them waits. Onboards and offloads have threads of their own, so that a stuck offload delays no request.
+
+The order that the promise rests on: payload bytes first, control word last; and an onboard reads the words of its
+source slots before the copy and again after it, so that a slot which changed hands meanwhile is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from kvbm.errors import EnvironmentProblem, TransferError
+from kvbm.plan import Offload, Onboard, StepPlan
+from kvbm.region import Segment
+from kvbm.transfer.device import DeviceCopier
+from kvbm.transfer.pool import TransferPool
+from kvbm.types import SegmentInfo, SlotState
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvbm.layout import BlockLayout
+    from kvbm.transfer.pool import Finished
+
+_Order = TypeVar("_Order", Onboard, Offload)
+
+
+class Copier(Protocol):
+    """Moves whole blocks between G1 and a segment; the device copier, or one that fails on purpose around it."""
+
+    def fence(self) -> object | None: ...
+    def offload(self, block_ids: Sequence[int], slots: Sequence[int], fence: object | None) -> None: ...
+    def onboard(self, slots: Sequence[int], block_ids: Sequence[int], fence: object | None) -> None: ...
+
+
+class Pool(Protocol):
+    """Threads, or a test that steps them by hand."""
+
+    def submit(self, kind: str, run: Callable[[], None]) -> int: ...
+    def poll(self) -> list[Finished]: ...
+    def is_outstanding(self, ticket: int) -> bool: ...
+    def close(self, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostCapacity:
+    """Size of G2 for one engine: bytes as the sum over its ranks, or a block count, which wins."""
+
+    capacity_bytes: int | None = None
+    block_count: int | None = None
+
+    def slot_count(self, slot_stride: int, rank_count: int) -> int:
+        """Slots of one rank's segment; every rank holds a shard of every block."""
+        if self.block_count is not None:
+            return self.block_count
+        slots = (self.capacity_bytes or 0) // (slot_stride * rank_count)
+        if slots == 0:
+            raise EnvironmentProblem(
+                f"host tier of {self.capacity_bytes} bytes holds no block: one takes {slot_stride * rank_count} bytes",
+                hint="raise `tiers.host.capacity`",
+            )
+        return slots
+
+
+class Worker:
+    """Carries out plans on one rank. See the module's text for the order of calls."""
+
+    def __init__(self, segment: Segment, copier: Copier, *, onboard_pool: Pool, offload_pool: Pool) -> None:
+        self._segment = segment
+        self._copier = copier
+        self._onboard_pool = onboard_pool
+        self._offload_pool = offload_pool
+        self._onboards: dict[int, Onboard] = {}
+        self._offloads: dict[int, Offload] = {}
+
+    @classmethod
+    def create(
+        cls,
+        layout: BlockLayout,
+        storages: Sequence[torch.Tensor],
+        capacity: HostCapacity,
+        *,
+        rank: int = 0,
+        rank_count: int = 1,
+        thread_count: int = 4,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Worker:
+        """Allocate, touch and pin this rank's segment and start its threads. Raises EnvironmentProblem."""
+        slot_count = capacity.slot_count(layout.slot_stride, rank_count)
+        pin = storages[0].is_cuda
+        segment = Segment.create(rank=rank, layout=layout, slot_count=slot_count, pin=pin, progress=progress)
+        return cls(
+            segment,
+            DeviceCopier(layout, storages, segment),
+            onboard_pool=TransferPool(thread_count, name=f"kvbm-onboard-{rank}"),
+            offload_pool=TransferPool(thread_count, name=f"kvbm-offload-{rank}"),
+        )
+
+    @property
+    def info(self) -> SegmentInfo:
+        """What the leader needs to map this rank's segment."""
+        return self._segment.info
+
+    def start(self, plan: StepPlan) -> None:
+        """Begin the plan's onboards. The G1 blocks they write belong to no running request."""
+        for offload in plan.overdue_offloads:
+            self._deny_offload(offload)
+        for onboard in plan.overdue_onboards:
+            self._deny_onboard(onboard)
+        if plan.onboards:
+            fence = self._copier.fence()
+            for order in plan.onboards:
+                self._onboards[self._onboard_pool.submit("onboard", partial(self._run_onboard, order, fence))] = order
+
+    def finish(self, plan: StepPlan) -> None:
+        """Begin the plan's offloads. The forward pass that computes their sources has been submitted."""
+        if plan.offloads:
+            fence = self._copier.fence()
+            for order in plan.offloads:
+                self._offloads[self._offload_pool.submit("offload", partial(self._run_offload, order, fence))] = order
+
+    def poll(self) -> None:
+        """Write the control words of all copies that have ended since the last call."""
+        if self._onboards:
+            for finished in self._onboard_pool.poll():
+                self._prove_onboard(finished)
+        if self._offloads:
+            for finished in self._offload_pool.poll():
+                self._prove_offload(finished)
+
+    def is_busy(self) -> bool:
+        """True while a copy is queued, running, or ended without its word written."""
+        return bool(self._onboards or self._offloads)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the threads and free the segment, unless a copier still runs: then the process's end frees it."""
+        self._onboard_pool.close(timeout_s)
+        self._offload_pool.close(timeout_s)
+        self._segment.close()
+
+    # -- in a pool thread ----------------------------------------------------------------------------------------------
+
+    def _run_onboard(self, order: Onboard, fence: object | None) -> None:
+        self._require_source(order)
+        self._copier.onboard(order.slots, order.block_ids, fence)
+        self._require_source(order)
+
+    def _run_offload(self, order: Offload, fence: object | None) -> None:
+        self._copier.offload(order.block_ids, order.slots, fence)
+
+    def _require_source(self, order: Onboard) -> None:
+        if not self._segment.slots_carry(order.slots, order.slot_generations):
+            raise TransferError(f"onboard {order.generation}: a source slot holds another block")
+
+    # -- in the owner's thread -----------------------------------------------------------------------------------------
+
+    def _prove_onboard(self, finished: Finished) -> None:
+        order = self._onboards.pop(finished.ticket, None)
+        if order is not None:
+            self._segment.write_lane(order.lane, order.generation, _state(finished))
+
+    def _prove_offload(self, finished: Finished) -> None:
+        order = self._offloads.pop(finished.ticket, None)
+        if order is not None:
+            self._segment.write_slots(order.slots, order.generation, _state(finished))
+
+    def _deny_onboard(self, order: Onboard) -> None:
+        if not _is_running(self._onboards, order.generation, self._onboard_pool):
+            self._segment.write_lane(order.lane, order.generation, SlotState.FAILED)
+
+    def _deny_offload(self, order: Offload) -> None:
+        if not _is_running(self._offloads, order.generation, self._offload_pool):
+            self._segment.write_slots(order.slots, order.generation, SlotState.FAILED)
+
+
+def _state(finished: Finished) -> SlotState:
+    return SlotState.READY if finished.error is None else SlotState.FAILED
+
+
+def _is_running(orders: dict[int, _Order], generation: int, pool: Pool) -> bool:
+    """Whether the pool still has this order. One that the pool has lost is forgotten: its copier has stopped."""
+    ticket = next((ticket for ticket, order in orders.items() if order.generation == generation), None)
+    if ticket is None:
+        return False
+    if pool.is_outstanding(ticket):
+        return True
+    del orders[ticket]
+    return False
