@@ -1,0 +1,17 @@
+"""LaunchPlan: what it takes to start an engine, and where it will answer. Made by `launch.py`, run by the command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """`environment` is added to the caller's, from which every DYN_KVBM_* variable is taken away."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    base_url: str
+    health_url: str
+    model: str

@@ -1,0 +1,50 @@
+"""Sizes as people write them: `100GB` is 100e9 bytes, `64GiB` is 64 * 2**30.
+
+A bare number is refused, because the variables of NVIDIA's block manager count in GB and everything else in bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+MAX_BYTES = 2**60
+
+_BY_LOWER = {unit.lower(): factor for unit, factor in UNITS.items()}
+_PATTERN = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes, rounded down to whole ones. ValueError says what would have been right."""
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"must be a size such as 100GB or 64GiB, not `{text}`")
+    number, unit = match["number"], match["unit"]
+    if not unit:
+        raise ValueError(f"needs a unit: `{number}GB` or `{number}GiB`")
+    factor = _BY_LOWER.get(unit.lower())
+    if factor is None:
+        raise ValueError(f"has the unknown unit `{unit}`; units are {', '.join(UNITS)}")
+    byte_count = int(Decimal(number) * factor)
+    if not 0 < byte_count <= MAX_BYTES:
+        raise ValueError(f"must be more than 0 and at most 1024PiB, not `{text}`")
+    return byte_count
+
+
+def format_size(byte_count: int) -> str:
+    """For reading: binary units, three significant digits or so. `format_size(2**30) == "1.0 GiB"`."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if byte_count >= UNITS[unit]:
+            return f"{byte_count / UNITS[unit]:.1f} {unit}"
+    return f"{byte_count} B"

@@ -1,0 +1,196 @@
+"""The `DYN_KVBM_*` variables of NVIDIA's block manager: which are honoured, refused or without effect, and why.
+
+One table; the reference page is made from it. Every name that starts with `DYN_KVBM_` and is not in it is an error, and
+so is a value that its variable cannot mean: upstream ignored both without a word. A variable that asks for something
+this version cannot do is refused unless its value asks for nothing (`0`, `false`). One that changes nothing here is a
+warning that says why.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+
+from kvbm.config.document import Document, Entry, Source, located
+
+PREFIX = "DYN_KVBM_"
+
+
+class Effect(enum.Enum):
+    HONOURED = "sets a key"
+    REFUSED = "not in this version"
+    NONE = "no effect"
+
+
+class Form(enum.Enum):
+    """What a value must look like."""
+
+    GIGABYTES = "a number of GB (1e9 bytes), fractions allowed"
+    COUNT = "a whole number"
+    BOOLEAN = "one of 1, true, yes, on, 0, false, no, off"
+    TEXT = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    name: str
+    form: Form
+    effect: Effect
+    about: str
+    key: str | None = None
+
+
+def _honoured(name: str, form: Form, key: str, about: str) -> Variable:
+    return Variable(PREFIX + name, form, Effect.HONOURED, about, key)
+
+
+def _refused(name: str, form: Form, about: str) -> Variable:
+    return Variable(PREFIX + name, form, Effect.REFUSED, about)
+
+
+def _no_effect(name: str, form: Form, about: str) -> Variable:
+    return Variable(PREFIX + name, form, Effect.NONE, about)
+
+
+_DISK = "there is no disk tier in this version"
+_OBJECT = "no object tier ever read it, in NVIDIA's wheel or here"
+_NO_PORTS = "leader and workers need no address: results travel through shared memory"
+
+VARIABLES: tuple[Variable, ...] = (
+    _honoured(
+        "CPU_CACHE_GB", Form.GIGABYTES, "tiers.host.capacity", "host memory, summed over the ranks of one engine"
+    ),
+    _honoured(
+        "CPU_CACHE_OVERRIDE_NUM_BLOCKS",
+        Form.COUNT,
+        "tiers.host.blocks",
+        "host memory in blocks; wins over GB, and 0 means that there is no override",
+    ),
+    _honoured("MAX_CONCURRENT_TRANSFERS", Form.COUNT, "transfer.max_concurrent", "transfers in flight"),
+    _honoured("MAX_TRANSFER_BATCH_SIZE", Form.COUNT, "transfer.batch_blocks", "blocks that one offload moves at most"),
+    _honoured(
+        "LEADER_WORKER_INIT_TIMEOUT_SECS",
+        Form.COUNT,
+        "transfer.init_timeout_s",
+        "seconds that the start may take",
+    ),
+    _refused("DISK_CACHE_GB", Form.GIGABYTES, _DISK),
+    _refused("DISK_CACHE_OVERRIDE_NUM_BLOCKS", Form.COUNT, _DISK),
+    _no_effect("DISK_CACHE_DIR", Form.TEXT, _DISK),
+    _no_effect("DISK_ALLOCATOR_TYPE", Form.TEXT, _DISK),
+    _no_effect("DISK_ZEROFILL_FALLBACK", Form.BOOLEAN, _DISK),
+    _no_effect("DISK_DISABLE_O_DIRECT", Form.BOOLEAN, _DISK),
+    _no_effect("DISABLE_DISK_OFFLOAD_FILTER", Form.BOOLEAN, _DISK),
+    _refused("HOST_OFFLOAD_PREFIX_MIN_PRIORITY", Form.COUNT, "there is no priority filter in this version"),
+    _no_effect("METRICS", Form.BOOLEAN, "kvbm_* metrics are always served, at /metrics of the engine's own server"),
+    _refused("METRICS_PORT", Form.COUNT, "kvbm_* metrics are at /metrics of the engine's own server, not on a port"),
+    _refused("CACHE_STATS_MAX_REQUESTS", Form.COUNT, "there are no hit-rate gauges in this version"),
+    _refused("CACHE_STATS_LOG_INTERVAL_SECS", Form.COUNT, "there is no hit-rate log line in this version"),
+    _refused("ENABLE_RECORD", Form.BOOLEAN, "there is no recorder in this version"),
+    _refused("NCCL_MLA_MODE", Form.BOOLEAN, "there is no TensorRT-LLM in this version"),
+    _no_effect("NCCL_MAX_CTAS", Form.COUNT, "it belongs to NCCL_MLA_MODE of TensorRT-LLM, which is not here"),
+    _no_effect("LEADER_ZMQ_HOST", Form.TEXT, _NO_PORTS),
+    _no_effect("LEADER_ZMQ_PUB_PORT", Form.COUNT, _NO_PORTS),
+    _no_effect("LEADER_ZMQ_ACK_PORT", Form.COUNT, _NO_PORTS),
+    _no_effect("DISABLE_WRITE_COMBINED", Form.BOOLEAN, "host memory is never write-combined here"),
+    _no_effect("ENABLE_NUMA", Form.BOOLEAN, "memory lies on the node of its device without being asked to"),
+    _no_effect("KV_EVENTS_ENABLE_CONSOLIDATOR", Form.BOOLEAN, "no router events are published"),
+    _no_effect("KV_EVENTS_CONSOLIDATOR_MODE", Form.TEXT, "no router events are published"),
+    _no_effect("TRTLLM_ZMQ_PORT", Form.COUNT, "no router events are published"),
+    _no_effect("ENABLE", Form.TEXT, "nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off"),
+    _no_effect("TRANSFER_BATCH_SIZE", Form.TEXT, "nothing ever read it; `DYN_KVBM_MAX_TRANSFER_BATCH_SIZE` is read"),
+    _no_effect("OBJECT_ENABLED", Form.TEXT, _OBJECT),
+    _no_effect("OBJECT_BUCKET", Form.TEXT, _OBJECT),
+    _no_effect("OBJECT_ENDPOINT", Form.TEXT, _OBJECT),
+    _no_effect("OBJECT_REGION", Form.TEXT, _OBJECT),
+    _no_effect("OBJECT_ACCESS_KEY", Form.TEXT, _OBJECT),
+    _no_effect("OBJECT_SECRET_KEY", Form.TEXT, _OBJECT),
+    _no_effect("OBJECT_NUM_BLOCKS", Form.TEXT, _OBJECT),
+    _no_effect("HOST_MEMORY_PROVIDER", Form.TEXT, "no released version ever read it"),
+    _no_effect("G2PB_ADMISSION_POLICY", Form.TEXT, "no released version ever read it"),
+    _no_effect("NIXL_BACKEND_<NAME>", Form.TEXT, "the released wheel never read it, and there is no NIXL here"),
+)
+
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+_NIXL_PREFIX = PREFIX + "NIXL_BACKEND_"
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+_SECRET = frozenset({PREFIX + "OBJECT_ACCESS_KEY", PREFIX + "OBJECT_SECRET_KEY"})
+
+
+def read_variables(environment: Mapping[str, str]) -> tuple[Document, tuple[str, ...]]:
+    """The document that the honoured variables amount to, and one warning for each that changes nothing."""
+    document: Document = {}
+    warnings: list[str] = []
+    for name in sorted(name for name in environment if name.startswith(PREFIX)):
+        variable = _known(name, environment[name])
+        source = _source(name, environment[name])
+        value = _parse(variable, environment[name], source)
+        if variable.effect is Effect.NONE:
+            warnings.append(f"`{name}` has no effect: {variable.about}")
+        elif variable.effect is Effect.REFUSED and value not in (0, False):
+            raise located(f"`{name}` is not in this version: {variable.about}", source, hint=f"`unset {name}`")
+        elif variable.key is not None and not (variable.key == "tiers.host.blocks" and value == 0):
+            put(document, variable.key.split("."), Entry(source, source, value))
+    return document, tuple(warnings)
+
+
+def put(document: Document, path: list[str], entry: Entry) -> None:
+    """Writes `entry` at `path`, making the sections on the way from the entry's own source."""
+    for name in path[:-1]:
+        holder = document.setdefault(name, Entry(entry.key, entry.source, {}))
+        assert isinstance(holder.value, dict), "overrides build sections only"
+        document = holder.value
+    document[path[-1]] = entry
+
+
+def _known(name: str, value: str) -> Variable:
+    variable = _BY_NAME.get(name)
+    if variable is None and name.startswith(_NIXL_PREFIX):
+        return _BY_NAME[_NIXL_PREFIX + "<NAME>"]
+    if variable is None:
+        nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.8)
+        hint = f"did you mean `{nearest[0]}`?" if nearest else f"`unset {name}`"
+        raise located(f"unknown variable `{name}`", Source(name, f"{name}={value}", 0, len(name)), hint=hint)
+    return variable
+
+
+def _source(name: str, value: str) -> Source:
+    shown = "***" if name in _SECRET else value
+    return Source(name, f"{name}={shown}", len(name) + 1, max(1, len(shown)))
+
+
+def _parse(variable: Variable, text: str, source: Source) -> object:
+    """The value in the form that the profile key takes. ProfileError where the text is not of the variable's form."""
+    stripped = text.strip()
+    if not stripped:
+        raise located(f"`{source.label}` is empty", source, hint=f"`unset {source.label}`, or give it a value")
+    if variable.form is Form.TEXT:
+        return stripped
+    parsed = _PARSERS[variable.form](stripped)
+    if parsed is None:
+        raise located(f"`{source.label}` must be {variable.form.value}, not `{stripped}`", source)
+    return f"{parsed:f}GB" if variable.key == "tiers.host.capacity" else parsed
+
+
+_NUMBER = re.compile(r"(?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?")
+
+
+def _gigabytes(text: str) -> Decimal | None:
+    return Decimal(text) if _NUMBER.fullmatch(text) else None
+
+
+def _count(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
+def _boolean(text: str) -> bool | None:
+    lowered = text.lower()
+    return True if lowered in _TRUE else False if lowered in _FALSE else None
+
+
+_PARSERS = {Form.GIGABYTES: _gigabytes, Form.COUNT: _count, Form.BOOLEAN: _boolean}

@@ -1,0 +1,38 @@
+"""A profile as the command line of `python -m kvbm.embedded`. Pure: imports no engine, starts nothing."""
+
+from __future__ import annotations
+
+import sys
+
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm.config.schema import EmbeddedArguments, Profile
+
+_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
+    """How to start the engine of `profile` on `port`; without `connector`, the same engine and no block manager."""
+    host = profile.server.host
+    argv = [profile.engine.python or sys.executable, "-m", "kvbm.embedded", "--model", profile.engine.model]
+    argv += ["--host", host, "--port", str(port), *_flags(profile.engine.arguments)]
+    if connector:
+        argv += ["--connector", profile.model_dump_json()]
+    base_url = f"http://{_reachable(host)}:{port}"
+    model = profile.engine.arguments.served_model_name or profile.engine.model
+    return LaunchPlan(tuple(argv), dict(profile.engine.environment), base_url, f"{base_url}/health", model)
+
+
+def _flags(arguments: EmbeddedArguments) -> list[str]:
+    """One flag per key that has a value. A true boolean is a bare flag; only prefix caching is on by default."""
+    flags: list[str] = []
+    for name, value in arguments.model_dump(exclude={"prefix_caching"}).items():
+        if value is None or value is False:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        flags += [flag] if value is True else [flag, str(value)]
+    return flags if arguments.prefix_caching else [*flags, "--no-prefix-caching"]
+
+
+def _reachable(host: str) -> str:
+    address = _EVERY_ADDRESS.get(host, host)
+    return f"[{address}]" if ":" in address else address

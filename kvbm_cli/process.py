@@ -1,0 +1,229 @@
+"""EngineProcess: one engine as a child process that cannot outlive its parent.
+
+The engine leads a process group of its own, so that a terminal's Ctrl-C reaches it only through us and whatever it
+starts dies with it. The kernel kills it when the thread that called `start` ends: call it from the main thread. Its
+output goes to a log file, whose last lines are the story when a start fails. It never inherits a DYN_KVBM_* variable:
+a resolved profile is the one channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+from urllib.parse import urlsplit
+
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm.config.variables import PREFIX
+from kvbm.errors import EngineError, EnvironmentProblem
+
+WRAPPER = Path(__file__).with_name("die_with_parent.py")
+POLL_S = 0.05
+HEALTH_TIMEOUT_S = 2.0
+STOP_TIMEOUT_S = 30.0
+TAIL_LINES = 12
+TAIL_BYTES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a starting engine is at: seconds since its start, and its own words for it."""
+
+    elapsed_s: float
+    phase: str
+
+
+class EngineProcess:
+    """A started engine. As a context manager it is stopped at the end, whatever happened."""
+
+    def __init__(self, child: subprocess.Popen[bytes], plan: LaunchPlan, log_path: Path) -> None:
+        self._child = child
+        self._started = time.monotonic()
+        self.plan = plan
+        self.log_path = log_path
+
+    @classmethod
+    def start(cls, plan: LaunchPlan, *, log_path: Path) -> EngineProcess:
+        """Starts the engine and returns at once. EnvironmentProblem if it or its log cannot be opened."""
+        if shutil.which(plan.argv[0]) is None:
+            raise EnvironmentProblem(f"`{plan.argv[0]}` is not a program", hint="check `engine.python`")
+        command = [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *plan.argv]
+        with _open_log(log_path) as log:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=engine_environment(plan, os.environ),
+                process_group=0,
+            )
+        return cls(child, plan, log_path)
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def poll(self) -> int | None:
+        """The exit code once the engine has ended (128 + n for signal n), and by then all that it had started is dead.
+
+        The group is killed before the leader is reaped: as long as its process id is not free, nobody else can get it.
+        """
+        if self._child.returncode is None:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            self._kill_group()
+            self._child.wait()
+        code = self._child.returncode
+        return code if code >= 0 else 128 - code
+
+    def wait_healthy(self, timeout_s: float, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
+        """Returns when the engine serves. EngineError as soon as it has ended, or after `timeout_s`; then it is dead.
+
+        `on_progress` is called a few times per second and may stop the engine.
+        """
+        while self.poll() is None:
+            phase = self._phase_unless_healthy()
+            if phase is None:
+                return
+            if self.elapsed_s > timeout_s:
+                self.kill()
+                raise EngineError(
+                    f"the engine was not healthy after {timeout_s:g} s\n{self._log_tail()}", hint=_NO_TIME
+                )
+            on_progress(Progress(self.elapsed_s, phase))
+            time.sleep(POLL_S)
+        raise self.ended_error("the engine ended before it was healthy")
+
+    def ended_error(self, message: str) -> EngineError:
+        """The report of an engine that ended by itself."""
+        code = self.poll()
+        assert code is not None, "the engine still runs"
+        return EngineError(
+            f"{message}, with exit code {code} after {self.elapsed_s:.1f} s\n{self._log_tail()}",
+            hint=f"the whole log: `less {self.log_path}`",
+            exit_code=code or 1,
+        )
+
+    def signal(self, signal_number: int) -> None:
+        """Delivers a signal to the engine itself, which passes on what its own processes need to know."""
+        if self.poll() is None:
+            os.kill(self.pid, signal_number)
+
+    def kill(self) -> int:
+        """Ends the engine and all that it started, now. Returns its exit code."""
+        return self.stop(timeout_s=0)
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """SIGTERM, up to `timeout_s` of patience, then SIGKILL to the whole group. Returns the exit code."""
+        deadline = time.monotonic() + timeout_s
+        if timeout_s > 0:
+            self.signal(signal.SIGTERM)
+        while (code := self.poll()) is None:
+            if time.monotonic() >= deadline:
+                self._kill_group()
+            time.sleep(POLL_S / 5)
+        return code
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _phase_unless_healthy(self) -> str | None:
+        """None when the health address answers 200; until then what the engine says of itself, or its last log line."""
+        status, body = _get(self.plan.health_url)
+        if status == http.HTTPStatus.OK:
+            return None
+        return _reported_phase(body) or next(reversed(self._log_lines()), "starting")
+
+    def _log_lines(self) -> list[str]:
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+    def _log_tail(self) -> str:
+        lines = self._log_lines()[-TAIL_LINES:]
+        return "\n".join(
+            [f"  {self.log_path}, last lines:" if lines else f"  {self.log_path} is empty"]
+            + [f"    {line}" for line in lines]
+        )
+
+
+_NO_TIME = "`transfer.init_timeout_s` is how long a start may take"
+
+
+def engine_environment(plan: LaunchPlan, environment: Mapping[str, str]) -> dict[str, str]:
+    """What the engine sees: the caller's variables without ours, then the profile's, and output without delay."""
+    kept = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+    return {**kept, "PYTHONUNBUFFERED": "1", **plan.environment}
+
+
+def choose_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0. EnvironmentProblem if something listens there or the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise EnvironmentProblem(
+                f"cannot listen on {host} port {port}: {reason}", hint="`--port 0` chooses a free port"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write the engine's log `{path}`: {error.strerror}") from None
+
+
+def _get(url: str) -> tuple[int, bytes]:
+    """Status and body, (0, b"") when nobody answers. Plain http.client: no proxy of the environment is asked."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", parts.path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def _reported_phase(body: bytes) -> str | None:
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return None
+    phase = answer.get("phase") if isinstance(answer, dict) else None
+    return phase if isinstance(phase, str) else None
