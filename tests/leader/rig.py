@@ -1,0 +1,189 @@
+"""A block manager around a toy engine: real leader, real workers and segments, real bytes, copies stepped by hand.
+
+The toy engine has a block pool with reference counts. A block's bytes are a pattern of its sequence hash and the rank;
+a block that nobody references is overwritten with garbage at once, so that a copy from or to memory that was given up
+too early shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from faults import FaultyCopier
+
+from kvbm.layout import BlockLayout, Piece
+from kvbm.leader import Leader, LeaderSettings, LoadResult
+from kvbm.plan import StepPlan
+from kvbm.region import Region, Segment
+from kvbm.transfer.device import DeviceCopier
+from kvbm.transfer.pool import ManualPool
+from kvbm.worker import Worker
+
+PIECE_BYTES = 512
+GARBAGE = 0xEE
+
+
+def chain(name: str, length: int) -> list[bytes]:
+    """`length` sequence hashes of one conversation: the same name gives the same prefix."""
+    return [hashlib.blake2b(f"{name}/{i}".encode(), digest_size=16).digest() for i in range(length)]
+
+
+def pattern(block_hash: bytes, rank: int, piece: int) -> np.ndarray:
+    seed = hashlib.blake2b(block_hash + bytes([rank, piece]), digest_size=64).digest()
+    return np.frombuffer(seed * (PIECE_BYTES // 64), dtype=np.uint8)
+
+
+class G1:
+    """The toy engine's blocks: reference counts, and for each rank two storages like two layers."""
+
+    def __init__(self, block_count: int, rank_count: int) -> None:
+        self.block_count = block_count
+        self.references: Counter[int] = Counter()
+        self.layout = BlockLayout(
+            pieces=(Piece(0, 0, PIECE_BYTES, PIECE_BYTES), Piece(1, 0, PIECE_BYTES, PIECE_BYTES)),
+            block_count=block_count,
+        )
+        self.storages = [
+            [torch.full((block_count * PIECE_BYTES,), GARBAGE, dtype=torch.uint8) for _ in range(2)]
+            for _ in range(rank_count)
+        ]
+
+    def allocate(self, count: int) -> list[int] | None:
+        free = [block for block in range(self.block_count) if not self.references[block]]
+        if len(free) < count:
+            return None
+        self.hold(free[:count])
+        return free[:count]
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        self.references.update(block_ids)
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            assert self.references[block] > 0, f"block {block} was released more often than held"
+            self.references[block] -= 1
+            if not self.references[block]:
+                self._fill(block, lambda rank, piece: np.full(PIECE_BYTES, GARBAGE, dtype=np.uint8))
+
+    def compute(self, block: int, block_hash: bytes) -> None:
+        """What a forward pass does: the KV of these tokens is now in this block."""
+        assert self.references[block] > 0
+        self._fill(block, lambda rank, piece: pattern(block_hash, rank, piece))
+
+    def holds(self, block: int, block_hash: bytes) -> bool:
+        return all(
+            np.array_equal(self._view(rank, piece, block), pattern(block_hash, rank, piece))
+            for rank in range(len(self.storages))
+            for piece in range(2)
+        )
+
+    def _fill(self, block: int, content) -> None:
+        for rank in range(len(self.storages)):
+            for piece in range(2):
+                self._view(rank, piece, block)[:] = content(rank, piece)
+
+    def _view(self, rank: int, piece: int, block: int) -> np.ndarray:
+        return self.storages[rank][piece].numpy()[block * PIECE_BYTES : (block + 1) * PIECE_BYTES]
+
+
+class Rank:
+    """One worker with pools that the test steps, and a copier that fails on request."""
+
+    def __init__(self, rank: int, g1: G1, slot_count: int) -> None:
+        self.segment = Segment.create(rank=rank, layout=g1.layout, slot_count=slot_count)
+        self.copier = FaultyCopier(DeviceCopier(g1.layout, g1.storages[rank], self.segment))
+        self.onboard_pool = ManualPool()
+        self.offload_pool = ManualPool()
+        self.worker = Worker(
+            self.segment, self.copier, onboard_pool=self.onboard_pool, offload_pool=self.offload_pool
+        )
+
+    def run(self, kind: str) -> bool:
+        """Run the oldest waiting copy of this kind, if there is one."""
+        pool = self.onboard_pool if kind == "onboard" else self.offload_pool
+        if not pool.waiting(kind):
+            return False
+        pool.run_next(kind)
+        return True
+
+    def run_all(self) -> None:
+        while self.run("onboard") or self.run("offload"):
+            pass
+
+
+class Rig:
+    """Leader, ranks and G1 together; `step` is one engine step."""
+
+    def __init__(self, *, slots: int = 8, blocks: int = 16, ranks: int = 1, **settings) -> None:
+        self.g1 = G1(blocks, ranks)
+        self.ranks = [Rank(rank, self.g1, slots) for rank in range(ranks)]
+        self.region = Region.map([rank.worker.info for rank in self.ranks])
+        defaults = {"block_tokens": 16, "block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
+        self.leader = Leader(
+            self.region, LeaderSettings(**(defaults | settings)), hold=self.g1.hold, release=self.g1.release
+        )
+
+    def close(self) -> None:
+        self.region.close()
+        for rank in self.ranks:
+            rank.worker.close(0.1)
+
+    def order(self) -> StepPlan:
+        """First half of a step: the plan reaches every rank, as bytes."""
+        message = pickle.dumps(self.leader.step())
+        plan = pickle.loads(message)
+        for rank in self.ranks:
+            rank.worker.start(pickle.loads(message))
+            rank.worker.finish(pickle.loads(message))
+        return plan
+
+    def settle(self) -> list[LoadResult]:
+        """Second half: words are written, the leader reads them, and everything must still be consistent."""
+        for rank in self.ranks:
+            rank.worker.poll()
+        results = self.leader.settle()
+        self.leader.check()
+        return results
+
+    def step(self) -> list[LoadResult]:
+        """A whole step in which every copy that is waiting runs."""
+        self.order()
+        for rank in self.ranks:
+            rank.run_all()
+        return self.settle()
+
+    def compute(self, request_id: str, hashes: list[bytes], *, prompt_blocks: int | None = None) -> list[int]:
+        """A request that computes `hashes` in one forward pass. Returns its G1 blocks, still referenced."""
+        blocks = self.g1.allocate(len(hashes))
+        assert blocks is not None
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            self.g1.compute(block, block_hash)
+        prompt = len(hashes) if prompt_blocks is None else prompt_blocks
+        self.leader.offload(request_id, hashes, blocks, computed_blocks=len(hashes), prompt_blocks=prompt)
+        return blocks
+
+    def finish(self, request_id: str, hashes: list[bytes], blocks: list[int]) -> None:
+        self.leader.finish(request_id, hashes)
+        self.g1.release(blocks)
+
+    def fill(self, name: str, length: int) -> list[bytes]:
+        """Compute, offload and finish one conversation; its blocks are in G2 afterwards."""
+        hashes = chain(name, length)
+        blocks = self.compute(f"fill-{name}", hashes)
+        self.step()
+        self.finish(f"fill-{name}", hashes, blocks)
+        return hashes
+
+    def load(self, request_id: str, hashes: list[bytes], start: int = 0) -> list[int]:
+        """Match and onboard as much as there is. Returns the G1 blocks of the loaded part."""
+        matched = self.leader.match(request_id, hashes, start)
+        assert matched
+        blocks = self.g1.allocate(matched)
+        assert blocks is not None
+        self.leader.onboard(request_id, hashes, start, blocks)
+        return blocks

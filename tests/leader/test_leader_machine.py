@@ -1,0 +1,162 @@
+"""Any order of requests, copies, failures, aborts, preemptions and resets: never a wrong byte, never a leak.
+
+The model is the toy engine itself: it knows which hash belongs in which G1 block, and overwrites a block with garbage as
+soon as nobody references it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from rig import Rig, chain
+
+LENGTH = 4
+CHAINS = {name: chain("root", 2) + chain(name, LENGTH - 2) for name in "abc"}
+
+
+@dataclass
+class Live:
+    """A request of the toy engine; `computed` blocks of `hashes` are right in G1."""
+
+    hashes: list[bytes]
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    loading: bool = False
+
+
+class LeaderMachine(RuleBasedStateMachine):
+    @initialize(ranks=st.integers(1, 2), limit=st.integers(1, 8), batch=st.integers(1, 3))
+    def build(self, ranks, limit, batch):
+        self.rig = Rig(
+            slots=6, blocks=12, ranks=ranks, max_in_flight_blocks=limit, batch_blocks=batch, overdue_steps=3
+        )
+        self.live: dict[str, Live] = {}
+        self.names = iter(range(10**6))
+
+    def teardown(self):
+        if not hasattr(self, "rig"):
+            return
+        for request_id in list(self.live):
+            self.drop(request_id)
+        for _ in range(8):
+            self.rig.order()
+            for rank in self.rig.ranks:
+                rank.copier.heal()
+                rank.run_all()
+            self.settle()
+        assert not self.rig.leader.has_pending()
+        assert not +self.rig.g1.references
+        assert self.rig.leader.host_blocks()["pinned"] == 0
+        assert self.rig.leader.host_blocks()["moving"] == 0
+        self.rig.close()
+
+    # -- the toy engine ------------------------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from("abc"))
+    def arrive(self, name):
+        self.live[f"{name}{next(self.names)}"] = Live(CHAINS[name])
+
+    @precondition(lambda self: any(not r.blocks for r in self.live.values()))
+    @rule(data=st.data())
+    def admit(self, data):
+        request_id = data.draw(st.sampled_from([i for i, r in self.live.items() if not r.blocks]))
+        request = self.live[request_id]
+        matched = self.rig.leader.match(request_id, request.hashes[:-1], 0)
+        if matched is None or (blocks := self.rig.g1.allocate(LENGTH)) is None:
+            return
+        request.blocks = blocks
+        if matched:
+            self.rig.leader.onboard(request_id, request.hashes[:-1], 0, blocks[:matched])
+            request.loading = True
+
+    @precondition(lambda self: any(r.blocks and not r.loading and r.computed < LENGTH for r in self.live.values()))
+    @rule(data=st.data(), count=st.integers(1, LENGTH))
+    def compute(self, data, count):
+        ready = [i for i, r in self.live.items() if r.blocks and not r.loading and r.computed < LENGTH]
+        request_id = data.draw(st.sampled_from(ready))
+        request = self.live[request_id]
+        end = min(LENGTH, request.computed + count)
+        for index in range(request.computed, end):
+            self.rig.g1.compute(request.blocks[index], request.hashes[index])
+        request.computed = end
+        self.rig.leader.offload(
+            request_id, request.hashes, request.blocks, computed_blocks=end, prompt_blocks=LENGTH - 1
+        )
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.drop(data.draw(st.sampled_from(sorted(self.live))))
+
+    @precondition(lambda self: any(r.blocks and not r.loading for r in self.live.values()))
+    @rule(data=st.data())
+    def preempt(self, data):
+        running = [i for i, r in self.live.items() if r.blocks and not r.loading]
+        request_id = data.draw(st.sampled_from(running))
+        hashes = self.live[request_id].hashes
+        self.drop(request_id)
+        self.live[request_id] = Live(hashes)
+
+    def drop(self, request_id):
+        request = self.live.pop(request_id)
+        self.rig.finish(request_id, request.hashes, request.blocks)
+
+    @rule()
+    def reset(self):
+        self.rig.leader.reset()
+
+    # -- steps, copies and what can go wrong with them -----------------------------------------------------------------
+
+    @rule()
+    def order(self):
+        self.rig.order()
+
+    @rule()
+    def settle(self):
+        for result in self.rig.settle():
+            request = self.live[result.request_id]
+            assert request.loading
+            request.loading = False
+            if result.failed_block_ids:
+                assert result.failed_block_ids == result.block_ids
+                continue
+            request.computed = len(result.block_ids)
+
+    @rule(rank=st.integers(0, 1), kind=st.sampled_from(["onboard", "offload"]))
+    def copy(self, rank, kind):
+        self.rig.ranks[rank % len(self.rig.ranks)].run(kind)
+
+    @rule(rank=st.integers(0, 1), kind=st.sampled_from(["onboard", "offload"]), fault=st.sampled_from(["fail", "short"]))
+    def copy_fails(self, rank, kind, fault):
+        victim = self.rig.ranks[rank % len(self.rig.ranks)]
+        victim.copier.next(fault)
+        if not victim.run(kind):
+            victim.copier.heal()
+
+    @rule(rank=st.integers(0, 1), kind=st.sampled_from(["onboard", "offload"]))
+    def thread_dies_and_its_result_is_lost(self, rank, kind):
+        victim = self.rig.ranks[rank % len(self.rig.ranks)]
+        pool = victim.onboard_pool if kind == "onboard" else victim.offload_pool
+        pool.lose_next(kind)
+
+    # -- what must always hold -----------------------------------------------------------------------------------------
+
+    @invariant()
+    def what_the_engine_may_read_is_right(self):
+        for request in getattr(self, "live", {}).values():
+            for block, block_hash in zip(request.blocks[: request.computed], request.hashes, strict=False):
+                assert self.rig.g1.holds(block, block_hash), "the engine reads a wrong block"
+
+    @invariant()
+    def the_books_are_consistent(self):
+        if hasattr(self, "rig"):
+            self.rig.leader.check()
+
+
+LeaderMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_any_order_of_events_keeps_every_byte_right = LeaderMachine.TestCase
