@@ -1,0 +1,147 @@
+"""Handles: who holds which slots of a store, and what may happen to them next.
+
+            allocate              stage(hashes)            register
+  free ───────────────▶ Mutable ───────────────▶ Complete ───────────▶ Registered: pinned ⇄ inactive (evictable)
+   ▲                      │ release                 │ release                              │
+   └──────────────────────┴─────────────────────────┴───────────── evict (only in allocate)┘
+
+A handle holds a batch. The method that takes its blocks to the next state consumes it and returns the next handle; a
+transition that is refused leaves it as it was. `release()`, or the end of a `with`, gives back what is still held.
+Using a handle after it was consumed or released is an InvariantError; dropping one that still holds blocks is reported
+by the store as a leak, and nothing else happens, because a finalizer may run in any thread at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+from kvbm.errors import InvariantError
+
+if TYPE_CHECKING:
+    from kvbm.core.store import BlockStore
+
+
+class Handle:
+    """A batch of slots of one store; `epoch` counts the resets that the store had seen when they were allocated."""
+
+    __slots__ = ("_epoch", "_slots", "_store")
+
+    def __init__(self, store: BlockStore, slots: list[int], epoch: int) -> None:
+        self._store: BlockStore | None = store
+        self._slots = slots
+        self._epoch = epoch
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slots, in the order of the batch."""
+        self._holder()
+        return self._slots
+
+    def release(self) -> None:
+        """Give the blocks back; ends the handle."""
+        raise NotImplementedError
+
+    def _holder(self) -> BlockStore:
+        if self._store is None:
+            raise InvariantError(f"{self!r} was used after it was consumed or released")
+        return self._store
+
+    def _consume(self) -> BlockStore:
+        store = self._holder()
+        self._store = None
+        return store
+
+    def __enter__(self) -> Self:
+        self._holder()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._store is not None:
+            self.release()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._slots)} blocks, slots {self._slots!r:.80})"
+
+    def __del__(self) -> None:
+        # A constructor that failed leaves no `_store`.
+        if getattr(self, "_store", None) is not None and self._slots:
+            self._holder()._report_leak(repr(self))
+
+
+class MutableBlocks(Handle):
+    """Slots whose bytes are undefined and which nobody else may touch."""
+
+    __slots__ = ()
+
+    def stage(self, hashes: Sequence[bytes]) -> CompleteBlocks:
+        """Consumes. The bytes are written, and `hashes[i]` is the sequence hash of `slots[i]`."""
+        store = self._holder()
+        staged_hashes = tuple(hashes)
+        store._stage(self._slots, staged_hashes)
+        self._store = None
+        return CompleteBlocks(store, self._slots, self._epoch, staged_hashes)
+
+    def split(self, choice: int | Sequence[bool]) -> tuple[MutableBlocks, MutableBlocks]:
+        """Consumes. Returns the first `choice` blocks and the rest, or those that a mask chooses and the others."""
+        count = len(self._slots)
+        mask = [position < choice for position in range(count)] if isinstance(choice, int) else list(choice)
+        if len(mask) != count or (isinstance(choice, int) and not 0 <= choice <= count):
+            raise InvariantError(f"{self!r} cannot be split by {choice!r:.80}")
+        store = self._consume()
+        chosen = [slot for slot, is_chosen in zip(self._slots, mask, strict=True) if is_chosen]
+        others = [slot for slot, is_chosen in zip(self._slots, mask, strict=True) if not is_chosen]
+        return MutableBlocks(store, chosen, self._epoch), MutableBlocks(store, others, self._epoch)
+
+    def release(self) -> None:
+        """Give the slots back; ends the handle."""
+        self._consume()._free_mutable(self._slots)
+
+
+class CompleteBlocks(Handle):
+    """Slots whose bytes are written and named, but which no one can find yet."""
+
+    __slots__ = ("_hashes",)
+
+    def __init__(self, store: BlockStore, slots: list[int], epoch: int, hashes: tuple[bytes, ...]) -> None:
+        super().__init__(store, slots, epoch)
+        self._hashes = hashes
+
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        """The sequence hash of each slot."""
+        self._holder()
+        return self._hashes
+
+    def register(self) -> PinnedBlocks:
+        """Consumes. Makes the blocks findable and returns them pinned.
+
+        A hash that is registered already keeps the slot it has: the returned handle holds that slot, and the second one
+        is free again. Slots that were allocated before a reset become pinned without being findable.
+        """
+        store = self._consume()
+        return PinnedBlocks(store, store._register(self._slots, self._hashes, self._epoch), self._epoch, self._hashes)
+
+    def release(self) -> None:
+        """Give the slots back, nothing was registered; ends the handle."""
+        self._consume()._free_complete(self._slots)
+
+
+class PinnedBlocks(Handle):
+    """Registered blocks that cannot be evicted while this handle holds them. Several handles may hold one block."""
+
+    __slots__ = ("_hashes",)
+
+    def __init__(self, store: BlockStore, slots: list[int], epoch: int, hashes: tuple[bytes, ...]) -> None:
+        super().__init__(store, slots, epoch)
+        self._hashes = hashes
+
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        """The sequence hash of each slot."""
+        self._holder()
+        return self._hashes
+
+    def release(self) -> None:
+        """Unpin; ends the handle. Blocks that nobody else pins become the most recently used, the first one newest."""
+        self._consume()._unpin(self._slots)

@@ -1,0 +1,337 @@
+"""BlockStore: the metadata of one tier, and the only code that changes a block's state.
+
+It owns which slot is free, whose bytes are being written, which hash a slot holds, who pins it, and which block is
+evicted next. One thread owns a store; there is no lock, no clock and no I/O, and equal calls give equal results.
+
+    state       in list     in index   ends with
+    FREE        free        no         allocate -> MUTABLE
+    MUTABLE     -           no         stage -> COMPLETE, release -> FREE
+    COMPLETE    -           no         register -> PINNED, release -> FREE
+    PINNED      -           yes        last release -> INACTIVE, forget or reset -> HIDDEN
+    INACTIVE    inactive    yes        pin -> PINNED, evict (inside allocate) -> MUTABLE, forget or reset -> FREE
+    HIDDEN      -           no         last release -> FREE            (pinned, but no longer findable)
+
+No Python object exists per block except its hash and the int of its slot inside the index.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvbm.core.blocks import MutableBlocks, PinnedBlocks
+from kvbm.core.eviction import SlotLists
+from kvbm.core.index import HashIndex
+from kvbm.errors import InvariantError
+from kvbm.events import BlocksRemoved, BlocksStored, Event, TierCleared
+from kvbm.types import Tier
+
+
+class BlockState(IntEnum):
+    """What a slot is, one byte each."""
+
+    FREE = 0
+    MUTABLE = 1
+    COMPLETE = 2
+    PINNED = 3
+    INACTIVE = 4
+    HIDDEN = 5
+
+
+# Plain ints: the loops below run for every block.
+FREE, MUTABLE, COMPLETE, PINNED, INACTIVE, HIDDEN = (int(state) for state in BlockState)
+_AFTER_RESET = bytes.maketrans(bytes((PINNED, INACTIVE)), bytes((HIDDEN, FREE)))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCounts:
+    """Blocks by state; the sum is the capacity. `pinned` includes pinned blocks that are no longer findable."""
+
+    free: int
+    mutable: int
+    complete: int
+    pinned: int
+    inactive: int
+
+
+class BlockStore:
+    """Metadata of `capacity_blocks` slots of one tier. See the module for states and ownership."""
+
+    def __init__(self, capacity_blocks: int, *, tier: Tier, hash_bytes: int = 16, events: bool = True) -> None:
+        self.capacity_blocks = capacity_blocks
+        self.tier = tier
+        self._states = bytearray(capacity_blocks)
+        # How often a slot is pinned beyond the first time. Most are not, so this is small.
+        self._extra_pins: dict[int, int] = {}
+        self._lists = SlotLists(capacity_blocks)
+        self._index = HashIndex(capacity_blocks, hash_bytes)
+        self._free_count = capacity_blocks
+        self._inactive_count = 0
+        self._mutable_count = 0
+        self._complete_count = 0
+        self._epoch = 0
+        self._has_events = events
+        self._events: list[Event] = []
+        self._leaks: deque[str] = deque()
+
+    # Allocation
+
+    def allocate(self, count: int) -> MutableBlocks | None:
+        """Return `count` slots, or None when not even eviction can serve all of them.
+
+        Free slots are used first, then the least recently used inactive blocks are evicted.
+        """
+        if count < 0:
+            raise InvariantError(f"cannot allocate {count} blocks")
+        if count > self._free_count + self._inactive_count:
+            return None
+        from_free = min(count, self._free_count)
+        slots = self._lists.take(self._lists.free, from_free)
+        self._free_count -= from_free
+        if from_free < count:
+            slots += self._evict(count - from_free)
+        slots.sort()
+        self._set_states(slots, MUTABLE)
+        self._mutable_count += count
+        return MutableBlocks(self, slots, self._epoch)
+
+    def _evict(self, count: int) -> list[int]:
+        slots = self._lists.take(self._lists.inactive, count)
+        self._inactive_count -= count
+        removed = self._index.remove(slots)
+        if self._has_events:
+            self._events.append(BlocksRemoved(self.tier, removed))
+        return slots
+
+    def _free_mutable(self, slots: list[int]) -> None:
+        self._mutable_count -= len(slots)
+        self._free(slots)
+
+    def _free_complete(self, slots: list[int]) -> None:
+        self._complete_count -= len(slots)
+        self._free(slots)
+
+    def _free(self, slots: list[int]) -> None:
+        self._set_states(slots, FREE)
+        self._lists.append(self._lists.free, slots)
+        self._free_count += len(slots)
+
+    # Registration
+
+    def _stage(self, slots: list[int], hashes: tuple[bytes, ...]) -> None:
+        if len(slots) != len(hashes):
+            raise InvariantError(f"{len(slots)} slots staged with {len(hashes)} hashes: {slots!r:.80}")
+        self._index.require_length(hashes)
+        self._set_states(slots, COMPLETE)
+        self._mutable_count -= len(slots)
+        self._complete_count += len(slots)
+
+    def _register(self, slots: list[int], hashes: tuple[bytes, ...], epoch: int) -> list[int]:
+        self._complete_count -= len(slots)
+        if epoch != self._epoch:
+            self._set_states(slots, HIDDEN)
+            return slots
+        holders = self._index.add(hashes, slots)
+        if holders == slots:
+            self._set_states(slots, PINNED)
+            self._announce_stored(hashes)
+        else:
+            self._register_with_duplicates(slots, holders, hashes)
+        return holders
+
+    def _register_with_duplicates(self, slots: list[int], holders: list[int], hashes: tuple[bytes, ...]) -> None:
+        is_new = [slot == holder for slot, holder in zip(slots, holders, strict=True)]
+        self._set_states([slot for slot, new in zip(slots, is_new, strict=True) if new], PINNED)
+        self._pin_slots([holder for holder, new in zip(holders, is_new, strict=True) if not new])
+        self._free([slot for slot, new in zip(slots, is_new, strict=True) if not new])
+        self._announce_stored(tuple(h for h, new in zip(hashes, is_new, strict=True) if new))
+
+    def _announce_stored(self, hashes: tuple[bytes, ...]) -> None:
+        if self._has_events and hashes:
+            self._events.append(BlocksStored(self.tier, hashes))
+
+    # Lookup
+
+    def match(self, hashes: Sequence[bytes], start: int = 0) -> int:
+        """Return how many of `hashes[start:]` are registered, counted up to the first that is not. Changes nothing."""
+        return self._index.first_missing(hashes[start:] if start else hashes)
+
+    def contains(self, sequence_hash: bytes) -> bool:
+        return self._index.first_missing((sequence_hash,)) == 1
+
+    def missing(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the positions in `hashes` of those that are not registered."""
+        return [position for position, slot in enumerate(self._index.find(hashes)) if slot is None]
+
+    # Pins and recency
+
+    def pin(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
+        """Hold all of `hashes` against eviction, or None when one of them is not registered."""
+        slots = self._index.find_all(hashes)
+        if slots is None:
+            return None
+        self._pin_slots(slots)
+        return PinnedBlocks(self, slots, self._epoch, tuple(hashes))
+
+    def _pin_slots(self, slots: list[int]) -> None:
+        states, extra_pins = self._states, self._extra_pins
+        activated = []
+        for slot in slots:
+            if states[slot] == INACTIVE:
+                states[slot] = PINNED
+                activated.append(slot)
+            else:
+                extra_pins[slot] = extra_pins.get(slot, 0) + 1
+        self._lists.remove(activated)
+        self._inactive_count -= len(activated)
+
+    def _unpin(self, slots: list[int]) -> None:
+        last = self._drop_extra_pins(slots) if self._extra_pins else slots
+        if bytes(map(self._states.__getitem__, last)).count(PINNED) < len(last):
+            self._free([slot for slot in last if self._states[slot] == HIDDEN])
+            last = [slot for slot in last if self._states[slot] == PINNED]
+        self._set_states(last, INACTIVE)
+        self._lists.append(self._lists.inactive, reversed(last))
+        self._inactive_count += len(last)
+
+    def _drop_extra_pins(self, slots: list[int]) -> list[int]:
+        """Return those of `slots` that had no extra pin to drop."""
+        extra_pins, last = self._extra_pins, []
+        for slot in slots:
+            extra = extra_pins.get(slot, 0)
+            if extra > 1:
+                extra_pins[slot] = extra - 1
+            elif extra:
+                del extra_pins[slot]
+            else:
+                last.append(slot)
+        return last
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Make those of `hashes` that are registered the most recently used, the first one newest.
+
+        Pinned ones become so when they are released.
+        """
+        present = dict.fromkeys(slot for slot in self._index.find(hashes) if slot is not None)
+        inactive = [slot for slot in present if self._states[slot] == INACTIVE]
+        self._lists.remove(inactive)
+        self._lists.append(self._lists.inactive, reversed(inactive))
+
+    # Forgetting
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Make `hashes` unfindable at once, those that are registered. Pinned slots are free at their last release."""
+        slots = list(dict.fromkeys(slot for slot in self._index.find(hashes) if slot is not None))
+        if not slots:
+            return
+        removed = self._index.remove(slots)
+        inactive = [slot for slot in slots if self._states[slot] == INACTIVE]
+        self._set_states([slot for slot in slots if self._states[slot] == PINNED], HIDDEN)
+        self._lists.remove(inactive)
+        self._inactive_count -= len(inactive)
+        self._free(inactive)
+        if self._has_events:
+            self._events.append(BlocksRemoved(self.tier, removed))
+
+    def reset(self) -> None:
+        """Forget everything. Handles that are out stay valid and give their slots back when they end.
+
+        Nothing that was allocated before can become findable any more.
+        """
+        self._index.clear()
+        self._states = self._states.translate(_AFTER_RESET)
+        self._lists.append_all(self._lists.free, self._lists.inactive)
+        self._free_count += self._inactive_count
+        self._inactive_count = 0
+        self._epoch += 1
+        if self._has_events:
+            self._events.append(TierCleared(self.tier))
+
+    # Reports
+
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call, oldest first. Whoever switches events on must take them."""
+        events, self._events = self._events, []
+        return events
+
+    def counts(self) -> StoreCounts:
+        out = self._free_count + self._mutable_count + self._complete_count + self._inactive_count
+        return StoreCounts(
+            free=self._free_count,
+            mutable=self._mutable_count,
+            complete=self._complete_count,
+            pinned=self.capacity_blocks - out,
+            inactive=self._inactive_count,
+        )
+
+    def leaked(self) -> list[str]:
+        """Return what was said of each handle that was dropped while it held blocks, since the last call."""
+        reports = []
+        while self._leaks:
+            reports.append(self._leaks.popleft())
+        return reports
+
+    def _report_leak(self, handle: str) -> None:
+        self._leaks.append(handle)
+
+    def _set_states(self, slots: Sequence[int], state: int) -> None:
+        states = self._states
+        for slot in slots:
+            states[slot] = state
+
+    # Invariants
+
+    def check(self, start: int = 0, count: int | None = None) -> None:
+        """Raise InvariantError, naming slots, states and counts, when something that must hold does not.
+
+        Without arguments everything is verified. With them, only the `count` slots from `start` on, in as many steps.
+        """
+        end = self.capacity_blocks if count is None else min(start + count, self.capacity_blocks)
+        self._check_slots(start, end)
+        if start == 0 and end == self.capacity_blocks:
+            self._check_whole()
+
+    def _check_slots(self, start: int, end: int) -> None:
+        states = self._states
+        holders = self._index.find(self._index.hashes_of(range(start, end)))
+        for slot, holder in zip(range(start, end), holders, strict=True):
+            state = states[slot]
+            if (holder == slot) != (state in (PINNED, INACTIVE)):
+                raise InvariantError(f"slot {slot} is {BlockState(state).name}, but its hash is found at slot {holder}")
+            if state in (FREE, INACTIVE) and not self._lists.is_linked(slot):
+                raise InvariantError(f"slot {slot} is {BlockState(state).name}, but its neighbours do not list it")
+            if slot in self._extra_pins and (state not in (PINNED, HIDDEN) or self._extra_pins[slot] < 1):
+                raise InvariantError(
+                    f"slot {slot} is {BlockState(state).name} with {self._extra_pins[slot]} extra pins"
+                )
+
+    def _check_whole(self) -> None:
+        counts, states = self.counts(), self._states
+        pinned, hidden = states.count(PINNED), states.count(HIDDEN)
+        counted = StoreCounts(
+            free=states.count(FREE),
+            mutable=states.count(MUTABLE),
+            complete=states.count(COMPLETE),
+            pinned=pinned + hidden,
+            inactive=states.count(INACTIVE),
+        )
+        if counts != counted:
+            raise InvariantError(f"counts are {counts}, the slots say {counted}")
+        if len(self._index) != counts.inactive + pinned:
+            raise InvariantError(f"{len(self._index)} hashes for {counts.inactive} inactive and {pinned} pinned slots")
+        self._check_list(self._lists.free, FREE, counts.free)
+        self._check_list(self._lists.inactive, INACTIVE, counts.inactive)
+
+    def _check_list(self, which: int, state: int, expected: int) -> None:
+        length = 0
+        for slot in self._lists.walk(which):
+            length += 1
+            if self._states[slot] != state or length > expected:
+                raise InvariantError(
+                    f"the list of {expected} {BlockState(state).name} slots has slot {slot} at place {length}, "
+                    f"which is {BlockState(self._states[slot]).name}"
+                )
+        if length != expected:
+            raise InvariantError(f"the list of {BlockState(state).name} slots has {length}, expected {expected}")
