@@ -48,12 +48,18 @@ def load(
     directories: Sequence[Path],
     variables: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
+    options: Mapping[str, tuple[str, str]] | None = None,
 ) -> ResolvedProfile:
-    """Resolves the profile that `reference` names, a file or a name in one of `directories`."""
+    """Resolves the profile that `reference` names, a file or a name in one of `directories`.
+
+    `overrides` are texts of `--set`; `options` are keys that a command has an option for, as `{key: (option, text)}`,
+    and win over everything.
+    """
     path = find(reference, directories=directories)
     merged = _read_with_parents(path, directories, children=())
     from_variables, warnings = read_variables(variables or {})
-    for layer in (from_variables, *map(_override, overrides)):
+    from_options = [_option(key, *written) for key, written in (options or {}).items()]
+    for layer in (from_variables, *map(_override, overrides), *from_options):
         merged = _merge(merged, layer)
     profile = _validate(merged, path)
     return ResolvedProfile(path.stem, path, profile, _origins(profile, merged), warnings)
@@ -131,14 +137,23 @@ def _override(text: str) -> Document:
     if not equals or not all(names):
         source = Source("--set", shown, len("--set "), len(text))
         raise located("`--set` takes KEY=VALUE, such as `tiers.host.capacity=2GB`", source)
-    stripped = raw.strip()
-    is_quoted = len(stripped) >= 2 and stripped[0] == stripped[-1] and stripped[0] in "'\""
-    value = stripped[1:-1] if is_quoted else plain_scalar(stripped)
-    column = len("--set ") + len(path)
-    entry = Entry(Source("--set", shown, len("--set "), len(path)), Source("--set", shown, column + 1, len(raw)), value)
+    key = Source("--set", shown, len("--set "), len(path))
     document: Document = {}
-    put(document, names, entry)
+    put(document, names, Entry(key, Source("--set", shown, len(shown) - len(raw), len(raw)), _typed(raw)))
     return document
+
+
+def _option(key: str, option: str, text: str) -> Document:
+    source = Source(option, f"{option} {text}", len(option) + 1, len(text))
+    document: Document = {}
+    put(document, key.split("."), Entry(source, source, _typed(text)))
+    return document
+
+
+def _typed(raw: str) -> object:
+    text = raw.strip()
+    is_quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if is_quoted else plain_scalar(text)
 
 
 def _merge(base: Document, over: Document, *, path: str = "") -> Document:
@@ -272,7 +287,10 @@ def _nearest_key(dotted: str) -> str:
 
 
 def _origins(profile: Profile, document: Document) -> dict[str, str]:
+    """Of every key, and of every variable of `engine.environment` in the place of that key."""
     paths = [key.path for key in _KEYS if not key.is_section]
-    paths += [f"engine.environment.{name}" for name in profile.engine.environment]
+    if profile.engine.environment:
+        at = paths.index("engine.environment")
+        paths[at : at + 1] = [f"engine.environment.{name}" for name in profile.engine.environment]
     entries = {path: _entry_at(document, path.split(".")) for path in paths}
     return {path: entry.source.origin if entry else DEFAULT for path, entry in entries.items()}

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 from pydantic.fields import FieldInfo
 
-from kvbm.config.sizes import parse_size
+from kvbm.config.sizes import exact_size, parse_size
 
 
 def _size(value: object) -> object:
@@ -23,6 +23,10 @@ def _size(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         raise ValueError(f"needs a unit: `{value}GB` or `{value}GiB`")
     raise ValueError("must be a size such as 100GB or 64GiB")
+
+
+def _written_size(byte_count: int | None) -> str | None:
+    return None if byte_count is None else exact_size(byte_count)
 
 
 def _port(value: object) -> object:
@@ -35,7 +39,7 @@ def _environment_value(value: object) -> object:
     return str(value) if isinstance(value, int | float) else value
 
 
-Size = Annotated[int, BeforeValidator(_size), PlainSerializer(lambda value: f"{value}B", return_type=str)]
+Size = Annotated[int, BeforeValidator(_size), PlainSerializer(_written_size)]
 Port = Annotated[int, BeforeValidator(_port), Field(ge=0, le=65535)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 EnvironmentValue = Annotated[str, BeforeValidator(_environment_value)]
@@ -112,8 +116,9 @@ class Offload(Section):
 
 
 class Transfer(Section):
-    threads: int = Field(default=2, ge=1, le=64, description="Threads that copy between G1 and G2, per rank.")
-    max_concurrent: int = Field(default=4, ge=1, le=1024, description="Transfers in flight, per direction.")
+    max_concurrent: int = Field(
+        default=4, ge=1, le=64, description="Transfers between G1 and G2 that run at the same time, per rank."
+    )
     batch_blocks: int = Field(default=16, ge=1, le=65536, description="Blocks that one offload transfer moves at most.")
     init_timeout_s: float = Field(
         default=600.0, gt=0, allow_inf_nan=False, description="Seconds that the engine may take until it is healthy."
@@ -194,5 +199,5 @@ def _kind(field: FieldInfo, section: type[BaseModel] | None) -> str:
 
 
 def _validators(holder: Any) -> list[object]:
-    metadata: tuple[object, ...] = getattr(holder, "metadata", None) or getattr(holder, "__metadata__", ())
+    metadata: Any = getattr(holder, "metadata", None) or getattr(holder, "__metadata__", ())
     return [entry.func for entry in metadata if isinstance(entry, BeforeValidator)]

@@ -42,8 +42,14 @@ def parse_size(text: str) -> int:
     return byte_count
 
 
+def exact_size(byte_count: int) -> str:
+    """As one would write it in a profile, without loss: the largest unit that divides it. `2500MB`, `1GiB`."""
+    unit = max((unit for unit, factor in UNITS.items() if byte_count % factor == 0), key=UNITS.__getitem__)
+    return f"{byte_count // UNITS[unit]}{unit}"
+
+
 def format_size(byte_count: int) -> str:
-    """For reading: binary units, three significant digits or so. `format_size(2**30) == "1.0 GiB"`."""
+    """For reading, in binary units: `1.0 GiB`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if byte_count >= UNITS[unit]:
             return f"{byte_count / UNITS[unit]:.1f} {unit}"

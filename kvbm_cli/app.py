@@ -1,0 +1,163 @@
+"""The command `kvbm`: its commands and options, and the one place where a failure becomes text and an exit code.
+
+Bodies live in the other modules and are imported when they run, so that `kvbm --help` is fast and needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvbm.errors import KvbmError
+from kvbm_cli.show_error import show_error, show_kvbm_error
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+INTERNAL = 1
+
+app = typer.Typer(
+    name="kvbm",
+    help="Keeps KV cache blocks of an LLM server outside device memory, and shows what that brings.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+profile_app = typer.Typer(help="List, show and check profiles.", rich_markup_mode=None)
+app.add_typer(profile_app, name="profile")
+
+ProfileOption = Annotated[
+    str, typer.Option("--profile", "-p", metavar="NAME|PATH", help="A shipped profile by name, or a file.")
+]
+ProfileArgument = Annotated[str, typer.Argument(metavar="NAME|PATH", help="A shipped profile by name, or a file.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the profile; may be repeated."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        print(f"kvbm {version('kvbm-cli')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+) -> None:
+    """Options of every command; `run` looks for --debug itself."""
+    _help_without_command(context)
+
+
+@profile_app.callback(invoke_without_command=True)
+def _profile(context: typer.Context) -> None:
+    _help_without_command(context)
+
+
+def _help_without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def serve(
+    profile: ProfileOption,
+    set_: SetOption = None,
+    port: Annotated[
+        str | None, typer.Option("--port", metavar="PORT", help="Port to serve on; 0 chooses a free one.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the command, start nothing.")] = False,
+    json: JsonOption = False,
+    log: Annotated[Path | None, typer.Option("--log", metavar="FILE", help="Where the engine's log goes.")] = None,
+) -> int:
+    """Run the engine of a profile in the foreground."""
+    from kvbm_cli import serve as body
+
+    return body.serve(profile, set_ or [], port=port, dry_run=dry_run, as_json=json, log=log)
+
+
+@app.command()
+def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = False) -> None:
+    """Show how many blocks and tokens each tier of a profile holds."""
+    from kvbm_cli.size import show_size
+
+    show_size(profile, set_ or [], as_json=json)
+
+
+@profile_app.command("list")
+def profile_list(json: JsonOption = False) -> None:
+    """Name the shipped profiles."""
+    from kvbm_cli.profiles import list_profiles
+
+    list_profiles(as_json=json)
+
+
+@profile_app.command("show")
+def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> None:
+    """Print every key of a profile, its value and its origin."""
+    from kvbm_cli.profiles import show_profile
+
+    show_profile(profile, set_ or [], as_json=json)
+
+
+@profile_app.command("check")
+def profile_check(profile: ProfileArgument, set_: SetOption = None) -> None:
+    """Say whether a profile is right, or where its first mistake is."""
+    from kvbm_cli.profiles import check_profile
+
+    check_profile(profile, set_ or [])
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code. Prints every failure; raises only under --debug."""
+    try:
+        result = typer.main.get_command(app).main(args=list(arguments), prog_name="kvbm", standalone_mode=False)
+    except KvbmError as error:
+        if "--debug" in arguments:
+            raise
+        show_kvbm_error(error)
+        return error.exit_code
+    except typer.TyperException as error:
+        return _show_usage_error(error)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if "--debug" in arguments:
+            raise
+        show_error(
+            f"a bug in kvbm: {type(error).__name__}: {error}",
+            cause=error.__cause__,
+            hint="`kvbm --debug ...` shows where; please report it",
+        )
+        return INTERNAL
+    return result if isinstance(result, int) else 0
+
+
+def _show_usage_error(error: typer.TyperException) -> int:
+    """The parser's complaint in our form. It knows the nearest name as a list (options) or in its text (commands)."""
+    context = getattr(error, "ctx", None)
+    possible = getattr(error, "possibilities", None)
+    text = error.message if possible else error.format_message()
+    message, _, suggested = text.replace("'", "`").rstrip(".?").partition(". Did you mean ")
+    nearest = f"`{possible[0]}`" if possible else suggested
+    command = context.command_path if context is not None else "kvbm"
+    show_error(message[0].lower() + message[1:], hint=f"did you mean {nearest}?" if nearest else f"`{command} --help`")
+    return error.exit_code

@@ -1,0 +1,63 @@
+"""What commands print: data to stdout, everything else to stderr, the same words with and without a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from kvbm_cli.process import Progress
+
+PHASE_INTERVAL_S = 2.0
+PHASE_WIDTH = 60
+
+
+def print_data(text: str) -> None:
+    print(text, flush=True)
+
+
+def print_json(value: object) -> None:
+    print(json.dumps(value, indent=2), flush=True)
+
+
+def print_note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    """Columns of equal width, two spaces apart; those whose index is in `right` are aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+
+    def cell(text: str, column: int) -> str:
+        return text.rjust(widths[column]) if column in right else text.ljust(widths[column])
+
+    return "\n".join("  ".join(cell(text, column) for column, text in enumerate(row)).rstrip() for row in rows)
+
+
+class StartProgress:
+    """Shows what a starting engine is at: one live line on a terminal, a line per phase anywhere else."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._phase = ""
+        self._printed = -PHASE_INTERVAL_S
+
+    def __enter__(self) -> StartProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def __call__(self, progress: Progress) -> None:
+        phase = progress.phase[:PHASE_WIDTH]
+        line = f"starting  {progress.elapsed_s:5.1f} s  {phase}"
+        if self._live:
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        elif phase != self._phase and time.monotonic() - self._printed >= PHASE_INTERVAL_S:
+            self._phase, self._printed = phase, time.monotonic()
+            print_note(line)

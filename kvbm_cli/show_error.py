@@ -1,0 +1,55 @@
+"""How a failure looks: `error:` what failed, the chain of causes, an empty line, `hint:` what to type.
+
+Everything goes to stderr and reads the same without colour.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from kvbm.errors import KvbmError
+
+
+def show_error(message: str, *, cause: BaseException | None = None, hint: str | None = None) -> None:
+    lines = [f"{_red('error:')} {message}"]
+    lines += [f"  caused by: {text}" for text in _causes(cause)]
+    if hint:
+        lines += ["", f"{_cyan('hint:')} {hint}"]
+    print("\n".join(lines), file=sys.stderr)
+
+
+def show_warning(message: str) -> None:
+    print(f"{_yellow('warning:')} {message}", file=sys.stderr)
+
+
+def show_kvbm_error(error: KvbmError) -> None:
+    show_error(error.message, cause=error.__cause__, hint=error.hint)
+
+
+def _causes(cause: BaseException | None) -> Iterator[str]:
+    while cause is not None:
+        yield str(cause) or type(cause).__name__
+        cause = cause.__cause__
+
+
+def _coloured(code: int, text: str) -> str:
+    return f"\033[1;{code}m{text}\033[0m" if _wants_colour() else text
+
+
+def _wants_colour() -> bool:
+    import os
+
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _red(text: str) -> str:
+    return _coloured(31, text)
+
+
+def _yellow(text: str) -> str:
+    return _coloured(33, text)
+
+
+def _cyan(text: str) -> str:
+    return _coloured(36, text)
