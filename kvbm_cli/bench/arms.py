@@ -1,0 +1,63 @@
+"""The engines of an experiment as processes of a profile: which arm is started how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvbm.config.schema import Profile
+from kvbm_cli.bench.experiment import FLOOR, KVBM, RECORDING
+from kvbm_cli.bench.run_directory import RunDirectory
+from kvbm_cli.bench.workload import Workload
+from kvbm_cli.process import EngineProcess, choose_port
+
+ROOM = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
+    """A healthy engine process."""
+
+    process: EngineProcess
+    startup_s: float
+
+    @property
+    def base_url(self) -> str:
+        return self.process.plan.base_url
+
+    @property
+    def model(self) -> str:
+        return self.process.plan.model
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+
+class ProfileEngines:
+    """Starts the engine of an arm on a free port, and stops it when the arm is over."""
+
+    def __init__(self, profile: Profile, workload: Workload, directory: RunDirectory) -> None:
+        self._profile = profile
+        self._roomy_profile = with_room(profile, workload)
+        self._directory = directory
+
+    @contextmanager
+    def __call__(self, arm: str) -> Iterator[StartedEngine]:
+        from kvbm.embedded.launch import plan
+
+        profile = self._roomy_profile if arm in (RECORDING, FLOOR) else self._profile
+        port = choose_port(profile.server.host, 0)
+        launch_plan = plan(profile, connector=arm == KVBM, port=port)
+        with EngineProcess.start(launch_plan, log_path=self._directory.arm(arm) / "engine.log") as process:
+            process.wait_healthy(profile.transfer.init_timeout_s)
+            yield StartedEngine(process, process.elapsed_s)
+
+
+def with_room(profile: Profile, workload: Workload) -> Profile:
+    """The same engine with its prefix cache on and a G1 that never has to evict anything of this workload."""
+    arguments = profile.engine.arguments
+    needed = math.ceil(ROOM * workload.working_set_tokens / arguments.block_size) + workload.users
+    roomy = arguments.model_copy(update={"num_blocks": max(needed, arguments.num_blocks), "prefix_caching": True})
+    return profile.model_copy(update={"engine": profile.engine.model_copy(update={"arguments": roomy})})

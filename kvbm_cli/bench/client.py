@@ -1,0 +1,289 @@
+"""The load client: launches requests at fixed times, reads the streamed answers, and takes the time.
+
+A launch never waits for another request, and nothing is sent twice: an error is a row like any other. Times come from
+the monotonic clock, the launch before the first byte is written, the arrival right after a read and before anything is
+parsed. Bodies were encoded beforehand. Two launch times are kept, the intended and the actual one: the difference is
+the client's own lateness, and times to first token count from the intended launch, as a user would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvbm_cli.bench.schedule import Plan, PlannedRequest
+from kvbm_cli.bench.workload import Workload
+
+if TYPE_CHECKING:
+    import aiohttp
+
+NANOSECONDS = 1e9
+LEAD_S = 0.25
+WATCH_INTERVAL_S = 0.25
+ERROR_TEXT_CHARACTERS = 300
+
+
+@dataclass(slots=True)
+class Row:
+    """One request of one arm. Times in milliseconds since the arm's start; `None` for what never happened."""
+
+    arm: str
+    index: int
+    user: int
+    turn: int
+    intended_ms: float
+    error: str | None = None
+    http_status: int | None = None
+    launched_ms: float | None = None
+    first_token_ms: float | None = None
+    last_token_ms: float | None = None
+    end_ms: float | None = None
+    token_gaps_ms: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    g1_tokens: int | None = None
+    g2_tokens: int | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.user, self.turn
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From the intended launch: what the user waits."""
+        return None if self.first_token_ms is None else self.first_token_ms - self.intended_ms
+
+    @property
+    def ttft_from_launch_ms(self) -> float | None:
+        if self.first_token_ms is None or self.launched_ms is None:
+            return None
+        return self.first_token_ms - self.launched_ms
+
+    @property
+    def end_to_end_ms(self) -> float | None:
+        return None if self.end_ms is None else self.end_ms - self.intended_ms
+
+    @property
+    def lateness_ms(self) -> float | None:
+        return None if self.launched_ms is None else self.launched_ms - self.intended_ms
+
+    @property
+    def computed_tokens(self) -> int | None:
+        if self.prompt_tokens is None or self.g1_tokens is None or self.g2_tokens is None:
+            return None
+        return self.prompt_tokens - self.g1_tokens - self.g2_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "status": "ok" if self.is_ok else "error",
+            "ttft_ms": self.ttft_ms,
+            "ttft_from_launch_ms": self.ttft_from_launch_ms,
+            "end_to_end_ms": self.end_to_end_ms,
+            "lateness_ms": self.lateness_ms,
+            "computed_tokens": self.computed_tokens,
+        }
+
+
+class EventSplitter:
+    """Cuts a byte stream into the payloads of its server-sent events, wherever the reads happen to end."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        payloads = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                payloads.append(b"\n".join(self._data))
+                self._data = []
+        return payloads
+
+
+@dataclass(frozen=True, slots=True)
+class DriveResult:
+    """What the client did in one arm. `client_cpu_share` is of one core, over the whole drive."""
+
+    rows: tuple[Row, ...]
+    client_cpu_share: float
+    started_unix_s: float
+    duration_s: float
+
+
+@asynccontextmanager
+async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
+    """No proxy, no retry, no limit on connections, no time-out but the request's own."""
+    import aiohttp
+
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:
+        yield session
+
+
+async def drive(
+    plan: Plan, base_url: str, *, arm: str, on_row: Callable[[Row], None], engine_has_ended: Callable[[], bool]
+) -> DriveResult:
+    """Send the whole plan. When the engine has ended, every request without an answer becomes an error at once."""
+    rows: list[Row] = []
+    async with open_session() as session:
+        collector_was_on = gc.isenabled()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        started_unix_s, cpu_start_s, wall_start_ns = time.time(), time.process_time(), time.perf_counter_ns()
+        start_ns = wall_start_ns + int(LEAD_S * NANOSECONDS)
+        try:
+
+            async def one(request: PlannedRequest) -> None:
+                row = Row(arm, request.index, request.user, request.turn, request.intended_s * 1e3)
+                try:
+                    await asyncio.sleep((start_ns - time.perf_counter_ns()) / NANOSECONDS + request.intended_s)
+                    await _send(session, base_url, request, row, start_ns=start_ns, workload=plan.workload)
+                except asyncio.CancelledError:
+                    if not engine_has_ended():
+                        raise
+                    row.error = "the engine ended"
+                rows.append(row)
+                on_row(row)
+
+            await _watched([one(request) for request in plan.requests], engine_has_ended)
+        finally:
+            gc.unfreeze()
+            if collector_was_on:
+                gc.enable()
+    duration_s = (time.perf_counter_ns() - wall_start_ns) / NANOSECONDS
+    cpu_share = (time.process_time() - cpu_start_s) / duration_s
+    return DriveResult(tuple(sorted(rows, key=lambda row: row.index)), cpu_share, started_unix_s, duration_s)
+
+
+async def _watched(requests: list[Any], engine_has_ended: Callable[[], bool]) -> None:
+    """Run all requests; cancel those that are left once the engine has ended."""
+    pending = {asyncio.ensure_future(request) for request in requests}
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=WATCH_INTERVAL_S)
+            for task in done:
+                task.result()
+            if engine_has_ended():
+                break
+    finally:
+        for task in pending:
+            task.cancel()
+        for outcome in await asyncio.gather(*pending, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+
+
+async def send(
+    session: aiohttp.ClientSession, base_url: str, request: PlannedRequest, *, workload: Workload, arm: str
+) -> Row:
+    """Send one request now, outside a schedule; its times count from here."""
+    row = Row(arm, request.index, request.user, request.turn, 0.0)
+    await _send(session, base_url, request, row, start_ns=time.perf_counter_ns(), workload=workload)
+    return row
+
+
+async def _send(
+    session: aiohttp.ClientSession,
+    base_url: str,
+    request: PlannedRequest,
+    row: Row,
+    *,
+    start_ns: int,
+    workload: Workload,
+) -> None:
+    """Fill the row. Whatever goes wrong on the way is written into `row.error`."""
+    import aiohttp
+
+    def since_start_ms() -> float:
+        return (time.perf_counter_ns() - start_ns) / 1e6
+
+    row.launched_ms = since_start_ms()
+    try:
+        async with asyncio.timeout(workload.request_timeout_s):
+            await _read_answer(session, f"{base_url}/v1/completions", request.body, row, since_start_ms)
+        row.error = row.error or _complaint(row, request.prompt_tokens, workload.answer_tokens)
+    except TimeoutError:
+        row.error = f"no complete answer within {workload.request_timeout_s:g} s"
+    except (aiohttp.ClientError, OSError) as error:
+        row.error = f"{type(error).__name__}: {error}"[:ERROR_TEXT_CHARACTERS]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        row.error = f"unreadable answer: {type(error).__name__}: {error}"[:ERROR_TEXT_CHARACTERS]
+    if row.end_ms is None:
+        row.end_ms = since_start_ms()
+
+
+async def _read_answer(
+    session: aiohttp.ClientSession, url: str, body: bytes, row: Row, since_start_ms: Callable[[], float]
+) -> None:
+    headers = {"Content-Type": "application/json", "X-Request-Id": f"{row.arm}-{row.index}"}
+    async with session.post(url, data=body, headers=headers) as response:
+        row.http_status = response.status
+        if response.status != 200:
+            text = (await response.text(errors="replace")).strip()
+            row.error = f"HTTP {response.status}: {text}"[:ERROR_TEXT_CHARACTERS]
+            return
+        splitter = EventSplitter()
+        async for data in response.content.iter_any():
+            arrived_ms = since_start_ms()
+            for payload in splitter.feed(data):
+                if payload == b"[DONE]":
+                    row.end_ms = arrived_ms
+                    return
+                _take_event(row, json.loads(payload), arrived_ms)
+    row.error = row.error or f"the answer broke off after {len(row.token_ids)} tokens"
+
+
+def _take_event(row: Row, event: dict[str, Any], arrived_ms: float) -> None:
+    if "error" in event:
+        row.error = f"error in the stream: {event['error']}"[:ERROR_TEXT_CHARACTERS]
+        return
+    for choice in event.get("choices") or ():
+        _take_tokens(row, choice.get("token_ids") or [], arrived_ms)
+        row.finish_reason = choice.get("finish_reason") or row.finish_reason
+    if usage := event.get("usage"):
+        row.prompt_tokens = usage["prompt_tokens"]
+        tiers = (usage.get("prompt_tokens_details") or {}).get("cached_tokens_by_tier")
+        if tiers is not None:
+            row.g1_tokens, row.g2_tokens = tiers.get("device", 0), tiers.get("host", 0)
+
+
+def _take_tokens(row: Row, token_ids: list[int], arrived_ms: float) -> None:
+    """Several tokens in one event share the time since the one before; of a first event only the first is timed."""
+    if not token_ids:
+        return
+    if row.last_token_ms is None:
+        row.first_token_ms = arrived_ms
+    else:
+        gap_ms = (arrived_ms - row.last_token_ms) / len(token_ids)
+        row.token_gaps_ms += [round(gap_ms, 4)] * len(token_ids)
+    row.last_token_ms = arrived_ms
+    row.token_ids += token_ids
+
+
+def _complaint(row: Row, prompt_tokens: int, answer_tokens: int) -> str | None:
+    """What makes a complete stream useless for the comparison, if anything."""
+    if not row.token_ids:
+        return "the engine sent no token ids (it must know `return_token_ids`)"
+    if len(row.token_ids) != answer_tokens:
+        return f"the answer has {len(row.token_ids)} tokens instead of {answer_tokens}"
+    if row.prompt_tokens is not None and row.prompt_tokens != prompt_tokens:
+        return f"the engine counted {row.prompt_tokens} prompt tokens instead of {prompt_tokens}"
+    return None

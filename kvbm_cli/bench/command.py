@@ -1,0 +1,139 @@
+"""`kvbm bench`: the command line around one experiment. The table, or the JSON, is all that goes to stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvbm.errors import KvbmError, UsageError
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+    from kvbm_cli.bench.experiment import Engines
+    from kvbm_cli.bench.verdict import Limits
+    from kvbm_cli.bench.workload import Workload
+
+INTERRUPTED_EXIT_CODE = 130
+DEFAULT_WORKLOAD = "conversations"
+
+
+def bench(
+    profile: Annotated[str, typer.Option("--profile", help="Profile to measure, by name or path.")],
+    compare: Annotated[str, typer.Option("--compare", help="What to compare with: `baseline`.")] = "baseline",
+    workload: Annotated[
+        str | None, typer.Option("--workload", help="Workload by name or path, instead of the profile's.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="New directory for the run; default ./kvbm-runs/<time>.")
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON to stdout, and nothing else.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the profile.")
+    ] = None,
+) -> None:
+    """Measure what the block manager brings: the same conversations, with it and without it.
+
+    Starts the profile's engine three times: without the block manager, with it, and with device memory for everything.
+    Exit codes: 0 faster or same, 10 slower, 11 invalid run, 12 wrong outputs.
+    """
+    if compare != "baseline":
+        raise UsageError(f"--compare takes `baseline`, not `{compare}`", hint="`kvbm bench --compare baseline`")
+    resolved, chosen = _resolve(profile, workload, overrides or [])
+    raise typer.Exit(measure(resolved, chosen, output=output, json_output=json_output))
+
+
+def _resolve(profile: str, workload: str | None, overrides: list[str]) -> tuple[ResolvedProfile, Workload]:
+    from kvbm.config.load import load
+    from kvbm_cli.bench.workload import load_workload
+    from kvbm_cli.shipped import profiles_directory
+    from kvbm_cli.show_error import show_warning
+
+    resolved = load(profile, directories=(profiles_directory(),), variables=os.environ, overrides=overrides)
+    for warning in resolved.warnings:
+        show_warning(warning)
+    return resolved, load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
+
+
+def measure(
+    resolved: ResolvedProfile,
+    workload: Workload,
+    *,
+    output: Path | None,
+    json_output: bool,
+    engines: Engines | None = None,
+    limits: Limits | None = None,
+) -> int:
+    """Run, write, print; returns the exit code. `engines` and `limits` replace the profile's own and the defaults."""
+    from rich.console import Console
+
+    from kvbm_cli.bench.arms import ProfileEngines
+    from kvbm_cli.bench.experiment import run_experiment
+    from kvbm_cli.bench.progress import ShownProgress
+    from kvbm_cli.bench.report import WIDTH, show
+    from kvbm_cli.bench.run_directory import RunDirectory
+    from kvbm_cli.bench.summary import interrupted_summary, summarise
+    from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict
+
+    directory = RunDirectory.create(output)
+    surroundings = _surroundings(resolved)
+    previous_handler = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with ShownProgress(Console(stderr=True)) as progress:
+            engines = engines or ProfileEngines(resolved.profile, workload, directory)
+            experiment = run_experiment(workload, engines, directory, progress)
+        summary = summarise(
+            experiment, surroundings=surroundings, caveats=_caveats(resolved), limits=limits or DEFAULT_LIMITS
+        )
+    except KeyboardInterrupt:
+        directory.write_json("summary.json", interrupted_summary("interrupted", surroundings))
+        print(f"interrupted; {directory.path} holds a part of a run, marked as such", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    except KvbmError as error:
+        directory.write_json("summary.json", interrupted_summary(error.message, surroundings))
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous_handler)
+        directory.close()
+    directory.write_json("summary.json", summary)
+    if json_output:
+        print(json.dumps(summary, indent=2))
+    else:
+        show(summary, Console(width=min(WIDTH, Console().width)), directory=directory.path)
+    return Verdict(summary["verdict"]).exit_code
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _surroundings(resolved: ResolvedProfile) -> dict[str, Any]:
+    from kvbm_cli.bench.machine import machine, versions
+
+    return {
+        "profile": {"name": resolved.name, **resolved.profile.model_dump(mode="json")},
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def _caveats(resolved: ResolvedProfile) -> list[str]:
+    from kvbm_cli.bench.machine import load_average, usable_cpu_count
+
+    caveats = []
+    if resolved.profile.engine.kind == "embedded":
+        caveats.append("numbers of the embedded reference engine: compare its arms with each other, with nothing else")
+    if not resolved.profile.engine.arguments.prefix_caching:
+        caveats.append("the engine's own prefix cache is off, so the baseline computes every prompt whole")
+    load, cpu_count = load_average() or 0.0, usable_cpu_count()
+    if load > cpu_count:
+        caveats.append(f"the machine was busy: load {load:.1f} on {cpu_count} cores")
+    return caveats

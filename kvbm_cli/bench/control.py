@@ -1,0 +1,116 @@
+"""The quiet side of an engine's HTTP interface: tokenize, empty the cache, read counters. Not used while measuring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvbm.errors import EngineError
+
+if TYPE_CHECKING:
+    import httpx
+
+TIMEOUT_S = 30.0
+SOURCES = {"local_cache_hit": "g1", "external_kv_transfer": "g2", "local_compute": "computed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """One reading of /metrics: `text` as it came, `samples` by name and sorted labels."""
+
+    text: str
+    samples: dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+    @classmethod
+    def parse(cls, text: str) -> Metrics:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        samples = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name, tuple(sorted(sample.labels.items()))] = float(sample.value)
+        return cls(text, samples)
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """Sum over all series of this name (with or without `_total`) that carry these labels; `None` without any."""
+        wanted = set(labels.items())
+        found = [
+            value
+            for (sample_name, sample_labels), value in self.samples.items()
+            if sample_name in (name, f"{name}_total") and wanted <= set(sample_labels)
+        ]
+        return sum(found) if found else None
+
+    def labels_of(self, name: str) -> dict[str, str]:
+        """Labels of the only series of this name, as an info metric has; empty without one."""
+        return next((dict(labels) for sample_name, labels in self.samples if sample_name == name), {})
+
+    def names(self, prefix: str) -> list[str]:
+        return sorted({name for name, _ in self.samples if name.startswith(prefix)})
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsDelta:
+    """What an arm's requests changed in the engine's counters."""
+
+    before: Metrics
+    after: Metrics
+
+    def change(self, name: str, **labels: str) -> float | None:
+        after = self.after.total(name, **labels)
+        return None if after is None else after - (self.before.total(name, **labels) or 0.0)
+
+    def prompt_tokens_by_source(self) -> dict[str, int] | None:
+        """Prompt tokens by `g1`, `g2`, `computed`; `None` where the engine does not tell."""
+        changes = {tier: self.change("vllm:prompt_tokens_by_source", source=source) for source, tier in SOURCES.items()}
+        if all(change is None for change in changes.values()):
+            return None
+        return {tier: round(change or 0.0) for tier, change in changes.items()}
+
+    def queue_wait_ms(self) -> float | None:
+        """Mean time in the engine's queue per request."""
+        total_s = self.change("vllm:request_queue_time_seconds_sum")
+        count = self.change("vllm:request_queue_time_seconds_count")
+        return 1e3 * total_s / count if total_s is not None and count else None
+
+    def kvbm_counters(self) -> dict[str, float]:
+        """Change of every kvbm_* series that is not about a state or a share."""
+        changes = {
+            name: self.change(name)
+            for name in self.after.names("kvbm_")
+            if not name.endswith(("_rate", "_created", "_blocks")) or "offload" in name or "onboard" in name
+        }
+        return {name: change for name, change in changes.items() if change is not None}
+
+
+class Control:
+    """One engine's control plane. Every failure is an EngineError that says which question was asked."""
+
+    def __init__(self, base_url: str, model: str) -> None:
+        self._base_url = base_url
+        self._model = model
+
+    def tokenize(self, text: str) -> list[int]:
+        request = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        answer = self._call("POST", "/tokenize", json=request).json()
+        return [int(token) for token in answer["tokens"]]
+
+    def metrics(self) -> Metrics:
+        return Metrics.parse(self._call("GET", "/metrics").text)
+
+    def reset_cache(self) -> None:
+        """Forget every block, in G1 and in what the connector keeps."""
+        self._call("POST", "/reset_prefix_cache?reset_external=true")
+
+    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        import httpx
+
+        try:
+            response = httpx.request(method, f"{self._base_url}{path}", timeout=TIMEOUT_S, trust_env=False, **arguments)
+            response.raise_for_status()
+        except httpx.HTTPStatusError as error:
+            problem = f"HTTP {error.response.status_code}: {error.response.text.strip()[:200]}"
+            raise EngineError(f"the engine refused {method} {path}: {problem}") from error
+        except httpx.HTTPError as error:
+            raise EngineError(f"the engine did not answer {method} {path}: {error}") from error
+        return response

@@ -1,0 +1,98 @@
+"""What is shown while a run goes on, on stderr: one live line on a terminal, a line per phase elsewhere.
+
+The live line is drawn a few times per second by a thread of its own; the load client only changes plain attributes.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kvbm_cli.bench.client import Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+REFRESH_PER_SECOND = 4
+BAR_CELLS = 20
+
+
+class ShownProgress:
+    """Follows the phases of an experiment. As a context manager it owns the terminal's last line."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._started = time.monotonic()
+        self._text = "starting"
+        self._phase_started = self._started
+        self._expected_s: float | None = None
+        self._remaining_s: float | None = None
+        self._answered = 0
+        self._failed = 0
+        self._last_ttft_ms: float | None = None
+
+    def __enter__(self) -> ShownProgress:
+        if self._console.is_terminal:
+            from rich.live import Live
+
+            self._live = Live(
+                get_renderable=self._line,
+                console=self._console,
+                refresh_per_second=REFRESH_PER_SECOND,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None:
+        self._text = text
+        self._phase_started = time.monotonic()
+        self._expected_s, self._remaining_s = expected_s, remaining_s
+        self._answered = self._failed = 0
+        self._last_ttft_ms = None
+        if self._live is None:
+            left = self.left_s()
+            self._console.print(text + (f" ({duration(left)} left)" if left is not None else ""), highlight=False)
+
+    def row(self, row: Row) -> None:
+        self._answered += row.is_ok
+        self._failed += not row.is_ok
+        self._last_ttft_ms = row.ttft_ms if row.is_ok else self._last_ttft_ms
+
+    def left_s(self) -> float | None:
+        """Seconds until the whole run ends; unknown until the recording has fixed the schedule."""
+        if self._remaining_s is None:
+            return None
+        passed_s = time.monotonic() - self._phase_started
+        return max(0.0, (self._expected_s or 0.0) - passed_s) + self._remaining_s
+
+    def _line(self) -> Text:
+        from rich.text import Text
+
+        left_s, passed_s = self.left_s(), time.monotonic() - self._started
+        parts = [self._text]
+        if self._answered or self._failed:
+            parts.append(f"{self._answered} answered" + (f", {self._failed} failed" if self._failed else ""))
+        if self._last_ttft_ms is not None:
+            parts.append(f"first token {self._last_ttft_ms:.0f} ms")
+        parts.append(f"{duration(left_s)} left" if left_s is not None else f"{duration(passed_s)} so far")
+        filled = round(BAR_CELLS * passed_s / (passed_s + left_s)) if left_s is not None else 0
+        bar = "━" * filled
+        return Text.assemble((bar, "green"), ("━" * (BAR_CELLS - filled), "dim"), "  ", " · ".join(parts))
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -1,0 +1,103 @@
+"""A summary as a terminal page of at most 80 columns: the arms, the turns, the baseline's load, and the verdict."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 80
+BAR_CELLS = 40
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+COLOURS = {"faster": "green", "same": "yellow", "slower": "red", "invalid": "red", "wrong": "red"}
+
+
+def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathLike[str]) -> None:
+    """Prints the page. Numbers are the summary's own, only rounded."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    workload = summary["workload"]
+    console.print(
+        f"\n{workload['name']}: {workload['users']} users of {workload['turns']} turns, a request every "
+        f"{summary['plan']['interval_s']:g} s",
+        highlight=False,
+    )
+    console.print(_arms_table(summary["arms"]))
+    console.print("Median time to first token by turn, in ms", highlight=False)
+    for line in _turn_lines(summary["arms"]):
+        console.print(Text(line))
+    console.print(f"\n{_load_line(summary)}", highlight=False)
+    if floor_line := _floor_line(summary):
+        console.print(floor_line, highlight=False)
+    verdict = summary["verdict"]
+    console.print()
+    console.print(Text.assemble((f"{verdict}: ", f"bold {COLOURS[verdict]}"), summary["explanation"]))
+    for caveat in summary["caveats"]:
+        console.print(Padding(Text(f"note: {caveat}", style="dim"), (0, 0, 0, 2)))
+    console.print(f"\nevery request: {directory}", highlight=False, soft_wrap=True)
+
+
+def _arms_table(arms: dict[str, Any]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
+    table.add_column("arm\n", no_wrap=True)
+    headings = ["TTFT\np50 ms", "\np90 ms", "\np99 ms", "ITL\np50 ms", "all\np50 ms", "tokens\nG1", "\nG2"]
+    for heading in [*headings, "\ncomputed", "\nerrors"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, arm in arms.items():
+        table.add_row(
+            name,
+            *(_milliseconds(arm["ttft_ms"][key]) for key in ("p50", "p90", "p99")),
+            _milliseconds(arm["itl_ms"]["p50"]),
+            _milliseconds(arm["end_to_end_ms"]["p50"]),
+            *(_count(arm["prompt_tokens"][tier]) for tier in ("g1", "g2", "computed")),
+            _count(arm["errors"]),
+        )
+    return table
+
+
+def _turn_lines(arms: dict[str, Any]) -> list[str]:
+    """One bar per arm and turn, all on one scale."""
+    values = {(turn["turn"], name): turn["ttft_ms"]["p50"] for name, arm in arms.items() for turn in arm["turns"]}
+    longest = max((value for value in values.values() if value is not None), default=0.0) or 1.0
+    return [
+        f" {f'turn {turn}' if name == next(iter(arms)) else '':<8}{name:<9} "
+        f"{_bar(value / longest) if value is not None else '':<{BAR_CELLS}} {_milliseconds(value):>7}"
+        for (turn, name), value in sorted(values.items(), key=lambda item: (item[0][0], list(arms).index(item[0][1])))
+    ]
+
+
+def _bar(share: float) -> str:
+    full, eighths = divmod(round(share * BAR_CELLS * 8), 8)
+    return "█" * full + (EIGHTHS[eighths] if eighths else "") or EIGHTHS[1]
+
+
+def _load_line(summary: dict[str, Any]) -> str:
+    load = summary["baseline_load"]
+    queue_ms, queue_share = load["queue_wait_ms"], load["queue_share_of_ttft"]
+    waits = "queue wait unknown" if queue_ms is None else f"a request waits {_milliseconds(queue_ms)} ms in its queue"
+    part = "" if queue_share is None else f", {queue_share:.1%} of its TTFT"
+    return f"baseline load: busy {load['utilisation']:.0%} of the time, {waits}{part}"
+
+
+def _floor_line(summary: dict[str, Any]) -> str | None:
+    ratio, share = summary["kvbm_over_floor"], summary["share_of_possible_gain"]
+    if ratio is None:
+        return None
+    gain = "" if share is None else f"; {share:.0%} of the gain that is possible"
+    return f"kvbm's TTFT is {ratio:.2f} times the all-hit floor (G1 large enough for everything){gain}"
+
+
+def _milliseconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value}"

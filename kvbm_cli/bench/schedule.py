@@ -1,0 +1,193 @@
+"""What is sent, byte for byte, and when: fixed before any arm is measured, and the same for all of them.
+
+`Script` holds the tokens that users say, drawn from the workload's seed as text of high entropy and counted with the
+engine's own tokenizer. `Plan` adds the recorded answers and the launch times. Prompts are sent as token ids: their
+length is exact, and a repeated answer is the very tokens that the engine generated, whatever a tokenizer would make of
+its text, so that reuse of generated KV is tested too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_cli.bench.workload import Workload
+
+Tokenize = Callable[[str], list[int]]
+LETTERS = string.ascii_letters + string.digits
+
+
+def random_text(generator: random.Random, characters: int) -> str:
+    """Words of random letters and digits: about 6 bits a character, so that no two users share more than chance."""
+    words: list[str] = []
+    length = 0
+    while length < characters:
+        word = "".join(generator.choices(LETTERS, k=generator.randint(3, 9)))
+        words.append(word)
+        length += len(word) + 1
+    return " ".join(words)
+
+
+def random_tokens(generator: random.Random, count: int, tokenize: Tokenize) -> tuple[int, ...]:
+    """Exactly `count` tokens of random text. The text is doubled until the tokenizer makes enough of it."""
+    if count == 0:
+        return ()
+    characters = count + 16
+    while len(tokens := tokenize(random_text(generator, characters))) < count:
+        characters *= 2
+    return tuple(tokens[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What one user brings along and asks."""
+
+    history: tuple[int, ...]
+    questions: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """All tokens that come from users. `warmup` is a conversation that appears in no measured request."""
+
+    system: tuple[int, ...]
+    conversations: tuple[Conversation, ...]
+    warmup: tuple[int, ...]
+
+    @classmethod
+    def write(cls, workload: Workload, tokenize: Tokenize) -> Script:
+        generator = random.Random(workload.seed)
+        system = random_tokens(generator, workload.system_tokens, tokenize)
+        conversations = []
+        for _ in range(workload.users):
+            history = random_tokens(generator, workload.history_tokens, tokenize)
+            questions = [random_tokens(generator, workload.question_tokens, tokenize) for _ in range(workload.turns)]
+            conversations.append(Conversation(history, tuple(questions)))
+        warmup = random_tokens(generator, workload.prompt_tokens(1), tokenize)
+        return cls(system, tuple(conversations), warmup)
+
+    def prompt(self, user: int, turn: int, answers: Sequence[Sequence[int]]) -> list[int]:
+        """Tokens of a user's prompt in turn 1, 2, ...; `answers` are those to the user's earlier turns."""
+        conversation = self.conversations[user]
+        tokens = [*self.system, *conversation.history]
+        for question, answer in zip(conversation.questions[: turn - 1], answers, strict=False):
+            tokens += [*question, *answer]
+        return [*tokens, *conversation.questions[turn - 1]]
+
+
+def request_body(model: str, prompt: Sequence[int], *, answer_tokens: int) -> bytes:
+    """A greedy streamed completion of exactly `answer_tokens` tokens, encoded once and sent as it is."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": answer_tokens,
+        "min_tokens": answer_tokens,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request of every arm. `intended_s` counts from the arm's start; `answer` is what the recording answered."""
+
+    index: int
+    user: int
+    turn: int
+    intended_s: float
+    prompt_tokens: int
+    answer: tuple[int, ...]
+    body: bytes
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.user, self.turn
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole run before it starts."""
+
+    workload: Workload
+    script: Script
+    interval_s: float
+    requests: tuple[PlannedRequest, ...]
+
+    @classmethod
+    def make(
+        cls,
+        workload: Workload,
+        script: Script,
+        *,
+        model: str,
+        answers: Sequence[Sequence[Sequence[int]]],
+        interval_s: float,
+    ) -> Plan:
+        """`answers[user][turn - 1]` are the recorded answers. Everyone's first turn, then everyone's second, ..."""
+        requests: list[PlannedRequest] = []
+        for turn in range(1, workload.turns + 1):
+            for user in range(workload.users):
+                prompt = script.prompt(user, turn, answers[user])
+                request = PlannedRequest(
+                    index=len(requests),
+                    user=user,
+                    turn=turn,
+                    intended_s=round(len(requests) * interval_s, 6),
+                    prompt_tokens=len(prompt),
+                    answer=tuple(answers[user][turn - 1]),
+                    body=request_body(model, prompt, answer_tokens=workload.answer_tokens),
+                )
+                requests.append(request)
+        return cls(workload, script, interval_s, tuple(requests))
+
+    @property
+    def duration_s(self) -> float:
+        """From the first launch to one interval after the last."""
+        return len(self.requests) * self.interval_s
+
+    @property
+    def digest(self) -> str:
+        """Names bytes and times: two runs with the same digest sent the same."""
+        total = hashlib.sha256()
+        for request in self.requests:
+            total.update(f"{request.intended_s:.6f} {len(request.body)}\n".encode())
+            total.update(request.body)
+        return total.hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything needed to send the same again: a prompt is system, history, then question and answer per turn."""
+        return {
+            "digest": self.digest,
+            "workload": self.workload.model_dump(),
+            "interval_s": self.interval_s,
+            "duration_s": self.duration_s,
+            "system": list(self.script.system),
+            "users": [
+                {
+                    "history": list(conversation.history),
+                    "questions": [list(question) for question in conversation.questions],
+                    "answers": [list(request.answer) for request in self.requests if request.user == user],
+                }
+                for user, conversation in enumerate(self.script.conversations)
+            ],
+            "requests": [
+                {
+                    "index": request.index,
+                    "user": request.user,
+                    "turn": request.turn,
+                    "intended_s": request.intended_s,
+                    "prompt_tokens": request.prompt_tokens,
+                    "body_sha256": hashlib.sha256(request.body).hexdigest(),
+                }
+                for request in self.requests
+            ],
+        }

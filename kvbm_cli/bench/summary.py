@@ -1,0 +1,281 @@
+"""From rows and counters to summary.json. Pure: the same rows give the same summary.
+
+`ttft_ms`, `itl_ms` and `end_to_end_ms` of an arm are over turns 2 and later, those that a cache can help, and
+`ttft_speedup` is the ratio of two such medians; every turn is listed under `turns`. Token counts are over all requests.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvbm_cli.bench.client import Row
+from kvbm_cli.bench.experiment import ARMS, BASELINE, FLOOR, KVBM, ArmResult, Experiment
+from kvbm_cli.bench.schedule import Plan
+from kvbm_cli.bench.statistics import PairedRatio, busy_share, paired_ratio, spread
+from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Limits, judge
+
+FORMAT = 1
+FEW_SAMPLES = 100
+ONBOARDED_BLOCKS = "kvbm_onboard_blocks_h2d"
+TIERS = ("g1", "g2", "computed")
+DIGITS = 3
+
+
+def summarise(
+    experiment: Experiment,
+    *,
+    surroundings: dict[str, Any],
+    caveats: Sequence[str] = (),
+    limits: Limits = DEFAULT_LIMITS,
+) -> dict[str, Any]:
+    """The whole result. `surroundings` (machine, versions, profile) is copied into it as it is."""
+    plan = experiment.plan
+    arms = {name: _arm(plan, experiment.arms[name]) for name in ARMS}
+    rows = {name: experiment.arms[name].drive.rows for name in ARMS}
+    different = {name: _different(plan, rows[name]) for name in ARMS}
+    ratio = paired_ratio(_pairs(rows[BASELINE], rows[KVBM]), seed=plan.workload.seed)
+    p50 = {name: arms[name]["ttft_ms"]["p50"] for name in ARMS}
+    transfers = _transfers(arms[KVBM])
+    evidence = Evidence(
+        request_count=len(plan.requests),
+        compared_count=sum(row.is_ok for row in rows[KVBM]),
+        errors={name: arms[name]["errors"] for name in ARMS},
+        different_answers={name: len(keys) for name, keys in different.items()},
+        baseline_ttft_ms=p50[BASELINE],
+        kvbm_ttft_ms=p50[KVBM],
+        ratio=ratio,
+        transfers_proven=transfers["proven"],
+        lateness_p99_ms={name: arms[name]["client"]["lateness_ms"]["p99"] or 0.0 for name in ARMS},
+        client_cpu_share={name: arms[name]["client"]["cpu_share"] for name in ARMS},
+        utilisation=arms[BASELINE]["utilisation"],
+        queue_share=arms[BASELINE]["queue_share_of_ttft"],
+    )
+    judgement = judge(evidence, limits)
+    outputs_equal = evidence.compared_count > 0 and not any(different.values())
+    result = {
+        "format": FORMAT,
+        "complete": True,
+        **_verdict(judgement),
+        "ttft_speedup": _quotient(p50[BASELINE], p50[KVBM]),
+        "ttft_speedup_paired": _ratio(ratio),
+        "kvbm_over_floor": _quotient(p50[KVBM], p50[FLOOR]),
+        "share_of_possible_gain": _share_of_gain(p50),
+        "outputs_equal": outputs_equal,
+        "different_answers": {name: [list(key) for key in keys] for name, keys in different.items()},
+        "transfers": transfers,
+        "baseline_load": {
+            "utilisation": evidence.utilisation,
+            "queue_wait_ms": arms[BASELINE]["queue_wait_ms"],
+            "queue_share_of_ttft": evidence.queue_share,
+        },
+        "arms": arms,
+        "caveats": [*judgement.caveats, *caveats, *_caveats(plan, arms)],
+        "workload": plan.workload.model_dump(),
+        "plan": {"digest": plan.digest, "interval_s": plan.interval_s, "duration_s": plan.duration_s},
+        **surroundings,
+    }
+    rounded = _rounded(result)
+    assert isinstance(rounded, dict)
+    return rounded
+
+
+def interrupted_summary(reason: str, surroundings: dict[str, Any]) -> dict[str, Any]:
+    """Marks a run directory that holds only a part."""
+    return {
+        "format": FORMAT,
+        "complete": False,
+        "verdict": "invalid",
+        "explanation": reason,
+        "reasons": [reason],
+        "ttft_speedup": None,
+        "outputs_equal": None,
+        "arms": {},
+        **surroundings,
+    }
+
+
+def _verdict(judgement: Judgement) -> dict[str, Any]:
+    return {
+        "verdict": judgement.verdict.value,
+        "explanation": judgement.sentence,
+        "reasons": list(judgement.reasons),
+    }
+
+
+def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
+    rows = arm.drive.rows
+    answered = [row for row in rows if row.is_ok]
+    later = [row for row in answered if row.turn > 1]
+    by_usage = _tokens(answered)
+    by_metrics = arm.metrics.prompt_tokens_by_source() if arm.metrics else None
+    queue_wait_ms = arm.metrics.queue_wait_ms() if arm.metrics else None
+    ttft_all = spread(_values(row.ttft_ms for row in answered))
+    return {
+        "requests": len(rows),
+        "errors": len(rows) - len(answered),
+        **_times(later),
+        "ttft_ms_all_turns": ttft_all,
+        "ttft_ms_from_launch": spread(_values(row.ttft_from_launch_ms for row in later)),
+        "prompt_tokens": by_usage or by_metrics or dict.fromkeys(TIERS, None),
+        "prompt_tokens_by_metrics": by_metrics,
+        "turns": [_turn(turn, [row for row in rows if row.turn == turn]) for turn in range(1, plan.workload.turns + 1)],
+        "throughput": _throughput(answered),
+        "utilisation": _utilisation(rows),
+        "queue_wait_ms": queue_wait_ms,
+        "queue_share_of_ttft": _quotient(queue_wait_ms, ttft_all["mean"]),
+        "client": {
+            "lateness_ms": spread(_values(row.lateness_ms for row in rows)),
+            "cpu_share": arm.drive.client_cpu_share,
+        },
+        "engine": {**_engine(arm), "startup_s": arm.startup_s, "ended_early": arm.engine_ended},
+        "kvbm_counters": arm.metrics.kvbm_counters() if arm.metrics else {},
+        "started_unix_s": arm.drive.started_unix_s,
+        "duration_s": arm.drive.duration_s,
+    }
+
+
+def _turn(turn: int, rows: list[Row]) -> dict[str, Any]:
+    answered = [row for row in rows if row.is_ok]
+    return {
+        "turn": turn,
+        "requests": len(rows),
+        "errors": len(rows) - len(answered),
+        **_times(answered),
+        "throughput": _throughput(answered),
+        "prompt_tokens": _tokens(answered) or dict.fromkeys(TIERS, None),
+    }
+
+
+def _times(rows: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "ttft_ms": spread(_values(row.ttft_ms for row in rows)),
+        "itl_ms": spread([gap for row in rows for gap in row.token_gaps_ms]),
+        "end_to_end_ms": spread(_values(row.end_to_end_ms for row in rows)),
+    }
+
+
+def _values(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _tokens(rows: Sequence[Row]) -> dict[str, int] | None:
+    """Prompt tokens by source as the answers' usage reports them; `None` unless every answer does."""
+    totals = dict.fromkeys(TIERS, 0)
+    for row in rows:
+        if row.g1_tokens is None or row.g2_tokens is None or row.computed_tokens is None:
+            return None
+        totals["g1"] += row.g1_tokens
+        totals["g2"] += row.g2_tokens
+        totals["computed"] += row.computed_tokens
+    return totals if rows else None
+
+
+def _throughput(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Per second from the first launch to the last end. The schedule is open loop, so it bounds all of these."""
+    starts, ends = _values(row.launched_ms for row in rows), _values(row.end_ms for row in rows)
+    span_s = (max(ends) - min(starts)) / 1e3 if starts and ends else 0.0
+    prompt_tokens = sum(_values(row.prompt_tokens for row in rows))
+    return {
+        "requests_per_s": _quotient(len(rows), span_s),
+        "prompt_tokens_per_s": _quotient(prompt_tokens, span_s),
+        "output_tokens_per_s": _quotient(sum(len(row.token_ids) for row in rows), span_s),
+    }
+
+
+def _utilisation(rows: Sequence[Row]) -> float:
+    """Share of the time with at least one request in flight, from the first launch to the last end."""
+    intervals = [
+        (row.launched_ms, row.end_ms) for row in rows if row.launched_ms is not None and row.end_ms is not None
+    ]
+    if not intervals:
+        return 0.0
+    return busy_share(intervals, min(start for start, _ in intervals), max(end for _, end in intervals))
+
+
+def _engine(arm: ArmResult) -> dict[str, int | None]:
+    labels = arm.metrics.after.labels_of("vllm:cache_config_info") if arm.metrics else {}
+    block_size, blocks = labels.get("block_size"), labels.get("num_gpu_blocks")
+    return {"block_size": int(block_size) if block_size else None, "g1_blocks": int(blocks) if blocks else None}
+
+
+def _different(plan: Plan, rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """User and turn of every complete answer that is not the recorded one, token for token."""
+    recorded = {request.key: list(request.answer) for request in plan.requests}
+    return [row.key for row in rows if row.is_ok and row.token_ids != recorded[row.key]]
+
+
+def _pairs(first: Sequence[Row], second: Sequence[Row]) -> dict[int, list[tuple[float, float]]]:
+    """By user, the times to first token of every request of turn 2 or later that both arms answered."""
+    others = {row.key: row.ttft_ms for row in second if row.is_ok}
+    pairs: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for row in first:
+        other_ms = others.get(row.key)
+        if row.turn > 1 and row.is_ok and row.ttft_ms is not None and other_ms is not None:
+            pairs[row.user].append((row.ttft_ms, other_ms))
+    return pairs
+
+
+def _transfers(kvbm: dict[str, Any]) -> dict[str, Any]:
+    """Whether blocks came back from G2: tokens that the engine says it took from there, or blocks that kvbm brought."""
+    tokens = max((kvbm[key] or {}).get("g2") or 0 for key in ("prompt_tokens", "prompt_tokens_by_metrics"))
+    blocks = kvbm["kvbm_counters"].get(ONBOARDED_BLOCKS, 0)
+    return {"proven": max(tokens, blocks) > 0, "g2_tokens": tokens, "counters": kvbm["kvbm_counters"]}
+
+
+def _ratio(ratio: PairedRatio | None) -> dict[str, Any] | None:
+    if ratio is None:
+        return None
+    return {
+        "geometric_mean": ratio.ratio,
+        "interval_95": [ratio.low, ratio.high],
+        "pairs": ratio.pair_count,
+        "users": ratio.user_count,
+    }
+
+
+def _quotient(dividend: float | None, divisor: float | None) -> float | None:
+    return dividend / divisor if dividend is not None and divisor else None
+
+
+def _share_of_gain(p50: dict[str, float | None]) -> float | None:
+    """Of what the all-hit floor saves, the part that kvbm saves."""
+    baseline, kvbm, floor = p50[BASELINE], p50[KVBM], p50[FLOOR]
+    if baseline is None or kvbm is None or floor is None or baseline <= floor:
+        return None
+    return (baseline - kvbm) / (baseline - floor)
+
+
+def _caveats(plan: Plan, arms: dict[str, dict[str, Any]]) -> list[str]:
+    workload = plan.workload
+    caveats = []
+    blocks, block_size = arms[BASELINE]["engine"]["g1_blocks"], arms[BASELINE]["engine"]["block_size"]
+    if blocks and block_size and blocks * block_size >= workload.working_set_tokens:
+        caveats.append(
+            f"the working set of {workload.working_set_tokens} tokens fits into G1 ({blocks * block_size} tokens): "
+            "there is nothing to gain"
+        )
+    if workload.answer_tokens == 1:
+        caveats.append("answers of one token hide what offloading costs while tokens are generated")
+    if workload.users > 1:
+        caveats.append("users take turns in a fixed order, the hardest one for a G1 that is too small")
+    samples = workload.users * (workload.turns - 1)
+    if samples < FEW_SAMPLES:
+        caveats.append(f"p99 is over {samples} requests and hardly less than the slowest of them")
+    caveats += [
+        f"arm {name}: usage and /metrics disagree on where prompt tokens came from"
+        for name, arm in arms.items()
+        if arm["prompt_tokens_by_metrics"] is not None and arm["prompt_tokens"] != arm["prompt_tokens_by_metrics"]
+    ]
+    return caveats
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return round(value, DIGITS)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return value

@@ -1,0 +1,160 @@
+"""From evidence to one word. Pure: every threshold is here, and every sentence that a verdict is explained with.
+
+wrong     an answer differs from the recorded one: nothing else matters            exit 12
+invalid   the numbers do not measure the cache: errors, no transfer, a late client  exit 11
+slower    the whole interval of the paired ratio lies below 1, by a margin          exit 10
+faster    the whole interval lies above 1, by a margin                              exit 0
+same      neither                                                                   exit 0
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvbm_cli.bench.statistics import PairedRatio
+
+
+class Verdict(enum.StrEnum):
+    FASTER = "faster"
+    SAME = "same"
+    SLOWER = "slower"
+    INVALID = "invalid"
+    WRONG = "wrong"
+
+    @property
+    def exit_code(self) -> int:
+        return {Verdict.SLOWER: 10, Verdict.INVALID: 11, Verdict.WRONG: 12}.get(self, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run may look like and still count. `margin` is the smallest difference worth a word.
+
+    The client's lateness is part of every time to first token, in both arms alike: it may reach `lateness_share` of
+    the baseline's or `lateness_ms`, whichever is more. A baseline that is busy or queues beyond `busy_*` is pointed
+    out as a caveat; beyond `collapse_*` its numbers are those of a queue.
+    """
+
+    margin: float = 0.05
+    lateness_ms: float = 25.0
+    lateness_share: float = 0.1
+    client_cpu_share: float = 0.7
+    busy_utilisation: float = 0.7
+    busy_queue_share: float = 0.2
+    collapse_utilisation: float = 0.95
+    collapse_queue_share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that a verdict depends on. Times are of turns 2 and later; per-arm values by the arm's name."""
+
+    request_count: int
+    compared_count: int
+    errors: Mapping[str, int] = field(default_factory=dict)
+    different_answers: Mapping[str, int] = field(default_factory=dict)
+    baseline_ttft_ms: float | None = None
+    kvbm_ttft_ms: float | None = None
+    ratio: PairedRatio | None = None
+    transfers_proven: bool = False
+    lateness_p99_ms: Mapping[str, float] = field(default_factory=dict)
+    client_cpu_share: Mapping[str, float] = field(default_factory=dict)
+    utilisation: float | None = None
+    queue_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """`sentence` explains the verdict; `reasons` are the findings behind `invalid` or `wrong`; `caveats` qualify."""
+
+    verdict: Verdict
+    sentence: str
+    reasons: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def judge(evidence: Evidence, limits: Limits = DEFAULT_LIMITS) -> Judgement:
+    caveats = tuple(_caveats(evidence, limits))
+    if wrong := _wrong(evidence):
+        return Judgement(Verdict.WRONG, f"the outputs are not equal: {'; '.join(wrong)}", tuple(wrong), caveats)
+    if invalid := list(_invalid(evidence, limits)):
+        return Judgement(Verdict.INVALID, f"nothing was measured: {'; '.join(invalid)}", tuple(invalid), caveats)
+    verdict = _compare(evidence, limits)
+    return Judgement(verdict, _sentence(verdict, evidence), (), caveats)
+
+
+def _wrong(evidence: Evidence) -> list[str]:
+    return [
+        f"arm {arm} answered {count} of {evidence.request_count} requests differently from the recording"
+        for arm, count in evidence.different_answers.items()
+        if count
+    ]
+
+
+def _invalid(evidence: Evidence, limits: Limits) -> list[str]:
+    reasons = [
+        f"{count} of {evidence.request_count} requests of arm {arm} failed"
+        for arm, count in evidence.errors.items()
+        if count
+    ]
+    if not evidence.compared_count:
+        reasons.append("no answer could be compared")
+    if not evidence.transfers_proven:
+        reasons.append("no prompt token came from G2, so the block manager was not tested")
+    if evidence.ratio is None:
+        reasons.append("no request of turn 2 or later was answered in both arms")
+    most_ms = max(limits.lateness_ms, limits.lateness_share * (evidence.baseline_ttft_ms or 0.0))
+    reasons += [
+        f"the client launched late in arm {arm}: {late_ms:.0f} ms at p99, at most {most_ms:.0f} ms are allowed"
+        for arm, late_ms in evidence.lateness_p99_ms.items()
+        if late_ms > most_ms
+    ]
+    reasons += [
+        f"the client was busy {share:.0%} of a core in arm {arm}, at most {limits.client_cpu_share:.0%} are allowed"
+        for arm, share in evidence.client_cpu_share.items()
+        if share > limits.client_cpu_share
+    ]
+    if (evidence.utilisation or 0.0) > limits.collapse_utilisation:
+        reasons.append(f"the baseline was overloaded: busy {evidence.utilisation:.0%} of the time")
+    if (evidence.queue_share or 0.0) > limits.collapse_queue_share:
+        reasons.append(f"the baseline was overloaded: {evidence.queue_share:.0%} of its TTFT is waiting in its queue")
+    return reasons
+
+
+def _caveats(evidence: Evidence, limits: Limits) -> list[str]:
+    caveats = []
+    if limits.busy_utilisation < (evidence.utilisation or 0.0):
+        caveats.append(f"the baseline was busy {evidence.utilisation:.0%} of the time: it may have queued")
+    if limits.busy_queue_share < (evidence.queue_share or 0.0):
+        caveats.append(f"{evidence.queue_share:.0%} of the baseline's TTFT is waiting in its queue, not computing")
+    return caveats
+
+
+def _compare(evidence: Evidence, limits: Limits) -> Verdict:
+    ratio = evidence.ratio
+    assert ratio is not None
+    if ratio.low > 1 and ratio.ratio > 1 + limits.margin:
+        return Verdict.FASTER
+    if ratio.high < 1 and ratio.ratio < 1 / (1 + limits.margin):
+        return Verdict.SLOWER
+    return Verdict.SAME
+
+
+def _sentence(verdict: Verdict, evidence: Evidence) -> str:
+    ratio = evidence.ratio
+    assert ratio is not None
+    assert evidence.baseline_ttft_ms is not None
+    assert evidence.kvbm_ttft_ms is not None
+    medians = f"{evidence.kvbm_ttft_ms:.0f} ms instead of {evidence.baseline_ttft_ms:.0f} ms (median)"
+    if verdict is Verdict.FASTER:
+        times, interval = f"{ratio.ratio:.1f} times faster", f"{ratio.low:.1f} to {ratio.high:.1f}"
+    elif verdict is Verdict.SLOWER:
+        times, interval = f"{1 / ratio.ratio:.2f} times slower", f"{1 / ratio.high:.2f} to {1 / ratio.low:.2f}"
+    else:
+        times, interval = "the same", f"speed-up {ratio.low:.2f} to {ratio.high:.2f}"
+    return f"from turn 2 on the first token comes {times} with kvbm (95 % interval {interval}): {medians}, same outputs"
