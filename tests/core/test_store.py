@@ -1,0 +1,421 @@
+"""What the state machine cannot see: misuse, eviction order, resets and duplicates told as stories, many dicts."""
+
+import gc
+import os
+
+import pytest
+
+from kvbm.core.blocks import MutableBlocks
+from kvbm.core.index import ENTRIES_PER_DICT
+from kvbm.core.store import BlockStore, StoreCounts
+from kvbm.errors import InvariantError
+from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
+from kvbm.types import Tier
+
+
+def names(text):
+    """One 16-byte hash per letter."""
+    return [letter.encode() * 16 for letter in text]
+
+
+def letters(hashes):
+    return "".join(sequence_hash[:1].decode() for sequence_hash in hashes)
+
+
+def make_store(capacity, **options):
+    return BlockStore(capacity, tier=Tier.HOST, **options)
+
+
+def keep(store, text):
+    """Register the blocks of `text` and leave them inactive."""
+    store.allocate(len(text)).stage(names(text)).register().release()
+
+
+def evicted_letters(store, count):
+    """Evict `count` blocks of a full store and say which, in order."""
+    store.take_events()
+    with store.allocate(count):
+        return "".join(letters(event.hashes) for event in store.take_events())
+
+
+# Handles
+
+
+def test_released_handle_cannot_be_released_again():
+    store = make_store(6)
+    for handle in (
+        store.allocate(2),
+        store.allocate(2).stage(names("ab")),
+        store.allocate(1).stage(names("c")).register(),
+    ):
+        handle.release()
+        before = store.counts()
+        with pytest.raises(InvariantError, match="after it was consumed or released"):
+            handle.release()
+        assert store.counts() == before
+        store.check()
+
+
+def test_consumed_handle_refuses_every_use():
+    store = make_store(4)
+    mutable = store.allocate(2)
+    complete = mutable.stage(names("ab"))
+    for use in (lambda: mutable.slots, mutable.release, lambda: mutable.stage(names("ab")), lambda: mutable.split(1)):
+        with pytest.raises(InvariantError):
+            use()
+    pinned = complete.register()
+    for use in (lambda: complete.slots, lambda: complete.hashes, complete.release, complete.register):
+        with pytest.raises(InvariantError):
+            use()
+    with pytest.raises(InvariantError), mutable:
+        pass
+    pinned.release()
+    for use in (lambda: pinned.slots, lambda: pinned.hashes, pinned.release):
+        with pytest.raises(InvariantError):
+            use()
+    store.check()
+
+
+def test_refused_transition_leaves_the_handle_as_it_was():
+    store = make_store(3)
+    mutable = store.allocate(3)
+    for refused in (
+        lambda: mutable.stage(names("ab")),
+        lambda: mutable.stage([b"x" * 16, b"y" * 15, b"z" * 17]),
+        lambda: mutable.split(4),
+        lambda: mutable.split(-1),
+        lambda: mutable.split([True]),
+    ):
+        with pytest.raises(InvariantError):
+            refused()
+        assert list(mutable.slots) == [0, 1, 2]
+        store.check()
+    mutable.release()
+    assert store.counts().free == 3
+
+
+def test_context_manager_gives_back_what_was_not_consumed():
+    store = make_store(3)
+    with store.allocate(3):
+        assert store.counts().mutable == 3
+    with pytest.raises(KeyError), store.allocate(2):
+        raise KeyError("the caller failed")
+    with store.allocate(1) as mutable, mutable.stage(names("a")) as complete:
+        complete.register().release()
+    assert store.counts() == StoreCounts(free=2, mutable=0, complete=0, pinned=0, inactive=1)
+    store.check()
+
+
+def test_split_by_mask_keeps_the_order_of_the_batch():
+    store = make_store(4)
+    chosen, others = store.allocate(4).split([False, True, False, True])
+    assert (list(chosen.slots), list(others.slots)) == ([1, 3], [0, 2])
+    chosen.release()
+    others.release()
+
+
+def test_dropped_handle_is_reported_and_its_slots_stay_taken():
+    store = make_store(4)
+    handle = store.allocate(2)
+    assert isinstance(handle, MutableBlocks)
+    del handle
+    store.allocate(0)
+    gc.collect()
+    assert store.leaked() == ["MutableBlocks(2 blocks, slots [0, 1])"]
+    assert store.leaked() == []
+    assert store.counts() == StoreCounts(free=2, mutable=2, complete=0, pinned=0, inactive=0)
+    store.check()
+
+
+# Allocation and eviction
+
+
+def test_allocate_is_all_or_nothing():
+    store = make_store(4)
+    keep(store, "ab")
+    held = store.pin(names("a"))
+    store.take_events()
+    assert store.allocate(4) is None
+    assert store.match(names("ab")) == 2
+    assert store.take_events() == []
+    with store.allocate(3):
+        assert store.match(names("ab")) == 1
+    held.release()
+    store.check()
+
+
+def test_negative_count_is_refused():
+    with pytest.raises(InvariantError):
+        make_store(1).allocate(-1)
+
+
+def test_store_without_capacity_serves_nothing_and_breaks_nothing():
+    store = make_store(0)
+    assert store.allocate(1) is None
+    assert store.match(names("a")) == 0
+    store.allocate(0).stage([]).register().release()
+    store.reset()
+    store.check()
+
+
+def test_free_slots_are_used_before_anything_is_evicted():
+    store = make_store(4)
+    keep(store, "ab")
+    with store.allocate(2):
+        assert store.match(names("ab")) == 2
+
+
+def test_released_chain_is_evicted_from_its_tail():
+    store = make_store(6)
+    keep(store, "abc")
+    keep(store, "xyz")
+    assert evicted_letters(store, 4) == "cbaz"
+    assert store.match(names("xyz")) == 2
+
+
+def test_touch_makes_a_chain_newest_with_its_head_last():
+    store = make_store(6)
+    keep(store, "abc")
+    keep(store, "xyz")
+    store.touch(names("ab?c"))
+    assert evicted_letters(store, 6) == "zyxcba"
+
+
+def test_touched_twice_in_one_call_counts_once():
+    store = make_store(3)
+    keep(store, "abc")
+    store.touch(names("cac"))
+    store.check()
+    assert evicted_letters(store, 3) == "bac"
+
+
+def test_pinned_block_survives_full_allocation_and_is_newest_after_release():
+    store = make_store(4)
+    keep(store, "abcd")
+    held = store.pin(names("ab"))
+    assert evicted_letters(store, 2) == "dc"
+    keep(store, "ef")
+    held.release()
+    assert evicted_letters(store, 4) == "feba"
+
+
+def test_block_pinned_twice_is_evictable_only_after_both_releases():
+    store = make_store(2)
+    keep(store, "ab")
+    first, second = store.pin(names("ab")), store.pin(names("a"))
+    first.release()
+    assert store.counts() == StoreCounts(free=0, mutable=0, complete=0, pinned=1, inactive=1)
+    assert store.allocate(2) is None
+    second.release()
+    assert evicted_letters(store, 2) == "ba"
+
+
+def test_pin_is_all_or_nothing():
+    store = make_store(2)
+    keep(store, "ab")
+    assert store.pin(names("abc")) is None
+    assert store.counts().pinned == 0
+    store.check()
+
+
+def test_match_changes_neither_recency_nor_counts():
+    store = make_store(3)
+    keep(store, "abc")
+    for start in range(3):
+        assert store.match(names("abc"), start) == 3 - start
+    assert store.match(names("axbc"), 1) == 0
+    assert store.match([]) == 0
+    assert evicted_letters(store, 3) == "cba"
+
+
+# Registration
+
+
+def test_registered_hash_keeps_its_first_slot_and_the_second_is_free_again():
+    store = make_store(4)
+    first = store.allocate(2).stage(names("ab")).register()
+    second = store.allocate(2).stage(names("xa")).register()
+    assert (list(first.slots), list(second.slots)) == ([0, 1], [2, 0])
+    assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=3, inactive=0)
+    assert [event.hashes for event in store.take_events()] == [tuple(names("ab")), tuple(names("x"))]
+    first.release()
+    assert store.counts().pinned == 2
+    second.release()
+    store.check()
+
+
+def test_hash_that_stands_twice_in_one_batch_gets_one_slot():
+    store = make_store(3)
+    pinned = store.allocate(3).stage(names("aba")).register()
+    assert list(pinned.slots) == [0, 1, 0]
+    assert store.take_events() == [BlocksStored(Tier.HOST, tuple(names("ab")))]
+    store.check()
+    pinned.release()
+    assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=0, inactive=2)
+
+
+def test_only_duplicates_announce_nothing():
+    store = make_store(4)
+    keep(store, "ab")
+    store.take_events()
+    keep(store, "ab")
+    assert store.take_events() == []
+    store.check()
+
+
+def test_nothing_is_findable_before_it_is_registered():
+    store = make_store(2)
+    complete = store.allocate(2).stage(names("ab"))
+    assert store.missing(names("ab")) == [0, 1]
+    complete.release()
+    assert store.counts().free == 2
+    assert store.take_events() == []
+
+
+def test_events_are_silent_when_they_are_switched_off():
+    store = make_store(2, events=False)
+    keep(store, "ab")
+    store.forget(names("a"))
+    keep(store, "cd")
+    store.reset()
+    assert store.take_events() == []
+
+
+# Forgetting
+
+
+def test_forgotten_pinned_block_is_invisible_and_free_after_the_last_release():
+    store = make_store(2)
+    keep(store, "ab")
+    first, second = store.pin(names("ab")), store.pin(names("a"))
+    store.take_events()
+    store.forget(names("?aa"))
+    assert store.take_events() == [BlocksRemoved(Tier.HOST, tuple(names("a")))]
+    assert (store.contains(names("a")[0]), store.match(names("b"))) == (False, 1)
+    store.touch(names("ab"))
+    store.forget(names("a"))
+    first.release()
+    assert store.counts() == StoreCounts(free=0, mutable=0, complete=0, pinned=1, inactive=1)
+    second.release()
+    assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=0, inactive=1)
+    store.check()
+
+
+def test_hash_that_was_forgotten_while_pinned_can_be_registered_in_another_slot():
+    store = make_store(2)
+    keep(store, "a")
+    old = store.pin(names("a"))
+    store.forget(names("a"))
+    new = store.allocate(1).stage(names("a")).register()
+    assert list(old.slots) != list(new.slots)
+    store.check()
+    old.release()
+    assert store.match(names("a")) == 1
+    new.release()
+    store.check()
+
+
+def test_reset_leaves_handles_valid_and_their_slots_come_back():
+    store = make_store(8)
+    keep(store, "ab")
+    pinned = store.pin(names("a"))
+    mutable, complete = store.allocate(2), store.allocate(2).stage(names("cd"))
+    store.take_events()
+    store.reset()
+    assert store.take_events() == [TierCleared(Tier.HOST)]
+    assert store.counts() == StoreCounts(free=3, mutable=2, complete=2, pinned=1, inactive=0)
+    store.check()
+    hidden = complete.register()
+    assert store.missing(names("abcd")) == [0, 1, 2, 3]
+    assert list(hidden.slots) == [4, 5]
+    for handle in (pinned, mutable, hidden):
+        handle.release()
+        store.check()
+    assert store.counts().free == 8
+    assert store.take_events() == []
+
+
+def test_blocks_allocated_before_a_reset_never_become_findable():
+    store = make_store(3)
+    mutable, untouched = store.allocate(2).split(1)
+    store.reset()
+    with mutable.stage(names("a")).register(), untouched:
+        assert store.match(names("a")) == 0
+        keep(store, "a")
+        assert store.match(names("a")) == 1
+    store.check()
+    assert store.counts() == StoreCounts(free=2, mutable=0, complete=0, pinned=0, inactive=1)
+
+
+# Hashes and size
+
+
+def test_hash_of_another_length_is_refused():
+    store = make_store(2, hash_bytes=32)
+    with pytest.raises(InvariantError, match="32 bytes"):
+        store.match([b"a" * 16])
+    with pytest.raises(InvariantError, match="even number"):
+        make_store(2, hash_bytes=7)
+
+
+@pytest.mark.parametrize(
+    "make_hash",
+    [
+        lambda number: os.urandom(16),
+        lambda number: number.to_bytes(16, "big"),
+        lambda number: number.to_bytes(16, "little"),
+        lambda number: number.to_bytes(32, "little") + bytes(4),
+    ],
+    ids=["random", "big-endian counter", "little-endian counter", "36 bytes with a constant end"],
+)
+def test_store_of_many_dicts_behaves_like_one(make_hash):
+    capacity, batch = 3 * ENTRIES_PER_DICT, 4000
+    hashes = [make_hash(number) for number in range(2 * capacity)]
+    store = make_store(capacity, hash_bytes=len(hashes[0]), events=False)
+    for start in range(0, len(hashes), batch):
+        chain = hashes[start : start + batch]
+        store.allocate(len(chain)).stage(chain).register().release()
+    store.check()
+    assert max(map(len, store._index._dicts)) < 1.1 * ENTRIES_PER_DICT
+    live = [sequence_hash for sequence_hash in hashes if store.contains(sequence_hash)]
+    assert len(live) == capacity
+    store.forget(live[: capacity // 2])
+    store.check()
+    assert store.missing(live) == list(range(capacity // 2))
+    store.reset()
+    store.check()
+    assert store.counts().free == capacity
+    assert store.missing(live[:9]) == list(range(9))
+
+
+# The store's own check
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda store: store._states.__setitem__(0, 0),
+        lambda store: store._states.__setitem__(3, 4),
+        lambda store: store._states.__setitem__(3, 1),
+        lambda store: store._extra_pins.__setitem__(0, 1),
+        lambda store: store._index.remove([0]),
+        lambda store: store._lists.remove([1]),
+        lambda store: store._lists.take(store._lists.free, 1),
+    ],
+)
+def test_check_notices_damage(damage):
+    store = make_store(4)
+    keep(store, "abc")
+    store.check()
+    damage(store)
+    with pytest.raises(InvariantError):
+        store.check()
+
+
+def test_slices_of_check_notice_damage_only_where_it_is():
+    store = make_store(4)
+    keep(store, "abc")
+    store._states[3] = 4
+    store.check(0, 3)
+    with pytest.raises(InvariantError, match="slot 3 is INACTIVE"):
+        store.check(3, 1)
