@@ -88,6 +88,27 @@ def serve(
 
 
 @app.command()
+def bench(
+    profile: ProfileOption,
+    set_: SetOption = None,
+    compare: Annotated[
+        str, typer.Option("--compare", metavar="ARM", help="What to compare with: `baseline`, the engine alone.")
+    ] = "baseline",
+    workload: Annotated[
+        str | None, typer.Option("--workload", metavar="NAME|PATH", help="A shipped workload by name, or a file.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="Directory for every request and the summary.")
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Measure what the block manager brings over a baseline."""
+    from kvbm_cli.bench import command as body
+
+    return body.bench(profile, set_ or [], compare=compare, workload=workload, output=output, as_json=json)
+
+
+@app.command()
 def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = False) -> None:
     """Show how many blocks and tokens each tier of a profile holds."""
     from kvbm_cli.size import show_size

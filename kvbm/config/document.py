@@ -9,7 +9,7 @@ are booleans (`off` is text, and a boolean key then refuses it), a key may appea
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import yaml
@@ -145,6 +145,18 @@ def _section(node: yaml.MappingNode, lines: list[str], label: str) -> Document:
     return document
 
 
+def entry_at(document: Mapping[str, Entry], names: Sequence[object]) -> Entry | None:
+    """The entry at `names`, or None where the document does not go that far."""
+    entry: Entry | None = None
+    section: Mapping[str, Entry] | None = document
+    for name in names:
+        entry = section.get(str(name)) if section is not None else None
+        if entry is None:
+            return None
+        section = entry.section
+    return entry
+
+
 def _plain(value: object) -> object:
     return plain_values(value) if isinstance(value, dict) else value
 
@@ -155,7 +167,9 @@ def plain_values(document: Mapping[str, Entry]) -> dict[str, object]:
 
 
 def _at(start: yaml.Mark, end: yaml.Mark, lines: list[str], label: str) -> Source:
-    line = min(start.line, len(lines) - 1)
-    text = lines[line]
+    """The span from `start` to `end`, or to the end of its first line; what lies after the last line is its end."""
+    if start.line >= len(lines):
+        return Source(label, lines[-1], len(lines[-1]), 1, len(lines))
+    text = lines[start.line]
     stop = end.column if end.line == start.line else len(text.rstrip())
-    return Source(label, text, start.column, max(1, stop - start.column), line + 1)
+    return Source(label, text, start.column, max(1, stop - start.column), start.line + 1)

@@ -13,22 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
-from kvbm.config.document import Document, Entry, Source, located, plain_scalar, plain_values, read_document
+from kvbm.config.document import Document, Entry, Source, entry_at, located, plain_scalar, plain_values, read_document
+from kvbm.config.mistakes import explain, refuse_not_built
 from kvbm.config.schema import Profile, keys
 from kvbm.config.variables import put, read_variables
 from kvbm.errors import ProfileError
 
 DEFAULT = "default"
 SUFFIXES = (".yaml", ".yml")
-NOT_BUILT = {
-    "tiers.disk": "this version keeps blocks in host memory; use `tiers.host`",
-    "tiers.object": "this version keeps blocks in host memory; use `tiers.host`",
-    "filters": "this version offloads every full block; leave the section out",
-    "metrics": "kvbm_* metrics are always at /metrics of the engine's server; leave the section out",
-}
-NOT_BUILT_ENGINES = ("vllm", "tensorrt-llm", "sglang")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +119,7 @@ def _read(path: Path) -> Document:
         raise ProfileError(f"`{path}` is not a text file in UTF-8") from None
     except OSError as error:
         raise ProfileError(f"cannot read the profile `{path}`: {(error.strerror or str(error)).lower()}") from None
-    return read_document(text, label=str(path))
+    return _merge({}, read_document(text, label=str(path)))
 
 
 def _override(text: str) -> Document:
@@ -157,15 +150,15 @@ def _typed(raw: str) -> object:
 
 
 def _merge(base: Document, over: Document, *, path: str = "") -> Document:
-    """`over` laid over `base`, section by section. Consumes neither."""
+    """`over` laid over `base`, section by section; a section without keys says nothing. Consumes neither."""
     merged = dict(base)
     for name, entry in over.items():
         below, here = merged.get(name), f"{path}{name}"
         if entry.value is None and here in _SECTIONS:
             continue
-        if below is not None and below.section is not None and entry.section is not None:
-            section = _merge(dict(below.section), dict(entry.section), path=f"{here}.")
-            entry = Entry(entry.key, entry.source, section)
+        if entry.section is not None:
+            under = dict((below.section if below is not None else None) or {})
+            entry = Entry(entry.key, entry.source, _merge(under, dict(entry.section), path=f"{here}."))
         merged[name] = entry
     if path == "tiers.host." and "capacity" in over and "blocks" not in over:
         merged.pop("blocks", None)  # `blocks` wins inside a layer; a later layer's capacity must not lose to it
@@ -173,117 +166,17 @@ def _merge(base: Document, over: Document, *, path: str = "") -> Document:
 
 
 _KEYS = keys()
-_SECTIONS = frozenset(key.path for key in _KEYS if key.is_section)
+_SECTIONS = frozenset({"engine.environment", *(key.path for key in _KEYS if key.is_section)})
 
 
 def _validate(document: Document, path: Path) -> Profile:
-    _refuse_not_built(document)
+    refuse_not_built(document)
     try:
         return Profile.model_validate(plain_values(document))
     except ValidationError as error:
         details = error.errors(include_url=False)
         unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
-        raise _explain((unknown or details)[0], document, path) from None
-
-
-def _refuse_not_built(document: Document) -> None:
-    for name, hint in NOT_BUILT.items():
-        entry = _entry_at(document, name.split("."))
-        if entry is not None:
-            raise located(f"`{name}` is not in this version", entry.key, hint=hint)
-    kind = _entry_at(document, ["engine", "kind"])
-    if kind is not None and kind.value in NOT_BUILT_ENGINES:
-        raise located(
-            f"engine kind `{kind.value}` is not in this version", kind.source, hint="the only one is `embedded`"
-        )
-
-
-def _entry_at(document: Mapping[str, Entry], names: Sequence[object]) -> Entry | None:
-    """The entry at `names`, or None where the document does not go that far."""
-    entry: Entry | None = None
-    section: Mapping[str, Entry] | None = document
-    for name in names:
-        entry = section.get(str(name)) if section is not None else None
-        if entry is None:
-            return None
-        section = entry.section
-    return entry
-
-
-def _explain(detail: ErrorDetails, document: Document, path: Path) -> ProfileError:
-    """Pydantic's finding in our words, at its place."""
-    names = [name for name in detail["loc"] if name != "[key]"]
-    dotted = ".".join(map(str, names))
-    entry = _entry_at(document, names)
-    if detail["type"] == "extra_forbidden":
-        assert entry is not None
-        return located(f"unknown key `{dotted}`", entry.key, hint=_nearest_key(dotted))
-    if detail["type"] == "missing":
-        return ProfileError(f"`{dotted}` is missing\n  {path}", hint=_MISSING[dotted.partition(".")[0]])
-    message = f"`{dotted}` {_complaint(detail)}"
-    if entry is None:
-        return ProfileError(f"{message}\n  {path}")
-    return located(message, entry.key if entry.section is not None or "[key]" in detail["loc"] else entry.source)
-
-
-_MISSING = {
-    "engine": "add `engine.model`, such as `synthetic:tiny`",
-    "tiers": "add `tiers.host.capacity`, such as `64GiB`",
-}
-
-
-def _complaint(detail: ErrorDetails) -> str:
-    context = detail.get("ctx", {})
-    template = _COMPLAINTS.get(detail["type"])
-    if detail["type"] == "value_error":
-        return str(context["error"])
-    if template is None:
-        return f"is not valid: {detail['msg']}"
-    return template.format(**context) + _but_is(detail["input"])
-
-
-_COMPLAINTS = {
-    "bool_type": "must be true or false",
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "finite_number": "must be a number",
-    "string_type": "must be text",
-    "string_too_short": "must not be empty",
-    "string_pattern_mismatch": "must be a name of letters, digits and underscores",
-    "literal_error": "must be {expected}",
-    "greater_than": "must be more than {gt:g}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
-    "dict_type": "must be a section with keys of its own",
-    "model_type": "must be a section with keys of its own",
-}
-
-
-def _but_is(value: object) -> str:
-    if value is None:
-        return ", not empty"
-    if isinstance(value, dict | list):
-        return f", not a {'section' if isinstance(value, dict) else 'list'}"
-    if isinstance(value, bool):
-        return f", not {str(value).lower()}"
-    shown = f"the text `{value}`" if isinstance(value, str) else f"`{value}`"
-    return f", not {shown}" if value != "" else ""
-
-
-def _nearest_key(dotted: str) -> str:
-    """Siblings first, then keys of that name elsewhere, then all that the section has."""
-    prefix, _, leaf = dotted.rpartition(".")
-    siblings = [key.path.rpartition(".")[2] for key in _KEYS if key.path.rpartition(".")[0] == prefix]
-    elsewhere = {key.path.rpartition(".")[2]: key.path for key in reversed(_KEYS)}
-    close = difflib.get_close_matches(leaf, siblings, n=1)
-    if close:
-        return f"did you mean `{close[0]}`?"
-    far = difflib.get_close_matches(leaf, elsewhere, n=1, cutoff=0.8)
-    if far:
-        return f"did you mean `{elsewhere[far[0]]}`?"
-    where = f"`{prefix}`" if prefix else "a profile"
-    return f"{where} has {', '.join(f'`{name}`' for name in siblings)}"
+        raise explain((unknown or details)[0], document, path) from None
 
 
 def _origins(profile: Profile, document: Document) -> dict[str, str]:
@@ -292,5 +185,5 @@ def _origins(profile: Profile, document: Document) -> dict[str, str]:
     if profile.engine.environment:
         at = paths.index("engine.environment")
         paths[at : at + 1] = [f"engine.environment.{name}" for name in profile.engine.environment]
-    entries = {path: _entry_at(document, path.split(".")) for path in paths}
+    entries = {path: entry_at(document, path.split(".")) for path in paths}
     return {path: entry.source.origin if entry else DEFAULT for path, entry in entries.items()}

@@ -52,16 +52,22 @@ class Section(BaseModel):
 class EmbeddedArguments(Section):
     """Flags of `python -m kvbm.embedded`. A key that is left out keeps the engine's own default."""
 
-    num_blocks: int = Field(default=2048, ge=2, description="Blocks of device memory (G1).")
+    num_blocks: int = Field(default=2048, ge=2, le=2**31, description="Blocks of device memory (G1).")
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in a block.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Type of weights and KV cache; float32 makes outputs exactly repeatable."
     )
-    max_model_len: int | None = Field(default=None, ge=1, description="Longest request in tokens, prompt and output.")
-    max_num_batched_tokens: int | None = Field(default=None, ge=1, description="Tokens that one step may compute.")
-    max_num_seqs: int | None = Field(default=None, ge=1, description="Requests that run at the same time.")
-    seed: int = Field(default=0, ge=0, description="Seed of synthetic weights and of sampling without a seed.")
-    threads: int | None = Field(default=None, ge=1, description="CPU threads of the model.")
+    max_model_len: int | None = Field(
+        default=None, ge=1, le=2**31, description="Longest request in tokens, prompt and output."
+    )
+    max_num_batched_tokens: int | None = Field(
+        default=None, ge=1, le=2**31, description="Tokens that one step may compute."
+    )
+    max_num_seqs: int | None = Field(default=None, ge=1, le=2**31, description="Requests that run at the same time.")
+    seed: int = Field(
+        default=0, ge=0, le=2**63 - 1, description="Seed of synthetic weights and of sampling without a seed."
+    )
+    threads: int | None = Field(default=None, ge=1, le=4096, description="CPU threads of the model.")
     prefix_caching: bool = Field(default=True, description="Whether the engine keeps finished prompts in G1 for reuse.")
     kv_layout: Literal["block_first", "layer_first"] = Field(
         default="block_first", description="Byte order of G1: a block in one piece, or one piece per layer."
@@ -95,7 +101,7 @@ class HostTier(Section):
         default=None, description="Host memory for blocks (G2), summed over the ranks of one engine: 100GB or 64GiB."
     )
     blocks: int | None = Field(
-        default=None, ge=1, description="Host memory as a number of blocks; wins over `capacity`."
+        default=None, ge=1, le=2**40, description="Host memory as a number of blocks; wins over `capacity`."
     )
 
     @model_validator(mode="after")

@@ -1,0 +1,116 @@
+"""The YAML reader: what it takes for what, and that nothing gets past it unmarked."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm.config.document import Document, Source, plain_scalar, plain_values, read_document
+from kvbm.errors import ProfileError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("true", True),
+        ("False", False),
+        ("on", "on"),
+        ("no", "no"),
+        ("", None),
+        ("~", None),
+        ("null", None),
+        ("010", 10),
+        ("-3", -3),
+        ("1_000", "1_000"),
+        ("1:30", "1:30"),
+        ("1e3", 1000.0),
+        (".5", 0.5),
+        (".inf", ".inf"),
+        ("nan", "nan"),
+        ("2026-01-01", "2026-01-01"),
+        ("0x10", "0x10"),
+    ],
+)
+def test_only_true_and_false_are_booleans_and_only_decimals_are_numbers(text: str, value: object) -> None:
+    assert plain_scalar(text) == value
+    assert type(plain_scalar(text)) is type(value)
+
+
+def test_quotes_make_text_of_anything() -> None:
+    assert plain_values(read_document("a: 'true'\nb: \"1\"\nc: 1\n", label="f")) == {"a": "true", "b": "1", "c": 1}
+
+
+def test_every_entry_knows_its_place() -> None:
+    document = read_document("a:\n  b: {c: 12}\n", label="f.yaml")
+    inner = document["a"].section["b"].section["c"]  # type: ignore[index]
+    assert inner.key == Source("f.yaml", "  b: {c: 12}", 6, 1, 2)
+    assert inner.source == Source("f.yaml", "  b: {c: 12}", 9, 2, 2)
+    assert inner.source.origin == "f.yaml:2"
+
+
+MISTAKES = {
+    "duplicate": ("a: 1\nb: 2\na: 3\n", "`a` appears twice; it is already on line 1", "3:1"),
+    "duplicate in a section": ("x:\n  a: 1\n  a: 1\n", "`a` appears twice; it is already on line 2", "3:3"),
+    "alias": ("a: &x 1\nb: *x\n", "not valid YAML: aliases are not supported; `extends` shares keys", "2:4"),
+    "alias to itself": ("a: &x [*x]\n", "not valid YAML: aliases are not supported; `extends` shares keys", "1:8"),
+    "tag": ("a: !!python/object:os.system x\n", "tags are not supported", "1:4"),
+    "standard tag": ("a: !!int '3'\n", "tags are not supported", "1:4"),
+    "list at the top": ("- a\n", "a profile is a mapping of keys", "1:1"),
+    "text at the top": ("hello\n", "a profile is a mapping of keys", "1:1"),
+    "key that is a list": ("? [a]\n: 1\n", "a key must be text", "1:3"),
+    "two documents": ("a: 1\n---\nb: 1\n", "not valid YAML: but found another document", "2:1"),
+    "open bracket": ("a: [1\n", "not valid YAML: expected ',' or ']', but got '<stream end>'", "1:6"),
+    "tab": ("a:\n\tb: 1\n", "not valid YAML: found character '\\t' that cannot start any token", "2:1"),
+    "NUL": ('a: "\\0"\n', "a value may not hold a NUL", "1:4"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_in_yaml_is_shown_at_its_place(name: str) -> None:
+    text, message, place = MISTAKES[name]
+    with pytest.raises(ProfileError) as caught:
+        read_document(text, label="f.yaml")
+    assert caught.value.message.splitlines()[:2] == [message, f"  f.yaml:{place}"]
+
+
+def test_control_characters_are_an_error_without_a_place() -> None:
+    with pytest.raises(ProfileError, match="`f` is not valid YAML: unacceptable character"):
+        read_document("a: \x07", label="f")
+
+
+def test_deep_nesting_is_an_error() -> None:
+    with pytest.raises(ProfileError, match="`f` is nested too deeply"):
+        read_document("a: " + "[" * 5000 + "]" * 5000, label="f")
+
+
+def test_empty_file_is_an_empty_document() -> None:
+    assert read_document("# nothing\n", label="f") == {}
+
+
+def test_excerpt_points_under_the_span() -> None:
+    assert Source("f.yaml", "key: value", 5, 5, 12).excerpt() == (
+        "  f.yaml:12:6\n     |\n  12 | key: value\n     |      ^^^^^"
+    )
+
+
+def test_excerpt_of_a_long_line_is_cut_around_the_span() -> None:
+    lines = Source("f", "x" * 500 + "!" + "y" * 500, 500, 1, 1).excerpt().splitlines()
+    assert max(map(len, lines)) < 110
+    assert lines[2][lines[3].index("^")] == "!"
+
+
+@given(st.text(alphabet=st.sampled_from("ab:-[]{}&*!|>'\"#\n \t,?1\x07é"), max_size=60))
+def test_any_text_is_a_document_or_a_profile_error(text: str) -> None:
+    try:
+        document = read_document(text, label="f")
+    except ProfileError:
+        return
+    assert_marked(document, text.splitlines())
+
+
+def assert_marked(document: Document, lines: list[str]) -> None:
+    for entry in document.values():
+        assert entry.key.line is not None
+        assert entry.key.text in [*lines, ""]
+        assert entry.source.excerpt()
+        if entry.section is not None:
+            assert_marked(dict(entry.section), lines)

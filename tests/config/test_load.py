@@ -1,0 +1,589 @@
+"""Layers and origins, and every mistake that a profile, a variable or an override can hold, with its exact words."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.schema import Profile, keys
+from kvbm.config.variables import VARIABLES
+from kvbm.errors import ProfileError
+
+BASE = """\
+engine:
+  model: synthetic:tiny
+tiers:
+  host:
+    capacity: 1GiB
+"""
+
+
+def load_text(
+    directory: Path,
+    text: str,
+    *overrides: str,
+    variables: dict[str, str] | None = None,
+    options: dict[str, tuple[str, str]] | None = None,
+) -> ResolvedProfile:
+    path = directory / "mine.yaml"
+    path.write_text(text)
+    return load(str(path), directories=[directory], variables=variables, overrides=overrides, options=options)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(f"{BASE}transfer: {{batch_blocks: 1, max_concurrent: 1}}\n")
+    child = "extends: parent\ntransfer: {batch_blocks: 2}\n"
+    variables = {"DYN_KVBM_MAX_TRANSFER_BATCH_SIZE": "3"}
+    batch = "transfer.batch_blocks"
+
+    def blocks(resolved: ResolvedProfile) -> tuple[int, str]:
+        return resolved.profile.transfer.batch_blocks, resolved.origins[batch]
+
+    assert blocks(load_text(tmp_path, BASE)) == (16, "default")
+    assert blocks(load_text(tmp_path, "extends: parent\n")) == (1, f"{tmp_path}/parent.yaml:6")
+    assert blocks(load_text(tmp_path, child)) == (2, f"{tmp_path}/mine.yaml:2")
+    assert blocks(load_text(tmp_path, child, variables=variables)) == (3, "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE")
+    assert blocks(load_text(tmp_path, child, f"{batch}=4", variables=variables)) == (4, "--set")
+    assert blocks(load_text(tmp_path, child, f"{batch}=4", f"{batch}=5")) == (5, "--set")
+    assert load_text(tmp_path, child).profile.transfer.max_concurrent == 1
+
+
+def test_an_option_wins_over_everything(tmp_path: Path) -> None:
+    resolved = load_text(tmp_path, BASE, "server.port=1", options={"server.port": ("--port", "auto")})
+    assert (resolved.profile.server.port, resolved.origins["server.port"]) == (0, "--port")
+
+
+def test_origins_name_every_key(tmp_path: Path) -> None:
+    origins = load_text(tmp_path, BASE).origins
+    assert list(origins) == [key.path for key in keys() if not key.is_section]
+    assert origins["engine.model"] == f"{tmp_path}/mine.yaml:2"
+    assert origins["tiers.host.blocks"] == "default"
+
+
+def test_environment_is_merged_by_name_and_each_has_an_origin(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text("engine: {model: m, environment: {A: x, B: 1}}\ntiers: {host: {blocks: 1}}\n")
+    resolved = load_text(tmp_path, "extends: parent\nengine: {environment: {B: 2.5}}\n", "engine.environment.C=z")
+    assert resolved.profile.engine.environment == {"A": "x", "B": "2.5", "C": "z"}
+    assert resolved.origins["engine.environment.A"] == f"{tmp_path}/parent.yaml:1"
+    assert resolved.origins["engine.environment.C"] == "--set"
+
+
+def test_an_empty_section_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(BASE)
+    resolved = load_text(tmp_path, "extends: parent\ntiers:\ntransfer:\nengine:\n  environment:\n")
+    assert resolved.profile.tiers.host.capacity == 2**30
+
+
+def test_blocks_win_over_capacity_in_one_layer_and_a_later_capacity_wins_over_blocks(tmp_path: Path) -> None:
+    both = f"{BASE}    blocks: 7\n"
+    assert load_text(tmp_path, both).profile.tiers.host.blocks == 7
+    variables = {"DYN_KVBM_CPU_CACHE_GB": "2"}
+    assert load_text(tmp_path, both, variables=variables).profile.tiers.host.blocks is None
+    variables["DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"] = "9"
+    assert load_text(tmp_path, both, variables=variables).profile.tiers.host.blocks == 9
+    assert load_text(tmp_path, both, "tiers.host.capacity=3GB", variables=variables).profile.tiers.host.blocks is None
+
+
+def test_extends_takes_a_path_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "parent.yaml").write_text("extends: ../grand.yaml\nserver: {port: 1}\n")
+    (tmp_path / "grand.yaml").write_text(f"{BASE}server: {{port: 2, host: '::1'}}\n")
+    server = load_text(tmp_path, "extends: ./sub/parent.yaml\n").profile.server
+    assert (server.host, server.port) == ("::1", 1)
+
+
+def test_a_profile_survives_its_json(tmp_path: Path) -> None:
+    profile = load_text(tmp_path, f"{BASE}    blocks: 5\n", "tiers.host.capacity=1.5GB", "server.port=auto").profile
+    assert Profile.model_validate_json(profile.model_dump_json()) == profile
+
+
+def test_quotes_make_text_in_an_override(tmp_path: Path) -> None:
+    assert load_text(tmp_path, BASE, "engine.model='123'").profile.engine.model == "123"
+    assert load_text(tmp_path, BASE, "engine.model=a=b").profile.engine.model == "a=b"
+
+
+# -- mistakes in a file ------------------------------------------------------------------------------------------------
+
+FILE_MISTAKES = {
+    "misspelt key": (
+        "engine: {model: m}\ntiers:\n  host:\n    capcity: 1GB\n",
+        "unknown key `tiers.host.capcity`\n  FILE:4:5\n    |\n  4 |     capcity: 1GB\n    |     ^^^^^^^",
+        "did you mean `capacity`?",
+    ),
+    "key of another section": (
+        f"{BASE}num_blocks: 5\n",
+        "unknown key `num_blocks`\n  FILE:6:1\n    |\n  6 | num_blocks: 5\n    | ^^^^^^^^^^",
+        "did you mean `engine.arguments.num_blocks`?",
+    ),
+    "key like no other": (
+        f"{BASE}    zzz: 5\n",
+        "unknown key `tiers.host.zzz`\n  FILE:6:5\n    |\n  6 |     zzz: 5\n    |     ^^^",
+        "`tiers.host` has `capacity`, `blocks`",
+    ),
+    "engine flag like no other": (
+        f"{BASE}qqqq: 5\n",
+        "unknown key `qqqq`\n  FILE:6:1\n    |\n  6 | qqqq: 5\n    | ^^^^",
+        "a profile has `description`, `engine`, `tiers`, `offload`, `transfer`, `server`, `bench`",
+    ),
+    "size without unit": (
+        "engine: {model: m}\ntiers: {host: {capacity: 100}}\n",
+        "`tiers.host.capacity` needs a unit: `100GB` or `100GiB`\n"
+        "  FILE:2:26\n    |\n  2 | tiers: {host: {capacity: 100}}\n    |                          ^^^",
+        None,
+    ),
+    "size that is none": (
+        "engine: {model: m}\ntiers: {host: {capacity: much}}\n",
+        "`tiers.host.capacity` must be a size such as 100GB or 64GiB, not `much`\n"
+        "  FILE:2:26\n    |\n  2 | tiers: {host: {capacity: much}}\n    |                          ^^^^",
+        None,
+    ),
+    "size that is a boolean": (
+        "engine: {model: m}\ntiers: {host: {capacity: true}}\n",
+        "`tiers.host.capacity` must be a size such as 100GB or 64GiB\n"
+        "  FILE:2:26\n    |\n  2 | tiers: {host: {capacity: true}}\n    |                          ^^^^",
+        None,
+    ),
+    "boolean that is not one": (
+        f"{BASE}offload: {{generated: on}}\n",
+        "`offload.generated` must be true or false, not the text `on`\n"
+        "  FILE:6:22\n    |\n  6 | offload: {generated: on}\n    |                      ^^",
+        None,
+    ),
+    "number in quotes": (
+        f'{BASE}server: {{port: "8000"}}\n',
+        "`server.port` must be a whole number, not the text `8000`\n"
+        '  FILE:6:16\n    |\n  6 | server: {port: "8000"}\n    |                ^^^^^^',
+        None,
+    ),
+    "fraction for a count": (
+        f"{BASE}transfer: {{batch_blocks: 1.5}}\n",
+        "`transfer.batch_blocks` must be a whole number, not `1.5`\n"
+        "  FILE:6:26\n    |\n  6 | transfer: {batch_blocks: 1.5}\n    |                          ^^^",
+        None,
+    ),
+    "boolean for a count": (
+        f"{BASE}transfer: {{batch_blocks: true}}\n",
+        "`transfer.batch_blocks` must be a whole number, not true\n"
+        "  FILE:6:26\n    |\n  6 | transfer: {batch_blocks: true}\n    |                          ^^^^",
+        None,
+    ),
+    "count too small": (
+        f"{BASE}transfer: {{batch_blocks: 0}}\n",
+        "`transfer.batch_blocks` must be at least 1, not `0`\n"
+        "  FILE:6:26\n    |\n  6 | transfer: {batch_blocks: 0}\n    |                          ^",
+        None,
+    ),
+    "port too large": (
+        f"{BASE}server: {{port: 65536}}\n",
+        "`server.port` must be at most 65535, not `65536`\n"
+        "  FILE:6:16\n    |\n  6 | server: {port: 65536}\n    |                ^^^^^",
+        None,
+    ),
+    "time that is zero": (
+        f"{BASE}transfer: {{init_timeout_s: 0}}\n",
+        "`transfer.init_timeout_s` must be more than 0, not `0`\n"
+        "  FILE:6:28\n    |\n  6 | transfer: {init_timeout_s: 0}\n    |                            ^",
+        None,
+    ),
+    "time that is infinite": (
+        f"{BASE}transfer: {{init_timeout_s: 1e999}}\n",
+        "`transfer.init_timeout_s` must be a number, not `inf`\n"
+        "  FILE:6:28\n    |\n  6 | transfer: {init_timeout_s: 1e999}\n    |                            ^^^^^",
+        None,
+    ),
+    "time that is text": (
+        f"{BASE}transfer: {{init_timeout_s: soon}}\n",
+        "`transfer.init_timeout_s` must be a number, not the text `soon`\n"
+        "  FILE:6:28\n    |\n  6 | transfer: {init_timeout_s: soon}\n    |                            ^^^^",
+        None,
+    ),
+    "choice that is none": (
+        "engine: {model: m, arguments: {dtype: int8}}\ntiers: {host: {blocks: 1}}\n",
+        "`engine.arguments.dtype` must be 'float32', 'bfloat16' or 'float16', not the text `int8`\n"
+        "  FILE:1:39\n    |\n  1 | engine: {model: m, arguments: {dtype: int8}}\n"
+        "    |                                       ^^^^",
+        None,
+    ),
+    "model that is a number": (
+        "engine: {model: 7}\ntiers: {host: {blocks: 1}}\n",
+        "`engine.model` must be text, not `7`\n  FILE:1:17\n    |\n  1 | engine: {model: 7}\n    |                 ^",
+        None,
+    ),
+    "model that is empty": (
+        "engine: {model: ''}\ntiers: {host: {blocks: 1}}\n",
+        "`engine.model` must not be empty\n  FILE:1:17\n    |\n  1 | engine: {model: ''}\n    |                 ^^",
+        None,
+    ),
+    "model without a value": (
+        "engine:\n  model:\ntiers: {host: {blocks: 1}}\n",
+        "`engine.model` must be text, not empty\n  FILE:2:9\n    |\n  2 |   model:\n    |         ^",
+        None,
+    ),
+    "list for a value": (
+        f"{BASE}server: {{host: [a]}}\n",
+        "`server.host` must be text, not a list\n"
+        "  FILE:6:16\n    |\n  6 | server: {host: [a]}\n    |                ^^^",
+        None,
+    ),
+    "value for a section": (
+        f"{BASE}server: 8000\n",
+        "`server` must be a section with keys of its own, not `8000`\n"
+        "  FILE:6:9\n    |\n  6 | server: 8000\n    |         ^^^^",
+        None,
+    ),
+    "section for a value": (
+        f"{BASE}server:\n  port:\n    number: 8000\n",
+        "`server.port` must be a whole number, not a section\n  FILE:7:3\n    |\n  7 |   port:\n    |   ^^^^",
+        None,
+    ),
+    "boolean in the environment": (
+        "engine: {model: m, environment: {A: true}}\ntiers: {host: {blocks: 1}}\n",
+        "`engine.environment.A` must be text: an environment knows no booleans; write `'true'` or `'1'`\n"
+        "  FILE:1:37\n    |\n  1 | engine: {model: m, environment: {A: true}}\n"
+        "    |                                     ^^^^",
+        None,
+    ),
+    "name in the environment that is none": (
+        "engine: {model: m, environment: {A-B: x}}\ntiers: {host: {blocks: 1}}\n",
+        "`engine.environment.A-B` must be a name of letters, digits and underscores, not the text `A-B`\n"
+        "  FILE:1:34\n    |\n  1 | engine: {model: m, environment: {A-B: x}}\n"
+        "    |                                  ^^^",
+        None,
+    ),
+    "engine that is none": (
+        "engine: {kind: vlm, model: m}\ntiers: {host: {blocks: 1}}\n",
+        "`engine.kind` must be 'embedded', not the text `vlm`\n"
+        "  FILE:1:16\n    |\n  1 | engine: {kind: vlm, model: m}\n    |                ^^^",
+        None,
+    ),
+    "engine of a later version": (
+        "engine: {kind: tensorrt-llm, model: m}\ntiers: {host: {blocks: 1}}\n",
+        "engine kind `tensorrt-llm` is not in this version\n"
+        "  FILE:1:16\n    |\n  1 | engine: {kind: tensorrt-llm, model: m}\n    |                ^^^^^^^^^^^^",
+        "the only one is `embedded`",
+    ),
+    "disk tier": (
+        f"{BASE}  disk:\n    capacity: 1TB\n",
+        "`tiers.disk` is not in this version\n  FILE:6:3\n    |\n  6 |   disk:\n    |   ^^^^",
+        "this version keeps blocks in host memory; use `tiers.host`",
+    ),
+    "object tier": (
+        f"{BASE}  object: {{bucket: b}}\n",
+        "`tiers.object` is not in this version\n  FILE:6:3\n    |\n  6 |   object: {bucket: b}\n    |   ^^^^^^",
+        "this version keeps blocks in host memory; use `tiers.host`",
+    ),
+    "filters": (
+        f"{BASE}filters:\n",
+        "`filters` is not in this version\n  FILE:6:1\n    |\n  6 | filters:\n    | ^^^^^^^",
+        "this version offloads every full block; leave the section out",
+    ),
+    "metrics": (
+        f"{BASE}metrics: {{port: 6880}}\n",
+        "`metrics` is not in this version\n  FILE:6:1\n    |\n  6 | metrics: {port: 6880}\n    | ^^^^^^^",
+        "kvbm_* metrics are always at /metrics of the engine's server; leave the section out",
+    ),
+    "nothing": ("", "`engine` is missing\n  FILE", "add `engine.model`, such as `synthetic:tiny`"),
+    "no model": (
+        "engine: {kind: embedded}\ntiers: {host: {blocks: 1}}\n",
+        "`engine.model` is missing\n  FILE",
+        "add `engine.model`, such as `synthetic:tiny`",
+    ),
+    "no tier": (
+        "engine: {model: m}\n",
+        "`tiers` is missing\n  FILE",
+        "add `tiers.host.capacity`, such as `64GiB`",
+    ),
+    "no host tier": (
+        "engine: {model: m}\ntiers:\n",
+        "`tiers` is missing\n  FILE",
+        "add `tiers.host.capacity`, such as `64GiB`",
+    ),
+    "host tier without a size": (
+        "engine: {model: m}\ntiers:\n  host: {}\n",
+        "`tiers.host` needs `capacity` or `blocks`\n  FILE:3:3\n    |\n  3 |   host: {}\n    |   ^^^^",
+        None,
+    ),
+    "extends nothing": (
+        "extends:\n",
+        "`extends` must be the name or the path of a profile\n  FILE:1:9\n    |\n  1 | extends:\n    |         ^",
+        None,
+    ),
+    "extends a stranger": (
+        "extends: min\n",
+        "no profile is named `min`\n  FILE:1:10\n    |\n  1 | extends: min\n    |          ^^^",
+        "did you mean `mine`? A file is given with its path: `./min.yaml`",
+    ),
+    "extends no file": (
+        "extends: ./other.yaml\n",
+        "there is no file `DIR/other.yaml`\n"
+        "  FILE:1:10\n    |\n  1 | extends: ./other.yaml\n    |          ^^^^^^^^^^^^",
+        None,
+    ),
+    "extends itself": (
+        "extends: mine\n",
+        "`extends` leads back to `DIR/mine.yaml`\n  FILE:1:10\n    |\n  1 | extends: mine\n    |          ^^^^",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILE_MISTAKES)
+def test_mistake_in_a_file(tmp_path: Path, name: str) -> None:
+    text, message, hint = FILE_MISTAKES[name]
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, text)
+    shown = caught.value.message.replace(f"{tmp_path}/mine.yaml:", "FILE:").replace(f"  {tmp_path}/mine.yaml", "  FILE")
+    assert shown.replace(str(tmp_path), "DIR") == message
+    assert caught.value.hint == hint
+
+
+def test_mistake_in_a_parent_is_shown_in_the_parent(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(f"{BASE}server: {{prt: 1}}\n")
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, "extends: parent\n")
+    assert caught.value.message.splitlines()[1] == f"  {tmp_path}/parent.yaml:6:10"
+
+
+def test_circle_of_parents_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("extends: mine\n")
+    with pytest.raises(ProfileError, match="`extends` leads back to"):
+        load_text(tmp_path, "extends: other\n")
+
+
+UNREADABLE = {
+    "unknown name": (
+        "dem",
+        "no profile is named `dem`",
+        "did you mean `demo`? A file is given with its path: `./dem.yaml`",
+    ),
+    "name like no other": (
+        "zz",
+        "no profile is named `zz`",
+        "there are `binary`, `demo`; a file is given with its path",
+    ),
+    "missing file": ("DIR/no.yaml", "cannot read the profile `DIR/no.yaml`: no such file or directory", None),
+    "directory": ("DIR/", "cannot read the profile `DIR`: is a directory", None),
+    "not text": ("DIR/binary.yaml", "`DIR/binary.yaml` is not a text file in UTF-8", None),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_profile_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    reference, message, hint = UNREADABLE[name]
+    (tmp_path / "demo.yaml").write_text(BASE)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ProfileError) as caught:
+        load(reference.replace("DIR", str(tmp_path)), directories=[tmp_path])
+    assert (caught.value.message.replace(str(tmp_path), "DIR"), caught.value.hint) == (message, hint)
+
+
+# -- mistakes in overrides and variables -------------------------------------------------------------------------------
+
+OVERRIDE_MISTAKES = {
+    "tiers.host.capcity=1GB": (
+        "unknown key `tiers.host.capcity`\n  --set tiers.host.capcity=1GB\n        ^^^^^^^^^^^^^^^^^^",
+        "did you mean `capacity`?",
+    ),
+    "server.port=70000": (
+        "`server.port` must be at most 65535, not `70000`\n  --set server.port=70000\n                    ^^^^^",
+        None,
+    ),
+    "server.port=": (
+        "`server.port` must be a whole number, not empty\n  --set server.port=\n                    ^",
+        None,
+    ),
+    "server=x": (
+        "`server` must be a section with keys of its own, not the text `x`\n  --set server=x\n               ^",
+        None,
+    ),
+    "server.port.x=1": (
+        "`server.port` must be a whole number, not a section\n  --set server.port.x=1\n        ^^^^^^^^^^^^^",
+        None,
+    ),
+    "server.port": (
+        "`--set` takes KEY=VALUE, such as `tiers.host.capacity=2GB`\n  --set server.port\n        ^^^^^^^^^^^",
+        None,
+    ),
+    "server..port=1": (
+        "`--set` takes KEY=VALUE, such as `tiers.host.capacity=2GB`\n  --set server..port=1\n        ^^^^^^^^^^^^^^",
+        None,
+    ),
+    "tiers.disk.capacity=1TB": (
+        "`tiers.disk` is not in this version\n  --set tiers.disk.capacity=1TB\n        ^^^^^^^^^^^^^^^^^^^",
+        "this version keeps blocks in host memory; use `tiers.host`",
+    ),
+    "engine.kind=sglang": (
+        "engine kind `sglang` is not in this version\n  --set engine.kind=sglang\n                    ^^^^^^",
+        "the only one is `embedded`",
+    ),
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDE_MISTAKES)
+def test_mistake_in_an_override(tmp_path: Path, override: str) -> None:
+    message, hint = OVERRIDE_MISTAKES[override]
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, BASE, override)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+HONOURED = {
+    "DYN_KVBM_CPU_CACHE_GB": ("2.5", "tiers.host.capacity", 2_500_000_000),
+    "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": (" 12 ", "tiers.host.blocks", 12),
+    "DYN_KVBM_MAX_CONCURRENT_TRANSFERS": ("8", "transfer.max_concurrent", 8),
+    "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE": ("32", "transfer.batch_blocks", 32),
+    "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": ("90", "transfer.init_timeout_s", 90),
+}
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_variable_sets_its_key(tmp_path: Path, name: str) -> None:
+    text, key, value = HONOURED[name]
+    resolved = load_text(tmp_path, BASE, variables={name: text, "UNRELATED": "x"})
+    section, _, leaf = key.rpartition(".")
+    holder = resolved.profile
+    for part in section.split("."):
+        holder = getattr(holder, part)
+    assert getattr(holder, leaf) == value
+    assert resolved.origins[key] == name
+    assert resolved.warnings == ()
+
+
+def test_table_of_honoured_variables_is_complete() -> None:
+    assert {variable.name for variable in VARIABLES if variable.key} == set(HONOURED)
+
+
+@given(st.decimals(min_value="0.001", max_value=10**6, places=3))
+def test_cache_size_variable_takes_fractions_of_1e9_bytes(gigabytes: object) -> None:
+    from kvbm.config.document import plain_values
+    from kvbm.config.sizes import parse_size
+    from kvbm.config.variables import read_variables
+
+    document, _ = read_variables({"DYN_KVBM_CPU_CACHE_GB": str(gigabytes)})
+    assert parse_size(plain_values(document)["tiers"]["host"]["capacity"]) == int(gigabytes * 10**9)  # type: ignore
+
+
+VARIABLE_MISTAKES = {
+    "DYN_KVBM_CPU_CACHE_GB=lots": (
+        "`DYN_KVBM_CPU_CACHE_GB` must be a number of GB (1e9 bytes), fractions allowed, not `lots`\nVALUE",
+        None,
+    ),
+    "DYN_KVBM_CPU_CACHE_GB=-1": (
+        "`DYN_KVBM_CPU_CACHE_GB` must be a number of GB (1e9 bytes), fractions allowed, not `-1`\nVALUE",
+        None,
+    ),
+    "DYN_KVBM_CPU_CACHE_GB=nan": (
+        "`DYN_KVBM_CPU_CACHE_GB` must be a number of GB (1e9 bytes), fractions allowed, not `nan`\nVALUE",
+        None,
+    ),
+    "DYN_KVBM_CPU_CACHE_GB=100GB": (
+        "`DYN_KVBM_CPU_CACHE_GB` must be a number of GB (1e9 bytes), fractions allowed, not `100GB`\nVALUE",
+        None,
+    ),
+    "DYN_KVBM_CPU_CACHE_GB=0": (
+        "`tiers.host.capacity` must be more than 0 and at most 1024PiB, not `0GB`\nVALUE",
+        None,
+    ),
+    "DYN_KVBM_CPU_CACHE_GB=": (
+        "`DYN_KVBM_CPU_CACHE_GB` is empty\nVALUE",
+        "`unset DYN_KVBM_CPU_CACHE_GB`, or give it a value",
+    ),
+    "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=1.5": (
+        "`DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS` must be a whole number, not `1.5`\nVALUE",
+        None,
+    ),
+    "DYN_KVBM_MAX_CONCURRENT_TRANSFERS=0": (
+        "`transfer.max_concurrent` must be at least 1, not `0`\nVALUE",
+        None,
+    ),
+    "DYN_KVBM_CPU_CACHE_GIB=1": (
+        "unknown variable `DYN_KVBM_CPU_CACHE_GIB`\nNAME",
+        "did you mean `DYN_KVBM_CPU_CACHE_GB`?",
+    ),
+    "DYN_KVBM_WHATEVER=1": ("unknown variable `DYN_KVBM_WHATEVER`\nNAME", "`unset DYN_KVBM_WHATEVER`"),
+    "DYN_KVBM_DISK_CACHE_GB=0.5": (
+        "`DYN_KVBM_DISK_CACHE_GB` is not in this version: there is no disk tier in this version\nVALUE",
+        "`unset DYN_KVBM_DISK_CACHE_GB`",
+    ),
+    "DYN_KVBM_ENABLE_RECORD=maybe": (
+        "`DYN_KVBM_ENABLE_RECORD` must be one of 1, true, yes, on, 0, false, no, off, not `maybe`\nVALUE",
+        None,
+    ),
+    "DYN_KVBM_ENABLE_RECORD=on": (
+        "`DYN_KVBM_ENABLE_RECORD` is not in this version: there is no recorder in this version\nVALUE",
+        "`unset DYN_KVBM_ENABLE_RECORD`",
+    ),
+    "DYN_KVBM_METRICS_PORT=6880": (
+        "`DYN_KVBM_METRICS_PORT` is not in this version: "
+        "kvbm_* metrics are at /metrics of the engine's own server, not on a port\nVALUE",
+        "`unset DYN_KVBM_METRICS_PORT`",
+    ),
+}
+
+
+@pytest.mark.parametrize("assignment", VARIABLE_MISTAKES)
+def test_mistake_in_a_variable(tmp_path: Path, assignment: str) -> None:
+    name, _, value = assignment.partition("=")
+    message, hint = VARIABLE_MISTAKES[assignment]
+    under_value = f"  {assignment}\n  {' ' * (len(name) + 1)}{'^' * max(1, len(value))}"
+    under_name = f"  {assignment}\n  {'^' * len(name)}"
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, BASE, variables={name: value})
+    assert caught.value.message == message.replace("VALUE", under_value).replace("NAME", under_name)
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("assignment", ["DISK_CACHE_GB=0", "ENABLE_RECORD=false", "NCCL_MLA_MODE=off"])
+def test_variable_that_asks_for_nothing_is_not_refused(tmp_path: Path, assignment: str) -> None:
+    name, _, value = assignment.partition("=")
+    assert load_text(tmp_path, BASE, variables={f"DYN_KVBM_{name}": value}).warnings == ()
+
+
+def test_override_of_zero_blocks_is_no_override(tmp_path: Path) -> None:
+    resolved = load_text(tmp_path, BASE, variables={"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "0"})
+    assert (resolved.profile.tiers.host.blocks, resolved.profile.tiers.host.capacity) == (None, 2**30)
+
+
+def test_variable_that_nothing_reads_is_a_warning_with_the_reason(tmp_path: Path) -> None:
+    variables = {"DYN_KVBM_ENABLE": "0", "DYN_KVBM_NIXL_BACKEND_UCX": "true", "DYN_KVBM_DISK_CACHE_DIR": "/mnt"}
+    assert load_text(tmp_path, BASE, variables=variables).warnings == (
+        "`DYN_KVBM_DISK_CACHE_DIR` has no effect: there is no disk tier in this version",
+        "`DYN_KVBM_ENABLE` has no effect: nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off",
+        "`DYN_KVBM_NIXL_BACKEND_UCX` has no effect: the released wheel never read it, and there is no NIXL here",
+    )
+
+
+def test_secret_in_a_variable_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, BASE, variables={"DYN_KVBM_OBJECT_SECRET_KEY": " "})
+    assert "DYN_KVBM_OBJECT_SECRET_KEY=***" in caught.value.message
+
+
+# -- any input ---------------------------------------------------------------------------------------------------------
+
+SCALARS = st.one_of(
+    st.sampled_from(["", "true", "1", "-1", "1e400", "1GB", "null", "[", "on", "embedded", "synthetic:tiny", "0.5"]),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12),
+)
+PATHS = st.sampled_from([key.path for key in keys()] + ["engine.environment.A", "tiers.disk", "a.b", ""])
+NAMES = st.sampled_from([variable.name for variable in VARIABLES] + ["DYN_KVBM_", "DYN_KVBM_X", "PATH"])
+
+
+@given(st.lists(st.tuples(PATHS, SCALARS), max_size=3), st.dictionaries(NAMES, SCALARS, max_size=3))
+def test_any_overrides_and_variables_give_a_profile_or_a_profile_error(
+    tmp_path_factory: pytest.TempPathFactory, overrides: list[tuple[str, str]], variables: dict[str, str]
+) -> None:
+    directory = tmp_path_factory.getbasetemp()
+    texts = [f"{path}={text}" for path, text in overrides]
+    mistake = ""
+    try:
+        profile = load_text(directory, BASE, *texts, variables=variables).profile
+        assert Profile.model_validate_json(profile.model_dump_json()) == profile
+    except ProfileError as error:
+        mistake = error.message
+    assert "is not valid:" not in mistake, "words of pydantic's reached the user"
