@@ -1,0 +1,187 @@
+"""What goes into the engine and what comes out: SamplingParams, Request and RequestOutput.
+
+A Request belongs to the engine thread from `Engine.submit` until its last output. Its attributes carry vLLM's names,
+because connectors read them. Token positions of one request:
+
+    0 ............ num_cached_tokens ......... + num_external_tokens ......... num_computed_tokens ........ num_tokens
+    found in G1    brought by the connector     computed here                   not computed yet
+
+`num_cached_tokens` and `num_external_tokens` describe the first admission and are not counted again after a preemption.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kvbm import hashing
+
+
+class RequestStatus(enum.Enum):
+    """WAITING_FOR_REMOTE_KVS: blocks are allocated, and the connector is filling them."""
+
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KVS = "waiting for remote kvs"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Temperature 0 is greedy; `top_k` 0 keeps the whole vocabulary.
+
+    The same `seed` gives the same tokens whatever else runs beside the request. `stop` belongs to whoever sees text:
+    the engine knows only tokens, and is told to abort. `logprobs` asks for that many alternatives of each token.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be meant."""
+        for is_wrong, text in (
+            (self.max_tokens < 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
+            (not 0.0 <= self.temperature <= 100.0, f"temperature must be 0 or more, not {self.temperature}"),
+            (not 0.0 < self.top_p <= 1.0, f"top_p must be above 0 and at most 1, not {self.top_p}"),
+            (self.top_k < 0, f"top_k must be 0 or more, not {self.top_k}"),
+            (self.min_tokens < 0, f"min_tokens must be 0 or more, not {self.min_tokens}"),
+            (self.logprobs is not None and self.logprobs < 0, f"logprobs must be 0 or more, not {self.logprobs}"),
+        ):
+            if is_wrong:
+                raise ValueError(text)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of a chosen token, before temperature, and of the likeliest ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """New tokens of one request. The one with a `finish_reason` is the last, and only it carries the counts below.
+
+    Times are seconds: `queue_time_s` from arrival until the first forward pass, the wait for a load included;
+    `prefill_time_s` from there to the first token. None where the request did not come that far.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    queue_time_s: float | None = None
+    prefill_time_s: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request inside the engine. `block_hashes` names every full block of `all_token_ids`; `block_ids` is its G1
+    table, of which the first `registered_blocks` have been offered to the prefix cache."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    on_output: Callable[[RequestOutput], None]
+    block_size: int
+    hash_root: bytes
+    sampling_seed: int
+    max_output_tokens: int
+    arrival_index: int = 0
+    arrival_time: float = field(default_factory=time.monotonic)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    all_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    num_preemptions: int = 0
+    registered_blocks: int = 0
+    may_register: bool = True
+    was_admitted: bool = False
+    was_preempted: bool = False
+    failed_block_ids: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.all_token_ids = list(self.prompt_token_ids)
+        self._extend_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.all_token_ids) - self.num_computed_tokens
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.params.cache_salt
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, object] | None:
+        return self.params.kv_transfer_params
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def append(self, token_id: int) -> None:
+        """Take a sampled token. Its KV is computed by the next forward pass."""
+        self.output_token_ids.append(token_id)
+        self.all_token_ids.append(token_id)
+        if len(self.all_token_ids) % self.block_size == 0:
+            self._extend_hashes()
+
+    def last_output(self, reason: FinishReason, new_token_ids: list[int], error: str | None = None) -> RequestOutput:
+        """The output that ends this request."""
+        started, first = self.first_scheduled_time, self.first_token_time
+        return RequestOutput(
+            request_id=self.request_id,
+            new_token_ids=new_token_ids,
+            finish_reason=reason,
+            error=error,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=len(self.output_token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            num_external_tokens=self.num_external_tokens,
+            queue_time_s=None if started is None else started - self.arrival_time,
+            prefill_time_s=None if started is None or first is None else first - started,
+        )
+
+    def _extend_hashes(self) -> None:
+        hashing.extend(self.block_hashes, self.all_token_ids, block_size=self.block_size, root=self.hash_root)
