@@ -1,0 +1,193 @@
+"""What this machine's kernel says about memory: room, huge pages, NUMA nodes; and the calls that Python lacks.
+
+Only `region` calls it. All facts are read from /proc and /sys under two roots, so that a test can put files there.
+Nothing is assumed: transparent huge pages apply to shared memory only where the kernel says so, and the room is the
+least of what the machine, the NUMA node and every control group above this process have left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm.errors import EnvironmentProblem
+
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+MPOL_BIND = 2
+SYSCALL_MBIND = {"x86_64": 237, "aarch64": 235}
+SYSCALL_MEMBARRIER = {"x86_64": 324, "aarch64": 283}
+MEMBARRIER_PRIVATE_EXPEDITED = 1 << 3
+MEMBARRIER_REGISTER_PRIVATE_EXPEDITED = 1 << 4
+BITS_PER_LONG = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """`available_bytes` can be had, and `limit` is what stops there."""
+
+    available_bytes: int
+    limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The machine's memory as /proc and /sys describe it."""
+
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+
+    def room(self, node: int | None = None) -> Room:
+        """The tightest limit on memory that this process can take, on one NUMA node or anywhere."""
+        rooms = [Room(self._meminfo(self.proc / "meminfo")["MemAvailable"], "free memory of this machine")]
+        if node is not None:
+            rooms.append(self._node_room(node))
+        rooms += self._control_group_rooms()
+        return min(rooms, key=lambda room: room.available_bytes)
+
+    def huge_pages(self) -> tuple[int, int]:
+        """(bytes of one huge page, bytes in reserved huge pages that nobody has taken)."""
+        facts = self._meminfo(self.proc / "meminfo")
+        page_bytes = facts.get("Hugepagesize", 0)
+        return page_bytes, page_bytes * (facts.get("HugePages_Free", 0) - facts.get("HugePages_Rsvd", 0))
+
+    def advises_huge_pages(self) -> bool:
+        """Whether shared memory gets transparent huge pages for the asking."""
+        try:
+            text = (self.sys / "kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+        except OSError:
+            return False
+        return "[advise]" in text
+
+    def node_count(self) -> int:
+        return sum(1 for _ in (self.sys / "devices/system/node").glob("node[0-9]*")) or 1
+
+    def _node_room(self, node: int) -> Room:
+        path = self.sys / f"devices/system/node/node{node}/meminfo"
+        try:
+            facts = self._meminfo(path)
+        except OSError as error:
+            raise EnvironmentProblem(f"NUMA node {node} cannot be read: {error}") from error
+        cached = facts.get("Active(file)", 0) + facts.get("Inactive(file)", 0)
+        return Room(facts["MemFree"] + cached, f"free memory of NUMA node {node}")
+
+    @staticmethod
+    def _meminfo(path: Path) -> dict[str, int]:
+        """Name to bytes, or to a plain count where the line has no unit."""
+        lines = re.findall(r"^(?:Node +\d+ +)?([^\s:]+): +(\d+)( kB)?$", path.read_text(), re.MULTILINE)
+        return {name: int(value) * (1024 if unit else 1) for name, value, unit in lines}
+
+    def _control_group_rooms(self) -> Iterator[Room]:
+        try:
+            lines = (self.proc / "self/cgroup").read_text().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                yield from self._rooms_above(self.sys / "fs/cgroup", path, _VERSION_2)
+            elif "memory" in controllers.split(","):
+                yield from self._rooms_above(self.sys / "fs/cgroup/memory", path, _VERSION_1)
+
+    @staticmethod
+    def _rooms_above(mount: Path, path: str, files: _ControlGroupFiles) -> Iterator[Room]:
+        """A container often sees its own group at the mount itself, under a path that only the host knows."""
+        group = mount / path.lstrip("/")
+        for directory in (group, *group.parents):
+            if (room := files.room(directory)) is not None:
+                yield room
+            if directory == mount:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class _ControlGroupFiles:
+    """Names of the files of one version of control groups."""
+
+    limit: str
+    usage: str
+    reclaimable: str
+
+    def room(self, group: Path) -> Room | None:
+        """What a group has left: its limit less its use, of which unused file pages would be given up first."""
+        try:
+            limit = (group / self.limit).read_text().strip()
+            usage = int((group / self.usage).read_text())
+            statistics = (group / "memory.stat").read_text()
+        except OSError:
+            return None
+        if limit == "max":
+            return None
+        found = re.search(rf"^{self.reclaimable} (\d+)$", statistics, re.MULTILINE)
+        available = int(limit) - usage + (int(found[1]) if found else 0)
+        return Room(max(0, available), f"memory limit of control group {group}")
+
+
+_VERSION_1 = _ControlGroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _ControlGroupFiles("memory.max", "memory.current", "inactive_file")
+
+THIS_MACHINE = HostMemory()
+
+
+class Kernel:
+    """Calls on address ranges. Each releases the GIL for its whole length."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+        self._libc.memset.restype = ctypes.c_void_p
+
+    def advise_huge_pages(self, address: int, length: int) -> None:
+        """Best effort: a refusal leaves small pages."""
+        self._libc.madvise(address, length, MADV_HUGEPAGE)
+
+    def populate(self, address: int, length: int) -> None:
+        """Give every page of a fresh range its memory. Raises OSError, on kernels that can, not SIGBUS later."""
+        if self._libc.madvise(address, length, MADV_POPULATE_WRITE) == 0:
+            return
+        if ctypes.get_errno() != errno.EINVAL:
+            raise _last_error()
+        self._libc.memset(address, 0, length)
+
+    def bind(self, address: int, length: int, node: int) -> None:
+        """Take the pages of a shared range from one NUMA node, whoever touches them. Raises OSError."""
+        mask = (ctypes.c_ulong * (node // BITS_PER_LONG + 1))()
+        mask[node // BITS_PER_LONG] = 1 << (node % BITS_PER_LONG)
+        bits = len(mask) * BITS_PER_LONG + 1
+        self._system_call(SYSCALL_MBIND, address, length, MPOL_BIND, ctypes.addressof(mask), bits, 0)
+
+    def enable_barrier(self) -> None:
+        """Once per process, before the first `barrier`. Raises OSError."""
+        self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_REGISTER_PRIVATE_EXPEDITED, 0, 0)
+
+    def barrier(self) -> None:
+        """A full memory barrier, in every thread of this process that runs. Raises OSError."""
+        self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_PRIVATE_EXPEDITED, 0, 0)
+
+    def _system_call(self, numbers: dict[str, int], *arguments: int) -> None:
+        number = numbers.get(platform.machine())
+        if number is None:
+            raise OSError(errno.ENOSYS, f"system call not known on {platform.machine()}")
+        if self._libc.syscall(*(ctypes.c_ulong(argument) for argument in (number, *arguments))) != 0:
+            raise _last_error()
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def node_of_pci_device(address: str, memory: HostMemory = THIS_MACHINE) -> int | None:
+    """NUMA node of a PCI device such as `0000:1b:00.0`; None where the kernel does not say."""
+    try:
+        node = int((memory.sys / "bus/pci/devices" / address.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
