@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from kvbm.errors import KvbmError, UsageError
 
@@ -25,42 +23,23 @@ DEFAULT_WORKLOAD = "conversations"
 
 
 def bench(
-    profile: Annotated[str, typer.Option("--profile", help="Profile to measure, by name or path.")],
-    compare: Annotated[str, typer.Option("--compare", help="What to compare with: `baseline`.")] = "baseline",
-    workload: Annotated[
-        str | None, typer.Option("--workload", help="Workload by name or path, instead of the profile's.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", help="New directory for the run; default ./kvbm-runs/<time>.")
-    ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON to stdout, and nothing else.")
-    ] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the profile.")
-    ] = None,
-) -> None:
-    """Measure what the block manager brings: the same conversations, with it and without it.
+    reference: str,
+    overrides: Sequence[str],
+    *,
+    compare: str,
+    workload: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Resolve profile and workload, then measure. Returns the exit code of the verdict."""
+    from kvbm_cli.bench.workload import load_workload
+    from kvbm_cli.profiles import resolve
 
-    Starts the profile's engine three times: without the block manager, with it, and with device memory for everything.
-    Exit codes: 0 faster or same, 10 slower, 11 invalid run, 12 wrong outputs.
-    """
     if compare != "baseline":
         raise UsageError(f"--compare takes `baseline`, not `{compare}`", hint="`kvbm bench --compare baseline`")
-    resolved, chosen = _resolve(profile, workload, overrides or [])
-    raise typer.Exit(measure(resolved, chosen, output=output, json_output=json_output))
-
-
-def _resolve(profile: str, workload: str | None, overrides: list[str]) -> tuple[ResolvedProfile, Workload]:
-    from kvbm.config.load import load
-    from kvbm_cli.bench.workload import load_workload
-    from kvbm_cli.shipped import profiles_directory
-    from kvbm_cli.show_error import show_warning
-
-    resolved = load(profile, directories=(profiles_directory(),), variables=os.environ, overrides=overrides)
-    for warning in resolved.warnings:
-        show_warning(warning)
-    return resolved, load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
+    resolved = resolve(reference, overrides)
+    chosen = load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
+    return measure(resolved, chosen, output=output, as_json=as_json)
 
 
 def measure(
@@ -68,7 +47,7 @@ def measure(
     workload: Workload,
     *,
     output: Path | None,
-    json_output: bool,
+    as_json: bool,
     engines: Engines | None = None,
     limits: Limits | None = None,
 ) -> int:
@@ -104,7 +83,7 @@ def measure(
         signal.signal(signal.SIGTERM, previous_handler)
         directory.close()
     directory.write_json("summary.json", summary)
-    if json_output:
+    if as_json:
         print(json.dumps(summary, indent=2))
     else:
         show(summary, Console(width=min(WIDTH, Console().width)), directory=directory.path)

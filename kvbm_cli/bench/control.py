@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvbm.errors import EngineError
@@ -84,11 +85,21 @@ class MetricsDelta:
 
 
 class Control:
-    """One engine's control plane. Every failure is an EngineError that says which question was asked."""
+    """One engine's control plane; a context manager. Every failure is an EngineError that names the question."""
 
     def __init__(self, base_url: str, model: str) -> None:
-        self._base_url = base_url
+        import httpx
+
+        self._client = httpx.Client(base_url=base_url, timeout=TIMEOUT_S, trust_env=False)
         self._model = model
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
 
     def tokenize(self, text: str) -> list[int]:
         request = {"model": self._model, "prompt": text, "add_special_tokens": False}
@@ -106,11 +117,11 @@ class Control:
         import httpx
 
         try:
-            response = httpx.request(method, f"{self._base_url}{path}", timeout=TIMEOUT_S, trust_env=False, **arguments)
+            response = self._client.request(method, path, **arguments)
             response.raise_for_status()
         except httpx.HTTPStatusError as error:
             problem = f"HTTP {error.response.status_code}: {error.response.text.strip()[:200]}"
-            raise EngineError(f"the engine refused {method} {path}: {problem}") from error
+            raise EngineError(f"the engine refused {method} {path}: {problem}") from None
         except httpx.HTTPError as error:
-            raise EngineError(f"the engine did not answer {method} {path}: {error}") from error
+            raise EngineError(f"the engine did not answer {method} {path}") from error
         return response

@@ -101,8 +101,8 @@ def run_experiment(workload: Workload, engines: Engines, directory: RunDirectory
             expected_s=recording.startup_s,
             remaining_s=plan.duration_s + ARM_OVERHEAD_S + after_s,
         )
-        with engines(name) as engine:
-            arms[name] = _measure(name, plan, engine, directory, progress, after_s=after_s)
+        with engines(name) as engine, Control(engine.base_url, engine.model) as control:
+            arms[name] = _measure(name, plan, engine, control, directory, progress, after_s=after_s)
     return Experiment(plan, recording, arms)
 
 
@@ -117,8 +117,7 @@ def _interval_s(workload: Workload, cold_ms: tuple[float, ...]) -> float:
 
 def _record(workload: Workload, engines: Engines, progress: Progress) -> tuple[Recording, str]:
     progress.phase("recording: starting the engine")
-    with engines(RECORDING) as engine:
-        control = Control(engine.base_url, engine.model)
+    with engines(RECORDING) as engine, Control(engine.base_url, engine.model) as control:
         progress.phase("recording: writing the conversations")
         script = Script.write(workload, control.tokenize)
         _warm_up(workload, script, engine, control)
@@ -168,9 +167,15 @@ def _warm_up(workload: Workload, script: Script, engine: RunningEngine, control:
 
 
 def _measure(
-    name: str, plan: Plan, engine: RunningEngine, directory: RunDirectory, progress: Progress, *, after_s: float
+    name: str,
+    plan: Plan,
+    engine: RunningEngine,
+    control: Control,
+    directory: RunDirectory,
+    progress: Progress,
+    *,
+    after_s: float,
 ) -> ArmResult:
-    control = Control(engine.base_url, engine.model)
     progress.phase(f"{name}: warming up", expected_s=ARM_OVERHEAD_S, remaining_s=plan.duration_s + after_s)
     _warm_up(plan.workload, plan.script, engine, control)
     before = _keep(control.metrics(), directory, name, "before")

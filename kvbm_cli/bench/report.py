@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 WIDTH = 80
 BAR_CELLS = 40
@@ -25,7 +26,7 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
         f"{summary['plan']['interval_s']:g} s",
         highlight=False,
     )
-    console.print(_arms_table(summary["arms"]))
+    console.print(_arms_table(summary))
     console.print("Median time to first token by turn, in ms", highlight=False)
     for line in _turn_lines(summary["arms"]):
         console.print(Text(line))
@@ -40,24 +41,24 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
     console.print(f"\nevery request: {directory}", highlight=False, soft_wrap=True)
 
 
-def _arms_table(arms: dict[str, Any]) -> Any:
+def _arms_table(summary: dict[str, Any]) -> Table:
+    """Arms as columns, so that every row has room for its words and its unit."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
-    table.add_column("arm\n", no_wrap=True)
-    headings = ["TTFT\np50 ms", "\np90 ms", "\np99 ms", "ITL\np50 ms", "all\np50 ms", "tokens\nG1", "\nG2"]
-    for heading in [*headings, "\ncomputed", "\nerrors"]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, arm in arms.items():
-        table.add_row(
-            name,
-            *(_milliseconds(arm["ttft_ms"][key]) for key in ("p50", "p90", "p99")),
-            _milliseconds(arm["itl_ms"]["p50"]),
-            _milliseconds(arm["end_to_end_ms"]["p50"]),
-            *(_count(arm["prompt_tokens"][tier]) for tier in ("g1", "g2", "computed")),
-            _count(arm["errors"]),
-        )
+    arms, turns = summary["arms"].values(), summary["workload"]["turns"]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
+    table.add_column(f"turns 2 to {turns}" if turns > 2 else f"turn {turns}", no_wrap=True)
+    for name in summary["arms"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, key in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("end to end", "end_to_end_ms")):
+        for percent in ("p50", "p90", "p99"):
+            table.add_row(f"{label} {percent}, ms", *(_milliseconds(arm[key][percent]) for arm in arms))
+    table.add_section()
+    for label, tier in (("from G1", "g1"), ("from G2", "g2"), ("computed", "computed")):
+        table.add_row(f"prompt tokens {label}, all turns", *(_count(arm["prompt_tokens"][tier]) for arm in arms))
+    table.add_row("output tokens per s", *(_milliseconds(arm["throughput"]["output_tokens_per_s"]) for arm in arms))
+    table.add_row("requests that failed", *(_count(arm["errors"]) for arm in arms))
     return table
 
 

@@ -1,0 +1,67 @@
+"""What the bench tests share: a small workload, mock engines by arm, and limits that a busy machine does not break."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from mock_engine import MockEngine, Options
+
+from kvbm_cli.bench.client import Row
+from kvbm_cli.bench.verdict import Limits
+from kvbm_cli.bench.workload import Schedule, Workload
+
+WORKLOAD = Workload(
+    name="small",
+    users=3,
+    turns=2,
+    system_tokens=32,
+    history_tokens=400,
+    question_tokens=16,
+    answer_tokens=6,
+    schedule=Schedule(interval_s=0.08),
+    request_timeout_s=5.0,
+)
+PATIENT = Limits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)
+SMALL_G1_BLOCKS = 60
+COMPUTED_TOKEN_MS = 0.1
+
+
+class MockEngines:
+    """One mock engine per arm: G1 holds two of the three conversations, except where it has room for everything."""
+
+    def __init__(self, **changes: Options) -> None:
+        small = Options(g1_blocks=SMALL_G1_BLOCKS, computed_token_ms=COMPUTED_TOKEN_MS)
+        roomy = Options(computed_token_ms=COMPUTED_TOKEN_MS)
+        self.options = {
+            "recording": roomy,
+            "baseline": small,
+            "kvbm": replace(small, g2_blocks=10_000),
+            "floor": roomy,
+            **changes,
+        }
+        self.started: list[str] = []
+
+    @contextmanager
+    def __call__(self, arm: str) -> Iterator[MockEngine]:
+        self.started.append(arm)
+        with MockEngine(self.options[arm]) as engine:
+            yield engine
+
+    def changed(self, arm: str, **changes: object) -> MockEngines:
+        return MockEngines(**{**self.options, arm: replace(self.options[arm], **changes)})
+
+
+class SilentProgress:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.rows: list[Row] = []
+
+    def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None:
+        self.phases.append(text)
+
+    def row(self, row: Row) -> None:
+        self.rows.append(row)

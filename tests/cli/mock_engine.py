@@ -1,0 +1,290 @@
+"""An engine without a model: it answers over HTTP as a real one would, after a time that follows from its cache.
+
+G1 and G2 are LRU lists of block names with a capacity. A request's time to first token is a base plus a price per token
+computed and per token brought from G2; requests are served one after the other. Answers follow from the prompt alone,
+so that any two engines agree, unless a fault is asked for: `faults` maps the number of a request (0, 1, ... since the
+last reset) to what goes wrong with it.
+
+Used in a thread of the test, or as a program: `python mock_engine.py --port N --options JSON`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+BLOCK = 16
+VOCABULARY = 256
+
+
+@dataclass
+class Options:
+    """Times in milliseconds. `g2_blocks` of 0 is an engine without block manager."""
+
+    g1_blocks: int = 10_000
+    g2_blocks: int = 0
+    base_ms: float = 2.0
+    computed_token_ms: float = 0.05
+    g2_token_ms: float = 0.0
+    token_ms: float = 1.0
+    faults: dict[int, str] = field(default_factory=dict)
+    has_metrics: bool = True
+
+
+class LruTier:
+    """Names of blocks, the least recently used first out."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._names: OrderedDict[bytes, None] = OrderedDict()
+
+    def prefix(self, names: Sequence[bytes]) -> int:
+        count = 0
+        while count < len(names) and names[count] in self._names:
+            count += 1
+        return count
+
+    def put(self, names: Sequence[bytes]) -> None:
+        for name in reversed(names):
+            self._names[name] = None
+            self._names.move_to_end(name)
+        while len(self._names) > self._capacity:
+            self._names.popitem(last=False)
+
+    def clear(self) -> None:
+        self._names.clear()
+
+
+def block_names(tokens: Sequence[int]) -> list[bytes]:
+    names, name = [], b""
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        name = hashlib.sha256(name + bytes(tokens[start : start + BLOCK])).digest()
+        names.append(name)
+    return names
+
+
+def answer_to(prompt: Sequence[int], count: int) -> list[int]:
+    seed = hashlib.sha256(bytes(prompt)).digest()
+    return [hashlib.sha256(seed + bytes([index])).digest()[0] for index in range(count)]
+
+
+class Model:
+    """Cache, clock and counters of one engine."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.g1, self.g2 = LruTier(options.g1_blocks), LruTier(options.g2_blocks)
+        self.tokens = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
+        self.queue_s, self.served, self.number, self.free_at = 0.0, 0, 0, 0.0
+
+    def reset(self) -> None:
+        self.g1.clear()
+        self.g2.clear()
+        self.number = 0
+
+    def admit(self, prompt: list[int], answer: list[int], now: float) -> tuple[int, int, float]:
+        """Tokens from G1 and G2, and the time at which the first token is there."""
+        names = block_names([*prompt, *answer])
+        usable = names[: (len(prompt) - 1) // BLOCK]
+        from_g1 = self.g1.prefix(usable)
+        from_g2 = max(0, self.g2.prefix(usable) - from_g1)
+        computed = len(prompt) - (from_g1 + from_g2) * BLOCK
+        for tier in (self.g1, self.g2):
+            tier.put(names)
+        self.tokens["local_compute"] += computed
+        self.tokens["local_cache_hit"] += from_g1 * BLOCK
+        self.tokens["external_kv_transfer"] += from_g2 * BLOCK
+        start = max(now, self.free_at)
+        options = self.options
+        first_ms = options.base_ms + computed * options.computed_token_ms + from_g2 * BLOCK * options.g2_token_ms
+        first_at = start + first_ms / 1e3
+        self.free_at = first_at + len(answer) * options.token_ms / 1e3
+        self.queue_s += start - now
+        self.served += 1
+        return from_g1 * BLOCK, from_g2 * BLOCK, first_at
+
+    def metrics(self) -> str:
+        lines = ["# TYPE vllm:prompt_tokens_by_source counter"]
+        lines += [f'vllm:prompt_tokens_by_source_total{{source="{name}"}} {n}' for name, n in self.tokens.items()]
+        lines += ["# TYPE vllm:request_queue_time_seconds histogram"]
+        lines += [f'vllm:request_queue_time_seconds_bucket{{le="+Inf"}} {self.served}']
+        lines += [f"vllm:request_queue_time_seconds_sum {self.queue_s}"]
+        lines += [f"vllm:request_queue_time_seconds_count {self.served}"]
+        lines += ["# TYPE vllm:cache_config_info gauge"]
+        lines += [f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="{self.options.g1_blocks}"}} 1.0']
+        if self.options.g2_blocks:
+            lines += ["# TYPE kvbm_onboard_blocks_h2d untyped"]
+            lines += [f"kvbm_onboard_blocks_h2d {self.tokens['external_kv_transfer'] // BLOCK}"]
+        return "\n".join(lines) + "\n"
+
+
+class MockEngine:
+    """Serves a Model on 127.0.0.1 from a thread of its own; a context manager."""
+
+    model = "mock"
+    startup_s = 0.0
+
+    def __init__(self, options: Options, *, port: int = 0) -> None:
+        self._model = Model(options)
+        self._port = port
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._ready = threading.Event()
+        self._ended = False
+
+    def __enter__(self) -> MockEngine:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def has_ended(self) -> bool:
+        return self._ended
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
+        self._port = server.sockets[0].getsockname()[1]
+        self._ready.set()
+        await self._stop.wait()
+        server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._connection(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
+                headers = head.decode().lower().split("\r\n")
+                length = next((int(line.split(":")[1]) for line in headers if line.startswith("content-length:")), 0)
+                body = await reader.readexactly(length)
+                if not await self._answer(method, path.split("?")[0], body, writer):
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> bool:
+        """Whether the connection stays open."""
+        if path == "/v1/completions":
+            return await self._complete(json.loads(body), writer)
+        if path == "/tokenize":
+            tokens = [byte % VOCABULARY for byte in json.loads(body)["prompt"].encode()]
+            self._plain(writer, 200, json.dumps({"tokens": tokens, "count": len(tokens)}))
+        elif path == "/metrics" and self._model.options.has_metrics:
+            self._plain(writer, 200, self._model.metrics())
+        elif path == "/metrics":
+            self._plain(writer, 200, "")
+        elif path == "/reset_prefix_cache":
+            self._model.reset()
+            self._plain(writer, 200, "")
+        else:
+            self._plain(writer, 200 if path == "/health" else 404, "")
+        await writer.drain()
+        return True
+
+    @staticmethod
+    def _plain(writer: asyncio.StreamWriter, status: int, text: str) -> None:
+        data = text.encode()
+        writer.write(f"HTTP/1.1 {status} x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+
+    async def _complete(self, request: dict[str, object], writer: asyncio.StreamWriter) -> bool:
+        model, options = self._model, self._model.options
+        prompt, count = request["prompt"], request["max_tokens"]
+        assert isinstance(prompt, list)
+        assert isinstance(count, int)
+        fault = options.faults.get(model.number, "")
+        model.number += 1
+        if fault.startswith("http_"):
+            self._plain(writer, int(fault.removeprefix("http_")), '{"error": {"message": "asked for"}}')
+            return True
+        if fault == "end":
+            self._ended = True
+            return False
+        if fault == "exit":
+            os._exit(3)
+        answer = answer_to(prompt, count)
+        from_g1, from_g2, first_at = model.admit(prompt, answer, asyncio.get_running_loop().time())
+        if fault == "stall":
+            await asyncio.sleep(3600)
+        if fault == "wrong":
+            answer = [*answer[:-1], (answer[-1] + 1) % VOCABULARY]
+        await asyncio.sleep(first_at - asyncio.get_running_loop().time())
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        width = 3 if fault == "multi_token" else 1
+        sent = answer[: len(answer) // 2] if fault in ("break_off", "short") else answer
+        for start in range(0, len(sent), width):
+            if start:
+                await asyncio.sleep(options.token_ms * width / 1e3)
+            await self._event(writer, sent[start : start + width], split=fault == "split_utf8")
+        if fault == "break_off":
+            return False
+        if fault == "error_event":
+            self._chunk(writer, b'data: {"error": {"message": "asked for"}}\n\n')
+        if fault != "no_usage":
+            tiers = {"device": from_g1, "host": from_g2}
+            details = {"cached_tokens": from_g1 + from_g2, "cached_tokens_by_tier": tiers}
+            extra = 1 if fault == "miscount" else 0
+            usage = {"prompt_tokens": len(prompt) + extra, "prompt_tokens_details": details}
+            self._chunk(writer, b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+        self._chunk(writer, b": a comment\r\n\r\ndata: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        return True
+
+    async def _event(self, writer: asyncio.StreamWriter, tokens: list[int], *, split: bool) -> None:
+        choice = {"index": 0, "text": "€" * len(tokens), "token_ids": tokens, "finish_reason": None}
+        data = b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
+        middle = data.index("€".encode()) + 1 if split else len(data)
+        for part in (data[:middle], data[middle:]):
+            if part:
+                self._chunk(writer, part)
+                await writer.drain()
+                await asyncio.sleep(0.005 if split else 0)
+
+    @staticmethod
+    def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+        writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--options", default="{}")
+    arguments = parser.parse_args()
+    given = json.loads(arguments.options)
+    given["faults"] = {int(number): fault for number, fault in given.get("faults", {}).items()}
+    with MockEngine(Options(**given), port=arguments.port):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from bench_rig import WORKLOAD
+from mock_engine import MockEngine, Options, answer_to
+
+from kvbm_cli.bench.client import EventSplitter, Row, drive, open_session, send
+from kvbm_cli.bench.schedule import Plan, Script
+
+SHORT = WORKLOAD.model_copy(update={"request_timeout_s": 0.5})
+
+
+def make_plan(workload=WORKLOAD, interval_s=0.02) -> Plan:
+    script = Script.write(workload, lambda text: list(text.encode()))
+    answers: list[list[list[int]]] = [[] for _ in range(workload.users)]
+    for turn in range(1, workload.turns + 1):
+        for user in range(workload.users):
+            prompt = script.prompt(user, turn, answers[user])
+            answers[user].append(answer_to(prompt, workload.answer_tokens))
+    return Plan.make(workload, script, model="mock", answers=answers, interval_s=interval_s)
+
+
+def drive_mock(options: Options, *, plan: Plan | None = None):
+    plan = plan or make_plan()
+    seen: list[Row] = []
+    with MockEngine(options) as engine:
+        result = asyncio.run(
+            drive(plan, engine.base_url, arm="kvbm", on_row=seen.append, engine_has_ended=engine.has_ended)
+        )
+    assert sorted(row.index for row in seen) == list(range(len(plan.requests)))
+    return plan, result
+
+
+def first_row(fault: str, workload=WORKLOAD) -> Row:
+    """The row of a request that meets this fault. One that follows must not be disturbed by it."""
+    plan = make_plan(workload)
+
+    async def twice(base_url: str) -> list[Row]:
+        async with open_session() as session:
+            return [
+                await send(session, base_url, request, workload=workload, arm="kvbm") for request in plan.requests[:2]
+            ]
+
+    with MockEngine(Options(faults={0: fault}, computed_token_ms=0.01)) as engine:
+        row, following = asyncio.run(twice(engine.base_url))
+    assert following.error is None
+    return row
+
+
+def test_a_good_row_has_times_tokens_and_their_sources():
+    plan, result = drive_mock(Options(g2_blocks=1000, g1_blocks=1, computed_token_ms=0.01))
+    assert [row.key for row in result.rows] == [request.key for request in plan.requests]
+    for row, request in zip(result.rows, plan.requests, strict=True):
+        assert row.error is None
+        assert row.http_status == 200
+        assert row.token_ids == list(request.answer)
+        assert row.prompt_tokens == request.prompt_tokens
+        assert row.lateness_ms is not None
+        assert row.lateness_ms >= 0
+        assert row.ttft_ms == pytest.approx(row.lateness_ms + row.ttft_from_launch_ms)
+        assert row.end_to_end_ms >= row.ttft_ms
+        assert len(row.token_gaps_ms) == WORKLOAD.answer_tokens - 1
+    later = [row for row in result.rows if row.turn == 2]
+    assert all(row.g2_tokens > 400 and row.g1_tokens == 16 and row.computed_tokens < 50 for row in later)
+    assert 0 < result.client_cpu_share < 2
+
+
+def test_launches_follow_the_schedule_and_never_wait_for_an_answer():
+    plan = make_plan(SHORT, interval_s=0.03)
+    _, result = drive_mock(Options(faults={0: "stall"}), plan=plan)
+    assert result.rows[0].error == "no complete answer within 0.5 s"
+    for row, request in zip(result.rows, plan.requests, strict=True):
+        assert row.launched_ms >= request.intended_s * 1e3
+        assert row.launched_ms < 500
+    assert all(row.is_ok for row in result.rows[1:])
+
+
+def test_queueing_counts_into_the_time_to_first_token():
+    """Open loop: when six requests arrive at once, the last one waits for all others."""
+    _, result = drive_mock(Options(base_ms=30.0, computed_token_ms=0.0), plan=make_plan(interval_s=0.001))
+    assert result.rows[-1].ttft_ms > 150
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("http_400", 'HTTP 400: {"error": {"message": "asked for"}}'),
+        ("http_503", 'HTTP 503: {"error": {"message": "asked for"}}'),
+        ("error_event", "error in the stream: {'message': 'asked for'}"),
+        ("short", "the answer has 3 tokens instead of 6"),
+        ("miscount", "the engine counted 449 prompt tokens instead of 448"),
+    ],
+)
+def test_a_failure_is_a_row_with_the_reason(fault, error):
+    row = first_row(fault)
+    assert row.error == error
+    assert row.to_json()["status"] == "error"
+    assert row.end_ms is not None
+
+
+def test_a_connection_that_breaks_off_is_an_error():
+    assert "ClientPayloadError" in (first_row("break_off").error or "")
+
+
+def test_a_stalled_answer_ends_at_the_time_limit():
+    row = first_row("stall", SHORT)
+    assert row.error == "no complete answer within 0.5 s"
+    assert row.ttft_ms is None
+
+
+def test_a_missing_usage_leaves_the_sources_unknown():
+    row = first_row("no_usage")
+    assert row.error is None
+    assert (row.prompt_tokens, row.g1_tokens, row.g2_tokens, row.computed_tokens) == (None, None, None, None)
+
+
+def test_events_of_several_tokens_share_the_time_since_the_last_one():
+    row = first_row("multi_token")
+    assert row.error is None
+    assert len(row.token_ids) == 6
+    assert len(row.token_gaps_ms) == 3
+    assert len(set(row.token_gaps_ms)) == 1
+
+
+def test_events_cut_inside_a_character_are_put_together():
+    row = first_row("split_utf8")
+    assert row.error is None
+    assert len(row.token_gaps_ms) == 5
+
+
+def test_nobody_listening_is_an_error_row():
+    with MockEngine(Options()) as engine:
+        address = engine.base_url
+    plan = make_plan()
+    result = asyncio.run(drive(plan, address, arm="x", on_row=lambda row: None, engine_has_ended=lambda: False))
+    assert all("Connect" in (row.error or "") for row in result.rows)
+
+
+def test_requests_left_when_the_engine_ends_become_errors_at_once():
+    plan = make_plan(interval_s=0.5)
+    _, result = drive_mock(Options(faults={1: "end"}), plan=plan)
+    assert result.rows[0].is_ok
+    assert [row.error for row in result.rows[2:]] == ["the engine ended"] * 4
+    assert result.duration_s < 2.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_splitting_does_not_depend_on_where_reads_end(size):
+    stream = (
+        'data: {"text": "€"}\n\n: comment\n\ndata: a\r\ndata: b\r\n\r\nevent: x\ndata:c\n\ndata: [DONE]\n\n'.encode()
+    )
+    splitter = EventSplitter()
+    payloads = [one for start in range(0, len(stream), size) for one in splitter.feed(stream[start : start + size])]
+    assert payloads == ['{"text": "€"}'.encode(), b"a\nb", b"c", b"[DONE]"]
+    assert json.loads(payloads[0]) == {"text": "€"}

@@ -1,0 +1,224 @@
+"""`kvbm bench` as its user meets it: exit code, stdout, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from bench_rig import COMPUTED_TOKEN_MS, PATIENT, SMALL_G1_BLOCKS, WORKLOAD, MockEngines
+
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm.errors import EngineError, UsageError
+from kvbm_cli.bench import command
+from kvbm_cli.bench.arms import ProfileEngines, with_room
+from kvbm_cli.bench.run_directory import RunDirectory
+from kvbm_cli.profiles import resolve
+
+RESOLVED = resolve("demo")
+MOCK = Path(__file__).with_name("mock_engine.py")
+
+
+def measure(tmp_path, engines, *, as_json=True, limits=PATIENT) -> int:
+    return command.measure(RESOLVED, WORKLOAD, output=tmp_path / "run", as_json=as_json, engines=engines, limits=limits)
+
+
+def summary_of(tmp_path):
+    return json.loads((tmp_path / "run" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "exit_code"),
+    [
+        ({}, "faster", 0),
+        ({"g2_token_ms": 0.3}, "slower", 10),
+        ({"g2_blocks": 0}, "invalid", 11),
+        ({"faults": {4: "wrong"}}, "wrong", 12),
+    ],
+)
+def test_exit_code_and_json_say_the_verdict(tmp_path, capsys, changes, verdict, exit_code):
+    assert measure(tmp_path, MockEngines().changed("kvbm", **changes)) == exit_code
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == summary_of(tmp_path)
+    assert printed["verdict"] == verdict
+    assert printed["outputs_equal"] is (verdict != "wrong")
+    assert printed["arms"]["kvbm"]["ttft_ms"]["p50"] > 0
+    assert set(printed["arms"]["kvbm"]["prompt_tokens"]) == {"g1", "g2", "computed"}
+    assert printed["machine"]["cpu_count"] >= 1
+    assert printed["versions"]["kvbm-cli"]
+    assert printed["profile"]["name"] == "demo"
+
+
+def test_a_gain_below_the_margin_is_the_same_and_ends_with_0(tmp_path, capsys):
+    from kvbm_cli.bench.verdict import Limits
+
+    generous = Limits(**{**{name: getattr(PATIENT, name) for name in PATIENT.__slots__}, "margin": 1000.0})
+    assert measure(tmp_path, MockEngines(), limits=generous) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "same"
+
+
+def test_the_page_fits_80_columns_and_says_verdict_load_and_where_the_files_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    measure(tmp_path, MockEngines(), as_json=False)
+    page = capsys.readouterr().out
+    lines = page.splitlines()
+    assert max(len(line) for line in lines if "every request" not in line) <= 80
+    text = " ".join(page.split())
+    assert "faster: from turn 2 on the first token comes" in text
+    assert "baseline load: busy" in text
+    assert "in its queue" in text
+    assert "times the all-hit floor" in text
+    assert str(tmp_path / "run") in page
+    for word in ("baseline", "kvbm", "floor", "turn 1", "turn 2", "computed", "errors"):
+        assert word in page
+
+
+def test_progress_goes_to_stderr(tmp_path, capsys):
+    measure(tmp_path, MockEngines())
+    shown = capsys.readouterr().err
+    assert "recording: 6 answers without kvbm" in shown
+    assert "floor: 6 requests" in shown
+    assert " left)" in shown
+
+
+def test_an_output_directory_in_use_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").touch()
+    engines = MockEngines()
+    with pytest.raises(UsageError, match="is not empty"):
+        measure(tmp_path, engines)
+    assert engines.started == []
+
+
+def test_an_interrupted_run_is_marked_as_a_part(tmp_path, capsys):
+    class Interrupting(MockEngines):
+        def __call__(self, arm):
+            if arm == "kvbm":
+                raise KeyboardInterrupt
+            return super().__call__(arm)
+
+    assert measure(tmp_path, Interrupting()) == 130
+    assert capsys.readouterr().out == ""
+    summary = summary_of(tmp_path)
+    assert (summary["complete"], summary["verdict"], summary["reasons"]) == (False, "invalid", ["interrupted"])
+    assert len((tmp_path / "run" / "requests.jsonl").read_text().splitlines()) == WORKLOAD.request_count
+
+
+def test_an_engine_that_refuses_the_recording_marks_the_run_and_is_an_error(tmp_path):
+    with pytest.raises(EngineError, match="HTTP 400"):
+        measure(tmp_path, MockEngines().changed("recording", faults={0: "http_400"}))
+    assert summary_of(tmp_path)["complete"] is False
+
+
+def test_only_the_baseline_can_be_compared_with():
+    with pytest.raises(UsageError, match="--compare takes `baseline`, not `sglang`"):
+        command.bench("demo", [], compare="sglang", workload=None, output=None, as_json=False)
+
+
+def test_the_floor_has_room_for_the_working_set_and_its_prefix_cache_on():
+    tight = resolve("demo", ["engine.arguments.num_blocks=100", "engine.arguments.prefix_caching=false"]).profile
+    roomy = with_room(tight, WORKLOAD)
+    arguments = roomy.engine.arguments
+    assert arguments.num_blocks * arguments.block_size > 1.2 * WORKLOAD.working_set_tokens
+    assert arguments.prefix_caching
+    assert roomy.engine.model == tight.engine.model
+    assert tight.engine.arguments.num_blocks == 100
+
+
+@pytest.fixture
+def mock_processes(monkeypatch):
+    """Every engine of a profile is `mock_engine.py` in a process of its own."""
+
+    def plan(profile, *, connector, port):
+        options = {
+            "g1_blocks": SMALL_G1_BLOCKS if profile.engine.arguments.num_blocks == SMALL_G1_BLOCKS else 10_000,
+            "g2_blocks": 10_000 if connector else 0,
+            "computed_token_ms": COMPUTED_TOKEN_MS,
+        }
+        base_url = f"http://127.0.0.1:{port}"
+        argv = (sys.executable, str(MOCK), "--port", str(port), "--options", json.dumps(options))
+        return LaunchPlan(argv, {}, base_url, f"{base_url}/health", "mock")
+
+    monkeypatch.setattr("kvbm.embedded.launch.plan", plan)
+
+
+def test_arms_are_processes_of_their_own_which_end_with_the_arm(tmp_path, mock_processes):
+    profile = resolve("demo", [f"engine.arguments.num_blocks={SMALL_G1_BLOCKS}"]).profile
+    directory = RunDirectory.create(tmp_path / "run")
+    directory.close()
+    engines = ProfileEngines(profile, WORKLOAD, directory)
+    with engines("kvbm") as engine:
+        assert not engine.has_ended()
+        assert engine.startup_s > 0
+        assert engine.model == "mock"
+    assert engine.has_ended()
+    assert (tmp_path / "run" / "kvbm" / "engine.log").exists()
+
+
+def test_the_whole_command_with_processes(tmp_path, capsys, mock_processes):
+    workload = tmp_path / "small.yaml"
+    workload.write_text(yaml.safe_dump(WORKLOAD.model_dump()))
+    code = command.bench(
+        "demo",
+        [f"engine.arguments.num_blocks={SMALL_G1_BLOCKS}"],
+        compare="baseline",
+        workload=str(workload),
+        output=tmp_path / "run",
+        as_json=True,
+    )
+    summary = json.loads(capsys.readouterr().out)
+    assert code in (0, 11)  # 11 only if this machine made the client late
+    assert summary["outputs_equal"] is True
+    assert summary["transfers"]["proven"] is True
+    assert summary["profile"]["engine"]["arguments"]["num_blocks"] == SMALL_G1_BLOCKS
+
+
+INTERRUPTED_PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from bench_rig import WORKLOAD
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm_cli.bench import command
+from kvbm_cli.bench.workload import Schedule
+from kvbm_cli.profiles import resolve
+import kvbm.embedded.launch
+def plan(profile, *, connector, port):
+    url = f"http://127.0.0.1:{{port}}"
+    return LaunchPlan((sys.executable, {mock!r}, "--port", str(port)), {{}}, url, url + "/health", "mock")
+kvbm.embedded.launch.plan = plan
+slow = WORKLOAD.model_copy(update={{"schedule": Schedule(interval_s=30.0)}})
+sys.exit(command.measure(resolve("demo"), slow, output=Path({output!r}), as_json=False))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_engine_and_leaves_a_marked_run(tmp_path, number):
+    program = INTERRUPTED_PROGRAM.format(tests=str(MOCK.parent), mock=str(MOCK), output=str(tmp_path / "run"))
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("baseline: 6 requests"):
+                break
+        engines = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(engines) == 1
+        process.send_signal(number)
+        rest = process.stderr.read()
+        assert process.wait() == 130
+    assert "marked as such" in rest
+    assert not Path(f"/proc/{engines[0]}").exists()
+    assert summary_of(tmp_path)["complete"] is False
+
+
+def test_importing_the_command_is_light():
+    program = (
+        "import sys, kvbm_cli.bench.command; print(*sorted({'torch', 'aiohttp', 'httpx', 'rich'} & set(sys.modules)))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert shown.stdout.strip() == ""

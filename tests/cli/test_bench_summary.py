@@ -1,0 +1,168 @@
+"""The summary from rows that were made up, so that every number is known exactly."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from bench_rig import WORKLOAD
+
+from kvbm_cli.bench.client import DriveResult, Row
+from kvbm_cli.bench.control import Metrics, MetricsDelta
+from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
+from kvbm_cli.bench.schedule import Plan, Script
+from kvbm_cli.bench.summary import summarise
+
+ANSWER = (1, 2, 3, 4, 5, 6)
+SCRIPT = Script.write(WORKLOAD, lambda text: list(text.encode()))
+PLAN = Plan.make(WORKLOAD, SCRIPT, model="m", answers=[[ANSWER, ANSWER]] * 3, interval_s=1.0)
+# arm -> time to first token of turn 1, of turn 2, and how turn 2's prompt of 470 tokens came about
+FASTER = {"baseline": (500.0, 400.0, (32, 0)), "kvbm": (520.0, 20.0, (32, 400)), "floor": (500.0, 16.0, (432, 0))}
+
+
+def metrics(g1: int, g2: int, computed: int, queue_s: float, count: int) -> Metrics:
+    return Metrics.parse(
+        f'vllm:prompt_tokens_by_source_total{{source="local_cache_hit"}} {g1}\n'
+        f'vllm:prompt_tokens_by_source_total{{source="external_kv_transfer"}} {g2}\n'
+        f'vllm:prompt_tokens_by_source_total{{source="local_compute"}} {computed}\n'
+        f"vllm:request_queue_time_seconds_sum {queue_s}\nvllm:request_queue_time_seconds_count {count}\n"
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="120"} 1.0\n'
+        f"kvbm_onboard_blocks_h2d {g2 // 16}\n"
+    )
+
+
+def arm(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], lateness_ms: float = 1.0) -> ArmResult:
+    rows = []
+    for request in PLAN.requests:
+        intended_ms = request.intended_s * 1e3
+        first_token_ms = intended_ms + (first_ms if request.turn == 1 else later_ms)
+        g1, g2 = sources if request.turn == 2 else (0, 0)
+        row = Row(arm=name, index=request.index, user=request.user, turn=request.turn, intended_ms=intended_ms)
+        row.launched_ms, row.http_status = intended_ms + lateness_ms, 200
+        row.first_token_ms, row.last_token_ms, row.end_ms = first_token_ms, first_token_ms + 50, first_token_ms + 51
+        row.token_ids, row.token_gaps_ms = list(request.answer), [10.0] * 5
+        row.prompt_tokens, row.g1_tokens, row.g2_tokens = request.prompt_tokens, g1, g2
+        rows.append(row)
+    g1, g2 = 3 * sources[0], 3 * sources[1]
+    total = sum(request.prompt_tokens for request in PLAN.requests)
+    delta = MetricsDelta(metrics(5, 7, 11, 1.0, 10), metrics(5 + g1, 7 + g2, 11 + total - g1 - g2, 1.006, 16))
+    drive = DriveResult(tuple(rows), client_cpu_share=0.05, started_unix_s=0.0, duration_s=6.0)
+    return ArmResult(name, drive, delta, startup_s=2.0, engine_ended=False)
+
+
+def experiment(**changes: ArmResult) -> Experiment:
+    recording = Recording(SCRIPT, ((ANSWER, ANSWER),) * 3, (500.0, 500.0, 500.0), 2.0)
+    return Experiment(PLAN, recording, {**{name: arm(name, *times) for name, times in FASTER.items()}, **changes})
+
+
+def test_every_number_of_a_known_run():
+    summary = summarise(experiment(), surroundings={"machine": {"cpu_count": 2}})
+    assert summary["verdict"] == "faster"
+    assert summary["complete"] is True
+    assert summary["ttft_speedup"] == 20.0
+    assert summary["ttft_speedup_paired"] == {
+        "geometric_mean": 20.0,
+        "interval_95": [20.0, 20.0],
+        "pairs": 3,
+        "users": 3,
+    }
+    assert summary["outputs_equal"] is True
+    assert summary["kvbm_over_floor"] == 1.25
+    assert summary["share_of_possible_gain"] == pytest.approx(380 / 384, abs=1e-3)
+    assert summary["transfers"]["proven"] is True
+    assert summary["transfers"]["g2_tokens"] == 1200
+    assert summary["transfers"]["counters"] == {"kvbm_onboard_blocks_h2d": 75.0}
+    assert summary["machine"] == {"cpu_count": 2}
+    kvbm, baseline = summary["arms"]["kvbm"], summary["arms"]["baseline"]
+    assert kvbm["ttft_ms"] == {"p50": 20.0, "p90": 20.0, "p99": 20.0, "mean": 20.0}
+    assert kvbm["ttft_ms_all_turns"]["p50"] == 270.0
+    assert kvbm["ttft_ms_from_launch"]["p50"] == 19.0
+    assert kvbm["itl_ms"]["p50"] == 10.0
+    assert kvbm["end_to_end_ms"]["p50"] == 71.0
+    assert kvbm["prompt_tokens"] == {"g1": 96, "g2": 1200, "computed": 3 * 448 + 3 * 470 - 1296}
+    assert kvbm["prompt_tokens"] == kvbm["prompt_tokens_by_metrics"]
+    assert kvbm["engine"] == {"block_size": 16, "g1_blocks": 120, "startup_s": 2.0, "ended_early": False}
+    assert [turn["ttft_ms"]["p50"] for turn in kvbm["turns"]] == [520.0, 20.0]
+    assert kvbm["turns"][1]["prompt_tokens"] == {"g1": 96, "g2": 1200, "computed": 114}
+    assert kvbm["turns"][0]["errors"] == 0
+    assert baseline["utilisation"] == pytest.approx((3 * 550 + 3 * 450) / 5450, abs=1e-3)
+    assert baseline["queue_wait_ms"] == 1.0
+    assert baseline["queue_share_of_ttft"] == pytest.approx(1 / 450, abs=1e-3)
+    assert baseline["client"]["lateness_ms"]["p99"] == 1.0
+    assert baseline["throughput"]["requests_per_s"] == pytest.approx(6 / 5.45, abs=1e-3)
+    json.dumps(summary)
+
+
+def test_equal_times_are_the_same():
+    summary = summarise(experiment(kvbm=arm("kvbm", 500.0, 400.0, (32, 400))), surroundings={})
+    assert (summary["verdict"], summary["ttft_speedup"]) == ("same", 1.0)
+
+
+def test_longer_times_are_slower():
+    summary = summarise(experiment(kvbm=arm("kvbm", 500.0, 800.0, (32, 400))), surroundings={})
+    assert (summary["verdict"], summary["ttft_speedup"]) == ("slower", 0.5)
+
+
+def test_no_token_from_g2_is_invalid():
+    summary = summarise(experiment(kvbm=arm("kvbm", 500.0, 20.0, (432, 0))), surroundings={})
+    assert summary["verdict"] == "invalid"
+    assert "no prompt token came from G2" in summary["explanation"]
+
+
+def test_one_other_token_is_wrong_and_named():
+    changed = experiment()
+    changed.arms["kvbm"].drive.rows[4].token_ids[5] += 1
+    summary = summarise(changed, surroundings={})
+    assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
+    assert summary["different_answers"] == {"baseline": [], "kvbm": [[1, 2]], "floor": []}
+
+
+def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out():
+    changed = experiment()
+    changed.arms["baseline"].drive.rows[3].error = "HTTP 503"
+    summary = summarise(changed, surroundings={})
+    assert summary["verdict"] == "invalid"
+    assert summary["arms"]["baseline"]["errors"] == 1
+    assert [turn["errors"] for turn in summary["arms"]["baseline"]["turns"]] == [0, 1]
+    assert summary["ttft_speedup_paired"]["pairs"] == 2
+    assert summary["outputs_equal"] is True
+
+
+def test_a_late_client_is_invalid():
+    summary = summarise(experiment(floor=arm("floor", 500.0, 90.0, (432, 0), lateness_ms=60.0)), surroundings={})
+    assert summary["verdict"] == "invalid"
+    assert "launched late in arm floor" in summary["explanation"]
+
+
+def test_without_usage_the_counters_tell_the_sources():
+    changed = experiment()
+    for row in changed.arms["kvbm"].drive.rows:
+        row.g1_tokens = row.g2_tokens = None
+    summary = summarise(changed, surroundings={})
+    assert summary["arms"]["kvbm"]["prompt_tokens"]["g2"] == 1200
+    assert summary["verdict"] == "faster"
+
+
+def test_sources_that_contradict_each_other_are_pointed_out():
+    changed = experiment()
+    changed.arms["kvbm"].drive.rows[4].g2_tokens -= 16
+    caveats = summarise(changed, surroundings={})["caveats"]
+    assert "arm kvbm: usage and /metrics disagree on where prompt tokens came from" in caveats
+
+
+def test_a_working_set_that_fits_into_g1_is_pointed_out():
+    changed = experiment()
+    after = changed.arms["baseline"].metrics.after
+    after.samples["vllm:cache_config_info", (("block_size", "16"), ("num_gpu_blocks", "1000"))] = 1.0
+    del after.samples["vllm:cache_config_info", (("block_size", "16"), ("num_gpu_blocks", "120"))]
+    assert any("fits into G1" in caveat for caveat in summarise(changed, surroundings={})["caveats"])
+
+
+def test_a_summary_of_an_arm_without_answers_is_still_whole():
+    changed = experiment()
+    for row in changed.arms["kvbm"].drive.rows:
+        row.error, row.token_ids, row.first_token_ms = "the engine ended", [], None
+    summary = summarise(changed, surroundings={})
+    assert (summary["verdict"], summary["outputs_equal"]) == ("invalid", False)
+    assert summary["ttft_speedup"] is None
+    assert summary["arms"]["kvbm"]["ttft_ms"]["p50"] is None

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvbm_cli.bench.statistics import PairedRatio
+from kvbm_cli.bench.verdict import Evidence, Limits, Verdict, judge
+
+ARMS = ("baseline", "kvbm", "floor")
+
+
+def ratio(low: float, middle: float, high: float) -> PairedRatio:
+    return PairedRatio(ratio=middle, low=low, high=high, pair_count=18, user_count=6)
+
+
+GOOD = Evidence(
+    request_count=24,
+    compared_count=24,
+    errors=dict.fromkeys(ARMS, 0),
+    different_answers=dict.fromkeys(ARMS, 0),
+    baseline_ttft_ms=1000.0,
+    kvbm_ttft_ms=50.0,
+    ratio=ratio(18.0, 20.0, 22.0),
+    transfers_proven=True,
+    lateness_p99_ms=dict.fromkeys(ARMS, 2.0),
+    client_cpu_share=dict.fromkeys(ARMS, 0.05),
+    utilisation=0.5,
+    queue_share=0.01,
+)
+
+
+def test_an_interval_above_one_is_faster():
+    judgement = judge(GOOD)
+    assert judgement.verdict is Verdict.FASTER
+    assert judgement.sentence == (
+        "from turn 2 on the first token comes 20.0 times faster with kvbm (95 % interval 18.0 to 22.0): "
+        "50 ms instead of 1000 ms (median), same outputs"
+    )
+    assert judgement.reasons == ()
+    assert judgement.caveats == ()
+
+
+def test_an_interval_below_one_is_slower():
+    judgement = judge(replace(GOOD, ratio=ratio(0.4, 0.5, 0.8)))
+    assert judgement.verdict is Verdict.SLOWER
+    assert "2.00 times slower" in judgement.sentence
+    assert "1.25 to 2.50" in judgement.sentence
+
+
+@pytest.mark.parametrize(
+    "interval",
+    [(0.9, 1.3, 1.6), (0.6, 0.8, 1.01), (1.01, 1.04, 1.07), (0.94, 0.96, 0.99)],
+    ids=["holds one from above", "holds one from below", "too little above", "too little below"],
+)
+def test_an_interval_around_one_or_close_to_it_is_the_same(interval):
+    assert judge(replace(GOOD, ratio=ratio(*interval))).verdict is Verdict.SAME
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_one_different_answer_in_any_arm_is_wrong(arm):
+    judgement = judge(replace(GOOD, different_answers={**GOOD.different_answers, arm: 1}))
+    assert judgement.verdict is Verdict.WRONG
+    assert f"arm {arm} answered 1 of 24 requests differently" in judgement.sentence
+
+
+def test_wrong_outputs_outrank_an_invalid_run():
+    judgement = judge(replace(GOOD, different_answers={"kvbm": 2}, errors={"kvbm": 3}, transfers_proven=False))
+    assert judgement.verdict is Verdict.WRONG
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"errors": {"baseline": 2}}, "2 of 24 requests of arm baseline failed"),
+        ({"compared_count": 0}, "no answer could be compared"),
+        ({"transfers_proven": False}, "no prompt token came from G2"),
+        ({"ratio": None}, "no request of turn 2 or later"),
+        ({"lateness_p99_ms": {"kvbm": 101.0}}, "the client launched late in arm kvbm: 101 ms at p99, at most 100 ms"),
+        ({"client_cpu_share": {"floor": 0.71}}, "the client was busy 71% of a core in arm floor"),
+        ({"utilisation": 0.96}, "the baseline was overloaded: busy 96% of the time"),
+        ({"queue_share": 0.51}, "the baseline was overloaded: 51% of its TTFT is waiting in its queue"),
+    ],
+)
+def test_a_run_that_measured_something_else_is_invalid(change, reason):
+    judgement = judge(replace(GOOD, **change))
+    assert judgement.verdict is Verdict.INVALID
+    assert any(reason in one for one in judgement.reasons)
+
+
+def test_lateness_is_allowed_up_to_a_share_of_the_baseline_or_a_fixed_time():
+    late = replace(GOOD, baseline_ttft_ms=100.0, lateness_p99_ms={"kvbm": 24.0})
+    assert judge(late).verdict is Verdict.FASTER
+    assert judge(replace(late, lateness_p99_ms={"kvbm": 26.0})).verdict is Verdict.INVALID
+    assert judge(replace(late, lateness_p99_ms={"kvbm": 26.0}), Limits(lateness_ms=30.0)).verdict is Verdict.FASTER
+
+
+def test_a_busy_baseline_is_pointed_out():
+    judgement = judge(replace(GOOD, utilisation=0.75, queue_share=0.25))
+    assert judgement.verdict is Verdict.FASTER
+    assert len(judgement.caveats) == 2
+
+
+def test_exit_codes_are_the_documented_ones():
+    assert {verdict.value: verdict.exit_code for verdict in Verdict} == {
+        "faster": 0,
+        "same": 0,
+        "slower": 10,
+        "invalid": 11,
+        "wrong": 12,
+    }
