@@ -74,7 +74,7 @@ def test_the_page_fits_80_columns_and_says_verdict_load_and_where_the_files_are(
     assert "in its queue" in text
     assert "times the all-hit floor" in text
     assert str(tmp_path / "run") in page
-    for word in ("baseline", "kvbm", "floor", "turn 1", "turn 2", "computed", "errors"):
+    for word in ("baseline", "kvbm", "floor", "turn 1", "turn 2", "computed", "failed"):
         assert word in page
 
 
