@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbm.config.schema import Profile
+from kvbm.config.sizes import exact_size
 from kvbm.errors import ProfileError
 from kvbm.types import Tier
 
@@ -50,7 +51,7 @@ def size(profile: Profile, model_config: Mapping[str, object]) -> Sizing:
     host_blocks = host.blocks or (host.capacity or 0) // slot_bytes
     if host_blocks == 0:
         raise ProfileError(
-            f"host memory of {host.capacity} bytes holds no block: one takes {slot_bytes} bytes",
+            f"host memory of {exact_size(host.capacity or 0)} holds no block: one takes {exact_size(slot_bytes)}",
             hint="raise `tiers.host.capacity`",
         )
 

@@ -48,8 +48,9 @@ class Progress:
 class EngineProcess:
     """A started engine. As a context manager it is stopped at the end, whatever happened."""
 
-    def __init__(self, child: subprocess.Popen[bytes], plan: LaunchPlan, log_path: Path) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], plan: LaunchPlan, log_path: Path, log_start: int) -> None:
         self._child = child
+        self._log_start = log_start  # what lies before it in the file is of an earlier engine
         self._started = time.monotonic()
         self.plan = plan
         self.log_path = log_path
@@ -61,6 +62,7 @@ class EngineProcess:
             raise EnvironmentProblem(f"`{plan.argv[0]}` is not a program", hint="check `engine.python`")
         command = [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *plan.argv]
         with _open_log(log_path) as log:
+            log_start = log.tell()
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -69,7 +71,7 @@ class EngineProcess:
                 env=engine_environment(plan, os.environ),
                 process_group=0,
             )
-        return cls(child, plan, log_path)
+        return cls(child, plan, log_path, log_start)
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -161,7 +163,7 @@ class EngineProcess:
 
     def _log_lines(self) -> list[str]:
         with self.log_path.open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+            log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - TAIL_BYTES))
             text = log.read().decode(errors="replace")
         return [line.rstrip() for line in text.splitlines() if line.strip()]
 
@@ -202,7 +204,9 @@ def _open_log(path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
     except OSError as error:
-        raise EnvironmentProblem(f"cannot write the engine's log `{path}`: {error.strerror}") from None
+        raise EnvironmentProblem(
+            f"cannot write the engine's log `{path}`: {(error.strerror or str(error)).lower()}"
+        ) from None
 
 
 def _get(url: str) -> tuple[int, bytes]:

@@ -1,7 +1,7 @@
 """`kvbm serve`: checks a profile, prints what it amounts to, starts the engine and stays in front of it until it ends.
 
-The first SIGINT, SIGTERM or SIGHUP is passed on to the engine, which then has STOP_TIMEOUT_S to finish what it
-serves; a second one kills it. The exit code is the engine's own.
+The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) is passed on to the engine, which then has STOP_TIMEOUT_S to finish
+what it serves; a second one kills it. The exit code is the engine's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvbm.sizing import Sizing
 
 WATCH_S = 0.1
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 
 def serve(
@@ -74,7 +74,7 @@ class _Signals:
     """Collects the signals that arrive, and passes them on from the main loop: handlers themselves only take note."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []
+        self.received: list[signal.Signals] = []
         self._passed_on = 0
         self._deadline = float("inf")
         self._previous = {number: signal.getsignal(number) for number in FORWARDED}
@@ -96,10 +96,10 @@ class _Signals:
             self._passed_on = len(self.received)
             self._deadline = time.monotonic() + STOP_TIMEOUT_S
             print_note("stopping; once more kills the engine")
-            engine.signal(self.received[0])
+            engine.signal(FORWARDED[self.received[0]])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
+        self.received.append(signal.Signals(number))
 
 
 def _print_dry_run(resolved: ResolvedProfile, sizing: Sizing, launch_plan: LaunchPlan, *, as_json: bool) -> None:

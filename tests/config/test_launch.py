@@ -10,17 +10,6 @@ from kvbm.embedded.launch import plan
 
 DEFAULT_FLAGS = ["--num-blocks", "2048", "--block-size", "16", "--dtype", "float32"]
 DEFAULT_FLAGS += ["--seed", "0", "--kv-layout", "block_first"]
-    "--num-blocks",
-    "2048",
-    "--block-size",
-    "16",
-    "--dtype",
-    "float32",
-    "--seed",
-    "0",
-    "--kv-layout",
-    "block_first",
-]
 
 
 def profile(engine: dict[str, Any] | None = None, server: dict[str, Any] | None = None) -> Profile:

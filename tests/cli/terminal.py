@@ -1,0 +1,74 @@
+"""The command as a user sees it: the real program, its exit code and both streams, compared with a stored text.
+
+`KVBM_UPDATE_SNAPSHOTS=1 pytest tests/cli` writes the stored texts anew; the difference is then reviewed as code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
+FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+
+# What differs between machines and runs, in the order in which it is replaced.
+FILTERS = (
+    (re.escape(str(ROOT)), "[ROOT]"),
+    (re.escape(sys.executable), "[PYTHON]"),
+    (re.escape(version("kvbm-cli")), "[VERSION]"),
+    (r"serve-\d{8}-\d{6}-\d+\.log", "serve-[RUN].log"),
+    (r"(127\.0\.0\.1[: ](?:port )?)\d{5}\b", r"\1[PORT]"),
+    (r"\b\d+\.\d s\b", "[TIME] s"),
+    (r"/tmp/\S*?pytest-\d+/[^/\s]+", "[TMP]"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    def text(self, command: str) -> str:
+        shown = f"$ {command}\nexit code: {self.exit_code}\n----- stdout -----\n{self.stdout}"
+        return filtered(f"{shown}----- stderr -----\n{self.stderr}")
+
+
+def filtered(text: str) -> str:
+    for pattern, placeholder in FILTERS:
+        text = re.sub(pattern, placeholder, text)
+    return text
+
+
+def environment(home: Path, **extra: str) -> dict[str, str]:
+    """A small environment of its own: no variable of the developer's shell reaches the program."""
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "PYTHONPATH", "VIRTUAL_ENV") if name in os.environ}
+    return {**kept, "HOME": str(home), "COLUMNS": "80", "OMP_NUM_THREADS": "1", **extra}
+
+
+def kvbm(*arguments: str, home: Path, timeout_s: float = 60, **extra: str) -> Outcome:
+    done = subprocess.run(
+        [*PROGRAM, *arguments],
+        cwd=home,
+        env=environment(home, **extra),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def assert_snapshot(name: str, text: str) -> None:
+    path = SNAPSHOTS / f"{name}.txt"
+    if os.environ.get("KVBM_UPDATE_SNAPSHOTS"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert path.read_text() == text, f"{path.name} differs; KVBM_UPDATE_SNAPSHOTS=1 accepts it"

@@ -1,0 +1,163 @@
+"""Every command's help, its ordinary output, and what a wrong command line says: whole terminals, compared by text."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from terminal import PROGRAM, assert_snapshot, environment, kvbm
+
+from kvbm_cli.show_error import show_error
+
+HELPS = ["", "serve", "bench", "size", "profile", "profile list", "profile show", "profile check"]
+OUTPUTS = {
+    "version": "--version",
+    "size": "size --profile ./mine.yaml",
+    "size_json": "size --profile ./mine.yaml --json",
+    "profile_show": "profile show ./mine.yaml --set engine.environment.A=1",
+    "profile_check": "profile check ./mine.yaml",
+}
+MISTAKES = {
+    "unknown_command": "serv",
+    "unknown_command_like_no_other": "zzz",
+    "unknown_subcommand": "profile sho demo",
+    "unknown_option": "serve --profil demo",
+    "unknown_option_like_no_other": "serve --profile demo --zzz",
+    "missing_option": "serve",
+    "missing_value": "serve --profile",
+    "missing_argument": "profile show",
+    "extra_argument": "size --profile demo more",
+    "unknown_profile": "size --profile dmo",
+    "missing_file": "size --profile ./no.yaml",
+    "misspelt_key": "size --profile ./misspelt.yaml",
+    "bad_override": "size --profile demo --set tiers.host.capacity=lots",
+    "unknown_synthetic_model": "size --profile demo --set engine.model=synthetic:tinny",
+    "unknown_arm": "bench --profile demo --compare basline",
+}
+MINE = """\
+extends: ./parent.yaml
+engine:
+  arguments: {num_blocks: 512}
+tiers:
+  host:
+    capacity: 1GiB
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "parent.yaml").write_text("engine:\n  model: synthetic:tiny\n")
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "misspelt.yaml").write_text(MINE.replace("capacity", "capacitty"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", HELPS)
+def test_help(home: Path, command: str) -> None:
+    arguments = [*command.split(), "--help"]
+    name = "_".join(["help", *command.split()])
+    assert_snapshot(name, kvbm(*arguments, home=home).text(f"kvbm {' '.join(arguments)}"))
+
+
+@pytest.mark.parametrize("command", ["", "profile"])
+def test_no_command_shows_the_help(home: Path, command: str) -> None:
+    assert kvbm(*command.split(), home=home) == kvbm(*command.split(), "--help", home=home)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_output(home: Path, name: str) -> None:
+    assert_snapshot(name, kvbm(*OUTPUTS[name].split(), home=home).text(f"kvbm {OUTPUTS[name]}"))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_on_the_command_line(home: Path, name: str) -> None:
+    outcome = kvbm(*MISTAKES[name].split(), home=home)
+    assert (outcome.exit_code, outcome.stdout) == (2, "")
+    assert_snapshot(f"mistake_{name}", outcome.text(f"kvbm {MISTAKES[name]}"))
+
+
+def test_shipped_profiles_are_listed(home: Path) -> None:
+    assert kvbm("profile", "list", home=home).stdout.startswith("demo  ")
+
+
+def test_warning_about_a_variable_does_not_touch_stdout(home: Path) -> None:
+    quiet = kvbm("profile", "check", "demo", home=home)
+    warned = kvbm("profile", "check", "demo", home=home, DYN_KVBM_ENABLE="0")
+    assert warned.stdout == quiet.stdout
+    assert warned.stderr == (
+        "warning: `DYN_KVBM_ENABLE` has no effect: nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off\n"
+    )
+
+
+def test_debug_shows_the_traceback_of_a_mistake(home: Path) -> None:
+    outcome = kvbm("--debug", "size", "--profile", "dmo", home=home)
+    assert outcome.exit_code == 1
+    assert "Traceback (most recent call last)" in outcome.stderr
+    assert "ProfileError" in outcome.stderr
+
+
+def test_bug_is_one_line_without_a_traceback(home: Path) -> None:
+    breaks = (
+        "import kvbm_cli.size as s; s.size_of = None; from kvbm_cli.app import run; exit(run(['size', '-p', 'demo']))"
+    )
+    done = subprocess.run([sys.executable, "-c", breaks], cwd=home, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: a bug in kvbm: TypeError: 'NoneType' object is not callable\n\n"
+        "hint: `kvbm --debug ...` shows where; please report it\n"
+    )
+
+
+def test_causes_are_listed_between_error_and_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    inner = OSError("the disk is full")
+    outer = RuntimeError("cannot write")
+    outer.__cause__ = inner
+    show_error("it failed", cause=outer, hint="`df`")
+    assert capsys.readouterr().err == (
+        "error: it failed\n  caused by: cannot write\n  caused by: the disk is full\n\nhint: `df`\n"
+    )
+
+
+def test_closed_pipe_is_not_an_error(home: Path) -> None:
+    done = subprocess.run(
+        f"{sys.executable} -c 'from kvbm_cli.app import main; main()' profile show demo | true",
+        shell=True,
+        cwd=home,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_colour_is_for_terminals_that_want_it(home: Path, extra: dict[str, str], coloured: bool) -> None:
+    leader, follower = pty.openpty()
+    env = {**environment(home), "TERM": "xterm", **extra}
+    done = subprocess.run([*PROGRAM, "size", "-p", "dmo"], cwd=home, env=env, stderr=follower)
+    os.close(follower)
+    shown = os.read(leader, 4096)
+    os.close(leader)
+    assert done.returncode == 2
+    assert (b"\033[1;31merror:\033[0m" in shown) == coloured
+    assert b"no profile is named `dmo`" in shown
+
+
+HEAVY = ("torch", "transformers", "numpy", "httpx", "aiohttp", "pydantic", "yaml")
+
+
+def test_help_imports_nothing_heavy(home: Path) -> None:
+    program = "import sys; from kvbm_cli.app import run; run(['--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, check=True)
+    assert not set(HEAVY) & set(done.stderr.split())
+
+
+@pytest.mark.parametrize("command", ["size -p demo", "serve -p demo --dry-run", "profile list"])
+def test_command_without_an_engine_needs_no_torch(home: Path, command: str) -> None:
+    program = f"import sys; from kvbm_cli.app import run; run({command.split()}); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers"} & set(done.stderr.split())

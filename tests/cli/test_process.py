@@ -1,0 +1,173 @@
+"""EngineProcess around a stand-in engine: starts, failures, signals, and that nothing outlives its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+from terminal import FAKE_ENGINE
+
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm.errors import EngineError, EnvironmentProblem
+from kvbm_cli.die_with_parent import CANNOT_RUN
+from kvbm_cli.process import WRAPPER, EngineProcess, Progress, choose_port, engine_environment
+
+DEADLINE_S = 20
+
+
+def fake_plan(mode: str = "", port: int | None = None) -> LaunchPlan:
+    port = choose_port("127.0.0.1", 0) if port is None else port
+    url = f"http://127.0.0.1:{port}"
+    argv = (sys.executable, str(FAKE_ENGINE), "--port", str(port))
+    return LaunchPlan(argv, {"FAKE": mode}, url, f"{url}/health", "m")
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_healthy_engine_is_stopped_by_sigterm(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
+        engine.wait_healthy(DEADLINE_S, seen.append)
+        assert engine.poll() is None
+        assert engine.stop() == 0
+    assert engine.poll() == 0
+    assert {progress.phase for progress in seen} <= {"starting", "loading the weights"}
+
+
+def test_leaving_the_context_stops_the_engine(tmp_path: Path) -> None:
+    with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
+        engine.wait_healthy(DEADLINE_S)
+    assert engine.poll() == 0
+
+
+def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
+    log_path = tmp_path / "logs" / "log"
+    with EngineProcess.start(fake_plan("crash"), log_path=log_path) as engine, pytest.raises(EngineError) as caught:
+        engine.wait_healthy(DEADLINE_S)
+    assert caught.value.message.splitlines()[1:] == [
+        f"  {log_path}, last lines:",
+        "    loading the weights",
+        "    Traceback (most recent call last):",
+        "    MemoryError: not enough of it",
+    ]
+    assert caught.value.hint == f"the whole log: `less {log_path}`"
+    assert caught.value.exit_code == 1
+
+
+def test_engine_that_never_gets_healthy_is_killed_in_time(tmp_path: Path) -> None:
+    with EngineProcess.start(fake_plan("hang"), log_path=tmp_path / "log") as engine:
+        with pytest.raises(EngineError, match=r"the engine was not healthy after 0\.5 s"):
+            engine.wait_healthy(0.5)
+        assert is_gone(engine.pid)
+
+
+def test_log_of_an_earlier_run_in_the_same_file_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("an old story\n")
+    with EngineProcess.start(fake_plan("crash"), log_path=tmp_path / "log") as engine:
+        with pytest.raises(EngineError) as caught:
+            engine.wait_healthy(DEADLINE_S)
+        assert "an old story" not in caught.value.message
+
+
+def test_stubborn_engine_is_killed_when_patience_ends(tmp_path: Path) -> None:
+    with EngineProcess.start(fake_plan("stubborn"), log_path=tmp_path / "log") as engine:
+        engine.wait_healthy(DEADLINE_S)
+        assert engine.stop(timeout_s=0.2) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("end", ["stop", "kill", "dies"])
+def test_processes_of_the_engine_end_with_it(tmp_path: Path, end: str) -> None:
+    with EngineProcess.start(fake_plan("children"), log_path=tmp_path / "log") as engine:
+        engine.wait_healthy(DEADLINE_S)
+        child = psutil.Process(engine.pid).children()[0]
+        if end == "dies":
+            os.kill(engine.pid, signal.SIGKILL)
+            eventually(lambda: engine.poll() is not None)
+        else:
+            getattr(engine, end)()
+        eventually(lambda: is_gone(child.pid))
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_process import fake_plan
+from kvbm_cli.process import EngineProcess
+engine = EngineProcess.start(fake_plan(), log_path=Path(sys.argv[2]))
+engine.wait_healthy(20)
+print(engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_engine_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTER, str(Path(__file__).parent), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        engine_pid = int(parent.stdout.readline())
+        assert not is_gone(engine_pid)
+        parent.kill()
+        eventually(lambda: is_gone(engine_pid))
+
+
+def test_program_is_not_run_for_a_parent_that_is_gone(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    nobody = 2**22 + 1  # above the largest process id there can be
+    command = [sys.executable, "-I", "-S", str(WRAPPER), str(nobody), "touch", str(marker)]
+    assert subprocess.run(command).returncode == CANNOT_RUN
+    assert not marker.exists()
+
+
+def test_program_that_does_not_exist_is_a_problem_of_the_environment(tmp_path: Path) -> None:
+    plan = LaunchPlan(("/no/such/python",), {}, "http://h", "http://h/health", "m")
+    with pytest.raises(EnvironmentProblem, match="`/no/such/python` is not a program"):
+        EngineProcess.start(plan, log_path=tmp_path / "log")
+
+
+def test_log_that_cannot_be_written_is_a_problem_of_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem, match="cannot write the engine's log"):
+        EngineProcess.start(fake_plan(), log_path=tmp_path / "file" / "log")
+
+
+def test_engine_gets_the_profile_and_none_of_our_variables() -> None:
+    caller = {"DYN_KVBM_CPU_CACHE_GB": "1", "A": "caller", "B": "caller"}
+    plan = LaunchPlan((), {"A": "profile"}, "", "", "")
+    seen: Mapping[str, str] = engine_environment(plan, caller)
+    assert seen == {"A": "profile", "B": "caller", "PYTHONUNBUFFERED": "1"}
+
+
+def test_taken_port_is_named() -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(EnvironmentProblem) as caught:
+            choose_port("127.0.0.1", port)
+    assert caught.value.message == f"cannot listen on 127.0.0.1 port {port}: address already in use"
+    assert choose_port("127.0.0.1", port) == port
+
+
+def test_address_of_another_machine_is_named() -> None:
+    with pytest.raises(EnvironmentProblem, match="cannot assign requested address"):
+        choose_port("192.0.2.1", 0)

@@ -1,0 +1,155 @@
+"""`kvbm serve` in front of a stand-in engine: the plan, the start, signals, exit codes, and failures in seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, filtered, kvbm
+from test_process import eventually, is_gone
+
+MODEL = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A working directory with a model and a profile whose engine is the stand-in."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "mine.yaml").write_text(
+        f"engine:\n  model: ./model\n  python: {FAKE_ENGINE}\n  arguments: {{num_blocks: 64}}\n"
+        "tiers: {host: {capacity: 64MiB}}\nserver: {port: auto}\n"
+    )
+    return tmp_path
+
+
+class Serving(subprocess.Popen[str]):
+    """`kvbm serve`, healthy. `url` is its first line of stdout, the rest can be read."""
+
+    url: str
+    stdout: IO[str]
+    stderr: IO[str]
+
+
+@contextmanager
+def serving(home: Path, *arguments: str) -> Iterator[Serving]:
+    command = [*PROGRAM, "serve", "-p", "./mine.yaml", *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with Serving(command, cwd=home, env=environment(home), **streams) as program:  # type: ignore[call-overload]
+        program.url = program.stdout.readline().strip()
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(home: Path) -> None:
+    command = "serve --profile ./mine.yaml --dry-run --port 8123 --set engine.environment.A=1"
+    assert_snapshot("serve_dry_run", kvbm(*command.split(), home=home).text(f"kvbm {command}"))
+    assert not (home / ".local").exists()
+
+
+def test_dry_run_as_json_has_everything(home: Path) -> None:
+    outcome = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home)
+    plan = json.loads(outcome.stdout)
+    assert outcome.stderr == ""
+    assert plan["profile"] == {"name": "mine", "path": "mine.yaml"}
+    assert plan["block"] == {"tokens": 16, "bytes": 4 * 2 * 2 * 64 * 4 * 16}
+    assert plan["tiers"]["G2"] == {"blocks": 1024, "tokens": 16384, "bytes": 64 * 2**20}
+    assert plan["argv"][1:3] == ["-m", "kvbm.embedded"]
+
+
+def test_healthy_engine_is_announced_with_a_line_to_try(home: Path) -> None:
+    with serving(home) as program:
+        assert urllib.request.urlopen(f"{program.url}/health").status == 200
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(timeout=20) == 0
+        text = f"----- stdout -----\n{program.url}\n{program.stdout.read()}----- stderr -----\n{program.stderr.read()}"
+    text = re.sub(r"^starting .*\n", "", filtered(text), flags=re.MULTILINE)
+    assert_snapshot("serve", text)
+
+
+def test_ready_as_json(home: Path) -> None:
+    with serving(home, "--json") as program:
+        program.send_signal(signal.SIGTERM)
+        program.wait(timeout=20)
+        ready = json.loads(program.url + program.stdout.read())
+    assert ready["model"] == "./model"
+    assert set(ready) == {"url", "model", "log"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_reaches_the_engine_and_its_exit_code_is_ours(home: Path, number: signal.Signals) -> None:
+    with serving(home) as program:
+        program.send_signal(number)
+        assert program.wait(timeout=20) == 0
+
+
+def test_second_interrupt_kills_an_engine_that_does_not_stop(home: Path) -> None:
+    with serving(home, "--set", "engine.environment.FAKE=stubborn") as program:
+        engine = psutil.Process(program.pid).children()[0]
+        program.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            program.wait(timeout=0.5)
+        program.send_signal(signal.SIGINT)
+        assert program.wait(timeout=20) == 128 + signal.SIGKILL
+    assert is_gone(engine.pid)
+
+
+def test_interrupt_during_the_start_is_not_a_failed_start(home: Path) -> None:
+    command = [*PROGRAM, "serve", "-p", "./mine.yaml", "--set", "engine.environment.FAKE=hang"]
+    with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True) as program:
+        eventually(lambda: len(psutil.Process(program.pid).children()) == 1)
+        eventually(lambda: b"loading" in b"".join(path.read_bytes() for path in home.glob(".local/state/kvbm/*")))
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(timeout=20) == 0
+        assert program.stderr is not None
+        assert "error:" not in program.stderr.read()
+
+
+def test_killed_parent_leaves_no_process(home: Path) -> None:
+    with serving(home, "--set", "engine.environment.FAKE=children") as program:
+        engine = psutil.Process(program.pid).children()[0]
+        program.kill()
+        eventually(lambda: is_gone(engine.pid))
+
+
+FAILURES = {
+    "crash": ["--set", "engine.environment.FAKE=crash"],
+    "dies": ["--set", "engine.environment.FAKE=dies"],
+    "hangs": ["--set", "engine.environment.FAKE=hang", "--set", "transfer.init_timeout_s=0.5"],
+    "no_interpreter": ["--set", "engine.python=/no/such/python"],
+    "no_model": ["--set", "engine.model=Qwen/Qwen3-0.6B"],
+    "no_room_for_a_block": ["--set", "tiers.host.capacity=10KB"],
+    "bad_port": ["--port", "http"],
+    "log_is_a_directory": ["--log", "model"],
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_failed_serve(home: Path, name: str) -> None:
+    command = f"serve --profile ./mine.yaml {' '.join(FAILURES[name])}"
+    text = kvbm(*command.split(), home=home).text(f"kvbm {command}")
+    assert_snapshot(f"serve_{name}", re.sub(r"^starting .*\n", "", text, flags=re.MULTILINE))
+
+
+def test_taken_port_is_an_error_before_anything_starts(home: Path) -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as holder:
+        port = holder.getsockname()[1]
+        outcome = kvbm("serve", "-p", "./mine.yaml", "--port", str(port), home=home)
+    assert outcome.exit_code == 1
+    assert f"error: cannot listen on 127.0.0.1 port {port}: address already in use\n" in outcome.stderr
+    assert "hint: `--port 0` chooses a free port" in outcome.stderr
+    assert not os.path.exists(home / ".local")

@@ -1,0 +1,40 @@
+"""The documentation cannot fall behind: every key, variable, command and option has its line, made from the code."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
+
+import generate
+
+from kvbm.config.schema import keys
+from kvbm.config.variables import VARIABLES
+
+PAGES = {name: (generate.REFERENCE / name).read_text() for name in generate.PAGES}
+COMMANDS = dict(generate.commands())
+
+
+@pytest.mark.parametrize("name", generate.PAGES)
+def test_reference_page_is_what_the_code_says(name: str) -> None:
+    assert name not in generate.outdated(), "run `python docs/generate.py`"
+
+
+@pytest.mark.parametrize("path", [key.path for key in keys()])
+def test_key_is_documented(path: str) -> None:
+    key = next(key for key in keys() if key.path == path)
+    assert key.description.endswith("."), "a description is a sentence"
+    assert f"| `{path}` |" in PAGES["profile.md"]
+
+
+@pytest.mark.parametrize("name", [variable.name for variable in VARIABLES])
+def test_variable_is_documented(name: str) -> None:
+    assert f"| `{name}` |" in PAGES["variables.md"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_is_documented(name: str) -> None:
+    assert COMMANDS[name].help
+    assert f"\n## {name}\n" in PAGES["commands.md"]
+    assert all(parameter.help for parameter in COMMANDS[name].params)
