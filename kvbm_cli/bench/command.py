@@ -70,7 +70,7 @@ def measure(
             engines = engines or ProfileEngines(resolved.profile, workload, directory)
             experiment = run_experiment(workload, engines, directory, progress)
         summary = summarise(
-            experiment, surroundings=surroundings, caveats=_caveats(resolved), limits=limits or DEFAULT_LIMITS
+            experiment, surroundings=surroundings, caveats=_caveats(resolved, workload), limits=limits or DEFAULT_LIMITS
         )
     except KeyboardInterrupt:
         directory.write_json("summary.json", interrupted_summary("interrupted", surroundings))
@@ -104,14 +104,19 @@ def _surroundings(resolved: ResolvedProfile) -> dict[str, Any]:
     }
 
 
-def _caveats(resolved: ResolvedProfile) -> list[str]:
+def _caveats(resolved: ResolvedProfile, workload: Workload) -> list[str]:
+    """What qualifies the numbers before anything is measured, and how busy the machine was meanwhile."""
     from kvbm_cli.bench.machine import load_average, usable_cpu_count
+    from kvbm_cli.size import size_of
 
     caveats = []
     if resolved.profile.engine.kind == "embedded":
         caveats.append("numbers of the embedded reference engine: compare its arms with each other, with nothing else")
     if not resolved.profile.engine.arguments.prefix_caching:
         caveats.append("the engine's own prefix cache is off, so the baseline computes every prompt whole")
+    host_tokens = size_of(resolved).host.token_count
+    if host_tokens < workload.working_set_tokens:
+        caveats.append(f"G2 holds {host_tokens} tokens, less than the working set of {workload.working_set_tokens}")
     load, cpu_count = load_average() or 0.0, usable_cpu_count()
     if load > cpu_count:
         caveats.append(f"the machine was busy: load {load:.1f} on {cpu_count} cores")

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from kvbm_cli.bench.client import Row
+from kvbm_cli.bench.progress import ShownProgress, duration
+
+
+def row(ttft_ms: float | None, error: str | None = None) -> Row:
+    return Row("kvbm", 0, 0, 1, intended_ms=0.0, first_token_ms=ttft_ms, error=error)
+
+
+def test_elsewhere_than_on_a_terminal_a_phase_is_a_line():
+    shown = io.StringIO()
+    with ShownProgress(Console(file=shown, width=200)) as progress:
+        progress.phase("recording: starting the engine")
+        progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
+        progress.row(row(12.0))
+    assert shown.getvalue() == "recording: starting the engine\nkvbm: 24 requests (1 min 30 s left)\n"
+
+
+def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left():
+    shown = io.StringIO()
+    with ShownProgress(Console(file=shown, width=120, force_terminal=True)) as progress:
+        progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
+        progress.row(row(12.0))
+        progress.row(row(None, "HTTP 503"))
+        time.sleep(0.6)  # two refreshes of the live line
+    text = shown.getvalue()
+    assert "kvbm: 24 requests · 1 answered, 1 failed · first token 12 ms · 1 min" in text
+    assert " left" in text
+
+
+def test_time_left_shrinks_and_never_falls_below_what_comes_after_the_phase():
+    progress = ShownProgress(Console(file=io.StringIO()))
+    assert progress.left_s() is None
+    progress.phase("x", expected_s=0.0, remaining_s=30.0)
+    assert progress.left_s() == 30.0
+    progress.phase("x", expected_s=100.0, remaining_s=30.0)
+    assert 129.0 < progress.left_s() <= 130.0
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (185, "3 min 05 s")])
+def test_durations_are_short(seconds, text):
+    assert duration(seconds) == text
