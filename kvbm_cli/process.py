@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import shutil
@@ -57,9 +58,8 @@ class EngineProcess:
 
     @classmethod
     def start(cls, plan: LaunchPlan, *, log_path: Path) -> EngineProcess:
-        """Starts the engine and returns at once. EnvironmentProblem if it or its log cannot be opened."""
-        if shutil.which(plan.argv[0]) is None:
-            raise EnvironmentProblem(f"`{plan.argv[0]}` is not a program", hint="check `engine.python`")
+        """Starts the engine, returns at once. EnvironmentProblem if its program, a library or its log is missing."""
+        _check_program(plan)
         command = [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *plan.argv]
         with _open_log(log_path) as log:
             log_start = log.tell()
@@ -197,6 +197,16 @@ def choose_port(host: str, port: int) -> int:
                 f"cannot listen on {host} port {port}: {reason}", hint="`--port 0` chooses a free port"
             ) from None
         return int(probe.getsockname()[1])
+
+
+def _check_program(plan: LaunchPlan) -> None:
+    """Libraries can be looked for only in this interpreter; another one reports in its log what it lacks."""
+    if shutil.which(plan.argv[0]) is None:
+        raise EnvironmentProblem(f"`{plan.argv[0]}` is not a program", hint="check `engine.python`")
+    if plan.argv[0] == sys.executable:
+        missing = [name for name in plan.libraries if importlib.util.find_spec(name) is None]
+        if missing:
+            raise EnvironmentProblem(f"the engine needs {' and '.join(missing)}", hint=f"`{plan.install}`")
 
 
 def _open_log(path: Path) -> BinaryIO:

@@ -46,7 +46,8 @@ def tier_table(resolved: ResolvedProfile, sizing: Sizing) -> str:
     for tier in (sizing.device, sizing.host):
         key = keys[tier.tier.value]
         counts = (f"{tier.block_count:,}", f"{tier.token_count:,}", format_size(tier.total_bytes))
-        rows.append((_NAMES[tier.tier.value], *counts, f"{key} ({resolved.origins[key]})"))
+        origin = resolved.origins[key].rpartition("/")[2]
+        rows.append((_NAMES[tier.tier.value], *counts, f"{key} ({origin})"))
     return table(rows, right=(1, 2, 3))
 
 

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """`environment` is added to the caller's, from which every DYN_KVBM_* variable is taken away."""
+    """`environment` is added to the caller's, from which every DYN_KVBM_* variable is taken away.
+
+    `libraries` are modules without which the engine cannot start, and `install` is the command that brings them.
+    """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     base_url: str
     health_url: str
     model: str
+    libraries: tuple[str, ...] = ()
+    install: str = ""

@@ -19,7 +19,15 @@ def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         argv += ["--connector", profile.model_dump_json()]
     base_url = f"http://{_reachable(host)}:{port}"
     model = profile.engine.arguments.served_model_name or profile.engine.model
-    return LaunchPlan(tuple(argv), dict(profile.engine.environment), base_url, f"{base_url}/health", model)
+    return LaunchPlan(
+        argv=tuple(argv),
+        environment=dict(profile.engine.environment),
+        base_url=base_url,
+        health_url=f"{base_url}/health",
+        model=model,
+        libraries=("torch", "transformers"),
+        install="pip install 'kvbm-cli[embedded]'",
+    )
 
 
 def _flags(arguments: EmbeddedArguments) -> list[str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -144,6 +145,13 @@ def test_program_that_does_not_exist_is_a_problem_of_the_environment(tmp_path: P
     plan = LaunchPlan(("/no/such/python",), {}, "http://h", "http://h/health", "m")
     with pytest.raises(EnvironmentProblem, match="`/no/such/python` is not a program"):
         EngineProcess.start(plan, log_path=tmp_path / "log")
+
+
+def test_missing_library_is_named_with_the_command_that_brings_it(tmp_path: Path) -> None:
+    plan = replace(fake_plan(), libraries=("os", "no_such_library"), install="pip install it")
+    with pytest.raises(EnvironmentProblem) as caught:
+        EngineProcess.start(plan, log_path=tmp_path / "log")
+    assert (caught.value.message, caught.value.hint) == ("the engine needs no_such_library", "`pip install it`")
 
 
 def test_log_that_cannot_be_written_is_a_problem_of_the_environment(tmp_path: Path) -> None:

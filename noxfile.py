@@ -1,0 +1,84 @@
+"""Everything that a change must pass: `nox` runs it all, `nox -l` lists it, `nox -s tests -- tests/core` a part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+nox.needs_version = ">=2024.10"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "imports", "tests", "mutants", "bench_micro", "smoke"]
+
+
+def install(session: nox.Session, *extras: str) -> None:
+    session.install(*CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, and the reference pages."""
+    install(session, "dev")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("python", "docs/generate.py", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict, on both packages."""
+    install(session, "embedded", "dev")
+    session.run("mypy")
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Who imports whom, and what may not be imported at all."""
+    install(session, "dev")
+    session.run("pytest", "-q", "tests/test_imports.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests but the long ones."""
+    install(session, "embedded", "dev")
+    session.run("pytest", "-q", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Plausible bugs, each of which must make a test fail."""
+    install(session, "embedded", "dev")
+    session.run("python", "tests/mutants/run.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def bench_micro(session: nox.Session) -> None:
+    """Small benchmarks, each against the same work done by something else in the same run."""
+    install(session, "embedded", "dev")
+    session.run("pytest", "-q", "--benchmark-only", "bench/micro", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(reuse_venv=False)
+def smoke(session: nox.Session) -> None:
+    """The built wheel in an empty environment without extras: what a user gets before any engine is there."""
+    wheels = Path(session.create_tmp())
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(wheels), str(ROOT))
+    session.install(*CONSTRAINTS, *map(str, wheels.glob("kvbm_cli-*.whl")))
+    session.chdir(wheels)  # away from the checkout, so that only the wheel can answer
+    for command in ("--version", "--help", "profile list", "size --profile demo", "serve --profile demo --dry-run"):
+        session.run("kvbm", *command.split())
+    session.run("kvbm", "serve", "--profile", "demo", success_codes=[1])  # names the extra that it needs
+    session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Long runs that look for leaks and drift; not part of `nox`."""
+    install(session, "embedded", "dev")
+    session.run("pytest", "-q", "-m", "soak", "--timeout", "0", *session.posargs, env=ONE_THREAD)
