@@ -30,7 +30,9 @@ RECORDING = "recording"
 BASELINE, KVBM, FLOOR = "baseline", "kvbm", "floor"
 ARMS = (BASELINE, KVBM, FLOOR)
 SMALLEST_INTERVAL_S = 0.05
-ARM_OVERHEAD_S = 3.0
+WARM_UP_S = 2.0
+
+Answers = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class RunningEngine(Protocol):
@@ -60,7 +62,7 @@ class Recording:
     """`answers[user][turn - 1]`; `cold_ms` are end-to-end times of first turns, of which the system may be cached."""
 
     script: Script
-    answers: tuple[tuple[tuple[int, ...], ...], ...]
+    answers: Answers
     cold_ms: tuple[float, ...]
     startup_s: float
 
@@ -83,7 +85,8 @@ class Experiment:
 
 def run_experiment(workload: Workload, engines: Engines, directory: RunDirectory, progress: Progress) -> Experiment:
     """Blocks until the last arm has ended. EngineError if an engine does not start or refuses the recording."""
-    recording, model = _record(workload, engines, progress)
+    run = _Run(workload, engines, directory, progress)
+    recording, model = run.record()
     plan = Plan.make(
         workload,
         recording.script,
@@ -92,17 +95,11 @@ def run_experiment(workload: Workload, engines: Engines, directory: RunDirectory
         interval_s=workload.schedule.interval_s or _interval_s(workload, recording.cold_ms),
     )
     directory.write_json("plan.json", plan.to_json(), indent=None)
-    arm_s = plan.duration_s + ARM_OVERHEAD_S + recording.startup_s
-    arms: dict[str, ArmResult] = {}
-    for position, name in enumerate(ARMS):
-        after_s = (len(ARMS) - position - 1) * arm_s
-        progress.phase(
-            f"{name}: starting the engine",
-            expected_s=recording.startup_s,
-            remaining_s=plan.duration_s + ARM_OVERHEAD_S + after_s,
-        )
-        with engines(name) as engine, Control(engine.base_url, engine.model) as control:
-            arms[name] = _measure(name, plan, engine, control, directory, progress, after_s=after_s)
+    arm_s = recording.startup_s + WARM_UP_S + plan.duration_s
+    arms = {
+        name: run.measure(name, plan, expected_startup_s=recording.startup_s, after_s=(len(ARMS) - position) * arm_s)
+        for position, name in enumerate(ARMS, start=1)
+    }
     return Experiment(plan, recording, arms)
 
 
@@ -115,82 +112,85 @@ def _interval_s(workload: Workload, cold_ms: tuple[float, ...]) -> float:
     return max(SMALLEST_INTERVAL_S, round(service_s / workload.schedule.target_utilisation, 2))
 
 
-def _record(workload: Workload, engines: Engines, progress: Progress) -> tuple[Recording, str]:
-    progress.phase("recording: starting the engine")
-    with engines(RECORDING) as engine, Control(engine.base_url, engine.model) as control:
-        progress.phase("recording: writing the conversations")
-        script = Script.write(workload, control.tokenize)
-        _warm_up(workload, script, engine, control)
-        progress.phase(f"recording: {workload.request_count} answers without kvbm")
-        answers, cold_ms = asyncio.run(_record_answers(workload, script, engine, progress))
-        return Recording(script, answers, cold_ms, engine.startup_s), engine.model
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What every step of an experiment needs."""
 
+    workload: Workload
+    engines: Engines
+    directory: RunDirectory
+    progress: Progress
 
-async def _record_answers(
-    workload: Workload, script: Script, engine: RunningEngine, progress: Progress
-) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], tuple[float, ...]]:
-    """One request at a time, everyone's first turn, then everyone's second, ..."""
-    answers: list[list[tuple[int, ...]]] = [[] for _ in range(workload.users)]
-    cold_ms: list[float] = []
-    async with open_session() as session:
-        for turn in range(1, workload.turns + 1):
-            for user in range(workload.users):
-                request = _unplanned(workload, engine.model, script.prompt(user, turn, answers[user]), user, turn)
-                row = await send(session, engine.base_url, request, workload=workload, arm=RECORDING)
-                if row.error is not None:
-                    raise EngineError(f"recording turn {turn} of user {user} failed: {row.error}")
-                answers[user].append(tuple(row.token_ids))
-                if turn == 1 and row.end_to_end_ms is not None:
-                    cold_ms.append(row.end_to_end_ms)
-                progress.row(row)
-    return tuple(tuple(of_user) for of_user in answers), tuple(cold_ms)
+    def record(self) -> tuple[Recording, str]:
+        """The recording, and the engine's name for its model."""
+        self.progress.phase("recording: starting the engine")
+        with self.engines(RECORDING) as engine, Control(engine.base_url, engine.model) as control:
+            self.progress.phase("recording: writing the conversations")
+            script = Script.write(self.workload, control.tokenize)
+            self._warm_up(script, engine, control)
+            self.progress.phase(f"recording: {self.workload.request_count} answers without kvbm")
+            answers, cold_ms = asyncio.run(self._record_answers(script, engine))
+            return Recording(script, answers, cold_ms, engine.startup_s), engine.model
 
-
-def _unplanned(workload: Workload, model: str, prompt: list[int], user: int, turn: int) -> PlannedRequest:
-    """A request outside the schedule: the recording's, the warm-up's."""
-    body = request_body(model, prompt, answer_tokens=workload.answer_tokens)
-    return PlannedRequest(0, user, turn, 0.0, len(prompt), (), body)
-
-
-def _warm_up(workload: Workload, script: Script, engine: RunningEngine, control: Control) -> None:
-    """The first long prompt of a process pays for memory and threads; it should not be a measured one."""
-
-    async def once() -> Row:
+    async def _record_answers(self, script: Script, engine: RunningEngine) -> tuple[Answers, tuple[float, ...]]:
+        """One request at a time, everyone's first turn, then everyone's second, ..."""
+        answers: list[list[tuple[int, ...]]] = [[] for _ in range(self.workload.users)]
+        cold_ms: list[float] = []
         async with open_session() as session:
-            request = _unplanned(workload, engine.model, list(script.warmup), 0, 0)
-            return await send(session, engine.base_url, request, workload=workload, arm="warm-up")
+            for turn in range(1, self.workload.turns + 1):
+                for user in range(self.workload.users):
+                    request = self._unplanned(engine.model, script.prompt(user, turn, answers[user]), user, turn)
+                    row = await send(session, engine.base_url, request, workload=self.workload, arm=RECORDING)
+                    if row.error is not None:
+                        raise EngineError(f"recording turn {turn} of user {user} failed: {row.error}")
+                    answers[user].append(tuple(row.token_ids))
+                    if turn == 1 and row.end_to_end_ms is not None:
+                        cold_ms.append(row.end_to_end_ms)
+                    self.progress.row(row)
+        return tuple(map(tuple, answers)), tuple(cold_ms)
 
-    row = asyncio.run(once())
-    if row.error is not None:
-        raise EngineError(f"the warm-up request failed: {row.error}")
-    control.reset_cache()
+    def measure(self, name: str, plan: Plan, *, expected_startup_s: float, after_s: float) -> ArmResult:
+        """One arm in an engine of its own. `after_s` is what the arms after it will take."""
+        plan_s = plan.duration_s + after_s
+        self.progress.phase(
+            f"{name}: starting the engine", expected_s=expected_startup_s, remaining_s=WARM_UP_S + plan_s
+        )
+        with self.engines(name) as engine, Control(engine.base_url, engine.model) as control:
+            self.progress.phase(f"{name}: warming up", expected_s=WARM_UP_S, remaining_s=plan_s)
+            self._warm_up(plan.script, engine, control)
+            before = self._keep(control.metrics(), name, "before")
+            self.progress.phase(
+                f"{name}: {len(plan.requests)} requests", expected_s=plan.duration_s, remaining_s=after_s
+            )
+            result = asyncio.run(
+                drive(plan, engine.base_url, arm=name, on_row=self._take_row, engine_has_ended=engine.has_ended)
+            )
+            ended = engine.has_ended()
+            delta = None if ended else MetricsDelta(before, self._keep(control.metrics(), name, "after"))
+            return ArmResult(name, result, delta, engine.startup_s, ended)
 
+    def _warm_up(self, script: Script, engine: RunningEngine, control: Control) -> None:
+        """The first long prompt of a process pays for memory and threads; it should not be a measured one."""
 
-def _measure(
-    name: str,
-    plan: Plan,
-    engine: RunningEngine,
-    control: Control,
-    directory: RunDirectory,
-    progress: Progress,
-    *,
-    after_s: float,
-) -> ArmResult:
-    progress.phase(f"{name}: warming up", expected_s=ARM_OVERHEAD_S, remaining_s=plan.duration_s + after_s)
-    _warm_up(plan.workload, plan.script, engine, control)
-    before = _keep(control.metrics(), directory, name, "before")
+        async def once() -> Row:
+            async with open_session() as session:
+                request = self._unplanned(engine.model, list(script.warmup), 0, 0)
+                return await send(session, engine.base_url, request, workload=self.workload, arm="warm-up")
 
-    def on_row(row: Row) -> None:
-        directory.append_request(row.to_json())
-        progress.row(row)
+        row = asyncio.run(once())
+        if row.error is not None:
+            raise EngineError(f"the warm-up request failed: {row.error}")
+        control.reset_cache()
 
-    progress.phase(f"{name}: {len(plan.requests)} requests", expected_s=plan.duration_s, remaining_s=after_s)
-    result = asyncio.run(drive(plan, engine.base_url, arm=name, on_row=on_row, engine_has_ended=engine.has_ended))
-    ended = engine.has_ended()
-    delta = None if ended else MetricsDelta(before, _keep(control.metrics(), directory, name, "after"))
-    return ArmResult(name, result, delta, engine.startup_s, ended)
+    def _unplanned(self, model: str, prompt: list[int], user: int, turn: int) -> PlannedRequest:
+        """A request outside the schedule: the recording's, the warm-up's."""
+        body = request_body(model, prompt, answer_tokens=self.workload.answer_tokens)
+        return PlannedRequest(0, user, turn, 0.0, len(prompt), (), body)
 
+    def _take_row(self, row: Row) -> None:
+        self.directory.append_request(row.to_json())
+        self.progress.row(row)
 
-def _keep(metrics: Metrics, directory: RunDirectory, arm: str, when: str) -> Metrics:
-    (directory.arm(arm) / f"metrics-{when}.txt").write_text(metrics.text, encoding="utf-8")
-    return metrics
+    def _keep(self, metrics: Metrics, arm: str, when: str) -> Metrics:
+        (self.directory.arm(arm) / f"metrics-{when}.txt").write_text(metrics.text, encoding="utf-8")
+        return metrics
