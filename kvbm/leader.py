@@ -233,7 +233,7 @@ class Leader:
         """Read the control words: register what has arrived in G2, and return the onboards that have ended."""
         if self._region.has_lost_rank():
             self.disable()
-        for offload in list(self._offloads.values()):
+        for offload in reversed(list(self._offloads.values())):  # tails first, so that heads end up more recent
             self._settle_offload(offload)
         for onboard in list(self._onboards.values()):
             self._settle_onboard(onboard)
@@ -265,8 +265,10 @@ class Leader:
         nothing more."""
         self._store.reset()
         self.counters.resets += 1
-        for flight in (*self._offloads.values(), *self._onboards.values()):
-            flight.is_void = True
+        for offload in self._offloads.values():
+            offload.is_void = True
+        for onboard in self._onboards.values():
+            onboard.is_void = True
         self._departing.clear()
         self._arriving.clear()
         for request in self._requests.values():
@@ -357,7 +359,7 @@ class Leader:
     def _end_offload(self, flight: _OffloadInFlight, is_ready: list[bool]) -> None:
         del self._offloads[flight.order.generation]
         self._in_flight_blocks -= len(flight.hashes)
-        self._release(flight.order.block_ids)
+        self._release(flight.order.block_ids[::-1])
         if flight.is_void:
             flight.target.release()
             return
@@ -387,7 +389,7 @@ class Leader:
         for block_hash in flight.source.hashes:
             if self._arriving.get(block_hash) == order.generation:
                 del self._arriving[block_hash]
-        self._release(order.block_ids)
+        self._release(order.block_ids[::-1])
         if is_ready:
             self._succeed_load(flight)
         else:

@@ -54,9 +54,18 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kvbm_onboard_blocks_h2d": ("onboard_blocks", "blocks copied from host to device and given to the engine"),
     "kvbm_offload_bytes_d2h": ("offload_bytes", "bytes copied from device to host, of registered blocks"),
     "kvbm_onboard_bytes_h2d": ("onboard_bytes", "bytes copied from host to device, of blocks given to the engine"),
-    "kvbm_offload_failed_blocks": ("offload_failed_blocks", "blocks whose copy to host failed; they were not registered"),
-    "kvbm_offload_skipped_blocks": ("offload_skipped_blocks", "computed blocks not copied: no room in flight or in host"),
-    "kvbm_onboard_failed_blocks": ("onboard_failed_blocks", "blocks whose copy to device failed; the engine recomputed"),
+    "kvbm_offload_failed_blocks": (
+        "offload_failed_blocks",
+        "blocks whose copy to host failed; they were not registered",
+    ),
+    "kvbm_offload_skipped_blocks": (
+        "offload_skipped_blocks",
+        "computed blocks not copied: no room in flight or in host",
+    ),
+    "kvbm_onboard_failed_blocks": (
+        "onboard_failed_blocks",
+        "blocks whose copy to device failed; the engine recomputed",
+    ),
     "kvbm_onboard_shared_requests": ("onboard_shared_requests", "requests that waited for another one's load"),
     "kvbm_overdue_transfers": ("overdue_transfers", "transfers asked after because no result had come for long"),
     "kvbm_evicted_blocks": ("evicted_blocks", "registered blocks evicted from host to make room"),

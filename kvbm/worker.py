@@ -176,11 +176,14 @@ class Worker:
             self._segment.write_slots(order.slots, order.generation, _state(finished))
 
     def _deny_onboard(self, order: Onboard) -> None:
-        if not _is_running(self._onboards, order.generation, self._onboard_pool):
+        """Report an overdue onboard that nobody runs here as failed, unless this rank has proven its part."""
+        is_proven = self._segment.lane_carries(order.lane, order.generation)
+        if not is_proven and not _is_running(self._onboards, order.generation, self._onboard_pool):
             self._segment.write_lane(order.lane, order.generation, SlotState.FAILED)
 
     def _deny_offload(self, order: Offload) -> None:
-        if not _is_running(self._offloads, order.generation, self._offload_pool):
+        is_proven = self._segment.slots_carry(order.slots, [order.generation] * len(order.slots))
+        if not is_proven and not _is_running(self._offloads, order.generation, self._offload_pool):
             self._segment.write_slots(order.slots, order.generation, SlotState.FAILED)
 
 

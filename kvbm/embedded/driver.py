@@ -58,9 +58,7 @@ def create_connector(
 
     profile = Profile.model_validate_json(profile_json)
     scheduler = KvbmScheduler(profile)
-    worker = KvbmWorker(
-        profile, handshake=scheduler.accept_handshake, worker_process=worker_process, progress=progress
-    )
+    worker = KvbmWorker(profile, handshake=scheduler.accept_handshake, worker_process=worker_process, progress=progress)
     return scheduler, worker
 
 
@@ -357,9 +355,7 @@ def _serve_worker(pipe: Connection, arguments: _ProcessArguments) -> None:
         with open(arguments.path, "r+b") as memory:
             mapping = mmap.mmap(memory.fileno(), arguments.length)
         storage = torch.frombuffer(mapping, dtype=torch.uint8)
-        worker = Worker.create(
-            arguments.layout, [storage], arguments.capacity, thread_count=arguments.thread_count
-        )
+        worker = Worker.create(arguments.layout, [storage], arguments.capacity, thread_count=arguments.thread_count)
     except EnvironmentProblem as problem:
         pipe.send(problem)
         return

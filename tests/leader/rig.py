@@ -99,9 +99,7 @@ class Rank:
         self.copier = FaultyCopier(DeviceCopier(g1.layout, g1.storages[rank], self.segment))
         self.onboard_pool = ManualPool()
         self.offload_pool = ManualPool()
-        self.worker = Worker(
-            self.segment, self.copier, onboard_pool=self.onboard_pool, offload_pool=self.offload_pool
-        )
+        self.worker = Worker(self.segment, self.copier, onboard_pool=self.onboard_pool, offload_pool=self.offload_pool)
 
     def run(self, kind: str) -> bool:
         """Run the oldest waiting copy of this kind, if there is one."""

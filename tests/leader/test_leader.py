@@ -161,6 +161,17 @@ def test_a_hit_in_g1_keeps_the_whole_chain_recent_head_last(rig):
     assert rig.leader.match("probe", hot, 0) == 2
 
 
+def test_a_prompt_computed_in_chunks_ends_with_its_head_most_recent(rig):
+    hashes, blocks = chain("a", 4), rig.g1.allocate(4)
+    for computed in range(1, 5):
+        rig.g1.compute(blocks[computed - 1], hashes[computed - 1])
+        rig.leader.offload("r", hashes, blocks, computed_blocks=computed, prompt_blocks=4)
+        rig.step()
+    rig.finish("r", hashes, blocks)
+    rig.fill("other", 6)
+    assert rig.leader.match("x", hashes, 0) == 2
+
+
 # -- back --------------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +275,7 @@ def test_a_request_that_lives_through_a_reset_offloads_nothing_of_its_old_state(
     rig.leader.offload("r", hashes, blocks + rig.g1.allocate(2), computed_blocks=4, prompt_blocks=4)
     rig.step()
     assert rig.leader.match("x", hashes, 0) == 0
+    assert rig.leader.match("x", hashes, 2) == 0
 
 
 def test_the_same_block_offloaded_again_after_a_reset_in_flight_is_found(rig):

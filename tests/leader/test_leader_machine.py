@@ -1,7 +1,7 @@
 """Any order of requests, copies, failures, aborts, preemptions and resets: never a wrong byte, never a leak.
 
-The model is the toy engine itself: it knows which hash belongs in which G1 block, and overwrites a block with garbage as
-soon as nobody references it.
+The model is the toy engine itself: it knows which hash belongs in which G1 block, and overwrites a block with garbage
+as soon as nobody references it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Live:
 class LeaderMachine(RuleBasedStateMachine):
     @initialize(ranks=st.integers(1, 2), limit=st.integers(1, 8), batch=st.integers(1, 3))
     def build(self, ranks, limit, batch):
-        self.rig = Rig(
-            slots=6, blocks=12, ranks=ranks, max_in_flight_blocks=limit, batch_blocks=batch, overdue_steps=3
-        )
+        self.rig = Rig(slots=6, blocks=12, ranks=ranks, max_in_flight_blocks=limit, batch_blocks=batch, overdue_steps=3)
         self.live: dict[str, Live] = {}
         self.names = iter(range(10**6))
 
@@ -57,12 +55,16 @@ class LeaderMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"))
     def arrive(self, name):
-        self.live[f"{name}{next(self.names)}"] = Live(CHAINS[name])
+        request_id = f"{name}{next(self.names)}"
+        self.live[request_id] = Live(CHAINS[name])
+        self.admit(request_id)
 
     @precondition(lambda self: any(not r.blocks for r in self.live.values()))
     @rule(data=st.data())
-    def admit(self, data):
-        request_id = data.draw(st.sampled_from([i for i, r in self.live.items() if not r.blocks]))
+    def admit_one_that_waits(self, data):
+        self.admit(data.draw(st.sampled_from([i for i, r in self.live.items() if not r.blocks])))
+
+    def admit(self, request_id):
         request = self.live[request_id]
         matched = self.rig.leader.match(request_id, request.hashes[:-1], 0)
         if matched is None or (blocks := self.rig.g1.allocate(LENGTH)) is None:
@@ -72,11 +74,38 @@ class LeaderMachine(RuleBasedStateMachine):
             self.rig.leader.onboard(request_id, request.hashes[:-1], 0, blocks[:matched])
             request.loading = True
 
+    @rule(
+        name=st.sampled_from("abc"), faults=st.lists(st.sampled_from([None, None, "fail", "short", "die"]), max_size=4)
+    )
+    def serve_from_start_to_end(self, name, faults):
+        """One request alone, every step whole, with these faults on the way."""
+        self.arrive(name)
+        request_id = f"{name}{next(self.names) - 1}"
+        for step in range(8):
+            request = self.live[request_id]
+            if not request.blocks:
+                self.admit(request_id)
+            elif not request.loading and request.computed < LENGTH:
+                self.advance(request_id, 2)
+            if step < len(faults) and faults[step]:
+                self.rig.ranks[step % len(self.rig.ranks)].copier.next(faults[step])
+            self.whole_step()
+        self.drop(request_id)
+
+    @rule()
+    def whole_step(self):
+        self.rig.order()
+        for rank in self.rig.ranks:
+            rank.run_all()
+        self.settle()
+
     @precondition(lambda self: any(r.blocks and not r.loading and r.computed < LENGTH for r in self.live.values()))
     @rule(data=st.data(), count=st.integers(1, LENGTH))
     def compute(self, data, count):
         ready = [i for i, r in self.live.items() if r.blocks and not r.loading and r.computed < LENGTH]
-        request_id = data.draw(st.sampled_from(ready))
+        self.advance(data.draw(st.sampled_from(ready)), count)
+
+    def advance(self, request_id, count):
         request = self.live[request_id]
         end = min(LENGTH, request.computed + count)
         for index in range(request.computed, end):
@@ -129,7 +158,9 @@ class LeaderMachine(RuleBasedStateMachine):
     def copy(self, rank, kind):
         self.rig.ranks[rank % len(self.rig.ranks)].run(kind)
 
-    @rule(rank=st.integers(0, 1), kind=st.sampled_from(["onboard", "offload"]), fault=st.sampled_from(["fail", "short"]))
+    @rule(
+        rank=st.integers(0, 1), kind=st.sampled_from(["onboard", "offload"]), fault=st.sampled_from(["fail", "short"])
+    )
     def copy_fails(self, rank, kind, fault):
         victim = self.rig.ranks[rank % len(self.rig.ranks)]
         victim.copier.next(fault)
@@ -157,6 +188,6 @@ class LeaderMachine(RuleBasedStateMachine):
 
 
 LeaderMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_any_order_of_events_keeps_every_byte_right = LeaderMachine.TestCase

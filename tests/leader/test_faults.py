@@ -1,0 +1,281 @@
+"""Copies that fail, hang, get lost or come late, through the real worker: a miss and a counter, nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from faults import FAULTS
+from rig import Rig, chain
+
+from kvbm.plan import Offload, Onboard, StepPlan
+from kvbm.types import SlotState
+
+FAILING = [fault for fault in FAULTS if fault not in ("hold", "lost")]
+
+
+@pytest.fixture
+def rig():
+    rig = Rig(overdue_steps=3)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def two_ranks():
+    rig = Rig(ranks=2, overdue_steps=3)
+    yield rig
+    rig.close()
+
+
+# -- offload -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", FAILING)
+def test_blocks_of_a_failed_offload_are_not_registered_and_the_next_offload_works(rig, fault):
+    hashes = chain("a", 3)
+    rig.ranks[0].copier.next(fault)
+    blocks = rig.compute("r", hashes)
+    rig.step()
+    assert rig.leader.match("x", hashes, 0) == 0
+    assert rig.leader.counters.offload_failed_blocks == 3
+    assert rig.leader.counters.offload_blocks == 0
+    assert rig.leader.host_blocks()["free"] == 8
+    rig.finish("r", hashes, blocks)
+    rig.fill("a", 3)
+    assert rig.leader.match("y", hashes, 0) == 3
+
+
+def test_one_rank_failing_is_enough_not_to_register(two_ranks):
+    hashes = chain("a", 2)
+    two_ranks.ranks[1].copier.next("fail")
+    two_ranks.compute("r", hashes)
+    two_ranks.step()
+    assert two_ranks.leader.match("x", hashes, 0) == 0
+
+
+def test_slots_of_a_failed_rank_are_not_reused_while_another_rank_still_copies(two_ranks):
+    two_ranks.ranks[0].copier.next("fail")
+    two_ranks.compute("r", chain("a", 2))
+    two_ranks.order()
+    two_ranks.ranks[0].run_all()
+    two_ranks.settle()
+    assert two_ranks.leader.host_blocks()["moving"] == 2
+    two_ranks.ranks[1].run_all()
+    two_ranks.settle()
+    assert two_ranks.leader.host_blocks()["moving"] == 0
+
+
+def test_one_failing_batch_leaves_the_others_in_order():
+    rig = Rig(batch_blocks=2)
+    hashes = chain("a", 6)
+    rig.ranks[0].copier.at(1, "fail")
+    rig.compute("r", hashes)
+    rig.step()
+    assert rig.leader.match("x", hashes, 0) == 2
+    assert rig.leader.match("x", hashes, 4) == 2
+    rig.close()
+
+
+def test_an_offload_that_hangs_holds_its_blocks_and_nothing_else(rig):
+    hashes = rig.fill("a", 3)
+    blocks = rig.compute("hung", chain("b", 2))
+    rig.order()
+    rig.finish("hung", chain("b", 2), blocks)
+    rig.load("r", hashes)
+    rig.order()
+    rig.ranks[0].run("onboard")
+    (result,) = rig.settle()
+    assert result.request_id == "r"
+    assert not result.failed_block_ids
+    assert all(rig.g1.references[block] for block in blocks)
+    for _ in range(10):
+        rig.order()
+        rig.settle()
+    assert all(rig.g1.references[block] for block in blocks), "given up while the copier may still read"
+    rig.ranks[0].run("offload")
+    rig.settle()
+    assert not any(rig.g1.references[block] for block in blocks)
+    assert rig.leader.match("x", chain("b", 2), 0) == 2
+
+
+# -- onboard -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", FAILING)
+def test_a_failed_load_is_reported_and_its_blocks_are_forgotten(rig, fault):
+    hashes = rig.fill("a", 3)
+    rig.ranks[0].copier.next(fault)
+    blocks = rig.load("r", hashes)
+    (result,) = rig.step()
+    assert list(result.failed_block_ids) == blocks
+    assert rig.leader.counters.onboard_failed_blocks == 3
+    assert rig.leader.counters.onboard_blocks == 0
+    assert rig.leader.match("x", hashes, 0) == 0
+
+
+def test_a_request_whose_load_failed_is_not_offered_another(rig):
+    hashes = rig.fill("a", 3)
+    rig.ranks[0].copier.next("fail")
+    blocks = rig.load("r", hashes)
+    rig.step()
+    rig.g1.release(blocks)
+    rig.fill("a", 3)
+    assert rig.leader.match("r", hashes, 0) == 0
+    assert rig.leader.match("other", hashes, 0) == 3
+
+
+def test_a_load_is_not_reported_before_every_copier_has_stopped(two_ranks):
+    hashes = two_ranks.fill("a", 2)
+    two_ranks.ranks[0].copier.next("fail")
+    two_ranks.load("r", hashes)
+    two_ranks.order()
+    two_ranks.ranks[0].run_all()
+    assert two_ranks.settle() == []
+    two_ranks.ranks[1].run_all()
+    (result,) = two_ranks.settle()
+    assert result.failed_block_ids
+
+
+def test_while_a_load_hangs_for_long_no_hits_are_promised_and_offloads_go_on(rig):
+    hashes = rig.fill("a", 2)
+    rig.load("hung", hashes)
+    for _ in range(4):
+        rig.order()
+        rig.settle()
+    assert rig.leader.match("waiting", hashes, 0) == 0
+    hashes_b = chain("b", 2)
+    rig.compute("out", hashes_b)
+    rig.order()
+    rig.ranks[0].run("offload")
+    rig.settle()
+    assert rig.leader.counters.offload_blocks == 4
+    rig.ranks[0].run("onboard")
+    assert [result.request_id for result in rig.settle()] == ["hung"]
+    assert rig.leader.match("x", hashes_b, 0) == 2
+
+
+# -- lost, late and twice ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["offload", "onboard"])
+def test_a_copy_that_the_pool_lost_ends_as_failed_after_the_leader_has_asked(rig, kind):
+    hashes = rig.fill("a", 2)
+    if kind == "offload":
+        rig.compute("r", chain("b", 2))
+        rig.order()
+        rig.ranks[0].offload_pool.lose_next("offload")
+    else:
+        rig.load("r", hashes)
+        rig.order()
+        rig.ranks[0].onboard_pool.lose_next("onboard")
+    results = []
+    for _ in range(4):
+        rig.order()
+        results += rig.settle()
+    counters = rig.leader.counters
+    assert counters.overdue_transfers == 1
+    assert not rig.leader.has_pending()
+    assert (counters.offload_failed_blocks, counters.onboard_failed_blocks) == ((2, 0) if kind == "offload" else (0, 2))
+    assert [bool(result.failed_block_ids) for result in results] == ([] if kind == "offload" else [True])
+
+
+def test_an_order_that_never_reached_the_worker_ends_as_failed(rig):
+    rig.compute("r", chain("a", 2))
+    rig.leader.step()
+    for _ in range(4):
+        rig.order()
+        rig.settle()
+    assert not rig.leader.has_pending()
+    assert rig.leader.counters.offload_failed_blocks == 2
+
+
+def test_asking_after_a_transfer_does_not_spoil_what_a_faster_rank_has_proven(two_ranks):
+    hashes = chain("a", 2)
+    two_ranks.compute("r", hashes)
+    two_ranks.order()
+    two_ranks.ranks[0].run_all()
+    for _ in range(7):
+        two_ranks.settle()
+        two_ranks.order()
+    two_ranks.ranks[1].run_all()
+    two_ranks.settle()
+    assert two_ranks.leader.match("x", hashes, 0) == 2
+    two_ranks.load("r", hashes)
+    two_ranks.order()
+    two_ranks.ranks[0].run_all()
+    results = []
+    for _ in range(7):
+        results += two_ranks.settle()
+        two_ranks.order()
+    two_ranks.ranks[1].run_all()
+    results += two_ranks.settle()
+    assert [result.failed_block_ids for result in results] == [()]
+
+
+def test_a_result_that_comes_twice_changes_nothing(rig):
+    hashes = chain("a", 2)
+    rig.compute("r", hashes)
+    plan = rig.order()
+    rig.ranks[0].run_all()
+    rig.settle()
+    (order,) = plan.offloads
+    rig.ranks[0].segment.write_slots(order.slots, order.generation, SlotState.READY)
+    rig.settle()
+    assert rig.leader.counters.offload_blocks == 2
+    assert rig.leader.match("x", hashes, 0) == 2
+
+
+def test_a_late_result_of_an_older_transfer_proves_nothing_for_a_newer_one(rig):
+    rig.ranks[0].copier.next("fail")
+    old = chain("old", 2)
+    rig.compute("r", old)
+    (stale,) = rig.order().offloads
+    rig.ranks[0].run_all()
+    rig.settle()
+    new = chain("new", 8)
+    rig.compute("s", new)
+    rig.order()
+    rig.ranks[0].segment.write_slots(stale.slots, stale.generation, SlotState.READY)
+    rig.settle()
+    assert rig.leader.match("x", new, 0) == 0
+    assert rig.leader.match("x", old, 0) == 0
+
+
+# -- the worker's own guard --------------------------------------------------------------------------------------------
+
+
+def test_worker_refuses_to_onboard_a_slot_that_holds_another_block(rig):
+    rank = rig.ranks[0]
+    rank.segment.write_slots([0], 7, SlotState.READY)
+    order = Onboard(generation=9, lane=3, slots=(0,), slot_generations=(6,), block_ids=(5,))
+    rank.worker.start(StepPlan(step=1, onboards=(order,)))
+    rank.run("onboard")
+    rank.worker.poll()
+    assert rig.region.lane_result(3, 9) is SlotState.FAILED
+    assert int(rig.g1.storages[0][0][5 * 512]) == 0xEE, "bytes of another block were copied"
+
+
+def test_worker_notices_a_slot_that_changes_hands_during_the_copy(rig):
+    rank = rig.ranks[0]
+    rank.segment.write_slots([0], 7, SlotState.READY)
+    real = rank.copier.onboard
+
+    def overtaken(slots, block_ids, fence):
+        real(slots, block_ids, fence)
+        rank.segment.write_slots([0], 8, SlotState.READY)
+
+    rank.copier.onboard = overtaken
+    order = Onboard(generation=9, lane=3, slots=(0,), slot_generations=(7,), block_ids=(5,))
+    rank.worker.start(StepPlan(step=1, onboards=(order,)))
+    rank.run("onboard")
+    rank.worker.poll()
+    assert rig.region.lane_result(3, 9) is SlotState.FAILED
+
+
+def test_worker_writes_no_word_before_its_copy_has_ended(rig):
+    rank = rig.ranks[0]
+    rank.worker.finish(StepPlan(step=1, offloads=(Offload(generation=4, block_ids=(0,), slots=(2,)),)))
+    rank.worker.poll()
+    assert rig.region.slot_results([2], 4) == [SlotState.EMPTY]
+    rank.run("offload")
+    rank.worker.poll()
+    assert rig.region.slot_results([2], 4) == [SlotState.READY]
