@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     import httpx
 
 TIMEOUT_S = 30.0
+RESET = "/reset_prefix_cache?reset_external=true"
+RESET_TIMEOUT_S = 10.0
+RESET_INTERVAL_S = 0.02
+IN_USE = 409
 SOURCES = {"local_cache_hit": "g1", "external_kv_transfer": "g2", "local_compute": "computed"}
 
 
@@ -110,15 +115,20 @@ class Control:
         return Metrics.parse(self._call("GET", "/metrics").text)
 
     def reset_cache(self) -> None:
-        """Forget every block, in G1 and in what the connector keeps."""
-        self._call("POST", "/reset_prefix_cache?reset_external=true")
+        """Forget every block, in G1 and in what the connector keeps, as soon as no copy needs it any more."""
+        deadline = time.monotonic() + RESET_TIMEOUT_S
+        while self._call("POST", RESET, accepted=(IN_USE,)).status_code == IN_USE:
+            if time.monotonic() > deadline:
+                raise EngineError(f"the engine's blocks were still in use {RESET_TIMEOUT_S:g} s after the last request")
+            time.sleep(RESET_INTERVAL_S)
 
-    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+    def _call(self, method: str, path: str, *, accepted: tuple[int, ...] = (), **arguments: Any) -> httpx.Response:
         import httpx
 
         try:
             response = self._client.request(method, path, **arguments)
-            response.raise_for_status()
+            if response.status_code not in accepted:
+                response.raise_for_status()
         except httpx.HTTPStatusError as error:
             problem = f"HTTP {error.response.status_code}: {error.response.text.strip()[:200]}"
             raise EngineError(f"the engine refused {method} {path}: {problem}") from None

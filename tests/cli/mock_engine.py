@@ -38,6 +38,7 @@ class Options:
     token_ms: float = 1.0
     faults: dict[int, str] = field(default_factory=dict)
     has_metrics: bool = True
+    resets_to_refuse: int = 1
 
 
 class LruTier:
@@ -84,6 +85,7 @@ class Model:
         self.options = options
         self.g1, self.g2 = LruTier(options.g1_blocks), LruTier(options.g2_blocks)
         self.tokens = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
+        self.resets_to_refuse = options.resets_to_refuse
         self.queue_s, self.served, self.number, self.free_at = 0.0, 0, 0, 0.0
 
     def reset(self) -> None:
@@ -203,6 +205,9 @@ class MockEngine:
             self._plain(writer, 200, self._model.metrics())
         elif path == "/metrics":
             self._plain(writer, 200, "")
+        elif path == "/reset_prefix_cache" and self._model.resets_to_refuse:
+            self._model.resets_to_refuse -= 1
+            self._plain(writer, 409, "")
         elif path == "/reset_prefix_cache":
             self._model.reset()
             self._plain(writer, 200, "")
