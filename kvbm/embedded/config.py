@@ -15,8 +15,8 @@ class EngineConfig:
     """`model` is `synthetic:NAME` or a local Hugging Face directory. None means: the engine chooses.
 
     `num_blocks` G1 blocks of `block_size` tokens; a step computes at most `max_num_batched_tokens` tokens of at most
-    `max_num_seqs` requests. `device` is `cpu`, `cuda` or `auto`. `verify` runs a few tokens at start-up and compares them
-    with the model's own attention. Raises ProfileError.
+    `max_num_seqs` requests. `device` is `cpu`, `cuda` or `auto`. `verify` runs a few tokens at start-up and compares
+    them with the model's own attention. Raises ProfileError.
     """
 
     model: str

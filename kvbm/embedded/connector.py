@@ -13,15 +13,15 @@ what `build_connector_meta` returns is pickled before `bind_connector_metadata` 
 
 Rules that the engine keeps:
 
-- A lookup happens while `num_computed_tokens` is 0, and again after a preemption. `(None, _)` puts the request off to the
-  next step without holding up those behind it. At least one token of every request is computed.
+- A lookup happens while `num_computed_tokens` is 0, and again after a preemption. `(None, _)` puts the request off to
+  the next step without holding up those behind it. At least one token of every request is computed.
 - The blocks of an asynchronous load are neither scheduled nor findable before its id is in `finished_recving`, which
   must not come before the copier has stopped. A synchronous load has ended when `wait_for_layer_load` returns, and is
   not reported.
 - Failed blocks arrive no later than the end of their load; they and the tokens behind them are computed again.
-- `request_finished` is called once per request, also for an abort, before its blocks are freed. With True they stay until
-  its id is in `finished_sending` or `finished_recving`. A connector that still touches blocks of a request for which it
-  answered False, or of one that was preempted, must have taken a hold on them.
+- `request_finished` is called once per request, also for an abort, before its blocks are freed. With True they stay
+  until its id is in `finished_sending` or `finished_recving`. A connector that still touches blocks of a request for
+  which it answered False, or of one that was preempted, must have taken a hold on them.
 """
 
 from __future__ import annotations

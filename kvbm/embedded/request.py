@@ -167,12 +167,20 @@ class Request:
         if len(self.all_token_ids) % self.block_size == 0:
             self._extend_hashes()
 
-    def last_output(self, reason: FinishReason, new_token_ids: list[int], error: str | None = None) -> RequestOutput:
+    def last_output(
+        self,
+        reason: FinishReason,
+        *,
+        new_token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> RequestOutput:
         """The output that ends this request."""
         started, first = self.first_scheduled_time, self.first_token_time
         return RequestOutput(
             request_id=self.request_id,
-            new_token_ids=new_token_ids,
+            new_token_ids=new_token_ids or [],
+            logprobs=logprobs,
             finish_reason=reason,
             error=error,
             num_prompt_tokens=self.num_prompt_tokens,
