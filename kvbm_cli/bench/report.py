@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH = 80
-BAR_CELLS = 40
+BAR_CELLS = 10
+NUMBER_WIDTHS = (6, 6, 6, 6, 7, 7, 9, 7)
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 COLOURS = {"faster": "green", "same": "yellow", "slower": "red", "invalid": "red", "wrong": "red"}
 
@@ -27,7 +28,6 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
         highlight=False,
     )
     console.print(_arms_table(summary))
-    console.print("Median time to first token by turn, in ms", highlight=False)
     for line in _turn_lines(summary["arms"]):
         console.print(Text(line))
     console.print(f"\n{_load_line(summary)}", highlight=False)
@@ -63,14 +63,29 @@ def _arms_table(summary: dict[str, Any]) -> Table:
 
 
 def _turn_lines(arms: dict[str, Any]) -> list[str]:
-    """One bar per arm and turn, all on one scale."""
-    values = {(turn["turn"], name): turn["ttft_ms"]["p50"] for name, arm in arms.items() for turn in arm["turns"]}
-    longest = max((value for value in values.values() if value is not None), default=0.0) or 1.0
-    return [
-        f" {f'turn {turn}' if name == next(iter(arms)) else '':<8}{name:<9} "
-        f"{_bar(value / longest) if value is not None else '':<{BAR_CELLS}} {_milliseconds(value):>7}"
-        for (turn, name), value in sorted(values.items(), key=lambda item: (item[0][0], list(arms).index(item[0][1])))
-    ]
+    """One line per turn and arm; the bars are medians, all on one scale."""
+    medians = [turn["ttft_ms"]["p50"] or 0.0 for arm in arms.values() for turn in arm["turns"]]
+    longest = max(medians, default=0.0) or 1.0
+    lines = [_turn_line("", "", "TTFT, ms", "p50", "p90", "p99", "ITL", "G1", "G2", "computed", "failed")]
+    for turns in zip(*(arm["turns"] for arm in arms.values()), strict=True):
+        for position, (name, turn) in enumerate(zip(arms, turns, strict=True)):
+            lines.append(
+                _turn_line(
+                    f"turn {turn['turn']}" if position == 0 else "",
+                    name,
+                    _bar((turn["ttft_ms"]["p50"] or 0.0) / longest),
+                    *(_milliseconds(turn["ttft_ms"][percent]) for percent in ("p50", "p90", "p99")),
+                    _milliseconds(turn["itl_ms"]["p50"]),
+                    *(_count(turn["prompt_tokens"][tier]) for tier in ("g1", "g2", "computed")),
+                    _count(turn["errors"]),
+                )
+            )
+    return lines
+
+
+def _turn_line(turn: str, arm: str, bar: str, *numbers: str) -> str:
+    cells = (f"{number:>{width}}" for number, width in zip(numbers, NUMBER_WIDTHS, strict=True))
+    return f"{turn:<7}{arm:<9}{bar:<{BAR_CELLS}}{''.join(cells)}"
 
 
 def _bar(share: float) -> str:
