@@ -231,8 +231,8 @@ class Leader:
 
     def settle(self) -> list[LoadResult]:
         """Read the control words: register what has arrived in G2, and return the onboards that have ended."""
-        if self._region.has_lost_rank():
-            self.disable()
+        if not self.counters.disabled and self._region.has_lost_rank():
+            self._disable()
         for offload in reversed(list(self._offloads.values())):  # tails first, so that heads end up more recent
             self._settle_offload(offload)
         for onboard in list(self._onboards.values()):
@@ -273,18 +273,6 @@ class Leader:
         self._arriving.clear()
         for request in self._requests.values():
             request.may_offload = False
-
-    def disable(self) -> None:
-        """A rank is gone, and its copiers with it: fail everything in flight and stay out of the engine's way."""
-        if self.counters.disabled:
-            return
-        self.reset()
-        self.counters.disabled = 1
-        self._orders = _Orders()
-        for offload in list(self._offloads.values()):
-            self._end_offload(offload, [False] * len(offload.hashes))
-        for onboard in list(self._onboards.values()):
-            self._end_onboard(onboard, is_ready=False)
 
     # -- what others may see -------------------------------------------------------------------------------------------
 
@@ -413,6 +401,12 @@ class Leader:
         request.may_onboard = False
         if self._requests.get(request_id) is request:
             self._unreported.append(LoadResult(request_id, block_ids, block_ids))
+
+    def _disable(self) -> None:
+        """A rank is gone: forget everything and stay out of the engine's way. What the other ranks still copy ends
+        as failed, when they have reported."""
+        self.reset()
+        self.counters.disabled = 1
 
     def _check_some(self) -> None:
         self._store.check(self._checked_slots, CHECKED_SLOTS_PER_STEP)

@@ -154,6 +154,10 @@ class Segment:
         _order_memory()
         return bool(np.array_equal(found, wanted))
 
+    def lane_carries(self, lane: int, generation: int) -> bool:
+        """Whether this rank has reported transfer `generation` as READY in this lane."""
+        return bool(self._lane_words[_indexes([lane], LANES)][0] == _word(generation, SlotState.READY))
+
     def close(self) -> None:
         """Give the memory back at once; views of it that live on then read zeros. May be called twice."""
         if self._is_closed:
@@ -172,7 +176,9 @@ class Region:
         self.slot_count = segments[0].info.slot_count
         self._slot_words = [segment.slot_words for segment in segments]
         self._lane_words = [segment.lane_words for segment in segments]
-        self._process_fds = [segment.process_fd for segment in segments if segment.process_fd is not None]
+        fds = {segment.process_fd: position for position, segment in enumerate(segments)}
+        self._process_fds = {fd: position for fd, position in fds.items() if fd is not None}
+        self._is_lost = [False] * len(segments)
         self._poll = select.poll()
         for fd in self._process_fds:
             self._poll.register(fd, select.POLLIN)
@@ -189,26 +195,29 @@ class Region:
         """What transfer `generation` did to each slot.
 
         EMPTY until every rank has reported, because a rank that has not may still be copying; then READY if all ranks
-        are, and FAILED if any is not.
+        are, and FAILED if any is not. A lost rank, which copies nothing any more, has FAILED what it had not proven.
         """
-        states = _combine([words[_indexes(slots, self.slot_count)] for words in self._slot_words], generation)
+        found = [words[_indexes(slots, self.slot_count)] for words in self._slot_words]
+        states = _combine(found, generation, self._is_lost)
         return [_STATES[state] for state in states.tolist()]
 
     def lane_result(self, lane: int, generation: int) -> SlotState:
         """The same for a transfer that reports in a lane."""
-        states = _combine([words[_indexes([lane], LANES)] for words in self._lane_words], generation)
+        states = _combine([words[_indexes([lane], LANES)] for words in self._lane_words], generation, self._is_lost)
         return _STATES[int(states[0])]
 
     def has_lost_rank(self) -> bool:
-        """Whether the process of a rank has ended. Costs one system call."""
-        return bool(self._process_fds and self._poll.poll(0))
+        """Whether the process of a rank has ended; from then on its results are known. Costs one system call."""
+        for fd, _ in self._poll.poll(0) if self._process_fds else ():
+            self._is_lost[self._process_fds[fd]] = True
+        return any(self._is_lost)
 
     def close(self) -> None:
         """Unmap. May be called twice."""
         self._slot_words.clear()
         self._lane_words.clear()
         while self._process_fds:
-            fd = self._process_fds.pop()
+            fd, _ = self._process_fds.popitem()
             self._poll.unregister(fd)
             os.close(fd)
 
@@ -361,15 +370,15 @@ def _indexes(numbers: Sequence[int], count: int) -> NDArray[np.int64]:
     return indexes
 
 
-def _combine(words: Sequence[NDArray[np.uint64]], generation: int) -> NDArray[np.uint8]:
+def _combine(words: Sequence[NDArray[np.uint64]], generation: int, is_lost: Sequence[bool]) -> NDArray[np.uint8]:
     """The state of each word over all ranks; the words of one rank are one element of `words`."""
     ready, failed = _word(generation, SlotState.READY), _word(generation, SlotState.FAILED)
     is_ready = np.ones(len(words[0]), np.bool_)
     is_reported = is_ready.copy()
-    for found in words:
+    for found, is_lost_here in zip(words, is_lost, strict=True):
         is_ready_here = found == ready
         is_ready &= is_ready_here
-        is_reported &= is_ready_here | (found == failed)
+        is_reported &= is_ready_here | (found == failed) | is_lost_here
     _order_memory()
     states = np.where(is_ready, SlotState.READY, SlotState.FAILED).astype(np.uint8)
     states[~is_reported] = SlotState.EMPTY

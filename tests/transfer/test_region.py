@@ -320,6 +320,7 @@ def test_close_gives_the_memory_back_although_views_live_on():
 
 
 def test_a_closed_region_keeps_no_mapping_and_no_descriptor(ranks):
+    gc.collect()  # of other tests
     before = set(os.listdir("/proc/self/fd"))
     region = Region.map([segment.info for segment in ranks])
     region.close()
