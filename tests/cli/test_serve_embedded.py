@@ -1,0 +1,134 @@
+"""`kvbm serve` in front of the real embedded engine: it serves, stops, and leaves nothing behind, whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from terminal import PROGRAM, environment, kvbm
+from test_process import eventually, is_gone
+
+pytest.importorskip("torch")
+
+PROFILE = """\
+engine:
+  model: synthetic:tiny
+  arguments: {num_blocks: 64, max_model_len: 512}
+tiers: {host: {capacity: 64MiB}}
+server: {port: auto}
+"""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.yaml").write_text(PROFILE)
+    return tmp_path
+
+
+@contextmanager
+def serving(home: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A healthy `kvbm serve` and its URL."""
+    command = [*PROGRAM, "serve", "-p", "./tiny.yaml", *(f"--set={override}" for override in overrides)]
+    with (
+        (home / "stderr").open("w") as stderr,
+        subprocess.Popen(
+            command, cwd=home, env=environment(home), stdout=subprocess.PIPE, stderr=stderr, text=True
+        ) as program,
+    ):
+        assert program.stdout is not None
+        url = program.stdout.readline().strip()
+        try:
+            assert url, (home / "stderr").read_text()
+            yield program, url
+        finally:
+            program.kill()
+
+
+def descendants(program: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(program.pid).children(recursive=True)
+
+
+def ask(url: str, prompt: str) -> dict[str, object]:
+    body = {"model": "synthetic:tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_engine_serves_and_sigterm_ends_it_with_zero(home: Path) -> None:
+    with serving(home) as (program, url):
+        prompt = "once upon a time " * 12
+        first, second = ask(url, prompt), ask(url, prompt)
+        assert first["choices"] == second["choices"]
+        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+        assert "kvbm_offload_blocks_d2h" in metrics
+        children = descendants(program)
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(timeout=60) == 0
+    assert all(is_gone(child.pid) for child in children)
+
+
+def test_interrupt_twice_ends_it_at_once(home: Path) -> None:
+    with serving(home) as (program, _):
+        children = descendants(program)
+        program.send_signal(signal.SIGINT)
+        program.send_signal(signal.SIGINT)
+        assert program.wait(timeout=20) in (0, 128 + signal.SIGKILL)
+    assert all(is_gone(child.pid) for child in children)
+
+
+@pytest.mark.parametrize("worker_process", ["false", "true"])
+def test_killed_parent_leaves_no_process_and_no_memory(home: Path, worker_process: str) -> None:
+    before = set(SHARED_MEMORY.iterdir())
+    with serving(home, f"engine.arguments.worker_process={worker_process}") as (program, url):
+        ask(url, "hello " * 30)
+        children = descendants(program)
+        assert len(children) >= (2 if worker_process == "true" else 1)
+        program.kill()
+        eventually(lambda: all(is_gone(child.pid) for child in children))
+    assert set(SHARED_MEMORY.iterdir()) <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_killed_engine_is_reported_and_leaves_no_process(home: Path, number: signal.Signals) -> None:
+    with serving(home, "engine.arguments.worker_process=true") as (program, _):
+        children = descendants(program)
+        engine = next(child for child in children if child.ppid() == program.pid)
+        os.kill(engine.pid, number)
+        assert program.wait(timeout=20) == 128 + number
+        eventually(lambda: all(is_gone(child.pid) for child in children))
+    assert f"the engine ended by itself, with exit code {128 + number}" in (home / "stderr").read_text()
+
+
+def test_parent_killed_while_the_engine_loads_leaves_no_process(home: Path) -> None:
+    command = [*PROGRAM, "serve", "-p", "./tiny.yaml"]
+    with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) as program:
+        eventually(lambda: len(psutil.Process(program.pid).children()) == 1)
+        children = psutil.Process(program.pid).children(recursive=True)
+        program.kill()
+        eventually(lambda: all(is_gone(child.pid) for child in children))
+
+
+def test_too_little_memory_is_an_error_that_says_how_much_there_is(home: Path) -> None:
+    outcome = kvbm("serve", "-p", "./tiny.yaml", "--set", "tiers.host.capacity=900TB", home=home, timeout_s=120)
+    assert outcome.exit_code == 1
+    assert outcome.stdout == ""
+    assert "the engine ended before it was healthy, with exit code 1" in outcome.stderr
+    assert "899,999," in outcome.stderr or "818" in outcome.stderr, outcome.stderr
+
+
+def test_model_that_is_too_long_for_the_pool_is_an_error_of_the_profile(home: Path) -> None:
+    outcome = kvbm("serve", "-p", "./tiny.yaml", "--set", "engine.arguments.max_model_len=999999", home=home)
+    assert outcome.exit_code == 2
+    assert "max_model_len" in outcome.stderr

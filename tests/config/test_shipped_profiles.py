@@ -1,0 +1,22 @@
+"""Every profile that ships is right: it loads, its tiers have a size, and it makes a launch plan."""
+
+import pytest
+
+from kvbm.config.load import load, shipped
+from kvbm.embedded.launch import plan
+from kvbm.sizing import size
+from kvbm_cli.model_facts import model_facts
+from kvbm_cli.shipped import profiles_directory, workloads_directory
+
+DIRECTORIES = [profiles_directory()]
+
+
+@pytest.mark.parametrize("name", shipped(DIRECTORIES))
+def test_shipped_profile_is_right(name: str) -> None:
+    profile = load(name, directories=DIRECTORIES).profile
+    assert profile.description, "`kvbm profile list` shows it"
+    sizing = size(profile, model_facts(profile.engine.model))
+    assert sizing.host.block_count > sizing.device.block_count
+    assert plan(profile, connector=True, port=1).argv
+    if profile.bench.workload is not None and "/" not in profile.bench.workload:
+        assert (workloads_directory() / f"{profile.bench.workload}.yaml").is_file()
