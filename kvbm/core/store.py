@@ -66,7 +66,7 @@ class BlockStore:
         # How often a slot is pinned beyond the first time. Most are not, so this is small.
         self._extra_pins: dict[int, int] = {}
         self._lists = SlotLists(capacity_blocks)
-        self._index = HashIndex(capacity_blocks, hash_bytes)
+        self._index = HashIndex(self._states, bytes((PINNED, INACTIVE)), hash_bytes)
         self._free_count = capacity_blocks
         self._inactive_count = 0
         self._mutable_count = 0
@@ -156,10 +156,10 @@ class BlockStore:
 
     def match(self, hashes: Sequence[bytes], start: int = 0) -> int:
         """Return how many of `hashes[start:]` are registered, counted up to the first that is not. Changes nothing."""
-        return self._index.first_missing(hashes[start:] if start else hashes)
+        return len(self._index.find_prefix(hashes[start:] if start else hashes))
 
     def contains(self, sequence_hash: bytes) -> bool:
-        return self._index.first_missing((sequence_hash,)) == 1
+        return bool(self._index.find_prefix((sequence_hash,)))
 
     def missing(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the positions in `hashes` of those that are not registered."""
@@ -169,8 +169,8 @@ class BlockStore:
 
     def pin(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
         """Hold all of `hashes` against eviction, or None when one of them is not registered."""
-        slots = self._index.find_all(hashes)
-        if slots is None:
+        slots = self._index.find_prefix(hashes)
+        if len(slots) < len(hashes):
             return None
         self._pin_slots(slots)
         return PinnedBlocks(self, slots, self._epoch, tuple(hashes))
@@ -241,7 +241,7 @@ class BlockStore:
         Nothing that was allocated before can become findable any more.
         """
         self._index.clear()
-        self._states = self._states.translate(_AFTER_RESET)
+        self._states[:] = self._states.translate(_AFTER_RESET)
         self._lists.append_all(self._lists.free, self._lists.inactive)
         self._free_count += self._inactive_count
         self._inactive_count = 0
