@@ -28,10 +28,11 @@ from kvbm import hashing
 from kvbm.embedded import model as models
 from kvbm.embedded.blocks import BlockPool
 from kvbm.embedded.connector import SchedulerSide, WorkerSide
+from kvbm.embedded.engine_core import EngineCore
 from kvbm.embedded.kv import KVPool
 from kvbm.embedded.request import FinishReason, Request, RequestOutput, SamplingParams
 from kvbm.embedded.runner import Runner
-from kvbm.embedded.scheduler import EngineCounters, Scheduler, SchedulerLimits
+from kvbm.embedded.scheduler import Scheduler, SchedulerLimits
 from kvbm.errors import EngineError, ProfileError
 
 if TYPE_CHECKING:
@@ -49,20 +50,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A glance at the engine. `counters` is live: its numbers only grow, and are read without a lock."""
+    """A glance at the engine: what is there now, and what was counted since the start. `kv_cache_usage` is 0 to 1."""
 
-    is_healthy: bool
-    running_requests: int
-    waiting_requests: int
-    block_count: int
-    block_size: int
-    used_blocks: int
-    registered_blocks: int
-    counters: EngineCounters
-
-    @property
-    def kv_cache_usage(self) -> float:
-        return self.used_blocks / self.block_count
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_cache_usage: float
+    num_registered_blocks: int
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    external_cache_queries: int
+    external_cache_hits: int
+    failed_load_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +81,16 @@ class Engine:
         self.block_size = config.block_size
         self.max_model_len = _max_model_len(config, self.model.max_positions)
         self.threads = config.threads or _default_threads(self.model.parameter_count)
-        self._pool = KVPool(
+        self.blocks = BlockPool(config.num_blocks)
+        self.pool = KVPool(
             self.model.geometry,
             block_count=config.num_blocks,
             block_size=config.block_size,
             kv_layout=config.kv_layout,
             device=self.model.device,
         )
-        self._blocks = BlockPool(config.num_blocks)
-        self._scheduler_side: SchedulerSide | None = None
-        self._worker_side: WorkerSide | None = None
-        if connector is not None:
-            self._scheduler_side, self._worker_side = connector
-        if self._worker_side is not None:
-            self._worker_side.register_kv_pool(self._pool)
-        if self._scheduler_side is not None:
-            self._scheduler_side.bind_block_pool(self._blocks)
-        self._scheduler = Scheduler(self._blocks, _limits(config, self.model.device), self._scheduler_side)
-        self._runner = Runner(self.model, self._pool, self._worker_side)
+        self._connector = connector
+        self.core = self._create_core()
         self._thread = threading.Thread(target=self._main, name="kvbm-engine", daemon=True)
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the four attributes below, which submitters and the engine thread touch
@@ -107,6 +98,19 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._is_stopping = False
         self._failure: str | None = None
+
+    def _create_core(self) -> EngineCore:
+        scheduler_side, worker_side = self._connector or (None, None)
+        if worker_side is not None:
+            worker_side.register_kv_pool(self.pool)
+        if scheduler_side is not None:
+            scheduler_side.bind_block_pool(self.blocks)
+        return EngineCore(
+            Scheduler(self.blocks, _limits(self.config, self.model.device), scheduler_side),
+            Runner(self.model, self.pool, worker_side),
+            stop_token_ids=self.model.stop_token_ids,
+            connector=self._connector,
+        )
 
     # -- any thread ----------------------------------------------------------------------------------------------------
 
@@ -118,6 +122,11 @@ class Engine:
     @property
     def model_name(self) -> str:
         return self.config.model_name
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids from 0 to this, exclusive, are valid."""
+        return self.model.vocabulary_size
 
     @property
     def is_healthy(self) -> bool:
@@ -141,33 +150,37 @@ class Engine:
         """Queue a request. ValueError if it cannot be served, EngineError if the engine does not serve (any more)."""
         self._require_servable(prompt_token_ids)
         with self._lock:
-            if self._failure is not None or self._is_stopping:
-                raise EngineError(f"the engine does not take requests: {self._failure or 'it is stopping'}")
+            self._require_running()
             if request_id in self._in_flight:
                 raise ValueError(f"request `{request_id}` is being served already")
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-            request = self._new_request(request_id, prompt_token_ids, params, on_output, seed)
+            request = self.new_request(request_id, prompt_token_ids, params, self._forgetting(on_output), seed=seed)
             self._in_flight[request_id] = request
             self._orders.put(_Order(lambda: self._add(request), Future()))
 
     def abort(self, request_id: str) -> None:
         """End a request with finish reason "abort". One that has ended already is left alone."""
-        self._orders.put(_Order(lambda: self._abort(request_id), Future()))
+        self._orders.put(_Order(lambda: self.core.abort(request_id), Future()))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix, in G1 and in the connector; waits until it is done. EngineError if it is not."""
-        return self._order(self._scheduler.reset_prefix_cache)
+        return self._order(self.core.scheduler.reset_prefix_cache)
 
     def stats(self) -> EngineStats:
+        """Read without a lock: each number is right, but they may be a step apart."""
+        scheduler = self.core.scheduler
+        counters = scheduler.counters
         return EngineStats(
-            is_healthy=self.is_healthy,
-            running_requests=self._scheduler.running_count,
-            waiting_requests=self._scheduler.waiting_count,
-            block_count=self._blocks.block_count,
-            block_size=self.block_size,
-            used_blocks=self._blocks.used_count,
-            registered_blocks=self._blocks.registered_count,
-            counters=self._scheduler.counters,
+            num_requests_running=scheduler.running_count,
+            num_requests_waiting=scheduler.waiting_count,
+            kv_cache_usage=self.blocks.used_count / self.blocks.block_count,
+            num_registered_blocks=self.blocks.registered_count,
+            num_preemptions=counters.preemptions,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            external_cache_queries=counters.external_cache_queries,
+            external_cache_hits=counters.external_cache_hits,
+            failed_load_blocks=counters.failed_load_blocks,
         )
 
     def stop(self) -> None:
@@ -186,10 +199,13 @@ class Engine:
     def _order(self, run: Callable[[], bool]) -> bool:
         order = _Order(run, Future())
         with self._lock:
-            if not self.is_healthy:
-                raise EngineError(f"the engine does not run: {self._failure or 'it was stopped or not started'}")
+            self._require_running()
             self._orders.put(order)
         return order.done.result()
+
+    def _require_running(self) -> None:
+        if not self.is_healthy:
+            raise EngineError(f"the engine does not run: {self._failure or 'it was stopped or not started'}")
 
     def _require_servable(self, prompt_token_ids: list[int]) -> None:
         if not prompt_token_ids:
@@ -201,14 +217,16 @@ class Engine:
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.model.vocabulary_size:
             raise ValueError(f"the prompt has a token id outside 0 to {self.model.vocabulary_size - 1}")
 
-    def _new_request(
+    def new_request(
         self,
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
         on_output: Callable[[RequestOutput], None],
+        *,
         seed: int,
     ) -> Request:
+        """A request as `EngineCore.add` takes it, for whoever steps the core without the engine's thread."""
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -219,6 +237,17 @@ class Engine:
             sampling_seed=seed,
             max_output_tokens=min(params.max_tokens, self.max_model_len - len(prompt_token_ids)),
         )
+
+    def _forgetting(self, on_output: Callable[[RequestOutput], None]) -> Callable[[RequestOutput], None]:
+        """The same callback, preceded by the end of our own bookkeeping where an output is the last."""
+
+        def deliver(output: RequestOutput) -> None:
+            if output.finish_reason is not None:
+                with self._lock:
+                    self._in_flight.pop(output.request_id, None)
+            on_output(output)
+
+        return deliver
 
     # -- engine thread -------------------------------------------------------------------------------------------------
 
@@ -237,13 +266,9 @@ class Engine:
     def _serve(self) -> None:
         was_idle = False
         while not self._is_stopping:
-            self._take_orders(may_sleep=not self._has_work, was_idle=was_idle)
-            if self._has_work and not self._is_stopping:
-                was_idle = not self._step()
-
-    @property
-    def _has_work(self) -> bool:
-        return self._scheduler.has_requests or self._scheduler.has_news_for_connector
+            self._take_orders(may_sleep=not self.core.has_work, was_idle=was_idle)
+            if self.core.has_work and not self._is_stopping:
+                was_idle = not self.core.step()
 
     def _take_orders(self, *, may_sleep: bool, was_idle: bool) -> None:
         """Carry out all waiting orders; wait for the first one as long as there is nothing else to do."""
@@ -254,38 +279,9 @@ class Engine:
                 order.done.set_result(order.run())
                 order = self._orders.get_nowait()
 
-    def _step(self) -> bool:
-        """One step. Returns whether anything was computed."""
-        step = self._scheduler.schedule()
-        output = self._scheduler.output(step)
-        side = self._scheduler_side
-        meta = None if side is None else side.build_connector_meta(output)
-        sampled, connector_output = self._runner.execute(step, meta, output.finished_ids)
-        if side is not None:
-            connector_output = side.update_connector_output(connector_output)
-            side.take_events()  # nobody listens here; left alone they would pile up
-        stop_token_ids = self.model.stop_token_ids
-        for request, request_output in self._scheduler.update(step, sampled, stop_token_ids, connector_output):
-            self._tell(request, request_output)
-        return bool(step.scheduled)
-
     def _add(self, request: Request) -> bool:
-        self._scheduler.add(request)
+        self.core.add(request)
         return True
-
-    def _abort(self, request_id: str) -> bool:
-        request = self._scheduler.get(request_id)
-        if request is None:
-            return False
-        self._scheduler.finish(request, FinishReason.ABORT)
-        self._tell(request, request.last_output(FinishReason.ABORT))
-        return True
-
-    def _tell(self, request: Request, output: RequestOutput) -> None:
-        if output.finish_reason is not None:
-            with self._lock:
-                self._in_flight.pop(request.request_id, None)
-        request.on_output(output)
 
     def _end_all(self, reason: FinishReason, failure: str | None) -> None:
         """Take no more requests, and give every one that is in flight its last output."""
@@ -294,8 +290,8 @@ class Engine:
             self._is_stopping = True
             requests, self._in_flight = list(self._in_flight.values()), {}
         for request in requests:
-            if reason is FinishReason.ABORT and self._scheduler.get(request.request_id) is request:
-                self._scheduler.finish(request, reason)
+            if reason is FinishReason.ABORT and self.core.scheduler.get(request.request_id) is request:
+                self.core.scheduler.finish(request)
             # A callback that raises may be what killed the engine: the others must hear of it all the same.
             with contextlib.suppress(Exception):
                 request.on_output(request.last_output(reason, error=failure))
@@ -305,11 +301,11 @@ class Engine:
                 order.done.set_exception(EngineError(failure or "the engine was stopped"))
 
     def _shut_down(self) -> None:
-        if self._worker_side is not None:
-            self._worker_side.shutdown()
-        if self._scheduler_side is not None:
-            self._scheduler_side.shutdown()
-        self._pool.close()
+        if self._connector is not None:
+            scheduler_side, worker_side = self._connector
+            worker_side.shutdown()
+            scheduler_side.shutdown()
+        self.pool.close()
 
 
 def _limits(config: EngineConfig, device: str) -> SchedulerLimits:

@@ -41,7 +41,9 @@ class SchedulerLimits:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Monotonic counts since the start, in tokens unless named otherwise. Prompts count at their first token."""
+    """Counts since the start. Queries and hits are tokens, counted when a request is first admitted; what a failed
+    load did not bring stays a hit here, and is not one in the request's own output.
+    """
 
     steps: int = 0
     preemptions: int = 0
@@ -50,12 +52,6 @@ class EngineCounters:
     external_cache_queries: int = 0
     external_cache_hits: int = 0
     failed_load_blocks: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_computed: int = 0
-    prompt_tokens_cached: int = 0
-    prompt_tokens_external: int = 0
-    generation_tokens: int = 0
-    finished_requests: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
 
 @dataclass(slots=True)
@@ -114,12 +110,11 @@ class Scheduler:
         """Every request that has not finished, oldest first."""
         return list(self._requests.values())
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
+    def finish(self, request: Request) -> None:
         """End a request in whatever state it is: the connector hears of it once, and then its blocks go."""
         self._leave_queue(request)
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
-        self.counters.finished_requests[reason] += 1
         block_ids, request.block_ids = request.block_ids, []
         if self._connector is not None:
             self._finished_ids.append(request.request_id)
@@ -356,25 +351,14 @@ class Scheduler:
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None, stop_token_ids: frozenset[int]
     ) -> RequestOutput:
         request.append(token_id)
-        self.counters.generation_tokens += 1
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
-            self._count_prompt(request)
         details = None if logprobs is None else [logprobs]
         reason = _finish_reason(request, token_id, stop_token_ids)
         if reason is None:
             return RequestOutput(request.request_id, [token_id], details)
-        self.finish(request, reason)
+        self.finish(request)
         return request.last_output(reason, new_token_ids=[token_id], logprobs=details)
-
-    def _count_prompt(self, request: Request) -> None:
-        counters, total = self.counters, request.num_prompt_tokens
-        cached = min(request.num_cached_tokens, total)
-        external = min(request.num_external_tokens, total - cached)
-        counters.prompt_tokens += total
-        counters.prompt_tokens_cached += cached
-        counters.prompt_tokens_external += external
-        counters.prompt_tokens_computed += total - cached - external
 
     def _register_computed(self, request: Request) -> None:
         """Offer full blocks to the prefix cache: their KV is complete."""
