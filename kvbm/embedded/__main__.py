@@ -1,0 +1,195 @@
+"""`python -m kvbm.embedded`: the embedded engine with its HTTP server.
+
+`kvbm serve` and `kvbm bench` start it with the flags of a profile; by hand it runs as well. Nothing heavy is imported
+before the flags are read and the socket is open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
+
+if TYPE_CHECKING:
+    from kvbm.embedded.completion import Served
+    from kvbm.embedded.connector import SchedulerSide, WorkerSide
+
+PROGRAM = "python -m kvbm.embedded"
+MEBIBYTE = 2**20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the engine until it is told to stop. Returns the exit code."""
+    try:
+        return _serve(_read_flags(arguments))
+    except KvbmError as error:
+        print(_error_text(error), file=sys.stderr)
+        return error.exit_code
+
+
+def _serve(flags: argparse.Namespace) -> int:
+    try:
+        from kvbm.embedded.server import Server, ServerSettings
+    except ImportError as error:
+        raise _missing(error) from error
+    settings = ServerSettings(host=flags.host, port=flags.port, drain_timeout_s=flags.drain_timeout)
+    return Server(settings, lambda report: _load(flags, report)).run()
+
+
+def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
+    """A started engine. Runs beside the event loop; `report` says what it is at."""
+    from kvbm.embedded.config import EngineConfig
+
+    config = EngineConfig(
+        model=flags.model,
+        num_blocks=flags.num_blocks,
+        block_size=flags.block_size,
+        dtype=flags.dtype,
+        device=flags.device,
+        max_model_len=flags.max_model_len,
+        max_num_batched_tokens=flags.max_num_batched_tokens,
+        max_num_seqs=flags.max_num_seqs,
+        seed=flags.seed,
+        threads=flags.threads,
+        prefix_caching=not flags.no_prefix_caching,
+        kv_layout=flags.kv_layout,
+        served_model_name=flags.served_model_name,
+        verify=not flags.no_verify,
+    )
+    report("importing torch and transformers")
+    try:
+        from kvbm.embedded.codec import TextCodec
+        from kvbm.embedded.completion import Served
+        from kvbm.embedded.engine import Engine
+        from kvbm.embedded.metrics import EngineMetrics
+
+        connector = _connector(flags, report)
+        report(f"loading {config.model}")
+        engine = Engine(config, connector=connector)
+    except ImportError as error:
+        raise _missing(error) from error
+    engine.start()
+    metrics = EngineMetrics(
+        engine.model_name,
+        stats=engine.stats,
+        cache_config={
+            "block_size": str(config.block_size),
+            "num_gpu_blocks": str(config.num_blocks),
+            "cache_dtype": config.dtype,
+            "enable_prefix_caching": str(config.prefix_caching),
+        },
+        connector=None if connector is None else connector[0].metrics(),
+    )
+    return Served(engine, engine.model.vocabulary_size, TextCodec(engine.tokenizer), metrics)
+
+
+def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tuple[SchedulerSide, WorkerSide] | None:
+    if flags.connector is None:
+        return None
+    from kvbm.embedded.driver import create_connector
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        report(f"taking host memory, {done_bytes // MEBIBYTE} of {total_bytes // MEBIBYTE} MiB")
+
+    try:
+        connector = create_connector(flags.connector, worker_process=flags.worker_process, progress=progress)
+    except ValueError as error:
+        raise ProfileError(f"--connector is not a resolved profile: {error}") from None
+    return cast("tuple[SchedulerSide, WorkerSide]", connector)
+
+
+def _missing(error: ImportError) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"a library is missing: {error}",
+        hint="`pip install 'kvbm-cli[embedded]'` installs what the embedded engine needs",
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"`{PROGRAM} --help` lists all flags")
+
+
+def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog=PROGRAM, description="The embedded reference engine with an OpenAI-compatible server.")
+    positive, natural = _integer(minimum=1), _integer(minimum=0)
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        help="synthetic:tiny, synthetic:small, synthetic:8b, or a local Hugging Face directory",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=_integer(minimum=0, maximum=65535), default=8000, help="0 chooses a free port (%(default)s)")
+    add("--num-blocks", type=positive, default=2048, metavar="N", help="blocks of device memory, G1 (%(default)s)")
+    add("--block-size", type=positive, default=16, metavar="TOKENS", help="tokens in a block (%(default)s)")
+    add(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and KV (%(default)s)"
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model runs (%(default)s)")
+    add("--max-model-len", type=positive, metavar="TOKENS", help="longest request, prompt and output (the model's own)")
+    add("--max-num-batched-tokens", type=positive, metavar="TOKENS", help="tokens that one step may compute")
+    add(
+        "--max-num-seqs",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="requests that run at the same time (%(default)s)",
+    )
+    add("--seed", type=natural, default=0, metavar="N", help="of synthetic weights and of sampling (%(default)s)")
+    add("--threads", type=positive, metavar="N", help="CPU threads of the model")
+    add("--no-prefix-caching", action="store_true", help="keep no finished prompt in G1 for reuse")
+    add("--kv-layout", choices=("block_first", "layer_first"), default="block_first", help="of G1 (%(default)s)")
+    add("--served-model-name", metavar="NAME", help="model name in the API (the value of --model)")
+    add("--connector", metavar="JSON", help="a resolved profile: run with the block manager")
+    add("--worker-process", action="store_true", help="run the block manager's worker in a process of its own")
+    add("--no-verify", action="store_true", help="skip the comparison with the model's own attention at the start")
+    add(
+        "--drain-timeout",
+        type=_seconds,
+        default=20.0,
+        metavar="SECONDS",
+        help="for open requests at the end (%(default)s)",
+    )
+    return parser.parse_args(arguments)
+
+
+def _integer(*, minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:
+    right = f"an integer from {minimum} to {maximum}" if maximum < 2**63 - 1 else f"an integer of at least {minimum}"
+
+    def convert(text: str) -> int:
+        if text.isdecimal() and len(text) < 20 and minimum <= int(text) <= maximum:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not {right}")
+
+    return convert
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0")
+    return value
+
+
+def _error_text(error: KvbmError) -> str:
+    lines = [f"error: {error.message}"]
+    cause = error.__cause__
+    while cause is not None:
+        lines.append(f"  caused by: {cause or type(cause).__name__}")
+        cause = cause.__cause__
+    return "\n".join([*lines, *(["", f"hint: {error.hint}"] if error.hint else [])])
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that is still loading a model would otherwise hold up, or crash, the interpreter's end

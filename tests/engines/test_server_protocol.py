@@ -1,0 +1,242 @@
+"""Request bodies: what is accepted, and the words of every refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm.embedded.protocol import (
+    CompletionRequest,
+    Conversation,
+    RequestError,
+    Text,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+
+Parse = Callable[[bytes], CompletionRequest]
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_completion(json.dumps({"prompt": "Hello", **fields}).encode())
+
+
+def chat(**fields: Any) -> CompletionRequest:
+    return parse_chat(json.dumps({"messages": [{"role": "user", "content": "Hello"}], **fields}).encode())
+
+
+def refusal(parse: Callable[..., Any], *arguments: Any, **fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(*arguments, **fields)
+    return caught.value
+
+
+def test_a_bare_completion_gets_the_defaults_of_the_api() -> None:
+    request = completion()
+    assert request.model is None
+    assert request.prompt == Text("Hello", add_special_tokens=True)
+    generation = request.generation
+    assert (generation.max_tokens, generation.min_tokens, generation.temperature) == (16, 0, 1.0)
+    assert (generation.top_p, generation.top_k, generation.seed) == (1.0, 0, None)
+    assert (generation.stop, generation.logprobs, generation.stream) == ((), None, False)
+
+
+def test_a_chat_without_max_tokens_is_not_limited() -> None:
+    assert chat().generation.max_tokens is None
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
+def test_a_prompt_may_be_token_ids(prompt: list[Any]) -> None:
+    assert completion(prompt=prompt).prompt == [1, 2, 3]
+
+
+def test_a_single_prompt_may_come_in_a_list() -> None:
+    assert completion(prompt=["Hello"]).prompt == Text("Hello", add_special_tokens=True)
+
+
+def test_text_parts_of_a_message_are_joined() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    prompt = chat(messages=[{"role": "user", "content": parts}]).prompt
+    assert isinstance(prompt, Conversation)
+    assert prompt.messages == [{"role": "user", "content": "one two"}]
+
+
+def test_null_means_absent() -> None:
+    assert completion(max_tokens=None, stop=None, seed=None, n=None, echo=None) == completion()
+
+
+def test_what_clients_send_by_routine_is_ignored() -> None:
+    routine = {"user": "u", "n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "metadata": {}}
+    assert completion(**routine) == completion()
+    assert chat(store=False, tools=[], tool_choice="auto", response_format={"type": "text"}) == chat()
+
+
+def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
+    assert chat(max_completion_tokens=7).generation.max_tokens == 7
+    assert chat(max_completion_tokens=7, max_tokens=7).generation.max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ""}, '`prompt` is "": it must be a string or a list of token ids, and not empty'),
+        ({"prompt": []}, "`prompt` is []: it must be a string or a list of token ids, and not empty"),
+        ({"prompt": [1, "a"]}, '`prompt` is [1, "a"]: it must be a string or a list of token ids, and not empty'),
+        ({"prompt": [True]}, "`prompt` is [true]: it must be a string or a list of token ids, and not empty"),
+        ({"prompt": None}, "`prompt` is missing: it must be a string or a list of token ids"),
+        ({"prompt": ["a", "b"]}, "`prompt` is a list of 2 prompts: send one request per prompt"),
+        ({"prompt": "\ud800"}, '`prompt` is "\\ud800": it must be a string or a list of token ids, and not empty'),
+        ({"model": 7}, "`model` is 7: it must be a string of Unicode characters"),
+        ({"max_tokens": 0}, "`max_tokens` is 0: it must be an integer of at least 1"),
+        ({"max_tokens": -5}, "`max_tokens` is -5: it must be an integer of at least 1"),
+        ({"max_tokens": "5"}, '`max_tokens` is "5": it must be an integer of at least 1'),
+        ({"max_tokens": 5.0}, "`max_tokens` is 5.0: it must be an integer of at least 1"),
+        ({"max_tokens": True}, "`max_tokens` is true: it must be an integer of at least 1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "`min_tokens` is 9: it must be at most `max_tokens`, which is 8"),
+        ({"temperature": -1}, "`temperature` is -1: it must be a number from 0 (greedy) to 100"),
+        ({"temperature": "hot"}, '`temperature` is "hot": it must be a number from 0 (greedy) to 100'),
+        ({"top_p": 0}, "`top_p` is 0: it must be a number above 0 and at most 1 (1 is off)"),
+        ({"top_k": -2}, "`top_k` is -2: it must be an integer of at least -1"),
+        ({"seed": 2**63}, f"`seed` is {2**63}: it must be an integer of 64 bits"),
+        ({"logprobs": 21}, "`logprobs` is 21: it must be an integer from 0 to 20"),
+        ({"logprobs": True}, "`logprobs` is true: it must be an integer from 0 to 20"),
+        ({"stop": ""}, '`stop` is "": it must be a string that is not empty, or a list of such strings'),
+        ({"stop": ["a", 1]}, '`stop` is ["a", 1]: it must be a string that is not empty, or a list of such strings'),
+        ({"stop": ["a"] * 33}, "`stop` has 33 strings: at most 32 are allowed"),
+        ({"stream": 1}, "`stream` is 1: it must be true or false"),
+        ({"stream_options": {}}, "`stream_options` is {}: it must be absent unless `stream` is true"),
+        ({"cache_salt": ""}, '`cache_salt` is "": it must be a string that is not empty'),
+        ({"kv_transfer_params": 1}, "`kv_transfer_params` is 1: it must be an object"),
+        ({"n": 2}, "`n` is 2: it must be absent or 1; this engine does not support anything else"),
+        ({"echo": True}, "`echo` is true: it must be absent or false; this engine does not support anything else"),
+        ({"max_token": 5}, "`max_token` is not a field of this endpoint; did you mean `max_tokens`?"),
+        ({"wibble": 5}, "`wibble` is not a field of this endpoint"),
+    ],
+)
+def test_a_refused_completion_names_field_value_and_what_would_be_right(fields: dict[str, Any], message: str) -> None:
+    error = refusal(completion, **fields)
+    assert error.message == message
+    assert error.param == next(iter(fields))
+    assert error.status == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": []}, "`messages` is []: it must be a list of messages, and not empty"),
+        ({"messages": "hi"}, '`messages` is "hi": it must be a list of messages, and not empty'),
+        ({"messages": ["hi"]}, '`messages[0]` is "hi": it must be an object with `role` and `content`'),
+        (
+            {"messages": [{"role": "robot", "content": ""}]},
+            '`messages[0].role` is "robot": it must be one of system, developer, user, assistant',
+        ),
+        (
+            {"messages": [{"role": "user"}]},
+            "`messages[0].content` is null: it must be a string, or a list of parts of type text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            '`messages[0].content[0]` is {"type": "image_url"}: it must be an object such as '
+            '{"type": "text", "text": "..."}; this engine reads text alone',
+        ),
+        ({"top_logprobs": 3}, "`top_logprobs` is 3: it must be absent unless `logprobs` is true"),
+        (
+            {"max_tokens": 3, "max_completion_tokens": 4},
+            "`max_tokens` is 3: it must be absent, or equal to `max_completion_tokens`, which is 4",
+        ),
+    ],
+)
+def test_a_refused_chat_names_field_value_and_what_would_be_right(fields: dict[str, Any], message: str) -> None:
+    assert refusal(chat, **fields).message == message
+
+
+def test_tools_are_refused() -> None:
+    error = refusal(chat, tools=[{"type": "function"}])
+    assert error.param == "tools"
+    assert "absent or []" in error.message
+
+
+def test_an_unknown_field_of_stream_options_is_named_with_its_object() -> None:
+    error = refusal(completion, stream=True, stream_options={"include_usag": True})
+    assert error.message == (
+        "`stream_options.include_usag` is not a field of this endpoint; did you mean `stream_options.include_usage`?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "beginning"),
+    [
+        (b"", "the body is not JSON: "),
+        (b"{", "the body is not JSON: "),
+        (b"[1]", "the body is [1]: it must be a JSON object"),
+        (b"\xff", "the body is not UTF-8: invalid start byte at byte 0"),
+        (b'{"temperature": NaN}', "the body is not JSON: NaN is not a number that JSON knows"),
+        (b'{"temperature": -Infinity}', "the body is not JSON: -Infinity is not a number that JSON knows"),
+        (b'{"temperature": 1e999}', "the body holds 1e999: a number too large for this engine"),
+        (b'{"temperature": %s}' % (b"9" * 5000), "the body is not JSON: "),
+        (b'{"prompt": "a", "temperature": %s}' % (b"9" * 400), "`temperature` is 999"),
+        (b'{"prompt": ' + b"[" * 100_000, "the body is nested too deeply"),
+    ],
+)
+def test_a_body_that_is_no_proper_json_is_refused(body: bytes, beginning: str) -> None:
+    assert refusal(parse_completion, body).message.startswith(beginning)
+
+
+@pytest.mark.parametrize("depth", [50, 200, 300, *range(900, 1000, 7)])
+def test_any_depth_of_nesting_ends_as_a_refusal(depth: int) -> None:
+    body = b'{"prompt": %s1%s}' % (b'[{"a":' * depth, b"}]" * depth)
+    assert refusal(parse_completion, body).status == 400
+
+
+def test_tokenize_takes_a_prompt_or_messages() -> None:
+    request = parse_tokenize(b'{"model": "m", "prompt": "", "add_special_tokens": false}')
+    assert request.prompt == Text("", add_special_tokens=False)
+    assert isinstance(parse_tokenize(b'{"messages": [{"role": "user", "content": "a"}]}').prompt, Conversation)
+    message = "`prompt` is missing: it must be the text to tokenize, or `messages`"
+    assert refusal(parse_tokenize, b"{}").message == message
+
+
+def test_detokenize_takes_token_ids() -> None:
+    assert parse_detokenize(b'{"tokens": [1, 2]}') == (None, [1, 2])
+    assert refusal(parse_detokenize, b'{"tokens": "ab"}').message == '`tokens` is "ab": it must be a list of token ids'
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p"),
+    *(
+        "top_k",
+        "seed",
+        "stop",
+        "logprobs",
+        "top_logprobs",
+        "stream",
+        "stream_options",
+        "n",
+        "echo",
+        "tools",
+        "cache_salt",
+    ),
+    *("kv_transfer_params", "chat_template_kwargs", "response_format", "return_token_ids", "user", "wibble"),
+]
+
+
+@given(
+    parse=st.sampled_from([parse_completion, parse_chat]), body=st.dictionaries(st.sampled_from(FIELDS), json_values)
+)
+def test_whatever_a_client_sends_is_a_request_or_a_refusal(parse: Parse, body: dict[str, Any]) -> None:
+    valid = {"prompt": "a"} if parse is parse_completion else {"messages": [{"role": "user", "content": "a"}]}
+    with contextlib.suppress(RequestError):
+        parse(json.dumps({**valid, **body}).encode())
