@@ -57,6 +57,9 @@ class EmbeddedArguments(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Type of weights and KV cache; float32 makes outputs exactly repeatable."
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the model runs; `auto` takes a GPU if there is one."
+    )
     max_model_len: int | None = Field(
         default=None, ge=1, le=2**31, description="Longest request in tokens, prompt and output."
     )
@@ -69,6 +72,9 @@ class EmbeddedArguments(Section):
     )
     threads: int | None = Field(default=None, ge=1, le=4096, description="CPU threads of the model.")
     prefix_caching: bool = Field(default=True, description="Whether the engine keeps finished prompts in G1 for reuse.")
+    verify: bool = Field(
+        default=True, description="Whether the start compares the engine's attention with the model's own."
+    )
     kv_layout: Literal["block_first", "layer_first"] = Field(
         default="block_first", description="Byte order of G1: a block in one piece, or one piece per layer."
     )

@@ -31,14 +31,17 @@ def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
 
 
 def _flags(arguments: EmbeddedArguments) -> list[str]:
-    """One flag per key that has a value. A true boolean is a bare flag; only prefix caching is on by default."""
+    """One flag per key that has a value. What is on by default has a flag that turns it off."""
     flags: list[str] = []
-    for name, value in arguments.model_dump(exclude={"prefix_caching"}).items():
+    for name, value in arguments.model_dump(exclude=set(_TURNED_OFF_BY)).items():
         if value is None or value is False:
             continue
         flag = f"--{name.replace('_', '-')}"
         flags += [flag] if value is True else [flag, str(value)]
-    return flags if arguments.prefix_caching else [*flags, "--no-prefix-caching"]
+    return flags + [flag for name, flag in _TURNED_OFF_BY.items() if not getattr(arguments, name)]
+
+
+_TURNED_OFF_BY = {"prefix_caching": "--no-prefix-caching", "verify": "--no-verify"}
 
 
 def _reachable(host: str) -> str:

@@ -9,7 +9,7 @@ from kvbm.config.schema import Profile
 from kvbm.embedded.launch import plan
 
 DEFAULT_FLAGS = ["--num-blocks", "2048", "--block-size", "16", "--dtype", "float32"]
-DEFAULT_FLAGS += ["--seed", "0", "--kv-layout", "block_first"]
+DEFAULT_FLAGS += ["--device", "auto", "--seed", "0", "--kv-layout", "block_first"]
 
 
 def profile(engine: dict[str, Any] | None = None, server: dict[str, Any] | None = None) -> Profile:
@@ -44,12 +44,14 @@ def test_every_argument_becomes_a_flag() -> None:
         "num_blocks": 64,
         "block_size": 32,
         "dtype": "bfloat16",
+        "device": "cpu",
         "max_model_len": 4096,
         "max_num_batched_tokens": 512,
         "max_num_seqs": 3,
         "seed": 7,
         "threads": 2,
         "prefix_caching": False,
+        "verify": False,
         "kv_layout": "layer_first",
         "worker_process": True,
         "served_model_name": "m",
@@ -57,8 +59,9 @@ def test_every_argument_becomes_a_flag() -> None:
     made = plan(profile({"python": "/p", "arguments": arguments, "environment": {"A": "1"}}), connector=False, port=1)
     assert " ".join(made.argv) == (
         "/p -m kvbm.embedded --model synthetic:tiny --host 127.0.0.1 --port 1 --num-blocks 64 --block-size 32 "
-        "--dtype bfloat16 --max-model-len 4096 --max-num-batched-tokens 512 --max-num-seqs 3 --seed 7 --threads 2 "
-        "--kv-layout layer_first --worker-process --served-model-name m --no-prefix-caching"
+        "--dtype bfloat16 --device cpu --max-model-len 4096 --max-num-batched-tokens 512 --max-num-seqs 3 "
+        "--seed 7 --threads 2 --kv-layout layer_first --worker-process --served-model-name m "
+        "--no-prefix-caching --no-verify"
     )
     assert (made.model, dict(made.environment)) == ("m", {"A": "1"})
     assert set(arguments) == set(type(profile().engine.arguments).model_fields)
