@@ -1,0 +1,269 @@
+"""A connector for tests that keeps real bytes in host memory, loads synchronously or asynchronously, and fails on request.
+
+It shares nothing between its two sides but pickled metadata. `memory` is how the worker side reaches a block's bytes, so
+that the same connector serves the torch engine and the simulated one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+
+class Memory(Protocol):
+    """The blocks of G1 as opaque contents."""
+
+    def read(self, block_id: int) -> object: ...
+    def write(self, block_id: int, content: object) -> None: ...
+    def spoil(self, block_id: int) -> None: ...
+
+
+class TorchMemory:
+    """The blocks of a KVPool, by its own layout."""
+
+    def __init__(self, pool) -> None:
+        self._pieces = pool.layout().pieces
+        self._storages = pool.storages
+
+    def _views(self, block_id: int) -> list[torch.Tensor]:
+        return [
+            self._storages[piece.storage][piece.offset + block_id * piece.block_stride :][: piece.length]
+            for piece in self._pieces
+        ]
+
+    def read(self, block_id: int) -> object:
+        return [view.clone() for view in self._views(block_id)]
+
+    def write(self, block_id: int, content) -> None:
+        for view, source in zip(self._views(block_id), content, strict=True):
+            view.copy_(source)
+
+    def spoil(self, block_id: int) -> None:
+        for view in self._views(block_id):
+            view.fill_(0x4E)  # as float32 about 8.6e8
+
+
+@dataclass(frozen=True)
+class Load:
+    request_id: str
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Meta:
+    loads: tuple[Load, ...]
+    saves: tuple[tuple[bytes, int], ...]
+
+
+@dataclass
+class Lookup:
+    """What happened at one lookup, for tests to look at."""
+
+    request_id: str
+    num_computed_tokens: int
+    preemptions: int
+
+
+class HostScheduler:
+    """Saves every computed full block; offers what is saved. Attributes are for tests to set and read."""
+
+    def __init__(self, *, block_size: int, is_async: bool) -> None:
+        self.block_size = block_size
+        self.is_async = is_async
+        self.known: set[bytes] = set()
+        self.not_yet: set[str] = set()  # request ids that are answered None
+        self.may_load = True
+        self.lookups: list[Lookup] = []
+        self.allocations: list[tuple[str, tuple[int, ...], int]] = []
+        self.finished: Counter[str] = Counter()
+        self.outputs: list[object] = []
+        self.bad: set[str] = set()
+        self.resets = 0
+        self._requests: dict[str, object] = {}
+        self._starts: dict[str, int] = {}
+        self._loading: set[str] = set()
+        self._loads: list[Load] = []
+        self._saving: list[bytes] = []
+
+    def bind_block_pool(self, pool) -> None:
+        self.pool = pool
+
+    def on_new_request(self, request) -> None:
+        self._requests[request.request_id] = request
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.lookups.append(Lookup(request.request_id, num_computed_tokens, request.num_preemptions))
+        if request.request_id in self.not_yet:
+            return None, False
+        start = num_computed_tokens // self.block_size
+        self._starts[request.request_id] = start
+        usable = request.block_hashes[start : (request.num_tokens - 1) // self.block_size]
+        count = 0
+        while count < len(usable) and usable[count] in self.known:
+            count += 1
+        if not self.may_load or request.request_id in self.bad:
+            count = 0
+        return count * self.block_size, self.is_async and count > 0
+
+    def update_state_after_alloc(self, request, block_ids: list[int], num_external_tokens: int) -> None:
+        self.allocations.append((request.request_id, tuple(block_ids), num_external_tokens))
+        if not num_external_tokens:
+            return
+        start = self._starts[request.request_id]
+        end = start + num_external_tokens // self.block_size
+        self._loads.append(
+            Load(request.request_id, tuple(request.block_hashes[start:end]), tuple(block_ids[start:end]))
+        )
+        if self.is_async:
+            self._loading.add(request.request_id)
+
+    def build_connector_meta(self, output) -> Meta:
+        self.outputs.append(output)
+        saves = {}
+        for request_id, count in output.scheduled:
+            request = self._requests[request_id]
+            for index in range((request.num_computed_tokens + count) // self.block_size):
+                block_hash = request.block_hashes[index]
+                if block_hash not in self.known:
+                    saves[block_hash] = request.block_ids[index]
+        loads, self._loads = tuple(self._loads), []
+        self._saving = list(saves)
+        return Meta(loads, tuple(saves.items()))
+
+    def update_connector_output(self, output):
+        if not output.failed_block_ids:
+            self.known.update(self._saving)
+        for load_id in output.finished_recving:
+            self._loading.discard(load_id)
+        if output.failed_block_ids:
+            self.bad.update(self._requests)  # what failed once is not offered again to those who are here
+        return output
+
+    def request_finished(self, request, block_ids: list[int]) -> bool:
+        self.finished[request.request_id] += 1
+        self._requests.pop(request.request_id, None)
+        return request.request_id in self._loading
+
+    def has_pending_work(self) -> bool:
+        return bool(self._loading)
+
+    def take_events(self) -> list[object]:
+        return []
+
+    def reset_cache(self) -> bool:
+        self.resets += 1
+        self.known.clear()
+        return True
+
+    def metrics(self) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        pass
+
+
+@dataclass
+class HostWorker:
+    """Moves the bytes. An asynchronous load takes `latency_steps` steps, or until `finish_loads` where that is None."""
+
+    is_async: bool
+    latency_steps: int | None = 1
+    fail_next: int = 0  # so many of the next blocks to load come out wrong
+    fails_early: bool = False  # report failed blocks a step before the load ends
+    store: dict[bytes, object] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    meta: Meta | None = None
+
+    def __post_init__(self) -> None:
+        self._pending: list[list] = []
+        self._failed: set[int] = set()
+        self._finished: set[str] = set()
+
+    def register_kv_pool(self, pool) -> None:
+        self.memory: Memory = pool if hasattr(pool, "read") else TorchMemory(pool)
+
+    def handle_preemptions(self, meta) -> None:
+        assert self.meta is None
+        self.calls.append("handle_preemptions")
+
+    def bind_connector_metadata(self, meta) -> None:
+        self.calls.append("bind")
+        self.meta = meta
+
+    def start_load_kv(self) -> None:
+        self.calls.append("start_load")
+        for load in self.meta.loads:
+            if self.is_async:
+                for block_id in load.block_ids:
+                    self.memory.spoil(block_id)
+                self._pending.append([load, self.latency_steps])
+            else:
+                self._copy(load)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self.calls.append(f"wait {layer}")
+
+    def save_kv_layer(self, layer: int) -> None:
+        self.calls.append(f"save {layer}")
+
+    def wait_for_save(self) -> None:
+        assert self.meta is not None, "metadata must be bound until everything is saved"
+        self.calls.append("wait_for_save")
+        for block_hash, block_id in self.meta.saves:
+            self.store.setdefault(block_hash, self.memory.read(block_id))
+
+    def get_finished(self, finished_request_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self.calls.append("get_finished")
+        for entry in list(self._pending):
+            load, left = entry
+            if left is None:
+                continue
+            if left <= 0:
+                self._pending.remove(entry)
+                self._copy(load)
+                self._finished.add(load.request_id)
+            entry[1] = left - 1
+        finished, self._finished = self._finished, set()
+        return None, finished or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def clear_connector_metadata(self) -> None:
+        self.calls.append("clear")
+        self.meta = None
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    @property
+    def loading_ids(self) -> list[str]:
+        return [load.request_id for load, _ in self._pending]
+
+    def finish_loads(self, request_id: str | None = None) -> None:
+        """The loads of this request (of all) end in the coming step."""
+        for entry in self._pending:
+            if request_id in (None, entry[0].request_id):
+                entry[1] = 0
+
+    def report_failure(self, block_id: int) -> None:
+        """A block of a load under way is known to be bad, before the load ends."""
+        self._failed.add(block_id)
+
+    def _copy(self, load: Load) -> None:
+        for block_hash, block_id in zip(load.hashes, load.block_ids, strict=True):
+            if self.fail_next:
+                self.fail_next -= 1
+                self.memory.spoil(block_id)
+                self._failed.add(block_id)
+            else:
+                self.memory.write(block_id, self.store[block_hash])
+
+
+def create(*, block_size: int, is_async: bool, latency_steps: int | None = 1) -> tuple[HostScheduler, HostWorker]:
+    return HostScheduler(block_size=block_size, is_async=is_async), HostWorker(is_async, latency_steps)
