@@ -87,7 +87,7 @@ class EngineRig:
 
     def lose_g1(self) -> None:
         """Forget every prefix and spoil every byte. Blocks will be given out in another order than before."""
-        self.core.scheduler._pool.reset()
+        self.engine.blocks.reset()
         self.engine.pool.storages[0].fill_(0x4E)
         first = self.engine.blocks.allocate(3)
         assert first is not None

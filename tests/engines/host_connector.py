@@ -1,6 +1,6 @@
-"""A connector for tests that keeps real bytes in host memory, loads synchronously or asynchronously, and fails on request.
+"""A connector for tests: keeps real bytes in host memory, loads synchronously or asynchronously, fails on request.
 
-It shares nothing between its two sides but pickled metadata. `memory` is how the worker side reaches a block's bytes, so
+Its two sides share nothing but pickled metadata. `memory` is how the worker side reaches the bytes of a block, so
 that the same connector serves the torch engine and the simulated one.
 """
 
