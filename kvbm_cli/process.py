@@ -53,6 +53,7 @@ class EngineProcess:
         self._child = child
         self._log_start = log_start  # what lies before it in the file is of an earlier engine
         self._started = time.monotonic()
+        self._reported_phase: str | None = None
         self.plan = plan
         self.log_path = log_path
 
@@ -155,11 +156,12 @@ class EngineProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def _phase_unless_healthy(self) -> str | None:
-        """None when the health address answers 200; until then what the engine says of itself, or its last log line."""
+        """None when the health address answers 200; until then what the engine says there, or its last log line."""
         status, body = _get(self.plan.health_url)
         if status == http.HTTPStatus.OK:
             return None
-        return _reported_phase(body) or next(reversed(self._log_lines()), "starting")
+        self._reported_phase = _phase_in(body) or self._reported_phase
+        return self._reported_phase or next(reversed(self._log_lines()), "starting")
 
     def _log_lines(self) -> list[str]:
         with self.log_path.open("rb") as log:
@@ -234,7 +236,7 @@ def _get(url: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def _reported_phase(body: bytes) -> str | None:
+def _phase_in(body: bytes) -> str | None:
     try:
         answer = json.loads(body)
     except ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,13 @@ def test_help_imports_nothing_heavy(home: Path) -> None:
     program = "import sys; from kvbm_cli.app import run; run(['--help']); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, check=True)
     assert not set(HEAVY) & set(done.stderr.split())
+
+
+def test_help_takes_less_than_half_a_second_of_the_processor(home: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    kvbm("--help", home=home)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 @pytest.mark.parametrize("command", ["size -p demo", "serve -p demo --dry-run", "profile list"])
