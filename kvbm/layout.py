@@ -20,7 +20,6 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem, InvariantError
 
@@ -151,13 +150,11 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def consecutive(*numbers: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Index ranges in which each of `numbers` counts up by one."""
-    breaks = np.zeros(max(len(numbers[0]) - 1, 0), np.bool_)
-    for array in numbers:
-        breaks |= np.diff(array) != 1
-    bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(numbers[0])]
-    return (pair for pair in pairwise(bounds) if pair[0] < pair[1])
+def consecutive(*columns: Sequence[int]) -> list[tuple[int, int]]:
+    """Index ranges (begin, end) in which the numbers of each column count up by one."""
+    breaks = {i for numbers in columns for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1}
+    bounds = [0, *sorted(breaks), len(columns[0])]
+    return list(pairwise(bounds)) if columns[0] else []
 
 
 def _pieces_of(tensor: torch.Tensor, storage: int, block_count: int, block_dim: int) -> Iterator[Piece]:

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     from kvbm.layout import BlockLayout, Sheet
+    from kvbm.transfer.device import Moves
 
 STAGING_BYTES = 64 << 20
-
-_Indexes = NDArray[np.int64]
 
 
 class CudaPath:
@@ -58,13 +57,15 @@ class CudaPath:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def offload(self, blocks: _Indexes, slots: _Indexes, fence: object | None) -> None:
+    def offload(self, moves: Moves, fence: object | None) -> None:
+        slots, blocks = zip(*moves, strict=True)
         self._out.run(fence, lambda: self._enqueue_offload(blocks, slots))
 
-    def onboard(self, blocks: _Indexes, slots: _Indexes, fence: object | None) -> None:
+    def onboard(self, moves: Moves, fence: object | None) -> None:
+        slots, blocks = zip(*moves, strict=True)
         self._back.run(fence, lambda: self._enqueue_onboard(blocks, slots))
 
-    def _enqueue_offload(self, blocks: _Indexes, slots: _Indexes) -> None:
+    def _enqueue_offload(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         if self._is_direct:
             g1, g2 = self._direct_runs(blocks, slots)
             _copy_all(g2, g1)
@@ -78,7 +79,7 @@ class CudaPath:
             g2, staged = self._staged_runs(self._out, slots[begin:end])
             _copy_all(g2, staged)
 
-    def _enqueue_onboard(self, blocks: _Indexes, slots: _Indexes) -> None:
+    def _enqueue_onboard(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         if self._is_direct:
             g1, g2 = self._direct_runs(blocks, slots)
             _copy_all(g1, g2)
@@ -90,29 +91,33 @@ class CudaPath:
             for sheet in self._sheets:
                 sheet.g1.index_copy_(0, rows, sheet.inside(self._back.staging[:count]))
 
-    def _direct_runs(self, blocks: _Indexes, slots: _Indexes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _direct_runs(
+        self, blocks: Sequence[int], slots: Sequence[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(pieces of G1, pieces of slots), each contiguous; neighbours on both sides together."""
         g1, size = self._sheets[0].g1[:, 0], self._block_size
         is_dense = g1.is_contiguous() and self._slots.shape[1] == size
-        runs = list(consecutive(blocks, slots)) if is_dense else [(i, i + 1) for i in range(len(blocks))]
+        runs = consecutive(blocks, slots) if is_dense else [(i, i + 1) for i in range(len(blocks))]
         return (
             [g1[blocks[begin] : blocks[begin] + end - begin].view(-1) for begin, end in runs],
             [self._slots[slots[begin] : slots[begin] + end - begin, :size].view(-1) for begin, end in runs],
         )
 
-    def _staged_runs(self, direction: _Direction, slots: _Indexes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _staged_runs(
+        self, direction: _Direction, slots: Sequence[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(runs of whole slots, padding included, and their places in the staging buffer)."""
-        runs = list(consecutive(slots))
+        runs = consecutive(slots)
         return (
             [self._slots[slots[begin] : slots[begin] + end - begin] for begin, end in runs],
             [direction.staging[begin:end] for begin, end in runs],
         )
 
-    def _on_device(self, numbers: _Indexes) -> torch.Tensor:
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         """Through page-locked memory, since a copy from pageable memory would wait here for the whole stream."""
         import torch
 
-        return torch.from_numpy(numbers).pin_memory().to(self._device, non_blocking=True)
+        return torch.tensor(numbers).pin_memory().to(self._device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

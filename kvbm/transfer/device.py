@@ -35,6 +35,9 @@ MIN_GATHER_BYTES = 256 << 10
 HELD_BYTES = 512 << 10
 
 
+Moves = Sequence[tuple[int, int]]  # (slot, block) in the order of the slots, which is what makes runs
+
+
 class DeviceCopier:
     """Copies between `storages`, as `layout` describes them, and `segment`. See the module's text."""
 
@@ -56,139 +59,147 @@ class DeviceCopier:
 
     def offload(self, block_ids: Sequence[int], slots: Sequence[int], fence: object | None) -> None:
         """Copy block `block_ids[i]` to slot `slots[i]`. Raises TransferError."""
-        self._path.offload(*self._checked(block_ids, slots), fence)
+        if moves := self._checked(block_ids, slots):
+            self._path.offload(moves, fence)
 
     def onboard(self, slots: Sequence[int], block_ids: Sequence[int], fence: object | None) -> None:
         """Copy slot `slots[i]` to block `block_ids[i]`. Raises TransferError."""
-        self._path.onboard(*self._checked(block_ids, slots), fence)
+        if moves := self._checked(block_ids, slots):
+            self._path.onboard(moves, fence)
 
-    def _checked(self, block_ids: Sequence[int], slots: Sequence[int]) -> tuple[_Indexes, _Indexes]:
-        """Both as arrays in the order of the slots, which is what makes runs. A bad number would hit a wrong block."""
-        blocks, targets = np.array(block_ids, np.int64), np.array(slots, np.int64)
-        if blocks.shape != targets.shape:
+    def _checked(self, block_ids: Sequence[int], slots: Sequence[int]) -> Moves:
+        """A number that does not exist would hit another block, or memory that is not ours."""
+        if len(block_ids) != len(slots):
             raise TransferError(f"copy of {len(block_ids)} blocks and {len(slots)} slots")
-        for name, numbers, count in (("block", blocks, self._block_count), ("slot", targets, self._slot_count)):
-            if numbers.size and not 0 <= numbers.min() <= numbers.max() < count:
-                raise TransferError(f"{name} ids {numbers.min()}..{numbers.max()}, but there are {count}")
-        order = np.argsort(targets, kind="stable")
-        return blocks[order], targets[order]
-
-
-_Indexes = NDArray[np.int64]
+        for name, numbers, count in (("block", block_ids, self._block_count), ("slot", slots, self._slot_count)):
+            if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+                raise TransferError(f"{name} ids {min(numbers)}..{max(numbers)}, but there are {count}")
+        return sorted(zip(slots, block_ids, strict=True))
 
 
 class _Path(Protocol):
-    """How one kind of device is reached; both arrays are in the order of the slots."""
+    """How one kind of device is reached."""
 
     def fence(self) -> object | None: ...
-    def offload(self, blocks: _Indexes, slots: _Indexes, fence: object | None) -> None: ...
-    def onboard(self, blocks: _Indexes, slots: _Indexes, fence: object | None) -> None: ...
+    def offload(self, moves: Moves, fence: object | None) -> None: ...
+    def onboard(self, moves: Moves, fence: object | None) -> None: ...
 
 
 class _CpuPath:
+    """Whole runs of slots where these are long enough, and else piece by piece."""
+
     def __init__(self, layout: BlockLayout, storages: Sequence[NDArray[np.uint8]], payload: NDArray[np.uint8]) -> None:
-        self._runs = _Runs(layout, storages, payload)
+        self._pieces = _Pieces(layout, storages, payload)
         self._rows = _Rows.of(layout, storages, payload)
 
     def fence(self) -> None:
         """The forward pass ran in the engine's thread; whoever got this order came after it."""
 
-    def offload(self, blocks: _Indexes, slots: _Indexes, fence: object | None) -> None:
-        rows = self._rows
-        if rows is None or not rows.pays(slots):
-            self._runs.copy(blocks, slots, is_offload=True)
+    def offload(self, moves: Moves, fence: object | None) -> None:
+        if self._rows is None or (runs := self._rows.runs(moves)) is None:
+            self._pieces.copy(moves, is_offload=True)
             return
-        for some, target in rows.spans(blocks, slots):
-            np.take(rows.g1, some, axis=0, out=target, mode="clip")
+        for rows, slots in self._rows.spans(moves, runs):
+            np.take(self._rows.g1, rows, axis=0, out=slots, mode="clip")
 
-    def onboard(self, blocks: _Indexes, slots: _Indexes, fence: object | None) -> None:
-        rows = self._rows
-        if rows is None or not rows.pays(slots):
-            self._runs.copy(blocks, slots, is_offload=False)
+    def onboard(self, moves: Moves, fence: object | None) -> None:
+        if self._rows is None or (runs := self._rows.runs(moves)) is None:
+            self._pieces.copy(moves, is_offload=False)
             return
-        for some, source in rows.spans(blocks, slots):
-            rows.g1[some] = source
+        for rows, slots in self._rows.spans(moves, runs):
+            self._rows.g1[rows] = slots
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One storage as equal rows of 64-bit words, of which a block takes some; and slots as runs of such rows.
+    """G1, if it is one storage, as equal rows of which a block takes some; and slots as runs of such rows.
 
-    Rows must be int64: numpy holds the GIL while it scatters opaque rows.
+    Rows are int64: numpy holds the GIL while it scatters opaque ones.
     """
 
     g1: NDArray[np.int64]
     payload: NDArray[np.uint8]
-    block_row: NDArray[np.int64]
-    row_stride: int
+    rows_of_block_0: NDArray[np.int64]
+    rows_per_stride: int
     block_bytes: int
 
     @classmethod
     def of(cls, layout: BlockLayout, storages: Sequence[NDArray[np.uint8]], payload: NDArray[np.uint8]) -> _Rows | None:
-        """None where pieces have no common measure, or lie in several storages."""
+        """None where the pieces have no common measure."""
         strides = {piece.block_stride for piece in layout.pieces}
         row_bytes = gcd(*(number for p in layout.pieces for number in (p.offset, p.block_stride, p.length)))
         if len(storages) != 1 or len(strides) != 1 or row_bytes < MIN_ROW_BYTES or row_bytes % 8:
             return None
         row_count = layout.storage_bytes(0) // row_bytes
-        starts = [range(p.offset // row_bytes, (p.offset + p.length) // row_bytes) for p in layout.pieces]
+        starts = [np.arange(p.offset // row_bytes, (p.offset + p.length) // row_bytes) for p in layout.pieces]
         return cls(
             g1=storages[0][: row_count * row_bytes].view(np.int64).reshape(row_count, row_bytes // 8),
             payload=payload,
-            block_row=np.concatenate([np.array(run, np.int64) for run in starts]),
-            row_stride=strides.pop() // row_bytes,
+            rows_of_block_0=np.concatenate(starts),
+            rows_per_stride=strides.pop() // row_bytes,
             block_bytes=layout.block_bytes,
         )
 
-    def pays(self, slots: _Indexes) -> bool:
-        """Whether the calls are long enough; one call serves one run of slots."""
-        return len(slots) * self.block_bytes >= MIN_GATHER_BYTES * len(list(self._slot_runs(slots)))
+    def runs(self, moves: Moves) -> list[tuple[int, int]] | None:
+        """The runs of slots, one call each; None where calls would be too short to be worth it."""
+        if self.block_bytes == self.payload.shape[1]:
+            runs = consecutive([slot for slot, _ in moves])
+        else:  # padding parts the slots
+            runs = [(index, index + 1) for index in range(len(moves))]
+        return runs if len(moves) * self.block_bytes >= MIN_GATHER_BYTES * len(runs) else None
 
-    def spans(self, blocks: _Indexes, slots: _Indexes) -> Iterator[tuple[_Indexes, NDArray[np.int64]]]:
+    def spans(self, moves: Moves, runs: list[tuple[int, int]]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """(row numbers in G1, the rows of the slots that they belong to), per run of slots."""
-        for begin, end in self._slot_runs(slots):
-            rows = blocks[begin:end, None] * self.row_stride + self.block_row
-            first, count = int(slots[begin]), end - begin
-            data = self.payload[first : first + count, : self.block_bytes].reshape(-1)
+        for begin, end in runs:
+            blocks = np.array([block for _, block in moves[begin:end]])
+            rows = blocks[:, None] * self.rows_per_stride + self.rows_of_block_0
+            first = moves[begin][0]
+            data = self.payload[first : first + end - begin, : self.block_bytes].reshape(-1)
             yield rows.reshape(-1), data.view(np.int64).reshape(-1, self.g1.shape[1])
 
-    def _slot_runs(self, slots: _Indexes) -> Iterator[tuple[int, int]]:
-        if self.payload.shape[1] != self.block_bytes:  # padding parts the slots
-            return ((index, index + 1) for index in range(len(slots)))
-        return consecutive(slots)
 
+class _Pieces:
+    """Pieces at addresses, moved one by one: any layout.
 
-class _Runs:
-    """Runs of bytes at addresses, moved one by one: any layout.
-
-    A short run would spend its time waiting for the GIL, so up to HELD_BYTES are moved before it is released once.
+    A short move would spend its time waiting for the GIL, so up to HELD_BYTES are moved before it is released once.
     """
 
     def __init__(self, layout: BlockLayout, storages: Sequence[NDArray[np.uint8]], payload: NDArray[np.uint8]) -> None:
-        self._storages, self._payload = storages, payload  # kept, for we hold their addresses
-        addresses = [storage.ctypes.data for storage in storages]
-        self._starts = np.array([addresses[p.storage] + p.offset for p in layout.pieces], np.int64)
-        self._strides = np.array([p.block_stride for p in layout.pieces], np.int64)
-        self._lengths = np.array([p.length for p in layout.pieces], np.int64)
-        self._slot_starts = payload.ctypes.data + np.array(layout.slot_offsets, np.int64)
-        self._slot_stride = layout.slot_stride
+        self._kept = (storages, payload)  # we hold their addresses
+        self._slots, self._slot_stride = payload.ctypes.data, layout.slot_stride
+        self._pieces = [
+            (storages[p.storage].ctypes.data + p.offset, p.block_stride, p.length, at)
+            for p, at in zip(layout.pieces, layout.slot_offsets, strict=True)
+        ]
+        self._is_dense = len(self._pieces) == 1 and layout.pieces[0].block_stride == layout.slot_stride
         self._move = _memmove(ctypes.CDLL(None))
         self._move_holding = _memmove(ctypes.PyDLL(None))
 
-    def copy(self, blocks: _Indexes, slots: _Indexes, *, is_offload: bool) -> None:
+    def copy(self, moves: Moves, *, is_offload: bool) -> None:
         """Every piece of each block, to or from its slot."""
-        g1 = (self._starts + blocks[:, None] * self._strides).reshape(-1)
-        g2 = (self._slot_starts + slots[:, None] * self._slot_stride).reshape(-1)
-        lengths = np.tile(self._lengths, len(blocks))
-        source, target = (g1, g2) if is_offload else (g2, g1)
         held = 0
-        for to, at, length in zip(*_joined(target, source, lengths), strict=True):
+        for g1, g2, length in self._runs(moves) if self._is_dense else self._each(moves):
             held += length
+            target, source = (g2, g1) if is_offload else (g1, g2)
             if held < HELD_BYTES:
-                self._move_holding(to, at, length)
+                self._move_holding(target, source, length)
             else:
-                self._move(to, at, length)
+                self._move(target, source, length)
                 held = 0
+
+    def _each(self, moves: Moves) -> Iterator[tuple[int, int, int]]:
+        """(address in G1, address in the segment, length) of every piece."""
+        for slot, block in moves:
+            at = self._slots + slot * self._slot_stride
+            for start, stride, length, slot_offset in self._pieces:
+                yield start + block * stride, at + slot_offset, length
+
+    def _runs(self, moves: Moves) -> Iterator[tuple[int, int, int]]:
+        """The same where blocks and slots lie without gaps, so that neighbours on both sides move together."""
+        start, stride, length, _ = self._pieces[0]
+        for begin, end in consecutive([slot for slot, _ in moves], [block for _, block in moves]):
+            slot, block = moves[begin]
+            yield start + block * stride, self._slots + slot * stride, (end - begin) * length
 
 
 def _memmove(libc: ctypes.CDLL) -> Any:
@@ -196,15 +207,6 @@ def _memmove(libc: ctypes.CDLL) -> Any:
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     function.restype = ctypes.c_void_p
     return function
-
-
-def _joined(target: _Indexes, source: _Indexes, lengths: _Indexes) -> tuple[list[int], list[int], list[int]]:
-    """The runs, with those that continue their neighbour on both sides made one."""
-    if not len(lengths):
-        return [], [], []
-    parts = (np.diff(target) != lengths[:-1]) | (np.diff(source) != lengths[:-1])
-    firsts = np.concatenate([[0], np.flatnonzero(parts) + 1])
-    return target[firsts].tolist(), source[firsts].tolist(), np.add.reduceat(lengths, firsts).tolist()
 
 
 def _check_storages(layout: BlockLayout, storages: Sequence[torch.Tensor], segment: Segment) -> None:
