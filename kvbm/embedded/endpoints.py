@@ -162,6 +162,8 @@ class _Endpoints:
         _check_model(served.engine, wanted.model)
         generation = wanted.generation
         prompt_token_ids = await _token_ids(served, wanted.prompt)
+        if generation.stop and not served.codec.has_text:
+            raise RequestError("`stop` needs text, and this model has no tokenizer", param="stop")
         params = _sampling_params(generation, _max_tokens(served.engine, len(prompt_token_ids), generation.max_tokens))
         request_id = f"{prefix}-{client_id}-{next(self._number)}"
         completion = Completion(served, request_id, prompt_token_ids, generation)

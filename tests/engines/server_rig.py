@@ -1,0 +1,266 @@
+"""An engine whose answers a test writes, behind the real server; as a program, the real process around it.
+
+    python server_rig.py PORT SECONDS_TO_LOAD DRAIN_TIMEOUT
+
+The program's engine answers with consecutive bytes, twenty per second. A prompt that begins with the token 13 kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from kvbm.embedded.codec import TextCodec
+from kvbm.embedded.completion import Served
+from kvbm.embedded.endpoints import Service, create_app
+from kvbm.embedded.metrics import EngineMetrics
+from kvbm.embedded.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from kvbm.errors import EngineError, KvbmError
+
+END = 258  # the end token of the byte tokenizer
+VOCABULARY_SIZE = 259
+MAX_MODEL_LEN = 4096
+DEADLY_TOKEN = 13
+OnOutput = Callable[[RequestOutput], None]
+
+
+@dataclass(frozen=True)
+class Stats:
+    num_requests_running: int = 1
+    num_requests_waiting: int = 2
+    kv_cache_usage: float = 0.5
+    num_preemptions: int = 3
+    prefix_cache_queries: int = 4
+    prefix_cache_hits: int = 5
+    external_cache_queries: int = 6
+    external_cache_hits: int = 7
+
+
+@dataclass
+class Submitted:
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    on_output: OnOutput
+    sent: int = 0
+    rest: list[int] = field(default_factory=list)
+
+
+class WrittenEngine:
+    """Answers every request with `answer`, one token at a time, and one per permit if it is paced.
+
+    Callbacks run in a thread of its own, one last output per request, as in the real engine. `cached` and `external`
+    are the prompt tokens that it claims to have found in G1 and G2.
+    """
+
+    model_name = "written"
+    max_model_len = MAX_MODEL_LEN
+
+    def __init__(
+        self, answer: bytes | list[int] = b"Hello, world", *, is_paced: bool = False, delay_s: float = 0.0
+    ) -> None:
+        self.answer = list(answer)
+        self.cached, self.external = 16, 32
+        self.delay_s = delay_s
+        self.failure: str | None = None
+        self.fails_with: str | None = None
+        self.can_reset = True
+        self.submitted: dict[str, Submitted] = {}
+        self.aborted: list[str] = []
+        self.is_stopped = False
+        self._is_paced = is_paced
+        self._permits = threading.Semaphore(0)
+        self._live: dict[str, Submitted] = {}
+        self._orders: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._has_ended = False
+        threading.Thread(target=self._main, daemon=True).start()
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.failure is None and not self.is_stopped
+
+    def submit(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, on_output: OnOutput) -> None:
+        if not self.is_healthy:
+            raise EngineError(f"the engine does not take requests: {self.failure}")
+        request = Submitted(prompt_token_ids, params, on_output)
+        answer = [*self.answer, *([] if params.ignore_eos else [END])]
+        request.rest = [answer[index % len(answer)] for index in range(params.max_tokens)]
+        if END in request.rest:
+            del request.rest[request.rest.index(END) + 1 :]
+        self.submitted[request_id] = request
+        self._orders.put(lambda: self._live.update({request_id: request}))
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self._orders.put(lambda: self._finish(request_id, FinishReason.ABORT))
+
+    def reset_prefix_cache(self) -> bool:
+        return self.can_reset
+
+    def stats(self) -> Stats:
+        return Stats()
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def permit(self, tokens: int) -> None:
+        """Lets a paced engine send that many more tokens."""
+        for _ in range(tokens):
+            self._permits.release()
+
+    def _main(self) -> None:
+        while not self.is_stopped:
+            try:
+                self._orders.get(timeout=0.002)()
+                continue
+            except queue.Empty:
+                pass
+            for request_id, request in list(self._live.items()):
+                if self.fails_with is not None:
+                    self._finish(request_id, FinishReason.ERROR, error=self.fails_with)
+                elif request.prompt_token_ids[0] == DEADLY_TOKEN:
+                    self.failure = "it met token 13"
+                    return
+                elif not self._is_paced or self._permits.acquire(blocking=False):
+                    self._send_next(request_id, request)
+
+    def _send_next(self, request_id: str, request: Submitted) -> None:
+        time.sleep(self.delay_s)
+        token_id = request.rest.pop(0)
+        request.sent += 1
+        if token_id == END or not request.rest:
+            reason = FinishReason.STOP if token_id == END else FinishReason.LENGTH
+            self._finish(request_id, reason, token_id=token_id)
+        else:
+            request.on_output(RequestOutput(request_id, [token_id], logprobs=self._logprobs(request, token_id)))
+
+    def _finish(
+        self, request_id: str, reason: FinishReason, *, token_id: int | None = None, error: str | None = None
+    ) -> None:
+        request = self._live.pop(request_id, None)
+        if request is None:
+            return
+        output = RequestOutput(
+            request_id,
+            [] if token_id is None else [token_id],
+            logprobs=None if token_id is None else self._logprobs(request, token_id),
+            finish_reason=reason,
+            error=error,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_output_tokens=request.sent,
+            num_cached_tokens=self.cached,
+            num_external_tokens=self.external,
+            queue_time_s=0.25,
+            prefill_time_s=0.5 if request.sent else None,
+        )
+        request.on_output(output)
+
+    def _logprobs(self, request: Submitted, token_id: int) -> list[TokenLogprobs] | None:
+        if request.params.logprobs is None:
+            return None
+        top = ((token_id, -0.5), (0xE2, float("-inf")))
+        return [TokenLogprobs(token_id, -0.5, top[: request.params.logprobs])]
+
+
+def serve_written(engine: WrittenEngine, codec: TextCodec) -> Served:
+    metrics = EngineMetrics("written", stats=engine.stats, cache_config={"block_size": "16"}, connector=None)
+    return Served(engine, VOCABULARY_SIZE, codec, metrics)
+
+
+class Client:
+    """A client of one server, as a test wants it."""
+
+    def __init__(self, session: aiohttp.ClientSession, service: Service, port: int) -> None:
+        self.session = session
+        self.service = service
+        self.port = port
+
+    async def post(self, path: str, headers: dict[str, str] | None = None, **body: Any) -> tuple[int, dict[str, Any]]:
+        return await self.send(path, json.dumps(body).encode(), headers=headers)
+
+    async def send(
+        self, path: str, body: bytes | io.BytesIO, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        async with self.session.post(path, data=body, headers=headers) as response:
+            return response.status, json.loads(await response.read())
+
+    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        async with self.session.get(path) as response:
+            return response.status, json.loads(await response.read())
+
+    async def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """All events of a stream that must end with [DONE]."""
+        async with self.session.post(path, json={"stream": True, **body}) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            return events_of(await response.read())
+
+
+def events_of(content: bytes) -> list[dict[str, Any]]:
+    *events, done, nothing = content.split(b"\n\n")
+    assert (done, nothing) == (b"data: [DONE]", b""), content
+    assert all(event.startswith(b"data: ") and b"\n" not in event for event in events)
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
+@asynccontextmanager
+async def serving(served: Served | None) -> AsyncIterator[Client]:
+    """A server in this process, and a client of it."""
+    service = Service(served=served)
+    runner = web.AppRunner(create_app(service), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            yield Client(session, service, port)
+    finally:
+        await runner.cleanup()
+        if served is not None:
+            served.engine.stop()
+
+
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@contextmanager
+def connected(port: int) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        yield connection
+
+
+def main() -> int:
+    from kvbm.embedded.server import Server, ServerSettings
+
+    port, seconds_to_load, drain_timeout_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    engine = WrittenEngine(bytes(range(32, 127)), delay_s=0.05)
+
+    def load(report: Callable[[str], None]) -> Served:
+        report("reading a written engine")
+        time.sleep(seconds_to_load)
+        return serve_written(engine, TextCodec(None))
+
+    try:
+        return Server(ServerSettings("127.0.0.1", port, drain_timeout_s), load).run()
+    except KvbmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
