@@ -45,6 +45,9 @@ class HashIndex:
     def __len__(self) -> int:
         return sum(map(len, self._dicts))
 
+    def __contains__(self, sequence_hash: bytes) -> bool:
+        return sequence_hash in self._dict_of(sequence_hash)
+
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the slots of `hashes` up to the first that is not registered."""
         joined, end = b"".join(hashes), len(hashes)

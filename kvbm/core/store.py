@@ -159,7 +159,7 @@ class BlockStore:
         return len(self._index.find_prefix(hashes[start:] if start else hashes))
 
     def contains(self, sequence_hash: bytes) -> bool:
-        return bool(self._index.find_prefix((sequence_hash,)))
+        return sequence_hash in self._index
 
     def missing(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the positions in `hashes` of those that are not registered."""
@@ -188,26 +188,29 @@ class BlockStore:
         self._inactive_count -= len(activated)
 
     def _unpin(self, slots: list[int]) -> None:
-        last = self._drop_extra_pins(slots) if self._extra_pins else slots
-        if bytes(map(self._states.__getitem__, last)).count(PINNED) < len(last):
-            self._free([slot for slot in last if self._states[slot] == HIDDEN])
-            last = [slot for slot in last if self._states[slot] == PINNED]
-        self._set_states(last, INACTIVE)
-        self._lists.append(self._lists.inactive, reversed(last))
-        self._inactive_count += len(last)
+        unheld = self._drop_extra_pins(slots) if self._extra_pins else slots[::-1]
+        if bytes(map(self._states.__getitem__, unheld)).count(PINNED) < len(unheld):
+            self._free([slot for slot in unheld if self._states[slot] == HIDDEN])
+            unheld = [slot for slot in unheld if self._states[slot] == PINNED]
+        self._set_states(unheld, INACTIVE)
+        self._lists.append(self._lists.inactive, unheld)
+        self._inactive_count += len(unheld)
 
     def _drop_extra_pins(self, slots: list[int]) -> list[int]:
-        """Return those of `slots` that had no extra pin to drop."""
-        extra_pins, last = self._extra_pins, []
-        for slot in slots:
+        """Return those of `slots` that had no extra pin to drop, tail first.
+
+        Of a block that stands several times in one batch, the first place counts: the head of a chain is newest.
+        """
+        extra_pins, unheld = self._extra_pins, []
+        for slot in reversed(slots):
             extra = extra_pins.get(slot, 0)
             if extra > 1:
                 extra_pins[slot] = extra - 1
             elif extra:
                 del extra_pins[slot]
             else:
-                last.append(slot)
-        return last
+                unheld.append(slot)
+        return unheld
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Make those of `hashes` that are registered the most recently used, the first one newest.

@@ -254,6 +254,13 @@ def test_hash_that_stands_twice_in_one_batch_gets_one_slot():
     assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=0, inactive=2)
 
 
+def test_repeated_block_is_as_recent_as_its_first_place():
+    store = make_store(3)
+    store.allocate(3).stage(names("aba")).register().release()
+    keep(store, "c")
+    assert evicted_letters(store, 3) == "bac"
+
+
 def test_only_duplicates_announce_nothing():
     store = make_store(4)
     keep(store, "ab")

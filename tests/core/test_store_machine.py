@@ -231,5 +231,5 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.leaked() == []
 
 
-StoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 TestStoreMachine = StoreMachine.TestCase

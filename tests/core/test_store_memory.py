@@ -1,4 +1,4 @@
-"""A store of four million blocks: under 200 bytes a block, no more after twice the blocks went through, flat for the GC.
+"""A store of four million blocks: under 200 bytes a block, no more after many went through, flat for the collector.
 
 Measured as resident memory in a process of its own, with random hashes registered in batches as transfers deliver them.
 """
