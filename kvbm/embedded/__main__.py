@@ -115,7 +115,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog=PROGRAM, description="The embedded reference engine with an OpenAI-compatible server.")
+    parser = _Parser(
+        prog=PROGRAM,
+        description="The embedded reference engine with an OpenAI-compatible server.",
+        allow_abbrev=False,
+    )
     positive, natural = _integer(minimum=1), _integer(minimum=0)
     add = parser.add_argument
     add(
@@ -155,7 +159,10 @@ def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="for open requests at the end (%(default)s)",
     )
-    return parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
+    if flags.worker_process and flags.connector is None:
+        parser.error("--worker-process needs --connector")
+    return flags
 
 
 def _integer(*, minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:

@@ -126,8 +126,8 @@ class Completion:
         return self._token_count
 
     def fail(self, message: str) -> None:
-        """Ends the answer with an error, whatever the engine does."""
-        self._failure = message
+        """Ends the answer with an error, whatever the engine does. The first reason counts."""
+        self._failure = self._failure or message
         self._news.set()
         self._ended.set()
 

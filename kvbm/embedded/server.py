@@ -142,7 +142,7 @@ class Server:
             await site.stop()
         deadline = time.monotonic() + self._settings.drain_timeout_s
         if self._service.running and self._service.failure is None:
-            self._say(f"stopping once {len(self._service.running)} requests have ended; a second signal stops at once")
+            self._say(f"stopping; open requests: {len(self._service.running)}; a second signal ends them")
         while self._service.running and time.monotonic() < deadline and self._service.failure is None:
             await asyncio.sleep(WATCH_S / 5)
         self._service.fail_running("the server is shutting down")
