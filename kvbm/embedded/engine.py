@@ -71,6 +71,14 @@ class _Order:
     run: Callable[[], bool]
     done: Future[bool]
 
+    def carry_out(self) -> None:
+        """An error ends the engine thread; whoever gave the order hears of it first."""
+        try:
+            self.done.set_result(self.run())
+        except BaseException as error:
+            self.done.set_exception(error)
+            raise
+
 
 class Engine:
     """Loads everything when it is made (EnvironmentProblem, ProfileError), serves from `start` to `stop`."""
@@ -276,7 +284,7 @@ class Engine:
         with contextlib.suppress(queue.Empty):
             order = self._orders.get(timeout=timeout_s) if timeout_s != 0.0 else self._orders.get_nowait()
             while True:
-                order.done.set_result(order.run())
+                order.carry_out()
                 order = self._orders.get_nowait()
 
     def _add(self, request: Request) -> bool:

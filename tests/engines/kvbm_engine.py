@@ -1,0 +1,114 @@
+"""The real embedded engine with the real block manager inside, for tests: tiny model, small G1, faults on request."""
+
+from __future__ import annotations
+
+import random
+import threading
+from contextlib import contextmanager
+
+from faults import FaultyCopier
+
+from kvbm.config.schema import Profile
+from kvbm.embedded.config import EngineConfig
+from kvbm.embedded.driver import create_connector
+from kvbm.embedded.engine import Engine
+from kvbm.embedded.request import RequestOutput, SamplingParams
+
+WAIT_S = 60.0
+
+
+class Answer:
+    """What one request brought, filled in by the engine thread."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.last: RequestOutput | None = None
+        self.started = threading.Event()
+        self.done = threading.Event()
+
+    def __call__(self, output: RequestOutput) -> None:
+        self.tokens += output.new_token_ids
+        self.started.set()
+        if output.finish_reason is not None:
+            self.last = output
+            self.done.set()
+
+    def wait(self) -> Answer:
+        assert self.done.wait(WAIT_S), "no answer"
+        return self
+
+
+class KvbmEngine:
+    """An engine with (`host_blocks`) or without the block manager; `copier` fails on request."""
+
+    def __init__(self, *, host_blocks: int | None, worker_process: bool = False, generated: bool = True, **config):
+        defaults = {"model": "synthetic:tiny", "num_blocks": 40, "max_num_batched_tokens": 128, "verify": False}
+        self.connector = None
+        if host_blocks is not None:
+            profile = Profile.model_validate(
+                {
+                    "engine": {"model": "synthetic:tiny"},
+                    "tiers": {"host": {"blocks": host_blocks}},
+                    "offload": {"generated": generated},
+                    "transfer": {"max_concurrent": 2},
+                }
+            )
+            self.connector = create_connector(profile.model_dump_json(), worker_process=worker_process)
+        self.engine = Engine(EngineConfig(**(defaults | config)), connector=self.connector)
+        self.engine.start()
+        self._ids = iter(range(10**6))
+        self.copier = None
+        if self.connector is not None and not worker_process:
+            worker = self.connector[1]._home._worker
+            worker._copier = self.copier = FaultyCopier(worker._copier)
+
+    @property
+    def leader(self):
+        return self.connector[0].leader
+
+    @property
+    def counters(self):
+        return self.leader.counters
+
+    def submit(self, prompt: list[int], max_tokens: int = 8, **params) -> Answer:
+        answer = Answer()
+        answer.request_id = f"r{next(self._ids)}"
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
+        self.engine.submit(answer.request_id, prompt, sampling, answer)
+        return answer
+
+    def ask(self, prompt: list[int], max_tokens: int = 8, **params) -> Answer:
+        return self.submit(prompt, max_tokens, **params).wait()
+
+    @property
+    def pool(self):
+        return self.connector[0]._pool
+
+    def forget_g1(self) -> None:
+        """Empty the engine's own prefix cache, and only that."""
+        self.engine._order(lambda: self.pool.reset() or True)
+
+    def settle(self) -> None:
+        """Wait until no transfer is pending: between two of the engine's steps, so that nothing is read half-way."""
+        for _ in range(2000):
+            if not self.engine._order(self.connector[0].has_pending_work):
+                return
+            threading.Event().wait(0.002)
+        raise AssertionError("transfers do not end")
+
+
+@contextmanager
+def running(**arguments):
+    engine = KvbmEngine(**arguments)
+    try:
+        yield engine
+    finally:
+        if engine.copier is not None:
+            engine.copier.heal()
+        engine.engine.stop()
+
+
+def prompt(seed: int, length: int, *, shared: int = 0) -> list[int]:
+    """Token ids that differ by seed after the first `shared` ones."""
+    common, own = random.Random("shared"), random.Random(seed)
+    return [common.randrange(200) for _ in range(shared)] + [own.randrange(200) for _ in range(length - shared)]

@@ -1,0 +1,217 @@
+"""The block manager inside the real engine: hits in every case, and never another output than without it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from kvbm_engine import prompt, running
+
+HOMES = [(False, "block_first"), (False, "layer_first"), (True, "block_first")]
+
+
+def conversations(engine, *, users: int = 4, turns: int = 3) -> list[list[int]]:
+    """Multi-turn chats side by side: a shared system prompt, the model's own answers as history."""
+
+    def talk(user: int) -> list[int]:
+        history, said = prompt(user, 180, shared=96), []
+        for turn in range(turns):
+            answer = engine.ask(history, max_tokens=20)
+            said += answer.tokens
+            history = history + answer.tokens + prompt(100 * user + turn, 24)
+        return said
+
+    with ThreadPoolExecutor(users) as pool:
+        return list(pool.map(talk, range(users)))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the same engine says without the block manager."""
+    with running(host_blocks=None) as engine:
+        return conversations(engine)
+
+
+@pytest.mark.parametrize(("worker_process", "kv_layout"), HOMES)
+def test_multi_turn_outputs_are_equal_and_blocks_really_travel(expected, worker_process, kv_layout):
+    with running(host_blocks=400, worker_process=worker_process, kv_layout=kv_layout) as engine:
+        assert conversations(engine) == expected
+        engine.settle()
+        assert engine.counters.onboard_blocks > 10
+        assert engine.counters.offload_blocks > 30
+        assert engine.counters.onboard_failed_blocks == engine.counters.offload_failed_blocks == 0
+        engine.leader.check()
+
+
+def test_generated_tokens_come_back_too():
+    with running(host_blocks=400) as engine:
+        first = engine.ask(prompt(1, 100), max_tokens=60)
+        history = prompt(1, 100) + first.tokens
+        engine.settle()
+        engine.engine._order(lambda: engine.engine.blocks.reset() or True)
+        again = engine.ask([*history, 5, 6, 7])
+        assert again.last.num_external_tokens == 144  # 159 computed tokens are 9 full blocks of 16
+
+
+def test_prompts_only_when_the_profile_says_so():
+    with running(host_blocks=400, generated=False) as engine:
+        first = engine.ask(prompt(1, 100), max_tokens=60)
+        engine.settle()
+        engine.engine._order(lambda: engine.engine.blocks.reset() or True)
+        again = engine.ask([*prompt(1, 100), *first.tokens, 5, 6, 7])
+        assert again.last.num_external_tokens == 96
+
+
+def test_host_hits_without_the_engines_own_prefix_cache():
+    with running(host_blocks=400, prefix_caching=False) as engine:
+        first = engine.ask(prompt(1, 100))
+        engine.settle()
+        again = engine.ask(prompt(1, 100))
+        assert (again.last.num_cached_tokens, again.last.num_external_tokens) == (0, 96)
+        assert again.tokens == first.tokens
+
+
+def test_a_salt_keeps_tenants_apart():
+    with running(host_blocks=400) as engine:
+        engine.ask(prompt(1, 100), cache_salt="a")
+        engine.settle()
+        engine.engine._order(lambda: engine.engine.blocks.reset() or True)
+        assert engine.ask(prompt(1, 100), cache_salt="b").last.num_external_tokens == 0
+        engine.engine._order(lambda: engine.engine.blocks.reset() or True)
+        assert engine.ask(prompt(1, 100), cache_salt="a").last.num_external_tokens == 96
+
+
+def test_reset_prefix_cache_empties_both_tiers():
+    with running(host_blocks=400) as engine:
+        engine.ask(prompt(1, 100))
+        engine.settle()
+        assert engine.engine.reset_prefix_cache()
+        last = engine.ask(prompt(1, 100)).last
+        assert (last.num_cached_tokens, last.num_external_tokens) == (0, 0)
+
+
+def test_one_load_serves_requests_that_share_a_prefix():
+    with running(host_blocks=400) as engine:
+        expected = engine.ask(prompt(1, 200)).tokens
+        engine.settle()
+        engine.engine._order(lambda: engine.engine.blocks.reset() or True)
+        engine.copier.next("hold")
+        first = engine.submit(prompt(1, 200))
+        engine.copier.wait_until_held()
+        others = [engine.submit(prompt(1, 200)) for _ in range(3)]
+        engine.copier.heal()
+        assert [answer.wait().tokens for answer in (first, *others)] == [expected] * 4
+        assert engine.counters.onboard_blocks == 12
+        assert engine.counters.onboard_shared_requests == 3
+
+
+def test_preemption_and_host_hits_together_keep_outputs_equal():
+    prompts = [prompt(seed, 90, shared=32) for seed in range(6)]
+
+    def outputs(engine):
+        answers = [engine.submit(p, max_tokens=40) for p in prompts]
+        return [answer.wait().tokens for answer in answers]
+
+    with running(host_blocks=None, num_blocks=20) as engine:
+        expected = outputs(engine)
+    with running(host_blocks=400, num_blocks=20) as engine:
+        assert outputs(engine) == expected
+        assert outputs(engine) == expected
+        assert engine.engine.stats().num_preemptions > 0
+        assert engine.counters.onboard_blocks > 0
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["fail", "short", "die", "odd"])
+def test_every_seventh_copy_failing_changes_no_output(expected, fault):
+    with running(host_blocks=400) as engine:
+        for call in range(0, 400, 7):
+            engine.copier.at(call, fault)
+        assert conversations(engine) == expected
+        engine.copier.heal()
+        engine.settle()
+        counters = engine.counters
+        assert counters.offload_failed_blocks + counters.onboard_failed_blocks > 0
+        assert counters.onboard_blocks > 0
+        assert engine.engine.is_healthy
+        engine.leader.check()
+
+
+@pytest.mark.parametrize("fault", ["hold", "lost"])
+def test_a_hanging_offload_delays_nobody(expected, fault):
+    with running(host_blocks=400) as engine:
+        engine.copier.next(fault)
+        assert conversations(engine) == expected
+        assert engine.leader.has_pending()
+        engine.copier.heal()
+        engine.settle()
+
+
+def test_while_a_load_hangs_others_are_served_and_then_it_is_served_too():
+    with running(host_blocks=400) as engine:
+        expected = engine.ask(prompt(1, 200)).tokens
+        other = engine.ask(prompt(2, 200)).tokens
+        engine.settle()
+        engine.engine._order(lambda: engine.engine.blocks.reset() or True)
+        engine.copier.next("hold")
+        hung = engine.submit(prompt(1, 200))
+        engine.copier.wait_until_held()
+        assert engine.ask(prompt(2, 200)).tokens == other
+        assert not hung.done.is_set()
+        engine.copier.heal()
+        assert hung.wait().tokens == expected
+
+
+def test_aborting_in_every_state_leaves_nothing_behind():
+    randomness = random.Random(7)
+    with running(host_blocks=200, num_blocks=24) as engine:
+        for call in range(0, 300, 9):
+            engine.copier.at(call, "fail")
+        for _ in range(12):
+            answers = [engine.submit(prompt(seed, 120, shared=64), max_tokens=20) for seed in range(4)]
+            for answer in randomness.sample(answers, 2):
+                threading.Event().wait(randomness.random() * 0.02)
+                engine.engine.abort(answer.request_id)
+            for answer in answers:
+                answer.wait()
+        engine.copier.heal()
+        engine.settle()
+        pool = engine.engine.blocks
+        assert engine.engine._order(lambda: pool.check() or pool.used_count == 0)
+        assert engine.leader.host_blocks()["pinned"] == engine.leader.host_blocks()["moving"] == 0
+        assert not engine.leader._requests
+
+
+def test_reset_under_load_changes_no_output(expected):
+    with running(host_blocks=400) as engine:
+        stop = threading.Event()
+
+        def reset_often():
+            while not stop.wait(0.03):
+                engine.engine.reset_prefix_cache()
+
+        thread = threading.Thread(target=reset_often)
+        thread.start()
+        try:
+            assert conversations(engine) == expected
+        finally:
+            stop.set()
+            thread.join()
+        engine.settle()
+        assert engine.counters.resets > 0
+
+
+def test_kill_of_the_worker_process_under_load_leaves_a_working_engine(expected):
+    with running(host_blocks=400, worker_process=True) as engine:
+        engine.ask(prompt(9, 100))
+        killer = threading.Timer(0.2, engine.connector[1]._home._process.kill)
+        killer.start()
+        assert conversations(engine) == expected
+        killer.join()
+        engine.settle()
+        assert engine.ask(prompt(9, 100)).last.num_external_tokens == 0
+        assert engine.counters.disabled == 1
