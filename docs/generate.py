@@ -144,7 +144,8 @@ def _is_current(path: Path, text: str) -> bool:
 def main() -> int:
     if "--check" in sys.argv[1:]:
         names = outdated()
-        print("\n".join(f"docs/reference/{name} is out of date: run `python docs/generate.py`" for name in names))
+        for name in names:
+            print(f"docs/reference/{name} is out of date: run `python docs/generate.py`")
         return 1 if names else 0
     REFERENCE.mkdir(exist_ok=True)
     for name, page in PAGES.items():

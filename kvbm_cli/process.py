@@ -1,9 +1,10 @@
 """EngineProcess: one engine as a child process that cannot outlive its parent.
 
 The engine leads a process group of its own, so that a terminal's Ctrl-C reaches it only through us and whatever it
-starts dies with it. The kernel kills it when the thread that called `start` ends: call it from the main thread. Its
-output goes to a log file, whose last lines are the story when a start fails. It never inherits a DYN_KVBM_* variable:
-a resolved profile is the one channel.
+starts dies with it. The kernel kills it when the thread that called `start` ends: call it from the main thread. A guard
+process kills what the engine had started, should we be killed before we can. The engine's output goes to a log file,
+whose last lines are the story when a start fails. It never inherits a DYN_KVBM_* variable: a resolved profile is the
+one channel.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvbm.config.variables import PREFIX
 from kvbm.errors import EngineError, EnvironmentProblem
 
 WRAPPER = Path(__file__).with_name("die_with_parent.py")
+GUARD = Path(__file__).with_name("group_guard.py")
 POLL_S = 0.05
 HEALTH_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 30.0
@@ -51,6 +53,7 @@ class EngineProcess:
 
     def __init__(self, child: subprocess.Popen[bytes], plan: LaunchPlan, log_path: Path, log_start: int) -> None:
         self._child = child
+        self._guard = _start_guard(child.pid)
         self._log_start = log_start  # what lies before it in the file is of an earlier engine
         self._started = time.monotonic()
         self._reported_phase: str | None = None
@@ -100,6 +103,7 @@ class EngineProcess:
                 return None
             self._kill_group()
             self._child.wait()
+            self._guard.communicate(b".")
         code = self._child.returncode
         return code if code >= 0 else 128 - code
 
@@ -199,6 +203,18 @@ def choose_port(host: str, port: int) -> int:
                 f"cannot listen on {host} port {port}: {reason}", hint="`--port 0` chooses a free port"
             ) from None
         return int(probe.getsockname()[1])
+
+
+def _start_guard(process_group: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(GUARD), str(process_group)]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+    )
 
 
 def _check_program(plan: LaunchPlan) -> None:

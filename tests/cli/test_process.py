@@ -20,7 +20,7 @@ from terminal import FAKE_ENGINE
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.die_with_parent import CANNOT_RUN
-from kvbm_cli.process import WRAPPER, EngineProcess, Progress, choose_port, engine_environment
+from kvbm_cli.process import GUARD, WRAPPER, EngineProcess, Progress, choose_port, engine_environment
 
 DEADLINE_S = 20
 
@@ -116,21 +116,32 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_process import fake_plan
 from kvbm_cli.process import EngineProcess
-engine = EngineProcess.start(fake_plan(), log_path=Path(sys.argv[2]))
+engine = EngineProcess.start(fake_plan("children"), log_path=Path(sys.argv[2]))
 engine.wait_healthy(20)
-print(engine.pid, flush=True)
+print("ready", flush=True)
 time.sleep(600)
 """
 
 
-def test_engine_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STARTER, str(Path(__file__).parent), str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        engine_pid = int(parent.stdout.readline())
-        assert not is_gone(engine_pid)
+        assert parent.stdout.readline() == "ready\n"
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert len(family) == 3, "the engine, what it started, and the guard"
         parent.kill()
-        eventually(lambda: is_gone(engine_pid))
+        eventually(lambda: all(is_gone(member.pid) for member in family))
+        assert parent.wait() == -signal.SIGKILL
+
+
+def test_engine_stops_as_usual_without_its_guard(tmp_path: Path) -> None:
+    with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
+        engine.wait_healthy(DEADLINE_S)
+        guard = next(child for child in psutil.Process().children() if str(GUARD) in child.cmdline())
+        guard.kill()
+        assert engine.stop() == 0
+    assert is_gone(guard.pid)
 
 
 def test_program_is_not_run_for_a_parent_that_is_gone(tmp_path: Path) -> None:
