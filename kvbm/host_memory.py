@@ -1,31 +1,18 @@
-"""What this machine's kernel says about memory: room, huge pages, NUMA nodes; and the calls that Python lacks.
+"""What this machine's kernel says about memory: room, huge pages, NUMA nodes.
 
-Only `region` calls it. All facts are read from /proc and /sys under two roots, so that a test can put files there.
-Nothing is assumed: transparent huge pages apply to shared memory only where the kernel says so, and the room is the
-least of what the machine, the NUMA node and every control group above this process have left.
+All facts are read from /proc and /sys under two roots, so that a test can put files there. Nothing is assumed:
+transparent huge pages apply to shared memory only where the kernel says so, and the room is the least of what the
+machine, the NUMA node and every control group above this process have left.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
-import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem
-
-MADV_HUGEPAGE = 14
-MADV_POPULATE_WRITE = 23  # Linux 5.14
-MPOL_BIND = 2
-SYSCALL_MBIND = {"x86_64": 237, "aarch64": 235}
-SYSCALL_MEMBARRIER = {"x86_64": 324, "aarch64": 283}
-MEMBARRIER_PRIVATE_EXPEDITED = 1 << 3
-MEMBARRIER_REGISTER_PRIVATE_EXPEDITED = 1 << 4
-BITS_PER_LONG = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,55 +120,6 @@ _VERSION_1 = _ControlGroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes"
 _VERSION_2 = _ControlGroupFiles("memory.max", "memory.current", "inactive_file")
 
 THIS_MACHINE = HostMemory()
-
-
-class Kernel:
-    """Calls on address ranges. Each releases the GIL for its whole length."""
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        self._libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-        self._libc.memset.restype = ctypes.c_void_p
-
-    def advise_huge_pages(self, address: int, length: int) -> None:
-        """Best effort: a refusal leaves small pages."""
-        self._libc.madvise(address, length, MADV_HUGEPAGE)
-
-    def populate(self, address: int, length: int) -> None:
-        """Give every page of a fresh range its memory. Raises OSError, on kernels that can, not SIGBUS later."""
-        if self._libc.madvise(address, length, MADV_POPULATE_WRITE) == 0:
-            return
-        if ctypes.get_errno() != errno.EINVAL:
-            raise _last_error()
-        self._libc.memset(address, 0, length)
-
-    def bind(self, address: int, length: int, node: int) -> None:
-        """Take the pages of a shared range from one NUMA node, whoever touches them. Raises OSError."""
-        mask = (ctypes.c_ulong * (node // BITS_PER_LONG + 1))()
-        mask[node // BITS_PER_LONG] = 1 << (node % BITS_PER_LONG)
-        bits = len(mask) * BITS_PER_LONG + 1
-        self._system_call(SYSCALL_MBIND, address, length, MPOL_BIND, ctypes.addressof(mask), bits, 0)
-
-    def enable_barrier(self) -> None:
-        """Once per process, before the first `barrier`. Raises OSError."""
-        self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_REGISTER_PRIVATE_EXPEDITED, 0, 0)
-
-    def barrier(self) -> None:
-        """A full memory barrier, in every thread of this process that runs. Raises OSError."""
-        self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_PRIVATE_EXPEDITED, 0, 0)
-
-    def _system_call(self, numbers: dict[str, int], *arguments: int) -> None:
-        number = numbers.get(platform.machine())
-        if number is None:
-            raise OSError(errno.ENOSYS, f"system call not known on {platform.machine()}")
-        if self._libc.syscall(*(ctypes.c_ulong(argument) for argument in (number, *arguments))) != 0:
-            raise _last_error()
-
-
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
 
 
 def node_of_pci_device(address: str, memory: HostMemory = THIS_MACHINE) -> int | None:

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ENGINES = ("torch", "transformers", "vllm", "tensorrt_llm", "sglang")
 SHARED = ("kvbm.types", "kvbm.errors")
 LOGICAL = ("kvbm.core", "kvbm.hashing", "kvbm.events")
-PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory")
+PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "kvbm.shared_memory")
 ORCHESTRATION = ("kvbm.leader", "kvbm.worker", "kvbm.plan", "kvbm.metrics")
 
 

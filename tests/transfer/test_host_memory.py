@@ -1,7 +1,8 @@
 import pytest
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.host_memory import THIS_MACHINE, HostMemory, Kernel, node_of_pci_device
+from kvbm.host_memory import THIS_MACHINE, HostMemory, node_of_pci_device
+from kvbm.shared_memory import Kernel
 
 GIB = 1 << 30
 

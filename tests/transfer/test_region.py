@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvbm.region
+import kvbm.shared_memory
 from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host_memory import HostMemory
 from kvbm.layout import BlockLayout, Piece
@@ -210,7 +210,7 @@ def test_a_file_that_is_no_segment_is_refused(ranks, tmp_path):
 
 
 def test_progress_rises_to_the_whole_and_every_page_is_there(monkeypatch):
-    monkeypatch.setattr(kvbm.region, "TOUCH_BYTES", 1 << 16)
+    monkeypatch.setattr(kvbm.shared_memory, "TOUCH_BYTES", 1 << 16)
     seen = []
     segment = segment_of(slot_count=64, progress=lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
@@ -243,7 +243,7 @@ def test_too_little_room_in_the_control_group_is_an_error_that_names_it(tmp_path
 
 
 def test_memory_that_somebody_else_takes_meanwhile_ends_the_allocation_and_gives_all_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(kvbm.region, "TOUCH_BYTES", 1 << 16)
+    monkeypatch.setattr(kvbm.shared_memory, "TOUCH_BYTES", 1 << 16)
     memory = memory_with(tmp_path, available=1 << 40)
     before = set(os.listdir("/proc/self/fd"))
 
@@ -256,7 +256,7 @@ def test_memory_that_somebody_else_takes_meanwhile_ends_the_allocation_and_gives
 
 
 def test_a_failure_while_pages_are_taken_says_how_far_it_came(monkeypatch):
-    monkeypatch.setattr(kvbm.region, "TOUCH_BYTES", 1 << 16)
+    monkeypatch.setattr(kvbm.shared_memory, "TOUCH_BYTES", 1 << 16)
 
     class Exhausted:
         calls = 0
@@ -266,7 +266,7 @@ def test_a_failure_while_pages_are_taken_says_how_far_it_came(monkeypatch):
             if Exhausted.calls == 3:
                 raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(kvbm.region, "_KERNEL", Exhausted())
+    monkeypatch.setattr(kvbm.shared_memory, "KERNEL", Exhausted())
     with pytest.raises(EnvironmentProblem, match="ran out after 131072 of"):
         segment_of(slot_count=64)
 
