@@ -53,6 +53,7 @@ class Server:
         self._load = load
         self._service = Service()
         self._stop = asyncio.Event()
+        self._has_ended = threading.Event()
         self._started = time.monotonic()
 
     def run(self) -> int:
@@ -77,6 +78,7 @@ class Server:
         finally:
             await runner.cleanup()
             await self._stop_engine()
+            self._has_ended.set()
         if self._service.failure is not None:
             raise EngineError(f"the engine has failed: {self._service.failure}")
         return 0
@@ -108,7 +110,11 @@ class Server:
             await _wait(self._stop, WATCH_S)
 
     async def _load_engine(self) -> None:
-        """Leaves `service.served` None if a signal came first. Raises what loading raised."""
+        """Leaves `service.served` None if a signal came first. Raises what loading raised.
+
+        The thread stays until the server has ended: the kernel kills a connector's worker process, which asks for its
+        parent's death to be its own, as soon as the thread that started it is gone.
+        """
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[Served] = loop.create_future()
 
@@ -123,6 +129,7 @@ class Server:
                 call(partial(_fail, loaded, error))
             else:
                 call(partial(_succeed, loaded, result))
+            self._has_ended.wait()
 
         threading.Thread(target=load, name="load", daemon=True).start()
         stopped = asyncio.ensure_future(self._stop.wait())
