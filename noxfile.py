@@ -61,7 +61,7 @@ def mutants(session: nox.Session) -> None:
 def bench_micro(session: nox.Session) -> None:
     """Small benchmarks, each against the same work done by something else in the same run."""
     install(session, "embedded", "dev")
-    session.run("pytest", "-q", "--benchmark-only", "bench/micro", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "-q", "-o", "addopts=--strict-markers", "bench/micro", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(reuse_venv=False)

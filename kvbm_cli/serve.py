@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,7 +141,11 @@ def _print_ready(engine: EngineProcess, *, as_json: bool) -> None:
 
 
 def _default_log() -> Path:
-    """A file of its own per run in the user's state directory."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    """A file of its own per run: in the user's state directory, or where there is none, in a new temporary one."""
     name = time.strftime(f"serve-%Y%m%d-%H%M%S-{os.getpid()}.log")
-    return Path(state).expanduser() / "kvbm" / name
+    try:
+        directory = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kvbm"
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        directory = Path(tempfile.mkdtemp(prefix="kvbm-"))
+    return directory / name

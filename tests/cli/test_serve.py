@@ -145,6 +145,13 @@ def test_failed_serve(home: Path, name: str) -> None:
     assert_snapshot(f"serve_{name}", re.sub(r"^starting .*\n", "", text, flags=re.MULTILINE))
 
 
+def test_log_goes_to_a_temporary_directory_where_there_is_no_home(home: Path) -> None:
+    command = ["serve", "-p", "./mine.yaml", "--set", "engine.environment.FAKE=crash"]
+    outcome = kvbm(*command, home=home, XDG_STATE_HOME="/dev/null", TMPDIR=str(home))
+    assert len(list(home.glob("kvbm-*/serve-*.log"))) == 1
+    assert f"the whole log: `less {home}/kvbm-" in outcome.stderr
+
+
 def test_taken_port_is_an_error_before_anything_starts(home: Path) -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as holder:
         port = holder.getsockname()[1]
