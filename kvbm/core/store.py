@@ -189,9 +189,10 @@ class BlockStore:
 
     def _unpin(self, slots: list[int]) -> None:
         unheld = self._drop_extra_pins(slots) if self._extra_pins else slots[::-1]
-        if bytes(map(self._states.__getitem__, unheld)).count(PINNED) < len(unheld):
-            self._free([slot for slot in unheld if self._states[slot] == HIDDEN])
-            unheld = [slot for slot in unheld if self._states[slot] == PINNED]
+        states = self._states
+        if [states[slot] for slot in unheld].count(PINNED) < len(unheld):
+            self._free([slot for slot in unheld if states[slot] == HIDDEN])
+            unheld = [slot for slot in unheld if states[slot] == PINNED]
         self._set_states(unheld, INACTIVE)
         self._lists.append(self._lists.inactive, unheld)
         self._inactive_count += len(unheld)
