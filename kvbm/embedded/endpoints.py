@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvbm.embedded.codec import TextCodec
 from kvbm.embedded.completion import Completion, CompletionFailed, Served, ServedEngine
@@ -50,6 +52,7 @@ from kvbm.embedded.request import SamplingParams
 from kvbm.errors import EngineError
 
 MAX_BODY_BYTES = 64 * 2**20
+BODY_TIMEOUT_S = 60.0
 LONG_TEXT_CHARACTERS = 16_384  # above, the tokenizer runs beside the event loop
 MAX_REQUEST_ID_CHARACTERS = 256
 REQUEST_ID = "X-Request-Id"
@@ -112,6 +115,31 @@ def create_app(service: Service) -> web.Application:
     return app
 
 
+def create_runner(service: Service, *, keepalive_s: float = 75.0, shutdown_timeout_s: float = 2.0) -> web.AppRunner:
+    """The app with the server's options, to be set up and given a site.
+
+    handler_cancellation: a client that hangs up ends its handler, which aborts its request in the engine.
+    auto_decompress off: a compressed body is refused by name, instead of being unpacked to any size.
+    """
+    log = logging.getLogger("kvbm.embedded.http")
+    log.addFilter(_is_worth_a_traceback)
+    return web.AppRunner(
+        create_app(service),
+        access_log=None,
+        handler_cancellation=True,
+        auto_decompress=False,
+        keepalive_timeout=keepalive_s,
+        shutdown_timeout=shutdown_timeout_s,
+        logger=log,
+    )
+
+
+def _is_worth_a_traceback(record: logging.LogRecord) -> bool:
+    """What a client sent that is no HTTP gets its 400, and no place in the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -119,6 +147,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except RequestError as error:
         body = error_body(error.message, status=error.status, param=error.param, code=error.code)
         return _json(body, status=error.status)
+    except web.RequestPayloadError as error:
+        return _json(error_body(f"the body cannot be read: {error}", status=400), status=400)
     except CompletionFailed as error:
         return _json(error_body(str(error), status=500, code="engine_failed"), status=500)
     except web.HTTPException as error:
@@ -158,7 +188,7 @@ class _Endpoints:
     ) -> web.StreamResponse:
         served = self._service.ready()
         client_id = _request_id(request)
-        wanted = parse(await request.read())
+        wanted = parse(await _body(request))
         _check_model(served.engine, wanted.model)
         generation = wanted.generation
         prompt_token_ids = await _token_ids(served, wanted.prompt)
@@ -199,7 +229,7 @@ class _Endpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        wanted = parse_tokenize(await request.read())
+        wanted = parse_tokenize(await _body(request))
         _check_model(served.engine, wanted.model)
         assert not isinstance(wanted.prompt, list), "tokens need no tokenizing"
         token_ids = await _encode(served.codec, wanted.prompt)
@@ -213,7 +243,7 @@ class _Endpoints:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        model, token_ids = parse_detokenize(await request.read())
+        model, token_ids = parse_detokenize(await _body(request))
         _check_model(served.engine, model)
         _check_token_ids(served, token_ids, "tokens")
         return _json({"prompt": served.codec.decode(token_ids, skip_special_tokens=False)})
@@ -246,6 +276,17 @@ class _Endpoints:
 
 
 CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def _body(request: web.Request) -> bytes:
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise RequestError(f"the body is encoded as {encoding}: send it as it is", param="Content-Encoding", status=415)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        raise RequestError(f"the body has not arrived within {BODY_TIMEOUT_S:g} s", status=408) from None
 
 
 def _check_query(request: web.Request, name: str, *allowed: str) -> None:

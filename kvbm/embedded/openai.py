@@ -111,7 +111,7 @@ class AnswerFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompletionFormat:
-    """/v1/completions"""
+    """/v1/completions. `top_logprobs` always has the chosen token, beside as many as were asked for."""
 
     head: Head
 
@@ -137,7 +137,10 @@ class CompletionFormat:
             "token_logprobs": [_json_logprob(token.logprob) for token in piece.logprobs],
             "tokens": [self._name(token.token_id) for token in piece.logprobs],
             "top_logprobs": [
-                {self._name(token_id): _json_logprob(logprob) for token_id, logprob in token.top}
+                {
+                    self._name(token_id): _json_logprob(logprob)
+                    for token_id, logprob in (*token.top, (token.token_id, token.logprob))
+                }
                 for token in piece.logprobs
             ],
         }

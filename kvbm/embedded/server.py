@@ -25,7 +25,7 @@ from typing import Any
 from aiohttp import web
 
 from kvbm.embedded.completion import Served
-from kvbm.embedded.endpoints import Service, create_app
+from kvbm.embedded.endpoints import Service, create_runner
 from kvbm.errors import EngineError, EnvironmentProblem
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -62,14 +62,7 @@ class Server:
 
     async def _run(self) -> int:
         self._take_signals()
-        # handler_cancellation: a client that hangs up ends its handler, which aborts its request in the engine
-        runner = web.AppRunner(
-            create_app(self._service),
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=KEEPALIVE_S,
-            shutdown_timeout=FAREWELL_S,
-        )
+        runner = create_runner(self._service, keepalive_s=KEEPALIVE_S, shutdown_timeout_s=FAREWELL_S)
         await runner.setup()
         try:
             await self._listen(runner)

@@ -25,7 +25,7 @@ from aiohttp import web
 
 from kvbm.embedded.codec import TextCodec
 from kvbm.embedded.completion import Served
-from kvbm.embedded.endpoints import Service, create_app
+from kvbm.embedded.endpoints import Service, create_runner
 from kvbm.embedded.metrics import EngineMetrics
 from kvbm.embedded.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from kvbm.errors import EngineError, KvbmError
@@ -219,7 +219,7 @@ def events_of(content: bytes) -> list[dict[str, Any]]:
 async def serving(served: Served | None) -> AsyncIterator[Client]:
     """A server in this process, and a client of it."""
     service = Service(served=served)
-    runner = web.AppRunner(create_app(service), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = create_runner(service)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]

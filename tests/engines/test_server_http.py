@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from server_rig import Client, WrittenEngine, connected, eventually, serve_written, serving
 
+from kvbm.embedded import endpoints
 from kvbm.embedded.codec import TextCodec
 from kvbm.embedded.endpoints import MAX_BODY_BYTES
 from kvbm.embedded.tokenizer import byte_tokenizer
@@ -246,7 +247,7 @@ def test_logprobs_of_a_completion_name_tokens_and_stay_json() -> None:
             "tokens": ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"],
             "top_logprobs": [
                 {"a": -0.5, "bytes:\\xe2": -9999.0},
-                {"bytes:\\xe2": -9999.0},
+                {"bytes:\\xe2": -0.5},
                 {"bytes:\\x82": -0.5, "bytes:\\xe2": -9999.0},
                 {"bytes:\\xac": -0.5, "bytes:\\xe2": -9999.0},
             ],
@@ -661,14 +662,14 @@ def test_nothing_that_a_client_sends_is_a_500(bodies: list[tuple[bool, dict[str,
 # -- raw sockets -------------------------------------------------------------------------------------------------------
 
 
-async def raw(client: Client, *parts: bytes, until: bytes = b"") -> bytes:
+async def raw(client: Client, *parts: bytes, until: bytes = b"", pause_s: float = 0.001) -> bytes:
     """Sends the parts one by one, and reads until the server closes or `until` has come."""
     reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
     try:
         for part in parts:
             writer.write(part)
             await writer.drain()
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(pause_s)
         if until:
             return await asyncio.wait_for(reader.readuntil(until), 10)
         return await asyncio.wait_for(reader.read(), 10)
@@ -721,20 +722,50 @@ def test_a_client_may_wait_for_continue() -> None:
     serve(WrittenEngine(), use)
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 @pytest.mark.parametrize(
-    "message",
+    "parts",
     [
-        b"\x16\x03\x01\x00\xa5\x01\r\n\r\n",
-        b"POST /v1/completions\r\n\r\n",
-        b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+        [b"\x16\x03\x01\x00\xa5\x01\r\n\r\n"],
+        [b"POST /v1/completions\r\n\r\n"],
+        [b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n"],
+        [b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 20_000],
+        [CHUNKED + b"zz\r\n"],
     ],
 )
-def test_what_is_no_http_gets_a_400(message: bytes) -> None:
+def test_what_is_no_http_gets_a_400_and_no_traceback(parts: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
     async def use(client: Client) -> None:
-        assert (await raw(client, message)).split(b" ")[1] == b"400"
+        assert (await raw(client, *parts, pause_s=0.05)).split(b" ")[1] == b"400"
         assert (await client.get("/health"))[0] == 200
 
     serve(WrittenEngine(), use)
+    assert caplog.records == []
+
+
+def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "BODY_TIMEOUT_S", 0.05)
+
+    async def use(client: Client) -> None:
+        for parts in ([REQUEST + b"Connection: close\r\n\r\n{"], [CHUNKED, b"1\r\n{\r\n", b"zz\r\n"]):
+            answer = await raw(client, *parts, until=b"}}")
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"the body has not arrived within 0.05 s" in answer
+
+    serve(WrittenEngine(), use)
+
+
+def test_a_compressed_body_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(client: Client) -> None:
+        for encoding in ("gzip", "br", "zstd"):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: %s\r\n" % encoding.encode()
+            answer = await raw(client, head + b"Connection: close\r\nContent-Length: 4\r\n\r\nabcd")
+            assert answer.startswith(b"HTTP/1.1 415 ")
+            assert f"the body is encoded as {encoding}: send it as it is".encode() in answer
+
+    serve(WrittenEngine(), use)
+    assert caplog.records == []
 
 
 def test_a_client_that_gives_up_while_sending_leaves_nothing() -> None:
