@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbm import hashing
@@ -37,6 +37,7 @@ def test_hashes_do_not_change_between_versions():
     ]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tokens, st.lists(st.integers(0, 40), max_size=4), st.integers(1, 5))
 def test_hashing_in_steps_equals_hashing_at_once(token_ids, cuts, block_size):
     hashes = []
@@ -45,6 +46,7 @@ def test_hashing_in_steps_equals_hashing_at_once(token_ids, cuts, block_size):
     assert hashes == hashes_of(token_ids, block_size=block_size)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tokens, tokens)
 def test_equal_hashes_mean_equal_prefixes(first, second):
     for position, (one, other) in enumerate(zip(hashes_of(first), hashes_of(second), strict=False)):

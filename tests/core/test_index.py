@@ -2,7 +2,7 @@
 
 import hashlib
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbm.core.store import BlockStore
@@ -18,7 +18,7 @@ def chain(name):
 ONE, OTHER = chain("one"), chain("other")
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     batches=st.lists(st.sampled_from([1, 2, 3, 15, 16, 17, 33, 64, 130]), min_size=1, max_size=8),
     holes=st.sets(st.integers(0, BLOCKS - 1), max_size=3),

@@ -5,7 +5,7 @@ and where, how often each slot is pinned, and the least recently used order as a
 check, its counts, its answers and the replay of its events must agree with the model.
 """
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
@@ -231,5 +231,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.leaked() == []
 
 
-StoreMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+StoreMachine.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 TestStoreMachine = StoreMachine.TestCase
