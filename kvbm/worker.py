@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from kvbm.errors import EnvironmentProblem, TransferError
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.region import Segment
+from kvbm.transfer.cuda import numa_node_of
 from kvbm.transfer.device import DeviceCopier
 from kvbm.transfer.pool import TransferPool
 from kvbm.types import SegmentInfo, SlotState
@@ -99,7 +100,8 @@ class Worker:
         """Allocate, touch and pin this rank's segment and start its threads. Raises EnvironmentProblem."""
         slot_count = capacity.slot_count(layout.slot_stride, rank_count)
         pin = storages[0].is_cuda
-        segment = Segment.create(rank=rank, layout=layout, slot_count=slot_count, pin=pin, progress=progress)
+        node = numa_node_of(storages[0])
+        segment = Segment.create(rank=rank, layout=layout, slot_count=slot_count, node=node, pin=pin, progress=progress)
         return cls(
             segment,
             DeviceCopier(layout, storages, segment),

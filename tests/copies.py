@@ -38,8 +38,14 @@ def large_layers(device: str) -> tuple[BlockLayout, list[torch.Tensor]]:
     return layout, [torch.zeros(4 * BLOCKS * (128 << 10), dtype=torch.uint8, device=device)]
 
 
+def large_layers_with_padding(device: str) -> tuple[BlockLayout, list[torch.Tensor]]:
+    """The same with pieces that do not fill pages, so that there is padding between slots."""
+    layout = BlockLayout.layer_separate(layer_count=6, block_count=BLOCKS, piece_bytes=50_000)
+    return layout, [torch.zeros(6 * BLOCKS * 50_000, dtype=torch.uint8, device=device)]
+
+
 def padded_layers(device: str) -> tuple[BlockLayout, list[torch.Tensor]]:
-    """Layers behind a header, blocks of 3 x 100 KiB + 8 bytes apart: a slot with padding, pieces in three columns."""
+    """Layers behind a header with gaps between the pieces."""
     pieces = tuple(Piece(0, 4096 + layer * (100 << 10), 312 << 10, 99 << 10) for layer in range(3))
     layout = BlockLayout(pieces, BLOCKS)
     return layout, [torch.zeros(layout.storage_bytes(0) + 777, dtype=torch.uint8, device=device)]
@@ -65,7 +71,16 @@ def block_first(device: str) -> tuple[BlockLayout, list[torch.Tensor]]:
     return BlockLayout.from_tensors(tensors, block_count=BLOCKS, block_dim=0), storages_of(tensors)
 
 
-CACHES = (whole_pages, layers, large_layers, padded_layers, odd_bytes, storage_per_layer, block_first)
+CACHES = (
+    whole_pages,
+    layers,
+    large_layers,
+    large_layers_with_padding,
+    padded_layers,
+    odd_bytes,
+    storage_per_layer,
+    block_first,
+)
 
 
 class Rig:
