@@ -49,7 +49,7 @@ class EngineCore:
         return True
 
     def step(self) -> bool:
-        """Execute one step. Returns whether anything was computed."""
+        """Execute one step. Returns whether there was anything to compute, or is now, because a load has ended."""
         step = self.scheduler.schedule()
         output = self.scheduler.output(step)
         if self._connector is None:
@@ -58,7 +58,7 @@ class EngineCore:
             sampled, connector_output = self._run_with_connector(*self._connector, step, output)
         for request, news in self.scheduler.update(step, sampled, self._stop_token_ids, connector_output):
             request.on_output(news)
-        return bool(step.scheduled)
+        return bool(step.scheduled or connector_output.finished_recving)
 
     def _run_with_connector(
         self, scheduler_side: SchedulerSide, worker_side: WorkerSide, step: Step, output: SchedulerOutput
