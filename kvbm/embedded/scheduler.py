@@ -11,7 +11,7 @@ Where a request is, and what it holds there:
 Requests arrive and run in order of arrival; under pressure the newest gives way. Running requests come first: those
 that decode, then those that prefill, so that a long prompt does not hold up anybody's next token. Loaded requests
 come before waiting ones, because they hold blocks. A request is admitted when all of its tokens fit beside what those
-before it still need. The oldest request therefore always gets to its end.
+before it still need, and a block more for each of them to grow into. The oldest request therefore always gets to its end.
 
 Owned by the engine thread; moves no bytes. Its only time source is `time.monotonic`.
 """
@@ -237,7 +237,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step) -> None:
         """In order of arrival; a request for which there is no room holds up those behind it, a lookup does not."""
-        unclaimed = self._pool.available_count - sum(self._missing_blocks(request) for request in self._holders())
+        unclaimed = self._pool.available_count - sum(self._missing_blocks(request) + 1 for request in self._holders())
         for request in list(self._waiting):
             if self._holder_count() >= self._limits.max_requests or (step.budget == 0 and self._connector is None):
                 return
@@ -250,7 +250,7 @@ class Scheduler:
             needed = self._blocks_for(request.num_tokens) - len(local_ids) + self._pool.unreferenced_count(local_ids)
             if needed > unclaimed:
                 return
-            unclaimed -= needed
+            unclaimed -= needed + 1
             self._waiting.remove(request)
             self._admit(request, local_ids, external, is_async=is_async, step=step)
 
@@ -297,15 +297,17 @@ class Scheduler:
 
     def _external_hit(self, request: Request, local_ids: list[int]) -> tuple[int | None, bool]:
         """Tokens that the connector can bring beyond the local ones. An asynchronous load may cover the whole request,
-        of which the last token is computed again; a synchronous one leaves it out."""
+        of which the last token is computed again; a synchronous one leaves the last token's block out.
+        """
         if self._connector is None:
             return 0, False
         local = len(local_ids) * self._limits.block_size
         external, is_async = self._connector.get_num_new_matched_tokens(request, local)
         if not external:
             return external, False
-        room = request.num_tokens - local
-        return min(external, room if is_async else room - 1), is_async
+        last_block = (request.num_tokens - 1) // self._limits.block_size * self._limits.block_size
+        room = request.num_tokens if is_async or local + external < request.num_tokens else last_block
+        return min(external, room - local), is_async
 
     def _count_admission(self, request: Request, local: int, external: int) -> None:
         if request.was_admitted:
@@ -370,7 +372,7 @@ class Scheduler:
 
     def _end_load(self, request: Request) -> None:
         """An asynchronous load has ended: keep what came before its first failed block, and compute the rest."""
-        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        self._keep_computed(request, request.num_tokens - 1)
         failed = request.failed_block_ids
         first_bad = next((i for i, block_id in enumerate(request.block_ids) if block_id in failed), None)
         if first_bad is not None:
@@ -405,11 +407,15 @@ class Scheduler:
 
     def _cut(self, request: Request, first_bad_block: int) -> None:
         """Compute again from this block on. Its table stays: the bad blocks are written over."""
-        request.num_computed_tokens = min(request.num_computed_tokens, first_bad_block * self._limits.block_size)
+        self._keep_computed(request, first_bad_block * self._limits.block_size)
         request.registered_blocks = min(request.registered_blocks, first_bad_block)
+
+    def _keep_computed(self, request: Request, token_count: int) -> None:
+        """At most so many tokens count as computed, and what the connector brought beyond them as not brought."""
+        request.num_computed_tokens = min(request.num_computed_tokens, token_count)
         if request.first_token_time is None:
-            still_good = max(0, request.num_computed_tokens - request.num_cached_tokens)
-            request.num_external_tokens = min(request.num_external_tokens, still_good)
+            brought = max(0, request.num_computed_tokens - request.num_cached_tokens)
+            request.num_external_tokens = min(request.num_external_tokens, brought)
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 

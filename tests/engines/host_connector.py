@@ -77,6 +77,7 @@ class HostScheduler:
         self.known: set[bytes] = set()
         self.not_yet: set[str] = set()  # request ids that are answered None
         self.may_load = True
+        self.leaves_last_block = True  # what a decent connector does: the last token's block is not offered
         self.lookups: list[Lookup] = []
         self.allocations: list[tuple[str, tuple[int, ...], int]] = []
         self.finished: Counter[str] = Counter()
@@ -101,7 +102,8 @@ class HostScheduler:
             return None, False
         start = num_computed_tokens // self.block_size
         self._starts[request.request_id] = start
-        usable = request.block_hashes[start : (request.num_tokens - 1) // self.block_size]
+        last = (request.num_tokens - self.leaves_last_block) // self.block_size
+        usable = request.block_hashes[start:last]
         count = 0
         while count < len(usable) and usable[count] in self.known:
             count += 1

@@ -1,0 +1,426 @@
+"""The rules between the engine and a connector, one test each, on the simulated engine: exact, without a thread."""
+
+import host_connector
+import pytest
+from engine_rig import EngineRig, prompts_of
+from simulated_engine import SimulatedEngine, expected_output
+
+BLOCK = 4
+PROMPT = [n % 50 for n in range(3, 3 + 18)]  # four full blocks, and two tokens
+
+
+def engine_with_host(*, is_async: bool = True, latency_steps: int | None = 1, **settings) -> SimulatedEngine:
+    connector = host_connector.create(block_size=BLOCK, is_async=is_async, latency_steps=latency_steps)
+    return SimulatedEngine(block_size=BLOCK, connector=connector, **settings)
+
+
+def warm(engine: SimulatedEngine, prompt: list[int] = PROMPT) -> None:
+    """The prompt's blocks are in host memory afterwards, and in G1 no more."""
+    engine.answer(prompt, max_tokens=1)
+    engine.blocks.reset()
+    scheduler, worker = engine.connector
+    for record in (scheduler.lookups, scheduler.allocations, scheduler.outputs, worker.calls):
+        record.clear()
+
+
+def require_right(result, prompt: list[int]) -> None:
+    assert result.token_ids == expected_output(prompt, len(result.token_ids))
+    assert result.is_finished
+
+
+both_ways = pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_looked_up_with_its_local_hit_and_not_again_while_it_computes():
+    engine = engine_with_host(max_batched_tokens=5)
+    engine.answer(PROMPT, max_tokens=1)
+    engine.connector[0].lookups.clear()
+    engine.answer([*PROMPT, 7, 7, 7, 7, 7, 7, 7], max_tokens=3, request_id="second")
+    assert [(lookup.request_id, lookup.num_computed_tokens) for lookup in engine.connector[0].lookups] == [
+        ("second", 16)
+    ]
+
+
+def test_a_preempted_request_is_looked_up_again():
+    engine = engine_with_host(blocks=8, is_async=False)
+    first = engine.add(PROMPT, max_tokens=12)
+    second = engine.add(PROMPT[:7], max_tokens=12, request_id="second")
+    engine.run()
+    require_right(first, PROMPT)
+    require_right(second, PROMPT[:7])
+    lookups = [lookup for lookup in engine.connector[0].lookups if lookup.request_id == "second"]
+    times = second.request.num_preemptions
+    assert times >= 1
+    assert {lookup.preemptions for lookup in lookups} == set(range(times + 1))
+    outputs = engine.connector[0].outputs
+    assert [output.resumed_ids for output in outputs if output.resumed_ids] == [["second"]] * times
+    assert [output.preempted_ids for output in outputs if output.preempted_ids] == [["second"]] * times
+
+
+def test_a_request_without_an_answer_does_not_hold_up_those_behind_it():
+    engine = engine_with_host()
+    engine.connector[0].not_yet.add("undecided")
+    undecided = engine.add(PROMPT, max_tokens=2, request_id="undecided")
+    behind = engine.add(PROMPT[:5], max_tokens=2)
+    for _ in range(4):
+        engine.step()
+    require_right(behind, PROMPT[:5])
+    assert not undecided.outputs
+    assert undecided.request.block_ids == []
+    engine.connector[0].not_yet.clear()
+    engine.run()
+    require_right(undecided, PROMPT)
+
+
+def test_a_lookup_happens_even_where_another_prompt_takes_the_whole_step():
+    engine = engine_with_host(max_batched_tokens=4)
+    warm(engine)
+    long_prompt = [n % 50 for n in range(40)]
+    engine.add(long_prompt, max_tokens=1)
+    engine.step()
+    engine.add(PROMPT, max_tokens=1, request_id="hit")
+    engine.step()
+    assert engine.connector[1].loading_ids == ["hit"]
+    engine.run()
+
+
+# -- allocation --------------------------------------------------------------------------------------------------------
+
+
+def test_allocation_is_told_for_requests_without_a_hit():
+    engine = engine_with_host()
+    engine.answer(PROMPT, max_tokens=1, request_id="cold")
+    assert [(name, tokens) for name, _, tokens in engine.connector[0].allocations] == [("cold", 0)]
+
+
+def test_allocation_is_told_a_second_time_after_an_asynchronous_load():
+    engine = engine_with_host()
+    warm(engine)
+    engine.answer(PROMPT, max_tokens=1, request_id="hit")
+    told = engine.connector[0].allocations
+    assert [(name, tokens) for name, _, tokens in told] == [("hit", 16), ("hit", 0)]
+    assert (len(told[0][1]), len(told[1][1])) == (4, 5), "blocks for the load, then for what is computed"
+
+
+def test_a_synchronous_load_is_told_once_and_computed_in_the_same_step():
+    engine = engine_with_host(is_async=False)
+    warm(engine)
+    result = engine.add(PROMPT, max_tokens=1, request_id="hit")
+    engine.step()
+    require_right(result, PROMPT)
+    assert [(name, tokens) for name, _, tokens in engine.connector[0].allocations] == [("hit", 16)]
+    assert engine.connector[0].outputs[-1].scheduled == [("hit", 2)]
+    assert (result.last.num_cached_tokens, result.last.num_external_tokens) == (0, 16)
+
+
+@both_ways
+@pytest.mark.parametrize("length", [16, 17])
+def test_at_least_one_token_is_computed(is_async, length):
+    engine = engine_with_host(is_async=is_async)
+    warm(engine)
+    scheduler = engine.connector[0]
+    scheduler.leaves_last_block = False  # offers all of it
+    result = engine.add(PROMPT[:length], max_tokens=1, request_id="hit")
+    engine.run()
+    require_right(result, PROMPT[:length])
+    computed = sum(count for output in scheduler.outputs for name, count in output.scheduled if name == "hit")
+    assert computed == length - result.last.num_external_tokens >= 1
+    assert computed <= (1 if is_async else BLOCK)
+
+
+def test_a_local_hit_leaves_the_last_token_to_be_computed():
+    engine = SimulatedEngine(block_size=BLOCK)
+    engine.answer(PROMPT[:16], max_tokens=1)
+    assert engine.answer(PROMPT[:16], max_tokens=1).last.num_cached_tokens == 12
+
+
+# -- loads -------------------------------------------------------------------------------------------------------------
+
+
+def test_loading_blocks_are_neither_scheduled_nor_found_before_the_load_ends():
+    engine = engine_with_host(latency_steps=None)
+    warm(engine)
+    loading = engine.add(PROMPT, max_tokens=2, request_id="loading")
+    engine.step()
+    scheduler, worker = engine.connector
+    scheduler.may_load = False
+    other = engine.add(PROMPT, max_tokens=2, request_id="other")
+    for _ in range(5):
+        engine.step()
+    require_right(other, PROMPT)
+    assert other.last.num_cached_tokens == 0
+    assert all("loading" not in dict(output.scheduled) for output in scheduler.outputs)
+    worker.finish_loads()
+    engine.run()
+    require_right(loading, PROMPT)
+    assert loading.last.num_external_tokens == 16
+
+
+def test_loaded_blocks_are_found_in_g1_by_the_next_request():
+    engine = engine_with_host()
+    warm(engine)
+    engine.answer(PROMPT, max_tokens=1)
+    assert engine.answer(PROMPT, max_tokens=1).last.num_cached_tokens == 16
+
+
+def test_ids_that_the_engine_does_not_know_are_ignored():
+    engine = engine_with_host()
+    engine.connector[1]._finished.add("who")
+    engine.answer(PROMPT, max_tokens=2)
+
+
+@both_ways
+@pytest.mark.parametrize("bad_blocks", [1, 3, 4])
+def test_failed_blocks_that_arrive_with_the_end_of_their_load_are_computed_again(is_async, bad_blocks):
+    engine = engine_with_host(is_async=is_async)
+    warm(engine)
+    engine.connector[1].fail_next = bad_blocks
+    result = engine.answer(PROMPT, max_tokens=3)
+    require_right(result, PROMPT)
+    assert result.last.num_external_tokens == 0
+    assert engine.scheduler.counters.failed_load_blocks == bad_blocks
+    assert engine.answer(PROMPT, max_tokens=3).last.num_cached_tokens == 16, "what was computed again can be found"
+
+
+def test_only_the_blocks_from_the_first_failed_one_are_computed_again():
+    engine = engine_with_host(latency_steps=None)
+    warm(engine)
+    result = engine.add(PROMPT, max_tokens=2, request_id="hit")
+    engine.step()
+    worker = engine.connector[1]
+    third = result.request.block_ids[2]
+    worker.report_failure(third)  # a step before the load ends
+    engine.step()
+    engine.memory.spoil(third)
+    worker._pending[0][0] = host_connector.Load("hit", *_without(worker._pending[0][0], third))
+    worker.finish_loads()
+    engine.run()
+    require_right(result, PROMPT)
+    assert result.last.num_external_tokens == 8
+
+
+def _without(load: host_connector.Load, block_id: int) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    kept = [pair for pair in zip(load.hashes, load.block_ids, strict=True) if pair[1] != block_id]
+    return tuple(block_hash for block_hash, _ in kept), tuple(block for _, block in kept)
+
+
+def test_the_lookup_is_repeated_where_a_failed_load_has_left_nothing():
+    engine = engine_with_host()
+    warm(engine)
+    engine.connector[1].fail_next = 1
+    engine.answer(PROMPT, max_tokens=1, request_id="hit")
+    assert [lookup.num_computed_tokens for lookup in engine.connector[0].lookups] == [0, 0]
+
+
+def test_a_local_hit_survives_a_failed_load():
+    engine = engine_with_host()
+    warm(engine)
+    engine.answer(PROMPT[:9], max_tokens=1)
+    engine.connector[1].fail_next = 2
+    engine.connector[0].bad.clear()
+    before = len(engine.connector[0].lookups)
+    result = engine.answer(PROMPT, max_tokens=1)
+    assert (result.last.num_cached_tokens, result.last.num_external_tokens) == (8, 0)
+    assert len(engine.connector[0].lookups) == before + 1
+
+
+# -- blocks that stay --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_stay_until_the_connector_has_sent_them():
+    engine = engine_with_host()
+    scheduler, worker = engine.connector
+    scheduler.request_finished = lambda request, block_ids: True
+    engine.add(PROMPT, max_tokens=2, request_id="kept")
+    for _ in range(6):
+        engine.step()
+    assert engine.blocks.used_count == 5
+    assert engine.core.has_work
+    worker.get_finished = lambda finished_ids: ({"kept"}, None)
+    engine.step()
+    assert engine.blocks.used_count == 0
+
+
+def test_a_block_that_the_connector_holds_is_not_reused():
+    engine = engine_with_host(blocks=8)
+    result = engine.add(PROMPT, max_tokens=1)
+    held = []
+    engine.connector[0].request_finished = lambda request, block_ids: held.extend(block_ids) or engine.blocks.hold(held)
+    engine.step()
+    assert result.is_finished
+    assert len(held) == 5
+    engine.connector[0].request_finished = lambda request, block_ids: False
+    other = engine.add([9] * 18, max_tokens=1)
+    for _ in range(3):
+        engine.step()
+    assert not other.outputs, "three free blocks are too few"
+    engine.blocks.release(held)
+    engine.run()
+    require_right(other, [9] * 18)
+
+
+def test_the_engine_keeps_stepping_while_the_connector_has_something_under_way():
+    engine = engine_with_host()
+    engine.answer(PROMPT, max_tokens=1)
+    assert not engine.core.has_work
+    engine.connector[0].has_pending_work = lambda: True
+    assert engine.core.has_work
+    steps = len(engine.connector[0].outputs)
+    assert engine.step() is False
+    assert len(engine.connector[0].outputs) == steps + 1
+
+
+def test_a_finished_request_is_told_to_the_worker_side_in_one_more_step():
+    engine = engine_with_host()
+    engine.answer(PROMPT, max_tokens=1, request_id="done")
+    assert [output.finished_ids for output in engine.connector[0].outputs] == [[], ["done"]]
+    assert engine.connector[0].outputs[-1].scheduled == []
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+def _waiting(engine):
+    engine.connector[0].not_yet.add("victim")
+    return 1
+
+
+def _loading(engine):
+    engine.connector[1].latency_steps = None
+    return 1
+
+
+def _loaded(engine):
+    """Loaded, but the batch has no room: another request takes every token of the step."""
+    engine.add([7] * 60, max_tokens=1, request_id="long")
+    return 5
+
+
+def _prefilling(engine):
+    engine.connector[0].may_load = False
+    return 1
+
+
+def _decoding(engine):
+    return 6
+
+
+STATES = {
+    "waiting": (_waiting, "waiting", 16),
+    "loading": (_loading, "waiting for remote kvs", 16),
+    "loaded": (_loaded, "waiting", 5),
+    "prefilling": (_prefilling, "running", 5),
+    "decoding": (_decoding, "running", 16),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_an_abort_in_any_state_ends_the_request_once_and_leaks_nothing(state):
+    prepare, status, budget = STATES[state]
+    engine = engine_with_host(max_batched_tokens=budget)
+    warm(engine)
+    steps = prepare(engine)
+    victim = engine.add(PROMPT, max_tokens=8, request_id="victim")
+    for _ in range(steps):
+        engine.step()
+    assert victim.request.status.value == status
+    assert engine.core.abort("victim")
+    assert victim.last.finish_reason == "abort"
+    assert not engine.core.abort("victim")
+    engine.connector[1].finish_loads()
+    engine.run()
+    assert engine.connector[0].finished["victim"] == 1
+    engine.connector[0].not_yet.clear()
+    engine.connector[1].latency_steps = 1
+    engine.answer(PROMPT, max_tokens=3)
+
+
+def test_an_abort_after_a_preemption_ends_the_request_once():
+    engine = engine_with_host(blocks=8, is_async=False)
+    first = engine.add(PROMPT, max_tokens=12)
+    second = engine.add(PROMPT[:7], max_tokens=12, request_id="second")
+    while not second.request.num_preemptions:
+        engine.step()
+    assert second.request.status.value == "preempted"
+    assert engine.core.abort("second")
+    engine.run()
+    require_right(first, PROMPT)
+    assert engine.connector[0].finished["second"] == 1
+
+
+def test_every_request_that_ends_by_itself_is_reported_once_before_its_blocks_are_freed():
+    engine = engine_with_host()
+    free_before = []
+    ask = engine.connector[0].request_finished
+    engine.connector[0].request_finished = lambda request, block_ids: (
+        free_before.append((engine.blocks.used_count, len(block_ids), len(request.block_ids)))
+        or ask(request, block_ids)
+    )
+    engine.answer(PROMPT, max_tokens=2, request_id="one")
+    assert engine.connector[0].finished == {"one": 1}
+    assert free_before == [(5, 5, 5)]
+
+
+# -- resets ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reset_forgets_g1_and_the_connector():
+    engine = engine_with_host()
+    engine.answer(PROMPT, max_tokens=1)
+    assert engine.scheduler.reset_prefix_cache() is True
+    assert engine.connector[0].resets == 1
+    result = engine.answer(PROMPT, max_tokens=1)
+    assert (result.last.num_cached_tokens, result.last.num_external_tokens) == (0, 0)
+
+
+def test_a_reset_says_whether_the_connector_could():
+    engine = engine_with_host()
+    engine.connector[0].reset_cache = lambda: False
+    assert engine.scheduler.reset_prefix_cache() is False
+
+
+def test_what_was_computed_before_a_reset_is_not_found_after_it():
+    engine = engine_with_host()
+    engine.connector[0].may_load = False
+    running = engine.add(PROMPT, max_tokens=12)
+    engine.step()
+    engine.scheduler.reset_prefix_cache()
+    engine.run()
+    require_right(running, PROMPT)
+    assert engine.answer(PROMPT, max_tokens=1).last.num_cached_tokens == 0
+
+
+# -- the worker side's step --------------------------------------------------------------------------------------------
+
+
+def test_the_worker_side_is_called_in_order_with_metadata_bound_until_everything_is_saved():
+    connector = host_connector.create(block_size=BLOCK, is_async=True)
+    with EngineRig("synthetic:tiny", num_blocks=16, block_size=BLOCK, connector=connector, verify=False) as rig:
+        rig.add(prompts_of([6])[0], max_tokens=1)
+        rig.step()
+        layers = [f"{name} {layer}" for layer in range(4) for name in ("wait", "save")]
+        assert connector[1].calls == [
+            *("handle_preemptions", "bind", "start_load"),
+            *layers,
+            *("wait_for_save", "get_finished", "clear"),
+        ]
+        connector[1].calls.clear()
+        rig.step()
+        assert "wait_for_save" in connector[1].calls, "an empty step has the same sequence"
+        assert "wait 0" not in connector[1].calls
+
+
+def test_metadata_crosses_as_bytes():
+    engine = engine_with_host()
+    made = []
+    build = engine.connector[0].build_connector_meta
+    engine.connector[0].build_connector_meta = lambda output: made.append(build(output)) or made[-1]
+    bound = []
+    bind = engine.connector[1].bind_connector_metadata
+    engine.connector[1].bind_connector_metadata = lambda meta: bound.append(meta) or bind(meta)
+    engine.answer(PROMPT, max_tokens=1)
+    assert made == bound
+    assert all(ours is not theirs for ours, theirs in zip(made, bound, strict=True))
