@@ -10,8 +10,10 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvbm.embedded.protocol import Conversation, RequestError
+from kvbm.embedded.fields import RequestError
+from kvbm.embedded.protocol import Conversation
 from kvbm.embedded.stream import REPLACEMENT
+from kvbm.embedded.tokenizer import letters_of_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,10 +98,3 @@ class TextCodec:
                 "this model has no tokenizer: send token ids as `prompt` of /v1/completions", param=param
             )
         return self._tokenizer
-
-
-def letters_of_bytes() -> list[str]:
-    """The printable letter that byte-level tokenizers write for each byte: itself, or one from U+0100 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

@@ -1,8 +1,7 @@
 """The HTTP endpoints: each reads a request, asks the engine, and writes an answer. All on the event loop.
 
-`Service` is what they share: the engine, once it is loaded, and the requests that are being answered. Whatever is wrong
-with a request becomes a `RequestError`, which the middleware turns into a 4xx with OpenAI's error object; a failure of
-the engine becomes a 5xx, or an error event where the stream has begun.
+Whatever is wrong with a request becomes a `RequestError`, which the middleware turns into a 4xx with OpenAI's error
+object; a failure of the engine becomes a 5xx, or an error event where the stream has begun.
 """
 
 from __future__ import annotations
@@ -13,86 +12,43 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from kvbm.embedded.codec import TextCodec
-from kvbm.embedded.completion import Completion, CompletionFailed, Served, ServedEngine
+from kvbm.embedded.answer import stream, whole
+from kvbm.embedded.completion import Completion, CompletionFailed, Served
+from kvbm.embedded.fields import RequestError, wrong
 from kvbm.embedded.openai import (
-    DONE,
     AnswerFormat,
     ChatFormat,
     CompletionFormat,
     Head,
     Json,
-    Piece,
     dumps,
     error_body,
-    event,
     model_list,
-    token_counts,
 )
+from kvbm.embedded.prompt import check_model, check_token_ids, encode, prepare
 from kvbm.embedded.protocol import (
     CompletionRequest,
-    Conversation,
     Generation,
-    Prompt,
-    RequestError,
-    Text,
     parse_chat,
     parse_completion,
     parse_detokenize,
     parse_tokenize,
-    wrong,
 )
 from kvbm.embedded.request import SamplingParams
+from kvbm.embedded.service import Service
 from kvbm.errors import EngineError
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_S = 60.0
-LONG_TEXT_CHARACTERS = 16_384  # above, the tokenizer runs beside the event loop
 MAX_REQUEST_ID_CHARACTERS = 256
 REQUEST_ID = "X-Request-Id"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(slots=True)
-class Service:
-    """What is served right now. `phase` says in words what a start is at; `failure` is set once the engine is dead."""
-
-    served: Served | None = None
-    phase: str = "starting"
-    failure: str | None = None
-    is_stopping: bool = False
-    running: set[Completion] = field(default_factory=set)
-    started_unix_s: int = field(default_factory=lambda: int(time.time()))
-
-    def status(self) -> tuple[int, Json]:
-        """HTTP status and body of /health."""
-        if self.failure is not None:
-            return 503, {"status": "dead", "error": self.failure}
-        if self.is_stopping:
-            return 503, {"status": "stopping"}
-        if self.served is None:
-            return 503, {"status": "loading", "phase": self.phase}
-        return 200, {"status": "ok"}
-
-    def ready(self) -> Served:
-        """What serves. RequestError 503 without it."""
-        status, state = self.status()
-        if status == 200 and self.served is not None:
-            return self.served
-        detail = state.get("phase") or state.get("error")
-        message = f"the engine is {state['status']}" + (f": {detail}" if detail else "")
-        raise RequestError(message, status=status, code=state["status"])
-
-    def fail_running(self, message: str) -> None:
-        for completion in self.running:
-            completion.fail(message)
 
 
 def create_app(service: Service) -> web.Application:
@@ -189,24 +145,20 @@ class _Endpoints:
         served = self._service.ready()
         client_id = _request_id(request)
         wanted = parse(await _body(request))
-        _check_model(served.engine, wanted.model)
         generation = wanted.generation
-        prompt_token_ids = await _token_ids(served, wanted.prompt)
-        if generation.stop and not served.codec.has_text:
-            raise RequestError("`stop` needs text, and this model has no tokenizer", param="stop")
-        params = _sampling_params(generation, _max_tokens(served.engine, len(prompt_token_ids), generation.max_tokens))
+        prompt_token_ids, params = await prepare(served, wanted)
         request_id = f"{prefix}-{client_id}-{next(self._number)}"
         completion = Completion(served, request_id, prompt_token_ids, generation)
         answer = create_format(_head(served, f"{prefix}-{client_id}", generation, prompt_token_ids))
-        self._service.ready()
+        self._service.ready()  # it may have begun to stop while the body arrived
         self._service.running.add(completion)
         try:
             _submit(completion, params)
             pieces = await completion.next_pieces()
             headers = {REQUEST_ID: client_id}
             if generation.stream:
-                return await _stream(request, completion, pieces, answer, generation, headers)
-            return _json(await _whole(completion, pieces, answer), headers=headers)
+                return await stream(request, completion, pieces, answer, generation, headers)
+            return _json(await whole(completion, pieces, answer), headers=headers)
         finally:
             self._service.running.discard(completion)
             completion.close()
@@ -220,7 +172,7 @@ class _Endpoints:
 
     async def model(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        _check_model(served.engine, request.match_info["name"])
+        check_model(served.engine, request.match_info["name"])
         created = self._service.started_unix_s
         models = model_list(
             [served.engine.model_name], created_unix_s=created, max_model_len=served.engine.max_model_len
@@ -230,9 +182,9 @@ class _Endpoints:
     async def tokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
         wanted = parse_tokenize(await _body(request))
-        _check_model(served.engine, wanted.model)
+        check_model(served.engine, wanted.model)
         assert not isinstance(wanted.prompt, list), "tokens need no tokenizing"
-        token_ids = await _encode(served.codec, wanted.prompt)
+        token_ids = await encode(served.codec, wanted.prompt)
         texts = (
             [served.codec.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
             if wanted.return_token_strings
@@ -244,8 +196,8 @@ class _Endpoints:
     async def detokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
         model, token_ids = parse_detokenize(await _body(request))
-        _check_model(served.engine, model)
-        _check_token_ids(served, token_ids, "tokens")
+        check_model(served.engine, model)
+        check_token_ids(served, token_ids, "tokens")
         return _json({"prompt": served.codec.decode(token_ids, skip_special_tokens=False)})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
@@ -320,76 +272,6 @@ def _request_id(request: web.Request) -> str:
     return client_id
 
 
-def _check_model(engine: ServedEngine, name: str | None) -> None:
-    if name is not None and name != engine.model_name:
-        error = wrong("model", name, f'"{engine.model_name}", the only model that is served here')
-        raise RequestError(error.message, param="model", code="model_not_found", status=404)
-
-
-def _check_token_ids(served: Served, token_ids: list[int], name: str) -> None:
-    size = served.vocabulary_size
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
-        index = next(index for index, token_id in enumerate(token_ids) if not 0 <= token_id < size)
-        error = wrong(f"{name}[{index}]", token_ids[index], f"a token id from 0 to {size - 1}")
-        raise RequestError(error.message, param=name)
-
-
-async def _token_ids(served: Served, prompt: Prompt) -> list[int]:
-    """The prompt's tokens, checked for everything but their number."""
-    if isinstance(prompt, list):
-        _check_token_ids(served, prompt, "prompt")
-        return prompt
-    token_ids = await _encode(served.codec, prompt)
-    if not token_ids:
-        raise RequestError("the prompt has no tokens: it must have at least one", param="prompt")
-    return token_ids
-
-
-async def _encode(codec: TextCodec, prompt: Text | Conversation) -> list[int]:
-    if isinstance(prompt, Text):
-        text, add_special_tokens = prompt.text, prompt.add_special_tokens
-    else:
-        text, add_special_tokens = codec.render(prompt), False
-    if len(text) > LONG_TEXT_CHARACTERS:
-        return await asyncio.to_thread(codec.encode, text, add_special_tokens=add_special_tokens)
-    return codec.encode(text, add_special_tokens=add_special_tokens)
-
-
-def _max_tokens(engine: ServedEngine, prompt_tokens: int, wanted: int | None) -> int:
-    """How many tokens may be generated: what the client wants, or all that the model takes."""
-    room = engine.max_model_len - prompt_tokens
-    if room < 1:
-        raise RequestError(
-            f"the prompt has {prompt_tokens} tokens: with at least one generated token it must fit into the "
-            f"{engine.max_model_len} tokens that this engine takes",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    if wanted is not None and wanted > room:
-        raise RequestError(
-            f"`max_tokens` is {wanted}: it must be at most {room}, because the prompt has {prompt_tokens} of the "
-            f"{engine.max_model_len} tokens that this engine takes",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-    return room if wanted is None else wanted
-
-
-def _sampling_params(generation: Generation, max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        seed=generation.seed,
-        ignore_eos=generation.ignore_eos,
-        min_tokens=generation.min_tokens,
-        logprobs=generation.logprobs,
-        cache_salt=generation.cache_salt,
-        kv_transfer_params=generation.kv_transfer_params,
-    )
-
-
 def _head(served: Served, answer_id: str, generation: Generation, prompt_token_ids: list[int]) -> Head:
     return Head(
         answer_id=answer_id,
@@ -400,63 +282,6 @@ def _head(served: Served, answer_id: str, generation: Generation, prompt_token_i
         token_text=served.codec.token_text,
         token_bytes=served.codec.token_bytes,
     )
-
-
-async def _whole(completion: Completion, pieces: list[Piece], answer: AnswerFormat) -> Json:
-    whole = Piece()
-    while pieces:
-        for piece in pieces:
-            whole.append(piece)
-        pieces = await completion.next_pieces()
-    return answer.whole(whole, await completion.usage())
-
-
-async def _stream(
-    request: web.Request,
-    completion: Completion,
-    pieces: list[Piece],
-    answer: AnswerFormat,
-    generation: Generation,
-    headers: dict[str, str],
-) -> web.StreamResponse:
-    """One event per piece, each written as soon as it is there. A client that has gone away ends the handler."""
-    response = web.StreamResponse(
-        headers={**headers, "Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    )
-    try:
-        await response.prepare(request)
-        await _write_events(response, completion, pieces, answer, generation)
-        await response.write_eof()
-    except ConnectionResetError:
-        if request.transport is not None:
-            request.transport.abort()
-    return response
-
-
-async def _write_events(
-    response: web.StreamResponse,
-    completion: Completion,
-    pieces: list[Piece],
-    answer: AnswerFormat,
-    generation: Generation,
-) -> None:
-    usage: Json = {"usage": None} if generation.include_usage else {}
-    is_first = True
-    try:
-        while pieces:
-            events = []
-            for piece in pieces:
-                chunk = answer.chunk(piece, is_first=is_first)
-                if generation.continuous_usage:
-                    usage = {"usage": token_counts(len(completion.prompt_token_ids), completion.token_count)}
-                events.append(event({**chunk, **usage}))
-                is_first = False
-            await response.write(b"".join(events))
-            pieces = await completion.next_pieces()
-        last = event(answer.usage_chunk(await completion.usage())) if generation.include_usage else b""
-        await response.write(last + DONE)
-    except CompletionFailed as error:
-        await response.write(event(error_body(str(error), status=500, code="engine_failed")) + DONE)
 
 
 def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -1,26 +1,21 @@
-"""What a client may send: JSON bodies of the OpenAI API, checked field by field and turned into plain values.
+"""What a client may send: JSON bodies of the OpenAI API, turned into plain values or refused with a `RequestError`.
 
-Every field is read exactly once and by name; whatever is left over at the end is refused. A field that is `null` is
-absent. A refusal is a `RequestError`, which names the field, its value and what would be right; nothing that a client
-can send may end as another exception. Fields that OpenAI clients send by routine and that change nothing about the
+Fields that OpenAI clients send by routine and that change nothing about the
 tokens are ignored; fields that would change the tokens and are not built are accepted only with the value that means
 "off". What depends on the engine (its models, its vocabulary, its lengths) is checked by the server.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
+from kvbm.embedded.fields import Fields, RequestError, is_unicode, read_json, wrong
+
+COMPLETION_TOKENS = 16  # of a completion without `max_tokens`, as the API has it
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
 LOWEST_TEMPERATURE = 1e-5
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-SHOWN_CHARACTERS = 80
 
 IGNORED = (
     "metadata",
@@ -32,17 +27,6 @@ IGNORED = (
     "user",
 )
 ROLES = ("system", "developer", "user", "assistant")
-
-
-class RequestError(Exception):
-    """A request that cannot be served as it is: becomes an answer with `status` and OpenAI's error object."""
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +77,12 @@ Prompt = Text | Conversation | list[int]
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
+    """`default_max_tokens` is for a client that did not limit the answer; `None` is all that the model takes."""
+
     model: str | None
     prompt: Prompt
     generation: Generation
+    default_max_tokens: int | None
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -104,12 +91,12 @@ def parse_completion(body: bytes) -> CompletionRequest:
     prompt = _completion_prompt(fields)
     logprobs = fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
     max_tokens = fields.integer("max_tokens", minimum=1)
-    generation = _generation(fields, max_tokens=16 if max_tokens is None else max_tokens, logprobs=logprobs)
+    generation = _generation(fields, max_tokens=max_tokens, logprobs=logprobs)
     fields.only("best_of", 1)
     fields.only("echo", False)
     fields.only("suffix", "")
     fields.finish()
-    return CompletionRequest(model, prompt, generation)
+    return CompletionRequest(model, prompt, generation, default_max_tokens=COMPLETION_TOKENS)
 
 
 def parse_chat(body: bytes) -> CompletionRequest:
@@ -122,7 +109,7 @@ def parse_chat(body: bytes) -> CompletionRequest:
     fields.only("response_format", {"type": "text"})
     fields.only("echo", False)
     fields.finish()
-    return CompletionRequest(model, prompt, generation)
+    return CompletionRequest(model, prompt, generation, default_max_tokens=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,109 +145,6 @@ def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
     return model, tokens
 
 
-def read_json(body: bytes) -> dict[str, Any]:
-    """The JSON object that a body holds. Numbers that JSON does not know (NaN, Infinity, 1e999) are refused."""
-    try:
-        values = json.loads(body, parse_constant=_refuse_constant, parse_float=_finite)
-    except RequestError:
-        raise
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise RequestError(f"the body is {shown(values)}: it must be a JSON object")
-    return values
-
-
-class Fields:
-    """The fields of one JSON object, each taken once. `path` is the name of the object that they lie in."""
-
-    def __init__(self, values: dict[str, Any], *, path: str = "") -> None:
-        self._left = {name: value for name, value in values.items() if value is not None}
-        self._known: list[str] = []
-        self._path = path
-
-    def has(self, name: str) -> bool:
-        return name in self._left
-
-    def take(self, name: str) -> Any:
-        """The value as it came, `None` if it is absent."""
-        self._known.append(name)
-        return self._left.pop(name, None)
-
-    def text(self, name: str) -> str | None:
-        value = self.take(name)
-        if value is not None and not (isinstance(value, str) and is_unicode(value)):
-            raise wrong(self._path + name, value, "a string of Unicode characters")
-        return value
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise wrong(self._path + name, value, "true or false")
-        return value
-
-    def integer(self, name: str, *, minimum: int = INT64_MIN, maximum: int = INT64_MAX) -> int | None:
-        value = self.take(name)
-        if value is None or (type(value) is int and minimum <= value <= maximum):
-            return value
-        raise wrong(self._path + name, value, f"an integer {_range_text(minimum, maximum)}")
-
-    def number(self, name: str, default: float, *, is_right: Callable[[float], bool], right: str) -> float:
-        value = self.take(name)
-        if value is None:
-            return default
-        if type(value) not in (int, float) or abs(value) > INT64_MAX or not is_right(value):
-            raise wrong(self._path + name, value, right)
-        return float(value)
-
-    def only(self, name: str, *allowed: object) -> None:
-        """For what is not built: absent, or a value that asks for nothing."""
-        value = self.take(name)
-        if value is not None and not any(type(value) is type(right) and value == right for right in allowed):
-            rights = " or ".join(["absent", *(shown(right) for right in allowed)])
-            raise wrong(self._path + name, value, f"{rights}; this engine does not support anything else")
-
-    def ignore(self, *names: str) -> None:
-        for name in names:
-            self.take(name)
-
-    def missing(self, name: str, right: str) -> NoReturn:
-        raise RequestError(f"`{self._path}{name}` is missing: it must be {right}", param=self._path + name)
-
-    def finish(self) -> None:
-        """Refuses whatever nobody has taken."""
-        for name in self._left:
-            near = get_close_matches(name, self._known, n=1)
-            hint = f"; did you mean `{self._path}{near[0]}`?" if near else ""
-            raise RequestError(
-                f"`{self._path}{name[:SHOWN_CHARACTERS]}` is not a field of this endpoint{hint}", param=name
-            )
-
-
-def wrong(name: str, value: object, right: str) -> RequestError:
-    return RequestError(f"`{name}` is {shown(value)}: it must be {right}", param=name)
-
-
-def shown(value: object) -> str:
-    """A value as JSON, short enough for a message."""
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return "nested too deeply"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 4]} ..."
-
-
-def is_unicode(text: str) -> bool:
-    """Half of a surrogate pair is not a character, although JSON can spell one."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def _generation(fields: Fields, *, max_tokens: int | None, logprobs: int | None) -> Generation:
     stream = fields.boolean("stream", False)
     include_usage, continuous_usage = _stream_options(fields, stream=stream)
@@ -284,8 +168,6 @@ def _generation(fields: Fields, *, max_tokens: int | None, logprobs: int | None)
         cache_salt=_cache_salt(fields),
         kv_transfer_params=_object(fields, "kv_transfer_params"),
     )
-    if max_tokens is not None and generation.min_tokens > max_tokens:
-        raise wrong("min_tokens", generation.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
     _refuse_other_sampling(fields)
     fields.ignore(*IGNORED)
     return generation
@@ -438,20 +320,3 @@ def _refuse_tools(fields: Fields) -> None:
     fields.only("tool_choice", "none", "auto")
     fields.only("function_call", "none", "auto")
     fields.ignore("parallel_tool_calls")
-
-
-def _range_text(minimum: int, maximum: int) -> str:
-    if maximum == INT64_MAX:
-        return "of 64 bits" if minimum == INT64_MIN else f"of at least {minimum}"
-    return f"from {minimum} to {maximum}"
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise RequestError(f"the body is not JSON: {name} is not a number that JSON knows")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise RequestError(f"the body holds {text[:SHOWN_CHARACTERS]}: a number too large for this engine")
-    return value

@@ -25,7 +25,8 @@ from typing import Any
 from aiohttp import web
 
 from kvbm.embedded.completion import Served
-from kvbm.embedded.endpoints import Service, create_runner
+from kvbm.embedded.endpoints import create_runner
+from kvbm.embedded.service import Service
 from kvbm.errors import EngineError, EnvironmentProblem
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

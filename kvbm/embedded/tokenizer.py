@@ -19,7 +19,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {letter: byte for byte, letter in enumerate(_letters_of_bytes())}
+    vocabulary = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def directory_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
         raise EnvironmentProblem(f"the tokenizer in `{directory}` cannot be loaded: {error}") from error
 
 
-def _letters_of_bytes() -> list[str]:
+def letters_of_bytes() -> list[str]:
     """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]

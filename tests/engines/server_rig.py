@@ -15,9 +15,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import aiohttp
@@ -25,15 +26,18 @@ from aiohttp import web
 
 from kvbm.embedded.codec import TextCodec
 from kvbm.embedded.completion import Served
-from kvbm.embedded.endpoints import Service, create_runner
+from kvbm.embedded.endpoints import create_runner
 from kvbm.embedded.metrics import EngineMetrics
 from kvbm.embedded.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from kvbm.embedded.service import Service
 from kvbm.errors import EngineError, KvbmError
 
 END = 258  # the end token of the byte tokenizer
 VOCABULARY_SIZE = 259
 MAX_MODEL_LEN = 4096
 DEADLY_TOKEN = 13
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
 OnOutput = Callable[[RequestOutput], None]
 
 
@@ -230,6 +234,23 @@ async def serving(served: Served | None) -> AsyncIterator[Client]:
         await runner.cleanup()
         if served is not None:
             served.engine.stop()
+
+
+def serve(engine: WrittenEngine, use: Callable[[Client], Awaitable[None]], *, codec: TextCodec | None = None) -> None:
+    """Runs `use` against a server of this process."""
+
+    async def run() -> None:
+        async with serving(serve_written(engine, codec or byte_codec())) as client:
+            await use(client)
+
+    asyncio.run(run())
+
+
+@cache
+def byte_codec() -> TextCodec:
+    from kvbm.embedded.tokenizer import byte_tokenizer
+
+    return TextCodec(byte_tokenizer())
 
 
 async def eventually(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:

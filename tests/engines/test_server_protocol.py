@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbm.embedded.fields import RequestError
 from kvbm.embedded.protocol import (
     CompletionRequest,
     Conversation,
-    RequestError,
     Text,
     parse_chat,
     parse_completion,
@@ -44,13 +44,15 @@ def test_a_bare_completion_gets_the_defaults_of_the_api() -> None:
     assert request.model is None
     assert request.prompt == Text("Hello", add_special_tokens=True)
     generation = request.generation
-    assert (generation.max_tokens, generation.min_tokens, generation.temperature) == (16, 0, 1.0)
+    assert (generation.max_tokens, generation.min_tokens, generation.temperature) == (None, 0, 1.0)
+    assert request.default_max_tokens == 16
     assert (generation.top_p, generation.top_k, generation.seed) == (1.0, 0, None)
     assert (generation.stop, generation.logprobs, generation.stream) == ((), None, False)
 
 
 def test_a_chat_without_max_tokens_is_not_limited() -> None:
     assert chat().generation.max_tokens is None
+    assert chat().default_max_tokens is None
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
@@ -100,7 +102,7 @@ def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
         ({"max_tokens": "5"}, '`max_tokens` is "5": it must be an integer of at least 1'),
         ({"max_tokens": 5.0}, "`max_tokens` is 5.0: it must be an integer of at least 1"),
         ({"max_tokens": True}, "`max_tokens` is true: it must be an integer of at least 1"),
-        ({"min_tokens": 9, "max_tokens": 8}, "`min_tokens` is 9: it must be at most `max_tokens`, which is 8"),
+        ({"min_tokens": -1}, "`min_tokens` is -1: it must be an integer of at least 0"),
         ({"temperature": -1}, "`temperature` is -1: it must be a number from 0 (greedy) to 100"),
         ({"temperature": "hot"}, '`temperature` is "hot": it must be a number from 0 (greedy) to 100'),
         ({"top_p": 0}, "`top_p` is 0: it must be a number above 0 and at most 1 (1 is off)"),
