@@ -12,8 +12,8 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,10 +117,20 @@ class EventSplitter:
 
 
 @dataclass(frozen=True, slots=True)
-class DriveResult:
-    """What the client did in one arm. `client_cpu_share` is of one core, over the whole drive."""
+class Target:
+    """An arm's engine. Its schedule begins `offset_s` after that of the first arm of the drive."""
 
-    rows: tuple[Row, ...]
+    arm: str
+    base_url: str
+    offset_s: float
+    has_ended: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class DriveResult:
+    """What the client did. `client_cpu_share` is of one core, over the whole drive."""
+
+    rows: dict[str, tuple[Row, ...]]
     client_cpu_share: float
     started_unix_s: float
     duration_s: float
@@ -137,52 +147,62 @@ async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def drive(
-    plan: Plan, base_url: str, *, arm: str, on_row: Callable[[Row], None], engine_has_ended: Callable[[], bool]
-) -> DriveResult:
-    """Send the whole plan. When the engine has ended, every request without an answer becomes an error at once."""
-    rows: list[Row] = []
+async def drive(plan: Plan, targets: Sequence[Target], *, on_row: Callable[[Row], None]) -> DriveResult:
+    """Send the whole plan to every target. When an engine has ended, its open requests become errors at once."""
+    rows: dict[str, list[Row]] = {target.arm: [] for target in targets}
+
+    def take(row: Row) -> None:
+        rows[row.arm].append(row)
+        on_row(row)
+
     async with open_session() as session:
-        collector_was_on = gc.isenabled()
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        started_unix_s, cpu_start_s, wall_start_ns = time.time(), time.process_time(), time.perf_counter_ns()
-        start_ns = wall_start_ns + int(LEAD_S * NANOSECONDS)
-        try:
-
-            async def one(request: PlannedRequest) -> None:
-                row = Row(arm, request.index, request.user, request.turn, request.intended_s * 1e3)
-                try:
-                    await asyncio.sleep((start_ns - time.perf_counter_ns()) / NANOSECONDS + request.intended_s)
-                    await _send(session, base_url, request, row, start_ns=start_ns, workload=plan.workload)
-                except asyncio.CancelledError:
-                    if not engine_has_ended():
-                        raise
-                    row.error = "the engine ended"
-                rows.append(row)
-                on_row(row)
-
-            await _watched([one(request) for request in plan.requests], engine_has_ended)
-        finally:
-            gc.unfreeze()
-            if collector_was_on:
-                gc.enable()
-    duration_s = (time.perf_counter_ns() - wall_start_ns) / NANOSECONDS
-    cpu_share = (time.process_time() - cpu_start_s) / duration_s
-    return DriveResult(tuple(sorted(rows, key=lambda row: row.index)), cpu_share, started_unix_s, duration_s)
+        with _garbage_collector_off():
+            started_unix_s, cpu_start_s, start_ns = time.time(), time.process_time(), time.perf_counter_ns()
+            await asyncio.gather(*(_drive_one(session, plan, target, start_ns, take) for target in targets))
+            duration_s = (time.perf_counter_ns() - start_ns) / NANOSECONDS
+            cpu_share = (time.process_time() - cpu_start_s) / duration_s
+    ordered = {arm: tuple(sorted(of_arm, key=lambda row: row.index)) for arm, of_arm in rows.items()}
+    return DriveResult(ordered, cpu_share, started_unix_s, duration_s)
 
 
-async def _watched(requests: list[Any], engine_has_ended: Callable[[], bool]) -> None:
-    """Run all requests; cancel those that are left once the engine has ended."""
-    pending = {asyncio.ensure_future(request) for request in requests}
+@contextmanager
+def _garbage_collector_off() -> Iterator[None]:
+    """A collection would stop every stream for milliseconds, and the requests allocate little."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     try:
-        while pending:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+async def _drive_one(
+    session: aiohttp.ClientSession, plan: Plan, target: Target, drive_start_ns: int, take: Callable[[Row], None]
+) -> None:
+    """One target's whole schedule."""
+    start_ns = drive_start_ns + int((LEAD_S + target.offset_s) * NANOSECONDS)
+
+    async def one(request: PlannedRequest) -> None:
+        row = Row(target.arm, request.index, request.user, request.turn, request.intended_s * 1e3)
+        try:
+            await asyncio.sleep((start_ns - time.perf_counter_ns()) / NANOSECONDS + request.intended_s)
+            await _send(session, target.base_url, request, row, start_ns=start_ns, workload=plan.workload)
+        except asyncio.CancelledError:
+            if not target.has_ended():
+                raise
+            row.error = "the engine ended"
+        take(row)
+
+    pending = {asyncio.create_task(one(request)) for request in plan.requests}
+    try:
+        while pending and not target.has_ended():
             done, pending = await asyncio.wait(pending, timeout=WATCH_INTERVAL_S)
             for task in done:
                 task.result()
-            if engine_has_ended():
-                break
     finally:
         for task in pending:
             task.cancel()

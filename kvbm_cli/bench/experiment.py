@@ -7,19 +7,20 @@
     floor       without kvbm, G1 for everything: what a cache of unlimited size in device memory would reach
 
 Nothing is decided after the plan is written. Every arm starts cold: a fresh process, a warm-up with a prompt that is
-in no measured request, and an emptied cache.
+in no measured request, and an emptied cache. Interleaved arms run at the same time, each a part of the interval after
+the one before, so that what else the machine does meets all of them alike; otherwise one arm follows the other.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvbm.errors import EngineError
-from kvbm_cli.bench.client import DriveResult, Row, drive, open_session, send
+from kvbm_cli.bench.client import DriveResult, Row, Target, drive, open_session, send
 from kvbm_cli.bench.control import Control, Metrics, MetricsDelta
 from kvbm_cli.bench.run_directory import RunDirectory
 from kvbm_cli.bench.schedule import Plan, PlannedRequest, Script, request_body
@@ -69,8 +70,13 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
+    """`client_cpu_share` is that of the drive, which arms that were measured together share."""
+
     name: str
-    drive: DriveResult
+    rows: tuple[Row, ...]
+    client_cpu_share: float
+    started_unix_s: float
+    duration_s: float
     metrics: MetricsDelta | None
     startup_s: float
     engine_ended: bool
@@ -94,12 +100,12 @@ def run_experiment(workload: Workload, engines: Engines, directory: RunDirectory
         answers=recording.answers,
         interval_s=workload.schedule.interval_s or _interval_s(workload, recording.cold_ms),
     )
-    directory.write_json("plan.json", plan.to_json(), indent=None)
-    arm_s = recording.startup_s + WARM_UP_S + plan.duration_s
-    arms = {
-        name: run.measure(name, plan, expected_startup_s=recording.startup_s, after_s=(len(ARMS) - position) * arm_s)
-        for position, name in enumerate(ARMS, start=1)
-    }
+    groups = (ARMS,) if workload.schedule.arms == "interleaved" else tuple((name,) for name in ARMS)
+    directory.write_json("plan.json", {**plan.to_json(), "arms": [list(group) for group in groups]}, indent=None)
+    arms: dict[str, ArmResult] = {}
+    for position, group in enumerate(groups, start=1):
+        later_s = (len(groups) - position) * (plan.duration_s + (recording.startup_s + WARM_UP_S) * len(group))
+        arms |= run.measure(group, plan, startup_s=recording.startup_s, later_s=later_s)
     return Experiment(plan, recording, arms)
 
 
@@ -110,6 +116,19 @@ def _interval_s(workload: Workload, cold_ms: tuple[float, ...]) -> float:
     mean_tokens = sum(workload.prompt_tokens(turn) for turn in range(1, workload.turns + 1)) / workload.turns
     service_s = typical_ms / 1e3 * mean_tokens / workload.prompt_tokens(1)
     return max(SMALLEST_INTERVAL_S, round(service_s / workload.schedule.target_utilisation, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyArm:
+    """An arm that is about to be measured: warmed up, its cache empty."""
+
+    name: str
+    engine: RunningEngine
+    control: Control
+    before: Metrics
+
+    def target(self, offset_s: float) -> Target:
+        return Target(self.name, self.engine.base_url, offset_s, self.engine.has_ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +168,38 @@ class _Run:
                     self.progress.row(row)
         return tuple(map(tuple, answers)), tuple(cold_ms)
 
-    def measure(self, name: str, plan: Plan, *, expected_startup_s: float, after_s: float) -> ArmResult:
-        """One arm in an engine of its own. `after_s` is what the arms after it will take."""
-        plan_s = plan.duration_s + after_s
-        self.progress.phase(
-            f"{name}: starting the engine", expected_s=expected_startup_s, remaining_s=WARM_UP_S + plan_s
+    def measure(self, group: Sequence[str], plan: Plan, *, startup_s: float, later_s: float) -> dict[str, ArmResult]:
+        """The arms of a group, each in an engine of its own, at once. The other arguments are for the time left."""
+        with ExitStack() as stack:
+            ready: list[_ReadyArm] = []
+            for position, name in enumerate(group, start=1):
+                rest_s = (len(group) - position) * (startup_s + WARM_UP_S) + plan.duration_s + later_s
+                self.progress.phase(
+                    f"{name}: starting the engine", expected_s=startup_s + WARM_UP_S, remaining_s=rest_s
+                )
+                engine = stack.enter_context(self.engines(name))
+                control = stack.enter_context(Control(engine.base_url, engine.model))
+                self._warm_up(plan.script, engine, control)
+                ready.append(_ReadyArm(name, engine, control, self._keep(control.metrics(), name, "before")))
+            text = f"{', '.join(group)}: {len(plan.requests) * len(group)} requests"
+            self.progress.phase(text, expected_s=plan.duration_s, remaining_s=later_s)
+            offsets = (position * plan.interval_s / len(group) for position in range(len(group)))
+            targets = [arm.target(offset_s) for arm, offset_s in zip(ready, offsets, strict=True)]
+            result = asyncio.run(drive(plan, targets, on_row=self._take_row))
+            return {arm.name: self._arm_result(arm, result) for arm in ready}
+
+    def _arm_result(self, arm: _ReadyArm, result: DriveResult) -> ArmResult:
+        ended = arm.engine.has_ended()
+        return ArmResult(
+            name=arm.name,
+            rows=result.rows[arm.name],
+            client_cpu_share=result.client_cpu_share,
+            started_unix_s=result.started_unix_s,
+            duration_s=result.duration_s,
+            metrics=None if ended else MetricsDelta(arm.before, self._keep(arm.control.metrics(), arm.name, "after")),
+            startup_s=arm.engine.startup_s,
+            engine_ended=ended,
         )
-        with self.engines(name) as engine, Control(engine.base_url, engine.model) as control:
-            self.progress.phase(f"{name}: warming up", expected_s=WARM_UP_S, remaining_s=plan_s)
-            self._warm_up(plan.script, engine, control)
-            before = self._keep(control.metrics(), name, "before")
-            self.progress.phase(
-                f"{name}: {len(plan.requests)} requests", expected_s=plan.duration_s, remaining_s=after_s
-            )
-            result = asyncio.run(
-                drive(plan, engine.base_url, arm=name, on_row=self._take_row, engine_has_ended=engine.has_ended)
-            )
-            ended = engine.has_ended()
-            delta = None if ended else MetricsDelta(before, self._keep(control.metrics(), name, "after"))
-            return ArmResult(name, result, delta, engine.startup_s, ended)
 
     def _warm_up(self, script: Script, engine: RunningEngine, control: Control) -> None:
         """The first long prompt of a process pays for memory and threads; it should not be a measured one."""

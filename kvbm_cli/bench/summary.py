@@ -33,7 +33,7 @@ def summarise(
     """The whole result. `surroundings` (machine, versions, profile) is copied into it as it is."""
     plan = experiment.plan
     arms = {name: _arm(plan, experiment.arms[name]) for name in ARMS}
-    rows = {name: experiment.arms[name].drive.rows for name in ARMS}
+    rows = {name: experiment.arms[name].rows for name in ARMS}
     different = {name: _different(plan, rows[name]) for name in ARMS}
     ratio = paired_ratio(_pairs(rows[BASELINE], rows[KVBM]), seed=plan.workload.seed)
     p50 = {name: arms[name]["ttft_ms"]["p50"] for name in ARMS}
@@ -105,7 +105,7 @@ def _verdict(judgement: Judgement) -> dict[str, Any]:
 
 
 def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
-    rows = arm.drive.rows
+    rows = arm.rows
     answered = [row for row in rows if row.is_ok]
     later = [row for row in answered if row.turn > 1]
     by_usage = _tokens(answered)
@@ -127,12 +127,12 @@ def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
         "queue_share_of_ttft": _quotient(queue_wait_ms, ttft_all["mean"]),
         "client": {
             "lateness_ms": spread(_values(row.lateness_ms for row in rows)),
-            "cpu_share": arm.drive.client_cpu_share,
+            "cpu_share": arm.client_cpu_share,
         },
         "engine": {**_engine(arm), "startup_s": arm.startup_s, "ended_early": arm.engine_ended},
         "kvbm_counters": arm.metrics.kvbm_counters() if arm.metrics else {},
-        "started_unix_s": arm.drive.started_unix_s,
-        "duration_s": arm.drive.duration_s,
+        "started_unix_s": arm.started_unix_s,
+        "duration_s": arm.duration_s,
     }
 
 

@@ -24,9 +24,12 @@ class Schedule(_Section):
     """When requests are launched: a fixed time apart, whether or not earlier ones have been answered (open loop).
 
     Without `interval_s` it is chosen, before any arm is measured, such that an engine that computes every prompt is
-    busy for `target_utilisation` of the time on this machine.
+    busy for `target_utilisation` of the time on this machine. `arms: interleaved` runs all engines at the same time,
+    the launches of the arms evenly spread over the interval; a target below a third keeps them from meeting. It needs
+    a machine with room for all of them. `in_turn` runs one engine after the other.
     """
 
+    arms: Literal["interleaved", "in_turn"] = "in_turn"
     interval_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     target_utilisation: float = Field(default=0.5, gt=0, lt=1)
 

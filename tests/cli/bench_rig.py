@@ -42,12 +42,16 @@ class MockEngines:
             **changes,
         }
         self.started: list[str] = []
+        self.running = self.most_at_once = 0
 
     @contextmanager
     def __call__(self, arm: str) -> Iterator[MockEngine]:
         self.started.append(arm)
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
         with MockEngine(self.options[arm]) as engine:
             yield engine
+        self.running -= 1
 
     def changed(self, arm: str, **changes: object) -> MockEngines:
         return MockEngines(**{**self.options, arm: replace(self.options[arm], **changes)})

@@ -7,7 +7,7 @@ import pytest
 from bench_rig import WORKLOAD
 from mock_engine import MockEngine, Options, answer_to
 
-from kvbm_cli.bench.client import EventSplitter, Row, drive, open_session, send
+from kvbm_cli.bench.client import EventSplitter, Row, Target, drive, open_session, send
 from kvbm_cli.bench.schedule import Plan, Script
 
 SHORT = WORKLOAD.model_copy(update={"request_timeout_s": 0.5})
@@ -27,9 +27,8 @@ def drive_mock(options: Options, *, plan: Plan | None = None):
     plan = plan or make_plan()
     seen: list[Row] = []
     with MockEngine(options) as engine:
-        result = asyncio.run(
-            drive(plan, engine.base_url, arm="kvbm", on_row=seen.append, engine_has_ended=engine.has_ended)
-        )
+        target = Target("kvbm", engine.base_url, 0.0, engine.has_ended)
+        result = asyncio.run(drive(plan, [target], on_row=seen.append))
     assert sorted(row.index for row in seen) == list(range(len(plan.requests)))
     return plan, result
 
@@ -52,8 +51,8 @@ def first_row(fault: str, workload=WORKLOAD) -> Row:
 
 def test_a_good_row_has_times_tokens_and_their_sources():
     plan, result = drive_mock(Options(g2_blocks=1000, g1_blocks=1, computed_token_ms=0.01))
-    assert [row.key for row in result.rows] == [request.key for request in plan.requests]
-    for row, request in zip(result.rows, plan.requests, strict=True):
+    assert [row.key for row in result.rows["kvbm"]] == [request.key for request in plan.requests]
+    for row, request in zip(result.rows["kvbm"], plan.requests, strict=True):
         assert row.error is None
         assert row.http_status == 200
         assert row.token_ids == list(request.answer)
@@ -63,7 +62,7 @@ def test_a_good_row_has_times_tokens_and_their_sources():
         assert row.ttft_ms == pytest.approx(row.lateness_ms + row.ttft_from_launch_ms)
         assert row.end_to_end_ms >= row.ttft_ms
         assert len(row.token_gaps_ms) == WORKLOAD.answer_tokens - 1
-    later = [row for row in result.rows if row.turn == 2]
+    later = [row for row in result.rows["kvbm"] if row.turn == 2]
     assert all(row.g2_tokens > 400 and row.g1_tokens == 16 and row.computed_tokens < 50 for row in later)
     assert 0 < result.client_cpu_share < 2
 
@@ -71,17 +70,37 @@ def test_a_good_row_has_times_tokens_and_their_sources():
 def test_launches_follow_the_schedule_and_never_wait_for_an_answer():
     plan = make_plan(SHORT, interval_s=0.03)
     _, result = drive_mock(Options(faults={0: "stall"}), plan=plan)
-    assert result.rows[0].error == "no complete answer within 0.5 s"
-    for row, request in zip(result.rows, plan.requests, strict=True):
+    assert result.rows["kvbm"][0].error == "no complete answer within 0.5 s"
+    for row, request in zip(result.rows["kvbm"], plan.requests, strict=True):
         assert row.launched_ms >= request.intended_s * 1e3
         assert row.launched_ms < 500
-    assert all(row.is_ok for row in result.rows[1:])
+    assert all(row.is_ok for row in result.rows["kvbm"][1:])
+
+
+def test_arms_are_launched_one_offset_after_the_other_and_fail_alone():
+    """One engine ends; the other answers everything, at its own times."""
+    plan = make_plan(interval_s=0.1)
+    seen: list[Row] = []
+    with MockEngine(Options(faults={1: "end"})) as first, MockEngine(Options()) as second:
+        targets = [
+            Target("first", first.base_url, 0.0, first.has_ended),
+            Target("second", second.base_url, 0.05, second.has_ended),
+        ]
+        result = asyncio.run(drive(plan, targets, on_row=seen.append))
+    assert [row.index for row in result.rows["second"]] == list(range(6))
+    assert all(row.is_ok for row in result.rows["second"])
+    assert [row.is_ok for row in result.rows["first"]][:2] == [True, False]
+    assert len(result.rows["first"]) == 6
+    for row in result.rows["second"]:
+        assert row.intended_ms == plan.requests[row.index].intended_s * 1e3
+    ends = [(row.arm, row.index) for row in seen if row.index == 0]
+    assert ends == [("first", 0), ("second", 0)]
 
 
 def test_queueing_counts_into_the_time_to_first_token():
     """Open loop: when six requests arrive at once, the last one waits for all others."""
     _, result = drive_mock(Options(base_ms=30.0, computed_token_ms=0.0), plan=make_plan(interval_s=0.001))
-    assert result.rows[-1].ttft_ms > 150
+    assert result.rows["kvbm"][-1].ttft_ms > 150
 
 
 @pytest.mark.parametrize(
@@ -135,15 +154,16 @@ def test_nobody_listening_is_an_error_row():
     with MockEngine(Options()) as engine:
         address = engine.base_url
     plan = make_plan()
-    result = asyncio.run(drive(plan, address, arm="x", on_row=lambda row: None, engine_has_ended=lambda: False))
-    assert all("Connect" in (row.error or "") for row in result.rows)
+    target = Target("kvbm", address, 0.0, lambda: False)
+    result = asyncio.run(drive(plan, [target], on_row=lambda row: None))
+    assert all("Connect" in (row.error or "") for row in result.rows["kvbm"])
 
 
 def test_requests_left_when_the_engine_ends_become_errors_at_once():
     plan = make_plan(interval_s=0.5)
     _, result = drive_mock(Options(faults={1: "end"}), plan=plan)
-    assert result.rows[0].is_ok
-    assert [row.error for row in result.rows[2:]] == ["the engine ended"] * 4
+    assert result.rows["kvbm"][0].is_ok
+    assert [row.error for row in result.rows["kvbm"][2:]] == ["the engine ended"] * 4
     assert result.duration_s < 2.0
 
 

@@ -43,6 +43,19 @@ def test_a_cache_in_g2_makes_later_turns_faster(tmp_path):
     assert experiment.plan.interval_s == WORKLOAD.schedule.interval_s
 
 
+@pytest.mark.parametrize("arms", ["interleaved", "in_turn"])
+def test_arms_run_together_or_one_after_the_other(tmp_path, arms):
+    schedule = Schedule(interval_s=0.2, arms=arms)
+    engines = MockEngines()
+    _, summary, progress = run(tmp_path, engines, WORKLOAD.model_copy(update={"schedule": schedule}))
+    assert engines.started == ["recording", "baseline", "kvbm", "floor"]
+    assert engines.most_at_once == (3 if arms == "interleaved" else 1)
+    assert summary["verdict"] == "faster"
+    assert summary["arms"]["kvbm"]["prompt_tokens"]["g2"] > 600
+    measured = [row.arm for row in progress.rows if row.arm != "recording"]
+    assert (measured[:6] == ["baseline"] * 6) == (arms == "in_turn")
+
+
 def test_all_arms_send_the_same_bytes_at_the_same_intended_times(tmp_path):
     run(tmp_path, MockEngines())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())

@@ -7,7 +7,7 @@ import json
 import pytest
 from bench_rig import WORKLOAD
 
-from kvbm_cli.bench.client import DriveResult, Row
+from kvbm_cli.bench.client import Row
 from kvbm_cli.bench.control import Metrics, MetricsDelta
 from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
 from kvbm_cli.bench.schedule import Plan, Script
@@ -46,8 +46,16 @@ def arm(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], l
     g1, g2 = 3 * sources[0], 3 * sources[1]
     total = sum(request.prompt_tokens for request in PLAN.requests)
     delta = MetricsDelta(metrics(5, 7, 11, 1.0, 10), metrics(5 + g1, 7 + g2, 11 + total - g1 - g2, 1.006, 16))
-    drive = DriveResult(tuple(rows), client_cpu_share=0.05, started_unix_s=0.0, duration_s=6.0)
-    return ArmResult(name, drive, delta, startup_s=2.0, engine_ended=False)
+    return ArmResult(
+        name=name,
+        rows=tuple(rows),
+        client_cpu_share=0.05,
+        started_unix_s=0.0,
+        duration_s=6.0,
+        metrics=delta,
+        startup_s=2.0,
+        engine_ended=False,
+    )
 
 
 def experiment(**changes: ArmResult) -> Experiment:
@@ -111,7 +119,7 @@ def test_no_token_from_g2_is_invalid():
 
 def test_one_other_token_is_wrong_and_named():
     changed = experiment()
-    changed.arms["kvbm"].drive.rows[4].token_ids[5] += 1
+    changed.arms["kvbm"].rows[4].token_ids[5] += 1
     summary = summarise(changed, surroundings={})
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
     assert summary["different_answers"] == {"baseline": [], "kvbm": [[1, 2]], "floor": []}
@@ -119,7 +127,7 @@ def test_one_other_token_is_wrong_and_named():
 
 def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out():
     changed = experiment()
-    changed.arms["baseline"].drive.rows[3].error = "HTTP 503"
+    changed.arms["baseline"].rows[3].error = "HTTP 503"
     summary = summarise(changed, surroundings={})
     assert summary["verdict"] == "invalid"
     assert summary["arms"]["baseline"]["errors"] == 1
@@ -136,7 +144,7 @@ def test_a_late_client_is_invalid():
 
 def test_without_usage_the_counters_tell_the_sources():
     changed = experiment()
-    for row in changed.arms["kvbm"].drive.rows:
+    for row in changed.arms["kvbm"].rows:
         row.g1_tokens = row.g2_tokens = None
     summary = summarise(changed, surroundings={})
     assert summary["arms"]["kvbm"]["prompt_tokens"]["g2"] == 1200
@@ -145,7 +153,7 @@ def test_without_usage_the_counters_tell_the_sources():
 
 def test_sources_that_contradict_each_other_are_pointed_out():
     changed = experiment()
-    changed.arms["kvbm"].drive.rows[4].g2_tokens -= 16
+    changed.arms["kvbm"].rows[4].g2_tokens -= 16
     caveats = summarise(changed, surroundings={})["caveats"]
     assert "arm kvbm: usage and /metrics disagree on where prompt tokens came from" in caveats
 
@@ -160,7 +168,7 @@ def test_a_working_set_that_fits_into_g1_is_pointed_out():
 
 def test_a_summary_of_an_arm_without_answers_is_still_whole():
     changed = experiment()
-    for row in changed.arms["kvbm"].drive.rows:
+    for row in changed.arms["kvbm"].rows:
         row.error, row.token_ids, row.first_token_ms = "the engine ended", [], None
     summary = summarise(changed, surroundings={})
     assert (summary["verdict"], summary["outputs_equal"]) == ("invalid", False)
