@@ -17,6 +17,7 @@ CASES = {
     "one block": ([3], [7], [5]),
     "consecutive on both sides": ([2, 3, 4, 5], [1, 2, 3, 4], [6, 7, 8, 9]),
     "consecutive slots in mixed order": ([2, 9, 4, 5], [4, 1, 3, 2], [11, 0, 8, 1]),
+    "few consecutive slots of scattered blocks": ([2, 9, 4], [3, 4, 5], [11, 0, 8]),
     "scattered on both sides": ([11, 0, 6, 2], [8, 0, 4, 2], [1, 7, 3, 10]),
     "first and last of everything": ([0, 11], [8, 0], [11, 0]),
     "as much as there is": (list(range(9)), list(range(9))[::-1], [11, 10, 9, 8, 7, 6, 5, 4, 3]),
