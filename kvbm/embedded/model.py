@@ -140,6 +140,7 @@ def _synthetic(config: EngineConfig, device: str) -> _Source:
 
 
 def _directory(config: EngineConfig, device: str) -> _Source:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -155,7 +156,7 @@ def _directory(config: EngineConfig, device: str) -> _Source:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise EnvironmentProblem(f"the model in `{directory}` cannot be loaded: {error}") from error
     absent = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
     if absent:

@@ -11,7 +11,8 @@ Where a request is, and what it holds there:
 Requests arrive and run in order of arrival; under pressure the newest gives way. Running requests come first: those
 that decode, then those that prefill, so that a long prompt does not hold up anybody's next token. Loaded requests
 come before waiting ones, because they hold blocks. A request is admitted when all of its tokens fit beside what those
-before it still need, and a block more for each of them to grow into. The oldest request therefore always gets to its end.
+before it still need, and a block more for each of them to grow into. The oldest request therefore always gets to its
+end.
 
 Owned by the engine thread; moves no bytes. Its only time source is `time.monotonic`.
 """

@@ -1,8 +1,8 @@
 """The engine's own scheduler, block pool and core around a model that is a hash: exact, instant, and it proves its KV.
 
-The KV of a position is the digest of all tokens up to it, and the next token is derived from the digest of all tokens. The
-runner checks the KV of every position before the ones that it computes, so a block that was shared, reused, loaded or
-kept wrongly is caught in the step that reads it.
+The KV of a position is the digest of all tokens up to it, and the next token is derived from the digest of all
+tokens. The runner checks the KV of every position before the ones that it computes, so a block that was shared,
+reused, loaded or kept wrongly is caught in the step that reads it.
 """
 
 from __future__ import annotations

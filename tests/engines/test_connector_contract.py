@@ -227,6 +227,26 @@ def test_a_local_hit_survives_a_failed_load():
     assert len(engine.connector[0].lookups) == before + 1
 
 
+def test_loaded_requests_give_way_to_each_other_where_a_hung_copy_keeps_blocks():
+    engine = engine_with_host(blocks=16, latency_steps=None, max_batched_tokens=64)
+    other = [n % 50 for n in range(100, 118)]
+    prompts = [[*PROMPT, *[2] * 6], [*other, *[2] * 6]]
+    warm(engine)
+    warm(engine, other)
+    results = [engine.add(prompt, max_tokens=2) for prompt in prompts]
+    engine.step()
+    assert len(engine.connector[1].loading_ids) == 2
+    hung = engine.blocks.allocate(engine.blocks.available_count - 1)
+    engine.connector[1].latency_steps = 1
+    engine.connector[1].finish_loads()
+    for _ in range(12):
+        engine.step()
+    for result, prompt in zip(results, prompts, strict=True):
+        require_right(result, prompt)
+    engine.blocks.release(hung)
+    engine.run()
+
+
 # -- blocks that stay --------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +411,8 @@ def test_what_was_computed_before_a_reset_is_not_found_after_it():
     engine.run()
     require_right(running, PROMPT)
     assert engine.answer(PROMPT, max_tokens=1).last.num_cached_tokens == 0
+    continued = engine.answer([*PROMPT, *running.token_ids], max_tokens=1)
+    assert continued.last.num_cached_tokens == 16, "the prompt as computed after the reset, and nothing older behind it"
 
 
 # -- the worker side's step --------------------------------------------------------------------------------------------
