@@ -134,7 +134,7 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path):
 
 
 def test_a_directory_without_a_usable_config_is_refused(tmp_path):
-    with pytest.raises(EnvironmentProblem, match="no readable config.json"):
+    with pytest.raises(EnvironmentProblem, match=r"no readable config\.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(EnvironmentProblem, match="is not JSON"):
