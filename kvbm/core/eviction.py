@@ -59,7 +59,8 @@ class SlotLists:
         head = tail = slots[0]
         for slot in slots:
             if slot != head and older[tail] != slot:
-                self._join(older[tail], newer[head])
+                before, after = older[tail], newer[head]
+                newer[before], older[after] = after, before
                 head = slot
             tail = slot
         self._join(older[tail], newer[head])
