@@ -50,14 +50,15 @@ async def _write_events(
     generation: Generation,
 ) -> None:
     usage: Json = {"usage": None} if generation.include_usage else {}
-    is_first = True
+    is_first, token_count = True, 0
     try:
         while pieces:
             events = []
             for piece in pieces:
                 chunk = answer.chunk(piece, is_first=is_first)
+                token_count += len(piece.token_ids)
                 if generation.continuous_usage:
-                    usage = {"usage": token_counts(len(completion.prompt_token_ids), completion.token_count)}
+                    usage = {"usage": token_counts(len(completion.prompt_token_ids), token_count)}
                 events.append(event({**chunk, **usage}))
                 is_first = False
             await response.write(b"".join(events))

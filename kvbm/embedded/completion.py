@@ -120,11 +120,6 @@ class Completion:
             raise CompletionFailed(self._failure or "the engine has dropped the request")
         return Usage.of(self._last, completion_tokens=self._token_count)
 
-    @property
-    def token_count(self) -> int:
-        """Tokens of the answer so far."""
-        return self._token_count
-
     def fail(self, message: str) -> None:
         """Ends the answer with an error, whatever the engine does. The first reason counts."""
         self._failure = self._failure or message
