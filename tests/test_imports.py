@@ -70,7 +70,7 @@ TABLE = (
     ),
     Layer(("kvbm.embedded.launch",), (*SHARED, "kvbm.config", "kvbm.sizing", "kvbm.embedded.presets"), never=ENGINES),
     Layer(
-        ("kvbm.embedded.driver",),
+        ("kvbm.embedded.driver", "kvbm.embedded.worker_home"),
         (*SHARED, *PHYSICAL, *ORCHESTRATION, "kvbm.events", "kvbm.config", "kvbm.embedded"),
         never=ENGINES[2:],
     ),

@@ -8,25 +8,18 @@ file descriptor, so that sharing anything by accident is impossible.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import multiprocessing
-import os
 import pickle
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
-from kvbm.errors import EngineError, EnvironmentProblem
-from kvbm.layout import BlockLayout
+from kvbm.embedded.worker_home import InlineWorker, ProcessWorker, WorkerHome
 from kvbm.leader import Leader, LeaderSettings
 from kvbm.metrics import KvbmCollector
 from kvbm.plan import StepPlan
 from kvbm.region import Region
 from kvbm.types import SegmentInfo
-from kvbm.worker import HostCapacity, Worker
+from kvbm.worker import HostCapacity
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
@@ -36,7 +29,6 @@ if TYPE_CHECKING:
     from kvbm.embedded.request import Request
 
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
-WORKER_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +192,15 @@ class KvbmWorker:
         self._send_handshake = handshake
         self._worker_process = worker_process
         self._progress = progress
-        self._home: _WorkerHome | None = None
+        self._home: WorkerHome | None = None
         self._plan = StepPlan(step=0)
 
     def register_kv_pool(self, pool: KVPool) -> None:
-        home: _WorkerHome
+        home: WorkerHome
         if self._worker_process:
-            home = _ProcessWorker(pool, self._capacity, self._thread_count, self._init_timeout_s)
+            home = ProcessWorker(pool, self._capacity, self._thread_count, self._init_timeout_s)
         else:
-            home = _InlineWorker(pool, self._capacity, self._thread_count, self._progress)
+            home = InlineWorker(pool, self._capacity, self._thread_count, self._progress)
         self._home = home
         self._send_handshake(pickle.dumps(Handshake((home.info,), pool.block_size)))
 
@@ -248,134 +240,6 @@ class KvbmWorker:
             self._home.close()
 
     @property
-    def _worker(self) -> _WorkerHome:
+    def _worker(self) -> WorkerHome:
         assert self._home is not None, "the engine has not registered its KV pool"
         return self._home
-
-
-class _WorkerHome(Protocol):
-    """Where a Worker lives: in the engine's process or beside it."""
-
-    info: SegmentInfo
-
-    def start(self, plan: StepPlan) -> None: ...
-    def finish(self, plan: StepPlan) -> None: ...
-    def poll(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class _InlineWorker:
-    def __init__(
-        self, pool: KVPool, capacity: HostCapacity, thread_count: int, progress: Callable[[int, int], None] | None
-    ) -> None:
-        self._worker = Worker.create(
-            pool.layout(), pool.storages, capacity, thread_count=thread_count, progress=progress
-        )
-        self.info = self._worker.info
-        self.start = self._worker.start
-        self.finish = self._worker.finish
-        self.poll = self._worker.poll
-        self.close = self._worker.close
-
-
-@dataclass(frozen=True, slots=True)
-class _ProcessArguments:
-    """How a worker process finds the engine's G1 memory: `length` bytes at `path`."""
-
-    path: str
-    length: int
-    layout: BlockLayout
-    capacity: HostCapacity
-    thread_count: int
-    parent_pid: int
-
-
-class _ProcessWorker:
-    """A Worker in a process of its own. Orders go through a pipe; nothing comes back but control words."""
-
-    def __init__(self, pool: KVPool, capacity: HostCapacity, thread_count: int, init_timeout_s: float) -> None:
-        if pool.fd is None:
-            raise EnvironmentProblem("a worker process needs G1 in shared memory, which only a CPU pool is")
-        arguments = _ProcessArguments(
-            path=f"/proc/{os.getpid()}/fd/{pool.fd}",
-            length=pool.storages[0].numel(),
-            layout=pool.layout(),
-            capacity=capacity,
-            thread_count=thread_count,
-            parent_pid=os.getpid(),
-        )
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve_worker, args=(theirs, arguments), name="kvbm-worker")
-        self._process.start()
-        theirs.close()
-        self.info = self._first_answer(init_timeout_s)
-
-    def _first_answer(self, timeout_s: float) -> SegmentInfo:
-        try:
-            answer = self._pipe.recv() if self._pipe.poll(timeout_s) else TimeoutError(f"no answer in {timeout_s:g} s")
-        except EOFError:
-            answer = EngineError(f"it ended with exit code {self._process.exitcode}")
-        if isinstance(answer, SegmentInfo):
-            return answer
-        self.close()
-        raise EngineError(f"the worker process did not start: {answer}") from answer
-
-    def start(self, plan: StepPlan) -> None:
-        self._send(("start", plan))
-
-    def finish(self, plan: StepPlan) -> None:
-        self._send(("finish", plan))
-
-    def poll(self) -> None:
-        """The worker process writes its words by itself."""
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.join(timeout=5.0)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def _send(self, message: tuple[str, StepPlan]) -> None:
-        """A dead worker is noticed by the leader, which maps its segment; here there is nobody left to tell."""
-        try:
-            self._pipe.send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            return
-
-
-def _serve_worker(pipe: Connection, arguments: _ProcessArguments) -> None:
-    """Main function of a worker process: carry out plans until the engine closes the pipe."""
-    import torch
-
-    _die_with_parent(arguments.parent_pid)
-    torch.set_num_threads(1)
-    try:
-        with open(arguments.path, "r+b") as memory:
-            mapping = mmap.mmap(memory.fileno(), arguments.length)
-        storage = torch.frombuffer(mapping, dtype=torch.uint8)
-        worker = Worker.create(arguments.layout, [storage], arguments.capacity, thread_count=arguments.thread_count)
-    except EnvironmentProblem as problem:
-        pipe.send(problem)
-        return
-    pipe.send(worker.info)
-    while _serve_once(pipe, worker):
-        worker.poll()
-    worker.close()
-
-
-def _serve_once(pipe: Connection, worker: Worker) -> bool:
-    try:
-        if pipe.poll(WORKER_POLL_S if worker.is_busy() else None):
-            kind, plan = cast("tuple[str, StepPlan]", pipe.recv())
-            (worker.start if kind == "start" else worker.finish)(plan)
-    except (EOFError, ConnectionResetError):
-        return False
-    return True
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
-    if os.getppid() != parent_pid:
-        os._exit(1)

@@ -5,16 +5,16 @@ exactly once, with the error that ended it or None, whatever happens: `run` may 
 thread under it may die, the pool may be closed. The one exception are copies that are still running when the pool is
 closed; their daemon threads end with the process.
 
-A lower priority number runs first; among equals, what was submitted first.
+What was submitted first runs first.
 """
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvbm.errors import TransferError
 
@@ -28,12 +28,11 @@ class Finished:
     error: BaseException | None
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class _Task:
-    priority: int
     ticket: int
-    kind: str = field(compare=False)
-    run: Callable[[], None] = field(compare=False)
+    kind: str
+    run: Callable[[], None]
 
     def finished(self, error: BaseException | None) -> Finished:
         return Finished(self.ticket, self.kind, error)
@@ -54,7 +53,7 @@ class TransferPool:
         self._name = name
         # Owned by everyone, under the lock of `_changed`: waiting tasks, what each thread runs, and what has ended.
         self._changed = threading.Condition()
-        self._waiting: list[_Task] = []
+        self._waiting: deque[_Task] = deque()
         self._running: dict[threading.Thread, _Task] = {}
         self._finished: list[Finished] = []
         self._is_closed = False
@@ -63,16 +62,16 @@ class TransferPool:
         self._last_ticket = 0
         self._threads = [self._start_thread() for _ in range(thread_count)]
 
-    def submit(self, kind: str, run: Callable[[], None], *, priority: int = 0) -> int:
+    def submit(self, kind: str, run: Callable[[], None]) -> int:
         """Queue a copy. Returns its ticket; on a closed pool the ticket ends as failed."""
         self._last_ticket += 1
-        task = _Task(priority, self._last_ticket, kind, run)
+        task = _Task(self._last_ticket, kind, run)
         self._outstanding.add(task.ticket)
         with self._changed:
             if self._is_closed:
                 self._finished.append(task.finished(TransferError(f"{self._name}: closed")))
             else:
-                heapq.heappush(self._waiting, task)
+                self._waiting.append(task)
                 self._changed.notify()
         return task.ticket
 
@@ -118,7 +117,7 @@ class TransferPool:
                 self._changed.wait()
             if self._is_closed:
                 return None
-            task = self._running[me] = heapq.heappop(self._waiting)
+            task = self._running[me] = self._waiting.popleft()
             return task
 
     def _replace_dead_threads(self) -> None:
@@ -144,9 +143,9 @@ class ManualPool:
         self._last_ticket = 0
         self._is_closed = False
 
-    def submit(self, kind: str, run: Callable[[], None], *, priority: int = 0) -> int:
+    def submit(self, kind: str, run: Callable[[], None]) -> int:
         self._last_ticket += 1
-        task = _Task(priority, self._last_ticket, kind, run)
+        task = _Task(self._last_ticket, kind, run)
         self._outstanding.add(task.ticket)
         if self._is_closed:
             self._finished.append(task.finished(TransferError("closed")))
@@ -181,6 +180,6 @@ class ManualPool:
             self._outstanding.discard(self._pop(kind).ticket)
 
     def _pop(self, kind: str) -> _Task:
-        task = min(task for task in self._waiting if task.kind == kind)
+        task = next(task for task in self._waiting if task.kind == kind)
         self._waiting.remove(task)
         return task

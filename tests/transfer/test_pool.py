@@ -60,13 +60,13 @@ def fail(error):
 
 
 def test_a_copy_that_returns_has_no_error(hands):
-    ticket = hands.pool.submit("copy", lambda: None, priority=0)
+    ticket = hands.pool.submit("copy", lambda: None)
     (end,) = hands.ended(1)
     assert (end.ticket, end.kind, end.error) == (ticket, "copy", None)
 
 
 def test_tickets_are_unique_and_each_is_reported_exactly_once(hands):
-    tickets = [hands.pool.submit("copy", lambda: None, priority=0) for _ in range(20)]
+    tickets = [hands.pool.submit("copy", lambda: None) for _ in range(20)]
     assert sorted(end.ticket for end in hands.ended(20)) == sorted(set(tickets))
     assert hands.pool.poll() == []
 
@@ -84,8 +84,8 @@ def test_a_ticket_is_outstanding_until_it_has_been_polled(hands):
     [TransferError("short"), ValueError("odd"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError()],
 )
 def test_whatever_a_copy_raises_ends_its_ticket_and_the_next_copy_runs(hands, error):
-    failed = hands.pool.submit("copy", lambda: fail(error), priority=0)
-    after = hands.pool.submit("copy", lambda: None, priority=0)
+    failed = hands.pool.submit("copy", lambda: fail(error))
+    after = hands.pool.submit("copy", lambda: None)
     assert {end.ticket: end.error for end in hands.ended(2)} == {failed: error, after: None}
     assert hands.pool.poll() == []
 
@@ -115,17 +115,17 @@ class Gate:
         assert self.opened.wait(LIMIT_S)
 
 
-def test_lower_priority_number_runs_first_and_equals_in_order():
+def test_copies_begin_in_the_order_in_which_they_were_submitted():
     for hands in (ThreadHands(), ManualHands()):
         gate, order = Gate(), []
         if isinstance(hands, ThreadHands):
-            hands.pool.submit("copy", gate, priority=0)
+            hands.pool.submit("copy", gate)
             assert gate.entered.wait(LIMIT_S)
-        for name, priority in (("b1", 1), ("b2", 1), ("a1", 0), ("c", 2), ("a2", 0)):
-            hands.pool.submit("copy", partial(order.append, name), priority=priority)
+        for number in range(5):
+            hands.pool.submit("copy", partial(order.append, number))
         gate.opened.set()
         hands.ended(5 + isinstance(hands, ThreadHands))
-        assert order == ["a1", "a2", "b1", "b2", "c"]
+        assert order == [0, 1, 2, 3, 4]
         hands.close()
 
 
