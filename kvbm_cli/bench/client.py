@@ -46,6 +46,7 @@ class Row:
     end_ms: float | None = None
     token_gaps_ms: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     g1_tokens: int | None = None
@@ -277,6 +278,7 @@ def _take_event(row: Row, event: dict[str, Any], arrived_ms: float) -> None:
         return
     for choice in event.get("choices") or ():
         _take_tokens(row, choice.get("token_ids") or [], arrived_ms)
+        row.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
         row.finish_reason = choice.get("finish_reason") or row.finish_reason
     if usage := event.get("usage"):
         row.prompt_tokens = usage["prompt_tokens"]

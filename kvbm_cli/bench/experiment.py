@@ -23,7 +23,7 @@ from kvbm.errors import EngineError
 from kvbm_cli.bench.client import DriveResult, Row, Target, drive, open_session, send
 from kvbm_cli.bench.control import Control, Metrics, MetricsDelta
 from kvbm_cli.bench.run_directory import RunDirectory
-from kvbm_cli.bench.schedule import Plan, PlannedRequest, Script, request_body
+from kvbm_cli.bench.schedule import Answer, Plan, PlannedRequest, Script, request_body
 from kvbm_cli.bench.statistics import percentile
 from kvbm_cli.bench.workload import Workload
 
@@ -33,7 +33,7 @@ ARMS = (BASELINE, KVBM, FLOOR)
 SMALLEST_INTERVAL_S = 0.05
 WARM_UP_S = 2.0
 
-Answers = tuple[tuple[tuple[int, ...], ...], ...]
+Answers = tuple[tuple[Answer, ...], ...]
 
 
 class RunningEngine(Protocol):
@@ -153,7 +153,7 @@ class _Run:
 
     async def _record_answers(self, script: Script, engine: RunningEngine) -> tuple[Answers, tuple[float, ...]]:
         """One request at a time, everyone's first turn, then everyone's second, ..."""
-        answers: list[list[tuple[int, ...]]] = [[] for _ in range(self.workload.users)]
+        answers: list[list[Answer]] = [[] for _ in range(self.workload.users)]
         cold_ms: list[float] = []
         async with open_session() as session:
             for turn in range(1, self.workload.turns + 1):
@@ -162,7 +162,7 @@ class _Run:
                     row = await send(session, engine.base_url, request, workload=self.workload, arm=RECORDING)
                     if row.error is not None:
                         raise EngineError(f"recording turn {turn} of user {user} failed: {row.error}")
-                    answers[user].append(tuple(row.token_ids))
+                    answers[user].append(Answer(tuple(row.token_ids), tuple(row.logprobs)))
                     if turn == 1 and row.end_to_end_ms is not None:
                         cold_ms.append(row.end_to_end_ms)
                     self.progress.row(row)
@@ -217,7 +217,7 @@ class _Run:
     def _unplanned(self, model: str, prompt: list[int], user: int, turn: int) -> PlannedRequest:
         """A request outside the schedule: the recording's, the warm-up's."""
         body = request_body(model, prompt, answer_tokens=self.workload.answer_tokens)
-        return PlannedRequest(0, user, turn, 0.0, len(prompt), (), body)
+        return PlannedRequest(0, user, turn, 0.0, len(prompt), Answer(()), body)
 
     def _take_row(self, row: Row) -> None:
         self.directory.append_request(row.to_json())

@@ -33,6 +33,7 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
     console.print(f"\n{_load_line(summary)}", highlight=False)
     if floor_line := _floor_line(summary):
         console.print(floor_line, highlight=False)
+    console.print(_outputs_line(summary), highlight=False)
     verdict = summary["verdict"]
     console.print()
     console.print(Text.assemble((f"{verdict}: ", f"bold {COLOURS[verdict]}"), summary["explanation"]))
@@ -99,6 +100,14 @@ def _load_line(summary: dict[str, Any]) -> str:
     waits = "queue wait unknown" if queue_ms is None else f"a request waits {_milliseconds(queue_ms)} ms in its queue"
     part = "" if queue_share is None else f", {queue_share:.1%} of its TTFT"
     return f"baseline load: busy {load['utilisation']:.0%} of the time, {waits}{part}"
+
+
+def _outputs_line(summary: dict[str, Any]) -> str:
+    differences = summary["largest_logprob_difference"].values()
+    known = [difference for difference in differences if difference is not None]
+    count = sum(len(keys) for keys in summary["different_answers"].values())
+    tokens = "all answers are equal, token for token" if count == 0 else f"{count} answers differ"
+    return f"{tokens}; logprobs differ by {max(known):.2g} at most" if known else tokens
 
 
 def _floor_line(summary: dict[str, Any]) -> str | None:

@@ -44,6 +44,14 @@ def random_tokens(generator: random.Random, count: int, tokenize: Tokenize) -> t
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What the recording was answered. `logprobs` has one number per token, or none where the engine sends none."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
     """What one user brings along and asks."""
 
@@ -71,12 +79,12 @@ class Script:
         warmup = random_tokens(generator, workload.prompt_tokens(1), tokenize)
         return cls(system, tuple(conversations), warmup)
 
-    def prompt(self, user: int, turn: int, answers: Sequence[Sequence[int]]) -> list[int]:
+    def prompt(self, user: int, turn: int, answers: Sequence[Answer]) -> list[int]:
         """Tokens of a user's prompt in turn 1, 2, ...; `answers` are those to the user's earlier turns."""
         conversation = self.conversations[user]
         tokens = [*self.system, *conversation.history]
         for question, answer in zip(conversation.questions[: turn - 1], answers, strict=False):
-            tokens += [*question, *answer]
+            tokens += [*question, *answer.token_ids]
         return [*tokens, *conversation.questions[turn - 1]]
 
 
@@ -89,6 +97,7 @@ def request_body(model: str, prompt: Sequence[int], *, answer_tokens: int) -> by
         "min_tokens": answer_tokens,
         "ignore_eos": True,
         "temperature": 0.0,
+        "logprobs": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
@@ -105,7 +114,7 @@ class PlannedRequest:
     turn: int
     intended_s: float
     prompt_tokens: int
-    answer: tuple[int, ...]
+    answer: Answer
     body: bytes
 
     @property
@@ -129,7 +138,7 @@ class Plan:
         script: Script,
         *,
         model: str,
-        answers: Sequence[Sequence[Sequence[int]]],
+        answers: Sequence[Sequence[Answer]],
         interval_s: float,
     ) -> Plan:
         """`answers[user][turn - 1]` are the recorded answers. Everyone's first turn, then everyone's second, ..."""
@@ -143,7 +152,7 @@ class Plan:
                     turn=turn,
                     intended_s=round(len(requests) * interval_s, 6),
                     prompt_tokens=len(prompt),
-                    answer=tuple(answers[user][turn - 1]),
+                    answer=answers[user][turn - 1],
                     body=request_body(model, prompt, answer_tokens=workload.answer_tokens),
                 )
                 requests.append(request)
@@ -175,7 +184,7 @@ class Plan:
                 {
                     "history": list(conversation.history),
                     "questions": [list(question) for question in conversation.questions],
-                    "answers": [list(request.answer) for request in self.requests if request.user == user],
+                    "answers": [list(request.answer.token_ids) for request in self.requests if request.user == user],
                 }
                 for user, conversation in enumerate(self.script.conversations)
             ],

@@ -12,15 +12,16 @@ from typing import Any
 
 from kvbm_cli.bench.client import Row
 from kvbm_cli.bench.experiment import ARMS, BASELINE, FLOOR, KVBM, ArmResult, Experiment
+from kvbm_cli.bench.outputs import compare_outputs
 from kvbm_cli.bench.schedule import Plan
 from kvbm_cli.bench.statistics import PairedRatio, busy_share, paired_ratio, spread
-from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Limits, judge
+from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Limits, Verdict, judge
 
 FORMAT = 1
 FEW_SAMPLES = 100
 ONBOARDED_BLOCKS = "kvbm_onboard_blocks_h2d"
 TIERS = ("g1", "g2", "computed")
-DIGITS = 3
+DIGITS = 4
 
 
 def summarise(
@@ -34,15 +35,17 @@ def summarise(
     plan = experiment.plan
     arms = {name: _arm(plan, experiment.arms[name]) for name in ARMS}
     rows = {name: experiment.arms[name].rows for name in ARMS}
-    different = {name: _different(plan, rows[name]) for name in ARMS}
+    outputs = {name: compare_outputs(plan, rows[name]) for name in ARMS}
     ratio = paired_ratio(_pairs(rows[BASELINE], rows[KVBM]), seed=plan.workload.seed)
     p50 = {name: arms[name]["ttft_ms"]["p50"] for name in ARMS}
     transfers = _transfers(arms[KVBM])
     evidence = Evidence(
         request_count=len(plan.requests),
-        compared_count=sum(row.is_ok for row in rows[KVBM]),
+        compared_count=outputs[KVBM].compared_count,
         errors={name: arms[name]["errors"] for name in ARMS},
-        different_answers={name: len(keys) for name, keys in different.items()},
+        different_answers={name: len(difference.answers) for name, difference in outputs.items()},
+        kvbm_logprob_difference=outputs[KVBM].logprob,
+        other_logprob_difference=max(outputs[name].logprob or 0.0 for name in (BASELINE, FLOOR)),
         baseline_ttft_ms=p50[BASELINE],
         kvbm_ttft_ms=p50[KVBM],
         ratio=ratio,
@@ -53,7 +56,6 @@ def summarise(
         queue_share=arms[BASELINE]["queue_share_of_ttft"],
     )
     judgement = judge(evidence, limits)
-    outputs_equal = evidence.compared_count > 0 and not any(different.values())
     result = {
         "format": FORMAT,
         "complete": True,
@@ -62,8 +64,9 @@ def summarise(
         "ttft_speedup_paired": _ratio(ratio),
         "kvbm_over_floor": _quotient(p50[KVBM], p50[FLOOR]),
         "share_of_possible_gain": _share_of_gain(p50),
-        "outputs_equal": outputs_equal,
-        "different_answers": {name: [list(key) for key in keys] for name, keys in different.items()},
+        "outputs_equal": evidence.compared_count > 0 and judgement.verdict is not Verdict.WRONG,
+        "different_answers": {name: [list(key) for key in outputs[name].answers] for name in ARMS},
+        "largest_logprob_difference": {name: outputs[name].logprob for name in ARMS},
         "transfers": transfers,
         "baseline_load": {
             "utilisation": evidence.utilisation,
@@ -200,12 +203,6 @@ def _engine(arm: ArmResult) -> dict[str, int | None]:
     return {"block_size": int(block_size) if block_size else None, "g1_blocks": int(blocks) if blocks else None}
 
 
-def _different(plan: Plan, rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """User and turn of every complete answer that is not the recorded one, token for token."""
-    recorded = {request.key: list(request.answer) for request in plan.requests}
-    return [row.key for row in rows if row.is_ok and row.token_ids != recorded[row.key]]
-
-
 def _pairs(first: Sequence[Row], second: Sequence[Row]) -> dict[int, list[tuple[float, float]]]:
     """By user, the times to first token of every request of turn 2 or later that both arms answered."""
     others = {row.key: row.ttft_ms for row in second if row.is_ok}
@@ -273,7 +270,7 @@ def _caveats(plan: Plan, arms: dict[str, dict[str, Any]]) -> list[str]:
 
 def _rounded(value: object) -> object:
     if isinstance(value, float):
-        return round(value, DIGITS)
+        return round(value, DIGITS) if abs(value) >= 1 else float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):

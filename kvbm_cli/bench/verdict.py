@@ -34,10 +34,13 @@ class Limits:
 
     The client's lateness is part of every time to first token, in both arms alike: it may reach `lateness_share` of
     the baseline's or `lateness_ms`, whichever is more. A baseline that is busy or queues beyond `busy_*` is pointed
-    out as a caveat; beyond `collapse_*` its numbers are those of a queue.
+    out as a caveat; beyond `collapse_*` its numbers are those of a queue. Logprobs of the kvbm arm may differ from the
+    recorded ones by `logprob`, or by `logprob_factor` times what they differ by without kvbm.
     """
 
     margin: float = 0.05
+    logprob: float = 1e-3
+    logprob_factor: float = 10.0
     lateness_ms: float = 25.0
     lateness_share: float = 0.1
     client_cpu_share: float = 0.7
@@ -55,6 +58,8 @@ class Evidence:
     compared_count: int
     errors: Mapping[str, int] = field(default_factory=dict)
     different_answers: Mapping[str, int] = field(default_factory=dict)
+    kvbm_logprob_difference: float | None = None
+    other_logprob_difference: float | None = None
     baseline_ttft_ms: float | None = None
     kvbm_ttft_ms: float | None = None
     ratio: PairedRatio | None = None
@@ -80,7 +85,7 @@ DEFAULT_LIMITS = Limits()
 
 def judge(evidence: Evidence, limits: Limits = DEFAULT_LIMITS) -> Judgement:
     caveats = tuple(_caveats(evidence, limits))
-    if wrong := _wrong(evidence):
+    if wrong := _wrong(evidence, limits):
         return Judgement(Verdict.WRONG, f"the outputs are not equal: {'; '.join(wrong)}", tuple(wrong), caveats)
     if invalid := list(_invalid(evidence, limits)):
         return Judgement(Verdict.INVALID, f"nothing was measured: {'; '.join(invalid)}", tuple(invalid), caveats)
@@ -88,12 +93,19 @@ def judge(evidence: Evidence, limits: Limits = DEFAULT_LIMITS) -> Judgement:
     return Judgement(verdict, _sentence(verdict, evidence), (), caveats)
 
 
-def _wrong(evidence: Evidence) -> list[str]:
-    return [
+def _wrong(evidence: Evidence, limits: Limits) -> list[str]:
+    reasons = [
         f"arm {arm} answered {count} of {evidence.request_count} requests differently from the recording"
         for arm, count in evidence.different_answers.items()
         if count
     ]
+    difference, other = evidence.kvbm_logprob_difference or 0.0, evidence.other_logprob_difference or 0.0
+    if difference > max(limits.logprob, limits.logprob_factor * other):
+        reasons.append(
+            f"the same tokens had other probabilities with kvbm: logprobs differ by up to {difference:.2g}, without "
+            f"kvbm by {other:.2g}; blocks with wrong content do that"
+        )
+    return reasons
 
 
 def _invalid(evidence: Evidence, limits: Limits) -> list[str]:
@@ -128,6 +140,8 @@ def _invalid(evidence: Evidence, limits: Limits) -> list[str]:
 
 def _caveats(evidence: Evidence, limits: Limits) -> list[str]:
     caveats = []
+    if evidence.kvbm_logprob_difference is None and evidence.compared_count:
+        caveats.append("the engine sends no logprobs, so only tokens were compared, which is a weak test")
     if limits.busy_utilisation < (evidence.utilisation or 0.0):
         caveats.append(f"the baseline was busy {evidence.utilisation:.0%} of the time: it may have queued")
     if limits.busy_queue_share < (evidence.queue_share or 0.0):

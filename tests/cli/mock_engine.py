@@ -249,7 +249,8 @@ class MockEngine:
         for start in range(0, len(sent), width):
             if start:
                 await asyncio.sleep(options.token_ms * width / 1e3)
-            await self._event(writer, sent[start : start + width], split=fault == "split_utf8")
+            logprob = None if fault == "no_logprobs" else -0.48 if fault == "improbable" else -0.5
+            await self._event(writer, sent[start : start + width], split=fault == "split_utf8", logprob=logprob)
         if fault == "break_off":
             return False
         if fault == "error_event":
@@ -265,8 +266,12 @@ class MockEngine:
         await writer.drain()
         return True
 
-    async def _event(self, writer: asyncio.StreamWriter, tokens: list[int], *, split: bool) -> None:
+    async def _event(
+        self, writer: asyncio.StreamWriter, tokens: list[int], *, split: bool, logprob: float | None
+    ) -> None:
         choice = {"index": 0, "text": "€" * len(tokens), "token_ids": tokens, "finish_reason": None}
+        if logprob is not None:
+            choice["logprobs"] = {"token_logprobs": [logprob] * len(tokens)}
         data = b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
         middle = data.index("€".encode()) + 1 if split else len(data)
         for part in (data[:middle], data[middle:]):

@@ -8,18 +8,18 @@ from bench_rig import WORKLOAD
 from mock_engine import MockEngine, Options, answer_to
 
 from kvbm_cli.bench.client import EventSplitter, Row, Target, drive, open_session, send
-from kvbm_cli.bench.schedule import Plan, Script
+from kvbm_cli.bench.schedule import Answer, Plan, Script
 
 SHORT = WORKLOAD.model_copy(update={"request_timeout_s": 0.5})
 
 
 def make_plan(workload=WORKLOAD, interval_s=0.02) -> Plan:
     script = Script.write(workload, lambda text: list(text.encode()))
-    answers: list[list[list[int]]] = [[] for _ in range(workload.users)]
+    answers: list[list[Answer]] = [[] for _ in range(workload.users)]
     for turn in range(1, workload.turns + 1):
         for user in range(workload.users):
             prompt = script.prompt(user, turn, answers[user])
-            answers[user].append(answer_to(prompt, workload.answer_tokens))
+            answers[user].append(Answer(tuple(answer_to(prompt, workload.answer_tokens))))
     return Plan.make(workload, script, model="mock", answers=answers, interval_s=interval_s)
 
 
@@ -55,7 +55,8 @@ def test_a_good_row_has_times_tokens_and_their_sources():
     for row, request in zip(result.rows["kvbm"], plan.requests, strict=True):
         assert row.error is None
         assert row.http_status == 200
-        assert row.token_ids == list(request.answer)
+        assert row.token_ids == list(request.answer.token_ids)
+        assert row.logprobs == [-0.5] * WORKLOAD.answer_tokens
         assert row.prompt_tokens == request.prompt_tokens
         assert row.lateness_ms is not None
         assert row.lateness_ms >= 0

@@ -89,6 +89,12 @@ def test_an_answer_that_differs_is_wrong(tmp_path):
     assert summary["different_answers"]["kvbm"] == [[1, 2]]
 
 
+def test_an_answer_with_the_right_tokens_and_other_probabilities_is_wrong(tmp_path):
+    _, summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={4: "improbable"}))
+    assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
+    assert summary["different_answers"]["kvbm"] == []
+
+
 def test_a_cache_slower_than_computing_is_slower(tmp_path):
     _, summary, _ = run(tmp_path, MockEngines().changed("kvbm", g2_token_ms=0.3))
     assert summary["verdict"] == "slower"

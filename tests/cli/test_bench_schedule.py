@@ -7,9 +7,9 @@ import zlib
 import pytest
 from bench_rig import WORKLOAD
 
-from kvbm_cli.bench.schedule import Plan, Script, random_text, random_tokens
+from kvbm_cli.bench.schedule import Answer, Plan, Script, random_text, random_tokens
 
-ANSWERS = [[(user, turn, 1, 2, 3, 4) for turn in (1, 2)] for user in range(3)]
+ANSWERS = [[Answer((user, turn, 1, 2, 3, 4)) for turn in (1, 2)] for user in range(3)]
 
 
 def by_byte(text: str) -> list[int]:
@@ -51,7 +51,7 @@ def test_a_prompt_repeats_earlier_questions_and_recorded_answers_token_for_token
     first, second = (json.loads(plan.requests[index].body)["prompt"] for index in (1, 4))
     assert (plan.requests[1].key, plan.requests[4].key) == ((1, 1), (1, 2))
     assert second[: len(first)] == first
-    assert second[len(first) : len(first) + 6] == list(ANSWERS[1][0])
+    assert second[len(first) : len(first) + 6] == list(ANSWERS[1][0].token_ids)
     assert len(second) == WORKLOAD.prompt_tokens(2) == plan.requests[4].prompt_tokens
 
 
@@ -70,6 +70,7 @@ def test_a_request_asks_for_a_greedy_stream_of_fixed_length():
         "min_tokens": 6,
         "ignore_eos": True,
         "temperature": 0.0,
+        "logprobs": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,

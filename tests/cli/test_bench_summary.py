@@ -10,10 +10,10 @@ from bench_rig import WORKLOAD
 from kvbm_cli.bench.client import Row
 from kvbm_cli.bench.control import Metrics, MetricsDelta
 from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
-from kvbm_cli.bench.schedule import Plan, Script
+from kvbm_cli.bench.schedule import Answer, Plan, Script
 from kvbm_cli.bench.summary import summarise
 
-ANSWER = (1, 2, 3, 4, 5, 6)
+ANSWER = Answer((1, 2, 3, 4, 5, 6), (-0.5,) * 6)
 SCRIPT = Script.write(WORKLOAD, lambda text: list(text.encode()))
 PLAN = Plan.make(WORKLOAD, SCRIPT, model="m", answers=[[ANSWER, ANSWER]] * 3, interval_s=1.0)
 # arm -> time to first token of turn 1, of turn 2, and how turn 2's prompt of 470 tokens came about
@@ -40,7 +40,8 @@ def arm(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], l
         row = Row(arm=name, index=request.index, user=request.user, turn=request.turn, intended_ms=intended_ms)
         row.launched_ms, row.http_status = intended_ms + lateness_ms, 200
         row.first_token_ms, row.last_token_ms, row.end_ms = first_token_ms, first_token_ms + 50, first_token_ms + 51
-        row.token_ids, row.token_gaps_ms = list(request.answer), [10.0] * 5
+        row.token_ids, row.token_gaps_ms = list(request.answer.token_ids), [10.0] * 5
+        row.logprobs = list(request.answer.logprobs)
         row.prompt_tokens, row.g1_tokens, row.g2_tokens = request.prompt_tokens, g1, g2
         rows.append(row)
     g1, g2 = 3 * sources[0], 3 * sources[1]
@@ -123,6 +124,39 @@ def test_one_other_token_is_wrong_and_named():
     summary = summarise(changed, surroundings={})
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
     assert summary["different_answers"] == {"baseline": [], "kvbm": [[1, 2]], "floor": []}
+
+
+def test_the_same_tokens_with_other_probabilities_are_wrong():
+    changed = experiment()
+    changed.arms["kvbm"].rows[4].logprobs[3] += 0.02
+    changed.arms["floor"].rows[4].logprobs[3] -= 1e-5
+    summary = summarise(changed, surroundings={})
+    assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
+    assert summary["largest_logprob_difference"] == {"baseline": 0.0, "kvbm": 0.02, "floor": 1e-5}
+    assert "logprobs differ by up to 0.02, without kvbm by 1e-05" in summary["explanation"]
+
+
+def test_probabilities_that_also_differ_without_kvbm_are_no_error_of_kvbm():
+    changed = experiment()
+    changed.arms["kvbm"].rows[4].logprobs[3] += 0.02
+    changed.arms["baseline"].rows[2].logprobs[0] += 0.01
+    assert summarise(changed, surroundings={})["verdict"] == "faster"
+
+
+def test_probabilities_after_the_first_other_token_are_not_compared():
+    changed = experiment()
+    row = changed.arms["kvbm"].rows[4]
+    row.token_ids[2], row.logprobs[2:] = 9, [-4.0] * 4
+    assert summarise(changed, surroundings={})["largest_logprob_difference"]["kvbm"] == 0.0
+
+
+def test_an_engine_without_logprobs_is_pointed_out():
+    changed = experiment()
+    for row in changed.arms["kvbm"].rows:
+        row.logprobs = []
+    summary = summarise(changed, surroundings={})
+    assert summary["verdict"] == "faster"
+    assert any("sends no logprobs" in caveat for caveat in summary["caveats"])
 
 
 def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out():

@@ -19,6 +19,8 @@ GOOD = Evidence(
     compared_count=24,
     errors=dict.fromkeys(ARMS, 0),
     different_answers=dict.fromkeys(ARMS, 0),
+    kvbm_logprob_difference=1e-6,
+    other_logprob_difference=1e-6,
     baseline_ttft_ms=1000.0,
     kvbm_ttft_ms=50.0,
     ratio=ratio(18.0, 20.0, 22.0),
@@ -62,6 +64,15 @@ def test_one_different_answer_in_any_arm_is_wrong(arm):
     judgement = judge(replace(GOOD, different_answers={**GOOD.different_answers, arm: 1}))
     assert judgement.verdict is Verdict.WRONG
     assert f"arm {arm} answered 1 of 24 requests differently" in judgement.sentence
+
+
+@pytest.mark.parametrize(
+    ("with_kvbm", "without", "verdict"),
+    [(9e-4, 0.0, "faster"), (2e-3, 0.0, "wrong"), (2e-3, 3e-4, "faster"), (0.02, 1e-3, "wrong"), (None, 0.0, "faster")],
+)
+def test_probabilities_may_differ_as_much_as_without_kvbm_and_a_little(with_kvbm, without, verdict):
+    evidence = replace(GOOD, kvbm_logprob_difference=with_kvbm, other_logprob_difference=without)
+    assert judge(evidence).verdict == verdict
 
 
 def test_wrong_outputs_outrank_an_invalid_run():
