@@ -39,7 +39,7 @@ class PackedSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class _Gather:
+class _ReadPlan:
     """What a kind of layer reads: blocks to fetch, and per sequence where its keys then start and how many they are."""
 
     block_ids: torch.Tensor
@@ -71,7 +71,7 @@ class Batch:
     write_blocks: torch.Tensor = field(init=False)
     write_offsets: torch.Tensor = field(init=False)
     is_cold: bool = field(init=False)
-    _gathers: dict[int | None, _Gather] = field(default_factory=dict)
+    _plans: dict[int | None, _ReadPlan] = field(default_factory=dict)
     _packed: dict[int | None, _PackedKeys] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,17 +88,17 @@ class Batch:
         self.write_blocks = torch.tensor(blocks, device=device)
         self.write_offsets = torch.tensor(offsets, device=device)
 
-    def gather(self, window: int | None) -> _Gather:
-        if window not in self._gathers:
-            self._gathers[window] = self._plan(window)
-        return self._gathers[window]
+    def plan(self, window: int | None) -> _ReadPlan:
+        if window not in self._plans:
+            self._plans[window] = self._make_plan(window, fetches_cold=False)
+        return self._plans[window]
 
     def packed_keys(self, window: int | None) -> _PackedKeys:
         if window not in self._packed:
-            self._packed[window] = self._pack(self.gather(window))
+            self._packed[window] = self._pack(self._make_plan(window, fetches_cold=True))
         return self._packed[window]
 
-    def _plan(self, window: int | None) -> _Gather:
+    def _make_plan(self, window: int | None, *, fetches_cold: bool) -> _ReadPlan:
         """A query at position p sees keys p - window + 1 to p, so blocks before the first query's window stay out."""
         size, device = self.pool.block_size, self.write_blocks.device
         block_ids: list[int] = []
@@ -111,11 +111,12 @@ class Batch:
             first_block = first_seen // size
             first_keys.append(len(block_ids) * size + first_seen % size)
             key_counts.append(sequence.key_count - first_seen)
-            block_ids += sequence.block_ids[first_block : -(-sequence.key_count // size)]
+            if first_query or fetches_cold:  # the keys of a cold sequence are at hand in the row
+                block_ids += sequence.block_ids[first_block : -(-sequence.key_count // size)]
             masks.append(_mask(sequence.query_count, key_counts[-1], window, device))
-        return _Gather(torch.tensor(block_ids, device=device), first_keys, key_counts, masks)
+        return _ReadPlan(torch.tensor(block_ids, device=device), first_keys, key_counts, masks)
 
-    def _pack(self, plan: _Gather) -> _PackedKeys:
+    def _pack(self, plan: _ReadPlan) -> _PackedKeys:
         spans = zip(plan.first_keys, plan.key_counts, strict=True)
         keys = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(plan.block_ids.device)
         queries = [sequence.query_count for sequence in self.sequences]
@@ -217,11 +218,6 @@ def _write(batch: Batch, layer: int, key: torch.Tensor, value: torch.Tensor) -> 
     batch.pool.values[layer].index_put_(rows, value[0].transpose(0, 1))
 
 
-def _fetch(view: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    """Copy whole blocks side by side: [blocks * block_size, kv_heads, dim]."""
-    return view.index_select(0, block_ids).flatten(0, 1)
-
-
 def _attend_each(
     batch: Batch,
     layer: int,
@@ -232,12 +228,12 @@ def _attend_each(
     form: _Form,
 ) -> torch.Tensor:
     """One kernel call per sequence; the way on the CPU, and for forms that no fused kernel knows."""
-    plan = batch.gather(window)
+    plan = batch.plan(window)
     _, heads, row_count, _ = query.shape
     output = query.new_empty(row_count, heads, value.shape[-1])
     if not batch.is_cold:
-        all_keys = _fetch(batch.pool.keys[layer], plan.block_ids).transpose(0, 1)
-        all_values = _fetch(batch.pool.values[layer], plan.block_ids).transpose(0, 1)
+        fetched_keys, fetched_values = batch.pool.fetch(layer, plan.block_ids)
+        all_keys, all_values = fetched_keys.transpose(0, 1), fetched_values.transpose(0, 1)
     for index, sequence in enumerate(batch.sequences):
         rows = slice(sequence.first_row, sequence.first_row + sequence.query_count)
         if sequence.query_count == sequence.key_count:

@@ -58,12 +58,29 @@ class KVPool:
         for key_piece, value_piece in zip(pieces[::2], pieces[1::2], strict=True):
             self.keys.append(self._view(key_piece, geometry.key_dim))
             self.values.append(self._view(value_piece, geometry.value_dim))
+        self._fetched_keys = self.keys[0].new_empty(0, *self.keys[0].shape[1:])
+        self._fetched_values = self.values[0].new_empty(0, *self.values[0].shape[1:])
 
     def layout(self) -> BlockLayout:
         """Where the bytes of each block lie."""
         if self.kv_layout == "block_first":
             return BlockLayout((Piece(0, 0, self.block_bytes, self.block_bytes),), self.block_count)
         return BlockLayout(tuple(self._layer_pieces()), self.block_count)
+
+    def fetch(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy K and V of whole blocks side by side: [blocks * block_size, kv_heads, dim].
+
+        The next call overwrites them. One buffer serves all layers, because fresh memory costs more page faults than
+        the copy itself.
+        """
+        count = len(block_ids)
+        if count > self._fetched_keys.shape[0]:
+            self._fetched_keys = self.keys[0].new_empty(2 * count, *self.keys[0].shape[1:])
+            self._fetched_values = self.values[0].new_empty(2 * count, *self.values[0].shape[1:])
+        keys, values = self._fetched_keys[:count], self._fetched_values[:count]
+        torch.index_select(self.keys[layer], 0, block_ids, out=keys)
+        torch.index_select(self.values[layer], 0, block_ids, out=values)
+        return keys.flatten(0, 1), values.flatten(0, 1)
 
     def close(self) -> None:
         """Give the memory back as soon as the last view is gone. The pool must not be used afterwards."""

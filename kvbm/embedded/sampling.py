@@ -47,13 +47,11 @@ def _without_early_stops(logits: torch.Tensor, requests: list[Request], stop_tok
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, number: float) -> int:
-    """Inverse of the cumulative distribution after temperature, top-k and top-p. Needs no sorting without the two."""
+    """Invert the cumulative distribution after temperature, top-k and top-p. Without these two, nothing is sorted."""
     scaled = logits.double() / params.temperature
     if params.top_k == 0 and params.top_p >= 1.0:
         return _invert(scaled.softmax(dim=-1), number)
-    ordered, token_ids = scaled.sort(descending=True, stable=True)
-    if params.top_k:
-        ordered = ordered[: params.top_k]
+    ordered, token_ids = scaled.topk(min(params.top_k or len(scaled), len(scaled)))
     weights = ordered.softmax(dim=-1)
     if params.top_p < 1.0:
         before = weights.cumsum(dim=-1) - weights
