@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn
 
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
 
@@ -99,7 +99,7 @@ def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tupl
         connector = create_connector(flags.connector, worker_process=flags.worker_process, progress=progress)
     except ValueError as error:
         raise ProfileError(f"--connector is not a resolved profile: {error}") from None
-    return cast("tuple[SchedulerSide, WorkerSide]", connector)
+    return connector
 
 
 def _missing(error: ImportError) -> EnvironmentProblem:

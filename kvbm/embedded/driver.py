@@ -204,10 +204,11 @@ class KvbmWorker:
         self._home = home
         self._send_handshake(pickle.dumps(Handshake((home.info,), pool.block_size)))
 
-    def handle_preemptions(self, meta: StepPlan) -> None:
+    def handle_preemptions(self, meta: object) -> None:
         """Nothing to wait for: blocks under a copy are held in the engine's pool."""
 
-    def bind_connector_metadata(self, meta: StepPlan) -> None:
+    def bind_connector_metadata(self, meta: object) -> None:
+        assert isinstance(meta, StepPlan), type(meta)
         self._plan = meta
 
     def start_load_kv(self) -> None:
