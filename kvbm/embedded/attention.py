@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvbm.embedded.kv import KVPool
 
 ATTENTION_NAME = "kvbm_paged"
+FOLDED_ROWS = 64  # above, torch's kernel gains nothing from longer queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,16 +252,17 @@ def _attend_fused(
 ) -> torch.Tensor:
     """query [heads, T, D], key and value [kv_heads, S, D]; returns [T, heads, value_dim].
 
-    Query heads that share a KV head are folded: with one query they become the query length of that head, otherwise
+    Query heads that share a KV head are folded: with few queries they become the query length of that head, otherwise
     the heads of a batch whose keys are expanded without a copy. torch's own `enable_gqa` copies the keys on the CPU.
     """
     heads, query_count, dim = query.shape
     kv_heads, key_count, value_dim = value.shape
     group = heads // kv_heads
-    if query_count == 1:
-        folded = query.reshape(1, kv_heads, group, dim)
-        mixed = scaled_dot_product_attention(folded, key[None], value[None], attn_mask=mask, scale=form.scale)
-        return mixed.reshape(1, heads, value_dim)
+    if query_count == 1 or (mask is not None and query_count * group <= FOLDED_ROWS):
+        folded = query.reshape(1, kv_heads, group * query_count, dim)
+        tiled = None if mask is None else mask.repeat(group, 1)
+        mixed = scaled_dot_product_attention(folded, key[None], value[None], attn_mask=tiled, scale=form.scale)
+        return mixed.reshape(heads, query_count, value_dim).transpose(0, 1)
     mixed = scaled_dot_product_attention(
         query.reshape(kv_heads, group, query_count, dim),
         key[:, None].expand(kv_heads, group, key_count, dim),
