@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from kvbm.embedded.config import EngineConfig
 from kvbm.embedded.engine import Engine
 from kvbm.embedded.request import RequestOutput, SamplingParams
+
+PAUSE_S = 0.0002
 
 _ids = itertools.count()
 
@@ -71,7 +74,8 @@ class EngineRig:
         for _ in range(limit):
             if not self.core.has_work:
                 return
-            self.step()
+            if not self.step():
+                time.sleep(PAUSE_S)  # a real connector's threads are at work
         raise AssertionError(f"still at work after {limit} steps")
 
     def generate(self, prompts: list[list[int]], **params) -> list[Result]:

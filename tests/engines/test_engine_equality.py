@@ -9,6 +9,9 @@ import pytest
 import tiny_models
 from engine_rig import EngineRig, prompts_of
 
+from kvbm.config.schema import Profile
+from kvbm.embedded.driver import create_connector
+
 BLOCK = 8
 NEW_TOKENS = 10
 LENGTHS = [5, 16, 37, 71, 90]
@@ -66,6 +69,19 @@ def test_preemption_and_recomputation_equal_generate(model):
 def test_blocks_from_host_memory_equal_generate(model, is_async):
     connector = host_connector.create(block_size=BLOCK, is_async=is_async)
     with model.rig(connector=connector, kv_layout="layer_first" if is_async else "block_first") as rig:
+        model.require_equal(rig.generate(model.prompts, max_tokens=NEW_TOKENS))
+        rig.lose_g1()
+        results = rig.generate(model.prompts, max_tokens=NEW_TOKENS)
+        model.require_equal(results)
+        assert [r.last.num_external_tokens for r in results] == [(n - 1) // BLOCK * BLOCK for n in LENGTHS]
+        assert sum(r.last.num_cached_tokens for r in results) == 0
+
+
+@pytest.mark.parametrize("kv_layout", ["block_first", "layer_first"])
+def test_blocks_from_the_block_manager_equal_generate(model, kv_layout):
+    profile = Profile.model_validate({"engine": {"model": str(model.path)}, "tiers": {"host": {"blocks": 200}}})
+    connector = create_connector(profile.model_dump_json())
+    with model.rig(connector=connector, kv_layout=kv_layout, max_num_batched_tokens=40) as rig:
         model.require_equal(rig.generate(model.prompts, max_tokens=NEW_TOKENS))
         rig.lose_g1()
         results = rig.generate(model.prompts, max_tokens=NEW_TOKENS)

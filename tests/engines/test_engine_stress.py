@@ -54,7 +54,7 @@ def serve_randomly(path, seed: int, *, config: dict, is_async: bool) -> None:
         expected = tiny_models.generate(path, [prompt for prompt, _ in work], longest)
         for result, (_, new_tokens), tokens in zip(results, work, expected, strict=True):
             assert result.token_ids == tokens[:new_tokens]
-        assert connector[0].finished == {request_id: 1 for request_id in connector[0].finished}
+        assert connector[0].finished == dict.fromkeys(connector[0].finished, 1)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
