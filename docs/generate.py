@@ -18,6 +18,7 @@ import typer
 from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
 from kvbm.config.schema import Key, keys
 from kvbm.config.variables import VARIABLES, Effect
+from kvbm.metrics import COUNTERS, HIT_RATE, HOST_BLOCKS
 from kvbm_cli.app import app
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -42,6 +43,14 @@ VARIABLES_HEAD = """\
 
 The names of NVIDIA's block manager. A name that is not in this table is an error, and so is a value that the variable
 cannot mean. An engine that `kvbm` starts never sees them: it gets the resolved profile.
+"""
+
+METRICS_HEAD = """\
+# Metrics of the block manager
+
+At `/metrics` of the engine, beside the engine's own under vLLM's names. A counter moves when the thing has happened.
+The counters are exported without a type, because the names of NVIDIA's block manager, which are kept, have no `_total`;
+`rate()` works on them.
 """
 
 COMMANDS_HEAD = """\
@@ -93,6 +102,13 @@ def variables_page() -> str:
     return "\n".join([*lines, ""])
 
 
+def metrics_page() -> str:
+    lines = [NOTE, "", METRICS_HEAD, "| metric | type | meaning |", "| --- | --- | --- |"]
+    lines += [f"| `{name}` | counter | {about} |" for name, (_, about) in COUNTERS.items()]
+    lines += [f"| `{name}` | gauge | {about} |" for name, about in (HIT_RATE, HOST_BLOCKS)]
+    return "\n".join([*lines, ""])
+
+
 def commands_page() -> str:
     lines = [NOTE, "", COMMANDS_HEAD]
     for name, command in commands():
@@ -129,7 +145,12 @@ def _meaning(parameter: Any) -> str:
     return f"{parameter.help}{' Required.' if parameter.required else ''}"
 
 
-PAGES = {"profile.md": profile_page, "variables.md": variables_page, "commands.md": commands_page}
+PAGES = {
+    "profile.md": profile_page,
+    "variables.md": variables_page,
+    "commands.md": commands_page,
+    "metrics.md": metrics_page,
+}
 
 
 def outdated() -> list[str]:

@@ -73,6 +73,12 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kvbm_disabled": ("disabled", "1 after a rank was lost: the engine runs on without the cache"),
 }
 
+HIT_RATE = (
+    "kvbm_host_cache_hit_rate",
+    f"share of prompt blocks found in host, last {HIT_RATE_WINDOW_REQUESTS} requests",
+)
+HOST_BLOCKS = ("kvbm_host_blocks", "blocks of the host tier by `state`: free, moving, pinned or evictable")
+
 
 class KvbmCollector:
     """A prometheus_client collector over one leader's counters and the state of its host tier."""
@@ -86,12 +92,8 @@ class KvbmCollector:
 
         for name, (attribute, description) in COUNTERS.items():
             yield UnknownMetricFamily(name, description, value=getattr(self._counters, attribute))
-        yield GaugeMetricFamily(
-            "kvbm_host_cache_hit_rate",
-            f"share of prompt blocks found in host memory, last {HIT_RATE_WINDOW_REQUESTS} requests",
-            value=self._counters.host_hit_rate(),
-        )
-        blocks = GaugeMetricFamily("kvbm_host_blocks", "blocks of the host tier by state", labels=["state"])
+        yield GaugeMetricFamily(*HIT_RATE, value=self._counters.host_hit_rate())
+        blocks = GaugeMetricFamily(*HOST_BLOCKS, labels=["state"])
         for state, count in self._host_blocks().items():
             blocks.add_metric([state], count)
         yield blocks

@@ -1,0 +1,36 @@
+"""What a Prometheus scrape shows of the block manager."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvbm.metrics import COUNTERS, HIT_RATE, HOST_BLOCKS, Counters, KvbmCollector
+
+
+def scrape(counters: Counters) -> str:
+    registry = CollectorRegistry()
+    registry.register(KvbmCollector(counters, lambda: {"free": 3, "pinned": 1}))
+    return generate_latest(registry).decode()
+
+
+def test_names_that_dashboards_know_appear_to_the_letter():
+    lines = scrape(Counters(matched_tokens=48, offload_blocks=5, onboard_blocks=3)).splitlines()
+    assert "kvbm_matched_tokens 48.0" in lines
+    assert "kvbm_offload_blocks_d2h 5.0" in lines
+    assert "kvbm_onboard_blocks_h2d 3.0" in lines
+    assert 'kvbm_host_blocks{state="free"} 3.0' in lines
+
+
+def test_every_counter_is_exported_and_belongs_to_one_attribute():
+    attributes = [attribute for attribute, _ in COUNTERS.values()]
+    assert sorted(attributes) == sorted(name for name in Counters.__slots__ if name != "hit_window")
+    text = scrape(Counters())
+    assert all(f"\n{name} " in text for name in COUNTERS)
+    assert all(name in text for name, _ in (HIT_RATE, HOST_BLOCKS))
+
+
+def test_hit_rate_is_zero_before_the_first_request_and_then_a_share_of_blocks():
+    counters = Counters()
+    assert counters.host_hit_rate() == 0.0
+    counters.hit_window.extend([(3, 4), (0, 4)])
+    assert counters.host_hit_rate() == 3 / 8
