@@ -107,25 +107,20 @@ class Scheduler:
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
-    def requests(self) -> list[Request]:
-        """Every request that has not finished, oldest first."""
-        return list(self._requests.values())
-
     def finish(self, request: Request) -> None:
         """End a request in whatever state it is: the connector hears of it once, and then its blocks go."""
         self._leave_queue(request)
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
-        block_ids, request.block_ids = request.block_ids, []
+        block_ids, is_delayed = request.block_ids, False
         if self._connector is not None:
             self._finished_ids.append(request.request_id)
-            request.block_ids = block_ids
             is_delayed = self._connector.request_finished(request, block_ids)
-            request.block_ids = []
-            if is_delayed:
-                self._delayed_frees[request.request_id] = block_ids
-                return
-        self._release(block_ids)
+        request.block_ids = []
+        if is_delayed:
+            self._delayed_frees[request.request_id] = block_ids
+        else:
+            self._release(block_ids)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix in G1 and in the connector. Requests under way go on, and offer no block any more."""
