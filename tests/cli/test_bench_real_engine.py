@@ -1,0 +1,90 @@
+"""`kvbm bench` with the embedded engine, once as it is and once with a transfer path that is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from bench_rig import PATIENT
+
+from kvbm_cli.bench import command
+from kvbm_cli.bench.workload import Schedule, Workload
+from kvbm_cli.profiles import resolve
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="the embedded engine needs torch")
+
+WORKLOAD = Workload(
+    name="real",
+    users=3,
+    turns=2,
+    system_tokens=64,
+    history_tokens=700,
+    question_tokens=32,
+    answer_tokens=12,
+    schedule=Schedule(arms="interleaved", interval_s=1.2),
+)
+# After every onboarding, the fourth block gets the content of the fifth.
+BROKEN_ONBOARDING = """
+from kvbm.transfer.device import DeviceCopier
+onboard = DeviceCopier.onboard
+def broken(self, slots, block_ids, fence):
+    onboard(self, slots, block_ids, fence)
+    if len(block_ids) > 4:
+        onboard(self, [slots[4]], [block_ids[3]], fence)
+DeviceCopier.onboard = broken
+"""
+
+
+def run_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, dict]:
+    resolved = resolve("demo", ["engine.arguments.num_blocks=90", "engine.arguments.threads=1", *overrides])
+    code = command.measure(resolved, WORKLOAD, output=tmp_path / "run", as_json=True, limits=PATIENT)
+    return code, json.loads(capsys.readouterr().out)
+
+
+@needs_torch
+@pytest.mark.slow
+def test_blocks_come_back_from_g2_and_every_output_is_the_same(tmp_path, capsys):
+    code, summary = run_bench(tmp_path, capsys)
+    assert code in (0, 10), summary["explanation"]  # how fast is no question for a test
+    assert summary["outputs_equal"] is True
+    assert summary["transfers"]["proven"] is True
+    arms = summary["arms"]
+    for arm in arms.values():
+        assert arm["errors"] == 0
+        assert arm["prompt_tokens"] == arm["prompt_tokens_by_metrics"]
+    assert arms["baseline"]["prompt_tokens"]["g2"] == 0
+    assert arms["kvbm"]["prompt_tokens"]["g2"] > 500
+    assert arms["kvbm"]["prompt_tokens"]["computed"] == arms["floor"]["prompt_tokens"]["computed"]
+    assert arms["kvbm"]["prompt_tokens"]["computed"] < arms["baseline"]["prompt_tokens"]["computed"]
+    assert arms["kvbm"]["kvbm_counters"]["kvbm_onboard_blocks_h2d"] > 30
+
+
+@needs_torch
+@pytest.mark.slow
+def test_one_wrong_block_per_onboarding_is_found(tmp_path, capsys):
+    """The tokens alone would often not show it: their probabilities do."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "sitecustomize.py").write_text(BROKEN_ONBOARDING)
+    code, summary = run_bench(tmp_path, capsys, f"engine.environment.PYTHONPATH='{tmp_path / 'broken'}'")
+    assert (code, summary["verdict"], summary["outputs_equal"]) == (12, "wrong", False)
+    assert summary["largest_logprob_difference"]["kvbm"] > 10 * PATIENT.logprob
+
+
+def test_the_shipped_demo_keeps_its_promises():
+    """Six users of four turns, long prompts, room for two conversations in G1 and not for all, room for all in G2."""
+    from kvbm_cli.bench.workload import load_workload
+    from kvbm_cli.size import size_of
+
+    resolved = resolve("demo")
+    workload = load_workload(resolved.profile.bench.workload or "")
+    sizing = size_of(resolved)
+    assert workload.users >= 6
+    assert workload.turns >= 4
+    assert workload.prompt_tokens(1) >= 1500
+    assert sizing.device.token_count >= 2 * workload.conversation_tokens
+    assert sizing.device.token_count < 0.6 * workload.working_set_tokens
+    assert sizing.host.token_count > workload.working_set_tokens
+    assert resolved.profile.engine.arguments.prefix_caching
+    assert resolved.profile.engine.arguments.dtype == "float32"
