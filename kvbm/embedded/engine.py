@@ -76,7 +76,7 @@ class _Order:
         try:
             self.done.set_result(self.run())
         except BaseException as error:
-            self.done.set_exception(error)
+            self.done.set_exception(EngineError(f"the engine died of this order: {type(error).__name__}: {error}"))
             raise
 
 
@@ -101,10 +101,11 @@ class Engine:
         self.core = self._create_core()
         self._thread = threading.Thread(target=self._main, name="kvbm-engine", daemon=True)
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the four attributes below, which submitters and the engine thread touch
+        self._lock = threading.Lock()  # guards the attributes below, which submitters and the engine thread touch
         self._in_flight: dict[str, Request] = {}
         self._seeds = random.Random(config.seed)
         self._is_stopping = False
+        self._is_shut_down = False
         self._failure: str | None = None
 
     def _create_core(self) -> EngineCore:
@@ -194,12 +195,14 @@ class Engine:
     def stop(self) -> None:
         """Abort what is in flight, shut the connector down and free the pool. Safe to call twice."""
         with self._lock:
-            is_first = not self._is_stopping
             self._is_stopping = True
         if self._thread.is_alive():
             self._orders.put(_Order(lambda: True, Future()))
             self._thread.join(STOP_TIMEOUT_S)
-        if is_first and not self._thread.is_alive():
+        with self._lock:
+            is_mine = not self._is_shut_down and not self._thread.is_alive()
+            self._is_shut_down |= is_mine
+        if is_mine:
             self._shut_down()
 
     # -- callers' side of an order -------------------------------------------------------------------------------------

@@ -193,6 +193,26 @@ def test_when_the_thread_dies_everything_in_flight_ends_with_an_error():
             served.engine.reset_prefix_cache()
 
 
+def test_an_order_that_kills_the_engine_is_answered():
+    connector = host_connector.create(block_size=16, is_async=True)
+    with Served(connector=connector) as served:
+        connector[0].reset_cache = lambda: 1 // 0
+        with pytest.raises(EngineError, match="died of this order: ZeroDivisionError"):
+            served.engine.reset_prefix_cache()
+        served.engine._thread.join(WAIT_S)
+        assert "ZeroDivisionError" in served.engine.failure
+
+
+def test_a_dead_engine_can_be_stopped_and_then_shuts_its_connector_down_once():
+    connector = host_connector.create(block_size=16, is_async=True)
+    served = Served(connector=connector)
+    connector[1].start_load_kv = lambda: 1 // 0
+    served.submit(PROMPT).wait()
+    served.engine.stop()
+    served.engine.stop()
+    assert connector[1].calls.count("shutdown") == 1
+
+
 def test_a_callback_that_raises_ends_the_engine_and_the_others_hear_of_it():
     with Served() as served:
         other = served.submit(PROMPT, max_tokens=900, ignore_eos=True)
