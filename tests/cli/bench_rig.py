@@ -20,7 +20,7 @@ WORKLOAD = Workload(
     history_tokens=400,
     question_tokens=16,
     answer_tokens=6,
-    schedule=Schedule(interval_s=0.08),
+    schedule=Schedule(arms="interleaved", interval_s=0.12),
     request_timeout_s=5.0,
 )
 PATIENT = Limits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)

@@ -18,14 +18,15 @@ from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import ProfileEngines, with_room
 from kvbm_cli.bench.run_directory import RunDirectory
+from kvbm_cli.bench.workload import Schedule
 from kvbm_cli.profiles import resolve
 
 RESOLVED = resolve("demo")
 MOCK = Path(__file__).with_name("mock_engine.py")
 
 
-def measure(tmp_path, engines, *, as_json=True, limits=PATIENT) -> int:
-    return command.measure(RESOLVED, WORKLOAD, output=tmp_path / "run", as_json=as_json, engines=engines, limits=limits)
+def measure(tmp_path, engines, *, as_json=True, limits=PATIENT, workload=WORKLOAD) -> int:
+    return command.measure(RESOLVED, workload, output=tmp_path / "run", as_json=as_json, engines=engines, limits=limits)
 
 
 def summary_of(tmp_path):
@@ -82,7 +83,7 @@ def test_progress_goes_to_stderr(tmp_path, capsys):
     measure(tmp_path, MockEngines())
     shown = capsys.readouterr().err
     assert "recording: 6 answers without kvbm" in shown
-    assert "floor: 6 requests" in shown
+    assert "baseline, kvbm, floor: 18 requests" in shown
     assert " left)" in shown
 
 
@@ -102,7 +103,8 @@ def test_an_interrupted_run_is_marked_as_a_part(tmp_path, capsys):
                 raise KeyboardInterrupt
             return super().__call__(arm)
 
-    assert measure(tmp_path, Interrupting()) == 130
+    in_turn = WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.1)})
+    assert measure(tmp_path, Interrupting(), workload=in_turn) == 130
     assert capsys.readouterr().out == ""
     summary = summary_of(tmp_path)
     assert (summary["complete"], summary["verdict"], summary["reasons"]) == (False, "invalid", ["interrupted"])
