@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvbm.errors import EngineError
-from kvbm_cli.bench.client import DriveResult, Row, Target, drive, open_session, send
+from kvbm_cli.bench.client import DriveResult, Target, drive, open_session, send
 from kvbm_cli.bench.control import Control, Metrics, MetricsDelta
+from kvbm_cli.bench.row import Row
 from kvbm_cli.bench.run_directory import RunDirectory
 from kvbm_cli.bench.schedule import Answer, Plan, PlannedRequest, Script, request_body
 from kvbm_cli.bench.statistics import percentile

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbm_cli.bench.client import Row
+from kvbm_cli.bench.row import Row
 from kvbm_cli.bench.schedule import Answer, Plan
 
 

@@ -9,7 +9,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvbm_cli.bench.client import Row
+from kvbm_cli.bench.row import Row
 
 if TYPE_CHECKING:
     from rich.console import Console

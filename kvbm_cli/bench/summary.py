@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvbm_cli.bench.client import Row
 from kvbm_cli.bench.experiment import ARMS, BASELINE, FLOOR, KVBM, ArmResult, Experiment
 from kvbm_cli.bench.outputs import compare_outputs
+from kvbm_cli.bench.row import Row
 from kvbm_cli.bench.schedule import Plan
 from kvbm_cli.bench.statistics import PairedRatio, busy_share, paired_ratio, spread
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Limits, Verdict, judge

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mock_engine import MockEngine, Options
 
-from kvbm_cli.bench.client import Row
+from kvbm_cli.bench.row import Row
 from kvbm_cli.bench.verdict import Limits
 from kvbm_cli.bench.workload import Schedule, Workload
 

@@ -7,7 +7,8 @@ import pytest
 from bench_rig import WORKLOAD
 from mock_engine import MockEngine, Options, answer_to
 
-from kvbm_cli.bench.client import EventSplitter, Row, Target, drive, open_session, send
+from kvbm_cli.bench.client import EventSplitter, Target, drive, open_session, send
+from kvbm_cli.bench.row import Row
 from kvbm_cli.bench.schedule import Answer, Plan, Script
 
 SHORT = WORKLOAD.model_copy(update={"request_timeout_s": 0.5})

@@ -6,8 +6,8 @@ import time
 import pytest
 from rich.console import Console
 
-from kvbm_cli.bench.client import Row
 from kvbm_cli.bench.progress import ShownProgress, duration
+from kvbm_cli.bench.row import Row
 
 
 def row(ttft_ms: float | None, error: str | None = None) -> Row:

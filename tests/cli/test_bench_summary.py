@@ -7,9 +7,9 @@ import json
 import pytest
 from bench_rig import WORKLOAD
 
-from kvbm_cli.bench.client import Row
 from kvbm_cli.bench.control import Metrics, MetricsDelta
 from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
+from kvbm_cli.bench.row import Row
 from kvbm_cli.bench.schedule import Answer, Plan, Script
 from kvbm_cli.bench.summary import summarise
 
