@@ -7,19 +7,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from kvbm_engine import prompt, running
+from kvbm_engine import assert_same, prompt, running
 
 HOMES = [(False, "block_first"), (False, "layer_first"), (True, "block_first")]
 
 
-def conversations(engine, *, users: int = 4, turns: int = 3) -> list[list[int]]:
+def conversations(engine, *, users: int = 4, turns: int = 3) -> list[list[tuple[int, float]]]:
     """Multi-turn chats side by side: a shared system prompt, the model's own answers as history."""
 
     def talk(user: int) -> list[int]:
         history, said = prompt(user, 180, shared=96), []
         for turn in range(turns):
             answer = engine.ask(history, max_tokens=20)
-            said += answer.tokens
+            said += answer.said()
             history = history + answer.tokens + prompt(100 * user + turn, 24)
         return said
 
@@ -37,7 +37,7 @@ def expected():
 @pytest.mark.parametrize(("worker_process", "kv_layout"), HOMES)
 def test_multi_turn_outputs_are_equal_and_blocks_really_travel(expected, worker_process, kv_layout):
     with running(host_blocks=400, worker_process=worker_process, kv_layout=kv_layout) as engine:
-        assert conversations(engine) == expected
+        assert_same(conversations(engine), expected)
         engine.settle()
         assert engine.counters.onboard_blocks > 10
         assert engine.counters.offload_blocks > 30
@@ -70,7 +70,7 @@ def test_host_hits_without_the_engines_own_prefix_cache():
         engine.settle()
         again = engine.ask(prompt(1, 100))
         assert (again.last.num_cached_tokens, again.last.num_external_tokens) == (0, 96)
-        assert again.tokens == first.tokens
+        assert_same([again.said()], [first.said()])
 
 
 def test_a_salt_keeps_tenants_apart():
@@ -94,7 +94,7 @@ def test_reset_prefix_cache_empties_both_tiers():
 
 def test_one_load_serves_requests_that_share_a_prefix():
     with running(host_blocks=400) as engine:
-        expected = engine.ask(prompt(1, 200)).tokens
+        expected = engine.ask(prompt(1, 200)).said()
         engine.settle()
         engine.engine._order(lambda: engine.engine.blocks.reset() or True)
         engine.copier.next("hold")
@@ -102,7 +102,7 @@ def test_one_load_serves_requests_that_share_a_prefix():
         engine.copier.wait_until_held()
         others = [engine.submit(prompt(1, 200)) for _ in range(3)]
         engine.copier.heal()
-        assert [answer.wait().tokens for answer in (first, *others)] == [expected] * 4
+        assert_same([answer.wait().said() for answer in (first, *others)], [expected] * 4)
         assert engine.counters.onboard_blocks == 12
         assert engine.counters.onboard_shared_requests == 3
 
@@ -112,13 +112,13 @@ def test_preemption_and_host_hits_together_keep_outputs_equal():
 
     def outputs(engine):
         answers = [engine.submit(p, max_tokens=40) for p in prompts]
-        return [answer.wait().tokens for answer in answers]
+        return [answer.wait().said() for answer in answers]
 
     with running(host_blocks=None, num_blocks=20) as engine:
         expected = outputs(engine)
     with running(host_blocks=400, num_blocks=20) as engine:
-        assert outputs(engine) == expected
-        assert outputs(engine) == expected
+        assert_same(outputs(engine), expected)
+        assert_same(outputs(engine), expected)
         assert engine.engine.stats().num_preemptions > 0
         assert engine.counters.onboard_blocks > 0
 
@@ -131,7 +131,7 @@ def test_every_seventh_copy_failing_changes_no_output(expected, fault):
     with running(host_blocks=400) as engine:
         for call in range(0, 400, 7):
             engine.copier.at(call, fault)
-        assert conversations(engine) == expected
+        assert_same(conversations(engine), expected)
         engine.copier.heal()
         engine.settle()
         counters = engine.counters
@@ -145,7 +145,7 @@ def test_every_seventh_copy_failing_changes_no_output(expected, fault):
 def test_a_hanging_offload_delays_nobody(expected, fault):
     with running(host_blocks=400) as engine:
         engine.copier.next(fault)
-        assert conversations(engine) == expected
+        assert_same(conversations(engine), expected)
         assert engine.leader.has_pending()
         engine.copier.heal()
         engine.settle()
@@ -153,17 +153,17 @@ def test_a_hanging_offload_delays_nobody(expected, fault):
 
 def test_while_a_load_hangs_others_are_served_and_then_it_is_served_too():
     with running(host_blocks=400) as engine:
-        expected = engine.ask(prompt(1, 200)).tokens
-        other = engine.ask(prompt(2, 200)).tokens
+        expected = engine.ask(prompt(1, 200)).said()
+        other = engine.ask(prompt(2, 200)).said()
         engine.settle()
         engine.engine._order(lambda: engine.engine.blocks.reset() or True)
         engine.copier.next("hold")
         hung = engine.submit(prompt(1, 200))
         engine.copier.wait_until_held()
-        assert engine.ask(prompt(2, 200)).tokens == other
+        assert_same([engine.ask(prompt(2, 200)).said()], [other])
         assert not hung.done.is_set()
         engine.copier.heal()
-        assert hung.wait().tokens == expected
+        assert_same([hung.wait().said()], [expected])
 
 
 def test_aborting_in_every_state_leaves_nothing_behind():
@@ -197,7 +197,7 @@ def test_reset_under_load_changes_no_output(expected):
         thread = threading.Thread(target=reset_often)
         thread.start()
         try:
-            assert conversations(engine) == expected
+            assert_same(conversations(engine), expected)
         finally:
             stop.set()
             thread.join()
@@ -210,7 +210,7 @@ def test_kill_of_the_worker_process_under_load_leaves_a_working_engine(expected)
         engine.ask(prompt(9, 100))
         killer = threading.Timer(0.2, engine.connector[1]._home._process.kill)
         killer.start()
-        assert conversations(engine) == expected
+        assert_same(conversations(engine), expected)
         killer.join()
         engine.settle()
         assert engine.ask(prompt(9, 100)).last.num_external_tokens == 0

@@ -7,19 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from kvbm_engine import prompt, running
+from kvbm_engine import assert_same, prompt, running
 
 pytestmark = pytest.mark.soak
 USERS = 8
 TURNS = 40
 
 
-def conversations(engine) -> list[list[int]]:
+def conversations(engine) -> list[list[tuple[int, float]]]:
     def talk(user: int) -> list[int]:
         randomness, said, history = random.Random(user), [], prompt(user, 200, shared=96)
         for turn in range(TURNS):
             answer = engine.ask(history, max_tokens=randomness.randrange(8, 40))
-            said += answer.tokens
+            said += answer.said()
             history = history + answer.tokens + prompt(1000 * user + turn, randomness.randrange(8, 60))
             if len(history) > 500:
                 history = prompt(user, 200, shared=96)
@@ -40,7 +40,7 @@ def test_hundreds_of_requests_under_failing_copies(kv_layout):
                 engine.copier.at(call, randomness.choice(["fail", "short", "die", "odd"]))
         memory_bytes = []
         for _ in range(4):
-            assert conversations(engine) == expected
+            assert_same(conversations(engine), expected)
             engine.settle()
             engine.leader.check()
             memory_bytes.append(psutil.Process().memory_info().rss)
