@@ -18,6 +18,7 @@ preemption or a reset needs no waiting, and a hung copy costs the blocks that it
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from kvbm.events import Event
 
 CHECKED_SLOTS_PER_STEP = 16
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +410,7 @@ class Leader:
         as failed, when they have reported."""
         self.reset()
         self.counters.disabled = 1
+        log.error("the process of a rank has ended: the engine goes on without the cache until it is started again")
 
     def _check_some(self) -> None:
         self._store.check(self._checked_slots, CHECKED_SLOTS_PER_STEP)

@@ -1,6 +1,6 @@
 """Check and measure the copies between G1 and host memory on a CUDA device, or on the CPU where there is none.
 
-    python bench/gpu/check_and_measure.py            # prints a table, writes bench/results/<machine>-gpu-script.json
+    python bench/gpu/check_and_measure.py            # prints a table; --output bench/results/<machine>-gpu-script.json
     python bench/gpu/check_and_measure.py --quick    # seconds; shows that it works, not how fast
 
 It needs torch, numpy and this repository, nothing else. For every shape of cache it first checks: G1 is filled with a
@@ -251,7 +251,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="few bytes and rounds: shows that it works, not how fast")
-    parser.add_argument("--output", type=Path, help="result file (default: bench/results/<machine>-gpu-script.json)")
+    parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     return parser.parse_args()
 
 
@@ -276,12 +276,11 @@ def run(device: str, *, quick: bool) -> dict[str, object]:
     return facts | {"is_quick": quick, "batch_blocks": BATCH_BLOCKS, "aim": aim, "rows": [asdict(row) for row in rows]}
 
 
-def main(default_name: str = "gpu-script") -> int:
+def main() -> int:
     arguments = parse()
-    output = arguments.output or REPOSITORY / f"bench/results/{machine()}-{default_name}.json"
     result = run(arguments.device, quick=arguments.quick)
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {output}")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Bandwidth of copies between G1 and G2 on the CPU, against memcpy of the same bytes in the same run.
 
-    python bench/micro/copy_bandwidth.py        # prints a table, writes bench/results/<machine>-copy-bandwidth.json
+    python bench/micro/copy_bandwidth.py        # prints a table; --output bench/results/<machine>-copy-bandwidth.json
 
 Pieces of 64 KiB to 2 MiB, block-contiguous and layer-separate caches, both directions, slots scattered and consecutive;
 one thread. How it is measured, and what memcpy means, is said in `bench/gpu/check_and_measure.py`, which does the work
@@ -23,13 +23,11 @@ import check_and_measure  # noqa: E402
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few bytes and rounds: shows that it works, not how fast")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     arguments = parser.parse_args()
-    name = f"{check_and_measure.machine()}-copy-bandwidth.json"
     result = check_and_measure.run("cpu", quick=arguments.quick)
-    output = arguments.output or REPOSITORY / "bench" / "results" / name
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {output}")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     worst = min(row["ratio"] for row in result["rows"])
     print(f"worst ratio {worst:.2f}, aim {result['aim']:.2f}")
     return 0 if arguments.quick or worst >= result["aim"] else 1

@@ -51,6 +51,7 @@ STEP = 125
 CONVERSATIONS = 8
 JUDGED = ("match", "pin", "register")
 REQUIRED_RATIO = 2.0
+NEEDS_VLLM = "run this with an interpreter that has vLLM 0.30 or newer; the head of this file says how to get one"
 
 
 class Kvbm:
@@ -251,6 +252,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     options = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        print(f"error: {sys.executable} has no vLLM to compare with\n\nhint: {NEEDS_VLLM}", file=sys.stderr)
+        return 1
     results = []
     for capacity in options.blocks:
         results.append(measure(capacity, options.rounds))

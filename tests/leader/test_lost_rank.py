@@ -32,7 +32,7 @@ def remote_rank():
     process.join()
 
 
-def test_kill_of_a_rank_fails_what_is_in_flight_when_the_others_have_stopped(remote_rank):
+def test_kill_of_a_rank_fails_what_is_in_flight_when_the_others_have_stopped(remote_rank, caplog):
     process, info = remote_rank
     g1 = G1(16, 1)
     local = Rank(0, g1, SLOTS)
@@ -46,6 +46,7 @@ def test_kill_of_a_rank_fails_what_is_in_flight_when_the_others_have_stopped(rem
     process.join()
     leader.settle()
     assert leader.counters.disabled == 1
+    assert "goes on without the cache" in caplog.text
     assert [g1.references[block] for block in blocks] == [2, 2, 2], "released while rank 0 may still read"
     local.run_all()
     local.worker.poll()
