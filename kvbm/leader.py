@@ -72,6 +72,8 @@ class _Request:
 
     considered: int = 0
     left_out: int = 0
+    has_blocks: bool = False
+    awaited: int = 0
     may_onboard: bool = True
     may_offload: bool = True
     is_waiting: bool = False
@@ -153,8 +155,9 @@ class Leader:
         request.asked_blocks = max(request.asked_blocks, len(hashes) - start)
         if not request.may_onboard or not self._can_onboard():
             return 0
-        if start < len(hashes) and hashes[start] in self._arriving:
-            request.is_waiting = True
+        arriving = self._arriving.get(hashes[start]) if start < len(hashes) else None
+        if arriving is not None and request.awaited in (0, arriving):
+            request.is_waiting, request.awaited = True, arriving
             return None
         if request.is_waiting:
             request.is_waiting = False
@@ -167,6 +170,7 @@ class Leader:
         The blocks are held until then. If a block has gone since `match`, the whole load ends as failed.
         """
         request = self._live(request_id)
+        request.has_blocks = True
         source = self._store.pin(hashes[start : start + len(block_ids)]) if self._can_onboard() else None
         if source is None:
             self._fail_load(request, request_id, tuple(block_ids))
@@ -204,7 +208,8 @@ class Leader:
             [end, ...)           not computed yet, or generated and not wanted
         """
         request = self._live(request_id)
-        end = min(computed_blocks, len(hashes), len(block_ids))
+        request.has_blocks = True
+        end = min(computed_blocks, len(hashes), len(block_ids), self._region.slot_count)
         if not self._settings.offload_generated:
             end = min(end, prompt_blocks)
         if end <= request.considered or not request.may_offload or self.counters.disabled:
@@ -213,6 +218,8 @@ class Leader:
         if request.considered == 0:
             self._store.touch(fresh)
         absent = [index for index in self._store.missing(fresh) if fresh[index] not in self._departing]
+        if len(absent) > self._store.counts().free:
+            self._store.touch(hashes[:end])  # so that no block of a chain is evicted for its own tail
         ordered = self._order_offloads(fresh, block_ids[request.considered : end], absent)
         request.left_out = len(absent) - ordered
         request.considered = end if ordered == len(absent) else request.considered + absent[ordered]
@@ -236,7 +243,7 @@ class Leader:
         """Read the control words: register what has arrived in G2, and return the onboards that have ended."""
         if not self.counters.disabled and self._region.has_lost_rank():
             self._disable()
-        for offload in reversed(list(self._offloads.values())):  # tails first, so that heads end up more recent
+        for offload in reversed(self._reported_offloads()):  # tails first, so that heads end up more recent
             self._settle_offload(offload)
         for onboard in list(self._onboards.values()):
             self._settle_onboard(onboard)
@@ -275,7 +282,7 @@ class Leader:
         self._departing.clear()
         self._arriving.clear()
         for request in self._requests.values():
-            request.may_offload = False
+            request.may_offload = not request.has_blocks
 
     # -- what others may see -------------------------------------------------------------------------------------------
 
@@ -341,6 +348,14 @@ class Leader:
         self._departing.update(dict.fromkeys(hashes, order.generation))
         self._in_flight_blocks += len(block_ids)
         self._orders.offloads.append(order)
+
+    def _reported_offloads(self) -> list[_OffloadInFlight]:
+        """One look at one word of each: behind a hanging copy there may be thousands."""
+        flights = list(self._offloads.values())
+        if not flights:
+            return flights
+        reported = self._region.are_reported([f.order.slots[0] for f in flights], list(self._offloads))
+        return [flight for flight, is_reported in zip(flights, reported, strict=True) if is_reported]
 
     def _settle_offload(self, flight: _OffloadInFlight) -> None:
         results = self._region.slot_results(flight.order.slots, flight.order.generation)

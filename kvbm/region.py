@@ -175,6 +175,16 @@ class Region:
         _order_memory()
         return _combine(found, generation, self._is_lost)
 
+    def are_reported(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """For many transfers at once, each named by one of its slots: whether `slot_results` may know its end."""
+        indexes, wanted = _indexes(slots, self.slot_count), np.array(generations, np.uint64)
+        found = [
+            np.ones(len(slots), bool) if lost else words[indexes] >> np.uint64(STATE_BITS) == wanted
+            for words, lost in zip(self._slot_words, self._is_lost, strict=True)
+        ]
+        reported: list[bool] = np.logical_and.reduce(found).tolist()
+        return reported
+
     def lane_result(self, lane: int, generation: int) -> SlotState:
         """The same for a transfer that reports in a lane."""
         indexes = _indexes([lane], LANES)

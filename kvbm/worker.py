@@ -51,6 +51,7 @@ class Pool(Protocol):
     def submit(self, kind: str, run: Callable[[], None]) -> int: ...
     def poll(self) -> list[Finished]: ...
     def is_outstanding(self, ticket: int) -> bool: ...
+    def withdraw(self, ticket: int) -> bool: ...
     def close(self, timeout_s: float) -> None: ...
 
 
@@ -194,11 +195,11 @@ def _state(finished: Finished) -> SlotState:
 
 
 def _is_running(orders: dict[int, _Order], generation: int, pool: Pool) -> bool:
-    """Whether the pool still has this order. One that the pool has lost is forgotten: its copier has stopped."""
+    """Whether a copier may be at this order. One that the pool has lost, or has not begun and now gives up, is not."""
     ticket = next((ticket for ticket, order in orders.items() if order.generation == generation), None)
     if ticket is None:
         return False
-    if pool.is_outstanding(ticket):
+    if pool.is_outstanding(ticket) and not pool.withdraw(ticket):
         return True
     del orders[ticket]
     return False

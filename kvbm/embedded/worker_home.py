@@ -10,7 +10,9 @@ import ctypes
 import mmap
 import multiprocessing
 import os
+import pickle
 import signal
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -81,10 +83,12 @@ class ProcessWorker:
         )
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve_worker, args=(theirs, arguments), name="kvbm-worker")
+        self._process = context.Process(target=_serve_worker, args=(theirs, arguments), name="kvbm-worker", daemon=True)
         self._process.start()
         theirs.close()
         self.info = self._first_answer(init_timeout_s)
+        self._backlog = bytearray()
+        os.set_blocking(self._pipe.fileno(), False)
 
     def _first_answer(self, timeout_s: float) -> SegmentInfo:
         try:
@@ -103,7 +107,8 @@ class ProcessWorker:
         self._send(("finish", plan))
 
     def poll(self) -> None:
-        """The worker process writes its words by itself."""
+        """The worker process writes its words by itself; here goes what it had no room for."""
+        self._flush()
 
     def close(self) -> None:
         self._pipe.close()
@@ -114,17 +119,29 @@ class ProcessWorker:
 
     def _send(self, message: tuple[str, StepPlan]) -> None:
         """A dead worker is noticed by the leader, which maps its segment; here there is nobody left to tell."""
+        plan = message[1]
+        if self._backlog and not (plan.offloads or plan.onboards):
+            return  # only asks after transfers, of a worker that does not read
+        payload = pickle.dumps(message)
+        self._backlog += struct.pack("!i", len(payload)) + payload  # as Connection.recv reads it
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what the pipe takes now. A worker that does not read must not hold up the engine."""
         try:
-            self._pipe.send(message)
-        except (BrokenPipeError, ConnectionResetError):
+            while self._backlog:
+                del self._backlog[: os.write(self._pipe.fileno(), self._backlog)]
+        except BlockingIOError:
             return
+        except (BrokenPipeError, ConnectionResetError):
+            self._backlog.clear()
 
 
 def _serve_worker(pipe: Connection, arguments: _ProcessArguments) -> None:
     """Main function of a worker process: carry out plans until the engine closes the pipe."""
+    _die_with_parent(arguments.parent_pid)
     import torch
 
-    _die_with_parent(arguments.parent_pid)
     torch.set_num_threads(1)
     try:
         with open(arguments.path, "r+b") as memory:

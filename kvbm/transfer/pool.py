@@ -87,6 +87,16 @@ class TransferPool:
         """True until `poll` has returned the ticket."""
         return ticket in self._outstanding
 
+    def withdraw(self, ticket: int) -> bool:
+        """Take back a copy that has not begun: it never will, and `poll` does not return it. False if it has."""
+        with self._changed:
+            task = next((task for task in self._waiting if task.ticket == ticket), None)
+            if task is None:
+                return False
+            self._waiting.remove(task)
+        self._outstanding.discard(ticket)
+        return True
+
     def close(self, timeout_s: float) -> None:
         """Fail what has not begun, and wait at most `timeout_s` for what runs."""
         with self._changed:
@@ -130,7 +140,10 @@ class TransferPool:
                     task = self._running.pop(thread, None)
                     if task is not None:
                         self._finished.append(task.finished(TransferError(f"thread {thread.name} died")))
-                self._threads[index] = self._start_thread()
+                try:
+                    self._threads[index] = self._start_thread()
+                except RuntimeError:  # no thread to be had now; the next poll tries again
+                    return
 
 
 class ManualPool:
@@ -160,6 +173,10 @@ class ManualPool:
 
     def is_outstanding(self, ticket: int) -> bool:
         return ticket in self._outstanding
+
+    def withdraw(self, ticket: int) -> bool:
+        """Here what has not run stands for a copy that hangs."""
+        return False
 
     def close(self, timeout_s: float) -> None:
         self._is_closed = True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -215,3 +218,22 @@ def test_kill_of_the_worker_process_under_load_leaves_a_working_engine(expected)
         engine.settle()
         assert engine.ask(prompt(9, 100)).last.num_external_tokens == 0
         assert engine.counters.disabled == 1
+
+
+def test_a_worker_process_that_does_not_read_holds_up_nobody():
+    with running(host_blocks=400, worker_process=True, num_blocks=60) as engine:
+        first = engine.ask(prompt(1, 200))
+        process = engine.connector[1]._home._process
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            for seed in range(40):
+                engine.ask(prompt(seed + 10, 300), max_tokens=1)
+            idle_until = time.monotonic() + 3  # the leader asks after its transfers again and again
+            while time.monotonic() < idle_until:
+                engine.ask(prompt(99, 20), max_tokens=1)
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        engine.settle()
+        engine.forget_g1()
+        assert_same([engine.ask(prompt(1, 200)).said()], [first.said()])
+        assert engine.counters.disabled == 0

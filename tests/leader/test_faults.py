@@ -7,6 +7,7 @@ from faults import FAULTS
 from rig import Rig, chain
 
 from kvbm.plan import Offload, Onboard, StepPlan
+from kvbm.transfer.pool import TransferPool
 from kvbm.types import SlotState
 
 FAILING = [fault for fault in FAULTS if fault not in ("hold", "lost")]
@@ -209,6 +210,26 @@ def test_asking_after_a_transfer_does_not_spoil_what_a_faster_rank_has_proven(tw
     two_ranks.ranks[1].run_all()
     results += two_ranks.settle()
     assert [result.failed_block_ids for result in results] == [()]
+
+
+def test_what_waits_behind_hanging_copies_is_given_up_when_it_is_overdue(rig):
+    hashes = rig.fill("a", 4)
+    rank = rig.ranks[0]
+    rank.worker._onboard_pool = rank.onboard_pool = TransferPool(1, name="one-thread")
+    rank.copier.next("hold")
+    rig.load("hung", hashes[:2])
+    rig.load("behind", hashes, 2)
+    rig.order()
+    rank.copier.wait_until_held()
+    results = []
+    for _ in range(6):
+        results += rig.settle()
+        rig.order()
+    assert [(result.request_id, bool(result.failed_block_ids)) for result in results] == [("behind", True)]
+    rank.copier.heal()
+    while rig.leader.has_pending():
+        results += rig.settle()
+    assert [(result.request_id, bool(result.failed_block_ids)) for result in results][1:] == [("hung", False)]
 
 
 def test_a_result_that_comes_twice_changes_nothing(rig):

@@ -141,13 +141,33 @@ def test_what_did_not_fit_is_counted_when_its_request_ends():
     rig.close()
 
 
-def test_a_long_chain_larger_than_g2_keeps_its_head():
+def test_a_chain_larger_than_g2_keeps_its_head_and_copies_nothing_in_circles():
     rig = Rig(slots=4)
-    hashes = chain("a", 6)
-    rig.compute("r", hashes)
+    hashes = chain("a", 7)
+    blocks = rig.g1.allocate(7)
+    for computed in range(1, 8):
+        rig.g1.compute(blocks[computed - 1], hashes[computed - 1])
+        rig.leader.offload("r", hashes, blocks, computed_blocks=computed, prompt_blocks=7)
+        rig.step()
+    assert rig.leader.match("x", hashes, 0) == 4
+    assert rig.leader.counters.offload_blocks == 4
+    assert rig.leader.counters.evicted_blocks == 0
+    rig.close()
+
+
+def test_a_growing_chain_evicts_others_before_its_own_head():
+    rig = Rig(slots=6)
+    hashes, blocks = chain("a", 5), rig.g1.allocate(5)
+    for block, h in zip(blocks, hashes, strict=True):
+        rig.g1.compute(block, h)
+    rig.leader.offload("r", hashes, blocks, computed_blocks=2, prompt_blocks=5)
     rig.step()
-    assert rig.leader.match("other", hashes, 0) in range(5)
-    rig.leader.check()
+    other = rig.fill("other", 4)
+    for computed in (3, 4, 5):
+        rig.leader.offload("r", hashes, blocks, computed_blocks=computed, prompt_blocks=5)
+        rig.step()
+    assert rig.leader.match("x", hashes, 0) == 5
+    assert rig.leader.match("y", other, 0) == 1
     rig.close()
 
 
@@ -209,6 +229,17 @@ def test_two_requests_with_one_prefix_cause_one_load(rig):
     rig.settle()
     assert rig.leader.match("second", hashes, 0) == 3
     assert rig.leader.counters.onboard_shared_requests == 1
+
+
+def test_a_request_waits_for_one_load_of_its_prefix_and_then_loads_by_itself(rig):
+    hashes = rig.fill("a", 3)
+    rig.load("first", hashes)
+    assert rig.leader.match("second", hashes, 0) is None
+    assert rig.leader.match("third", hashes, 0) is None
+    rig.step()
+    rig.load("second", hashes)  # an engine without a prefix cache of its own has to
+    assert rig.leader.match("third", hashes, 0) == 3
+    rig.step()
 
 
 def test_a_request_that_waits_for_a_load_that_fails_gets_an_answer(rig):
@@ -276,6 +307,15 @@ def test_a_request_that_lives_through_a_reset_offloads_nothing_of_its_old_state(
     rig.step()
     assert rig.leader.match("x", hashes, 0) == 0
     assert rig.leader.match("x", hashes, 2) == 0
+
+
+def test_a_request_that_had_computed_nothing_at_a_reset_offloads_as_ever(rig):
+    hashes = chain("a", 2)
+    rig.leader.match("waiting", hashes, 0)
+    rig.leader.reset()
+    rig.compute("waiting", hashes)
+    rig.step()
+    assert rig.leader.match("x", hashes, 0) == 2
 
 
 def test_the_same_block_offloaded_again_after_a_reset_in_flight_is_found(rig):
