@@ -122,6 +122,7 @@ class Leader:
         release: Callable[[Sequence[int]], None],
         hash_bytes: int = 16,
     ) -> None:
+        assert settings.overdue_steps > 1, "a transfer is one step old when its order goes out"
         self._region = region
         self._settings = settings
         self._hold = hold

@@ -231,9 +231,7 @@ class _MappedSegment:
                 os.close(fd)
             process_fd = None if info.pid == os.getpid() else os.pidfd_open(info.pid)
         except OSError as error:
-            raise EnvironmentProblem(
-                f"the segment of rank {info.rank} cannot be mapped: {error}; its process may have ended"
-            ) from error
+            raise EnvironmentProblem(f"the segment of rank {info.rank} cannot be mapped: {error}") from error
         slot_words, lane_words = _Geometry(info.slot_count, info.slot_stride).words(mapping)
         return cls(info, slot_words, lane_words, process_fd)
 

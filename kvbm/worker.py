@@ -150,7 +150,9 @@ class Worker:
         """Stop the threads and free the segment, unless a copier still runs: then the process's end frees it."""
         self._onboard_pool.close(timeout_s)
         self._offload_pool.close(timeout_s)
-        self._segment.close()
+        self.poll()
+        if not self.is_busy():
+            self._segment.close()
 
     # -- in a pool thread ----------------------------------------------------------------------------------------------
 

@@ -98,9 +98,15 @@ class KVPool:
                 f"G1 takes {total_bytes} bytes, but there are {room.available_bytes}: {room.limit}",
                 hint="lower `engine.arguments.num_blocks`",
             )
-        self.fd = os.memfd_create("kvbm-g1", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, total_bytes)
-        storage = torch.frombuffer(mmap.mmap(self.fd, total_bytes), dtype=torch.uint8)
+        try:
+            self.fd = os.memfd_create("kvbm-g1", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, total_bytes)
+            mapping = mmap.mmap(self.fd, total_bytes)
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"G1 of {total_bytes} bytes cannot be mapped: {error}", hint="lower `engine.arguments.num_blocks`"
+            ) from error
+        storage = torch.frombuffer(mapping, dtype=torch.uint8)
         storage.zero_()  # touches every page, so that no request pays for it
         return storage
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvbm.embedded.kv import KVPool
 
 WORKER_POLL_S = 0.0005
+EXIT_WAIT_S = 5.0
 
 
 class WorkerHome(Protocol):
@@ -94,11 +95,14 @@ class ProcessWorker:
         try:
             answer = self._pipe.recv() if self._pipe.poll(timeout_s) else TimeoutError(f"no answer in {timeout_s:g} s")
         except EOFError:
+            self._process.join(EXIT_WAIT_S)
             answer = EngineError(f"it ended with exit code {self._process.exitcode}")
         if isinstance(answer, SegmentInfo):
             return answer
         self.close()
-        raise EngineError(f"the worker process did not start: {answer}") from answer
+        if isinstance(answer, EnvironmentProblem):
+            raise answer
+        raise EngineError(f"the worker process did not start: {answer}")
 
     def start(self, plan: StepPlan) -> None:
         self._send(("start", plan))
@@ -112,7 +116,7 @@ class ProcessWorker:
 
     def close(self) -> None:
         self._pipe.close()
-        self._process.join(timeout=5.0)
+        self._process.join(EXIT_WAIT_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from kvbm_engine import assert_same, prompt, running
 
+from kvbm.errors import EnvironmentProblem
+
 HOMES = [(False, "block_first"), (False, "layer_first"), (True, "block_first")]
 
 
@@ -237,3 +239,9 @@ def test_a_worker_process_that_does_not_read_holds_up_nobody():
         engine.forget_g1()
         assert_same([engine.ask(prompt(1, 200)).said()], [first.said()])
         assert engine.counters.disabled == 0
+
+
+def test_a_worker_process_without_memory_says_how_much_it_asked_for():
+    with pytest.raises(EnvironmentProblem, match="asks for") as caught, running(host_blocks=10**9, worker_process=True):
+        pass
+    assert caught.value.hint == "lower `tiers.host.capacity`"
