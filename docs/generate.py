@@ -28,7 +28,8 @@ PROFILE_HEAD = """\
 # Profile keys
 
 A profile is a YAML file. `kvbm profile show PROFILE` prints every key with its value and where that came from;
-`kvbm profile check PROFILE` finds the first mistake. Each layer wins over the one before:
+`kvbm profile check PROFILE` finds the first mistake that can be known without starting an engine. Each layer wins over
+the one before:
 
 defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables (see `variables.md`) < `--set KEY=VALUE`
 
@@ -36,6 +37,24 @@ defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables (s
 - Sizes have a unit: `100GB` is 100e9 bytes, `64GiB` is 64 * 2^30.
 - Booleans are `true` and `false`; `on` and `yes` are text.
 - An unknown key, a key that appears twice, and a value of the wrong type are errors.
+- `engine.model` and `tiers` are required; of `tiers.host`, one of `capacity` and `blocks`.
+- `tiers.host.blocks` wins over `tiers.host.capacity` within one layer; the `capacity` of a later layer wins over the
+  `blocks` of an earlier one.
+
+```yaml
+# ./mine.yaml, for `kvbm serve --profile ./mine.yaml`
+description: Qwen3 on one GPU with 64 GiB of host memory
+engine:
+  model: ~/models/Qwen3-8B
+  arguments:
+    dtype: bfloat16
+    num_blocks: 4096
+tiers:
+  host:
+    capacity: 64GiB
+server:
+  port: 8001
+```
 """
 
 VARIABLES_HEAD = """\
@@ -85,10 +104,10 @@ def profile_page() -> str:
 
 
 def _default(key: Key) -> str:
-    if key.is_section:
-        return ""
     if key.is_required:
         return "required"
+    if key.is_section:
+        return ""
     if key.default in (None, "", {}):
         return "none"
     return f"`{str(key.default).lower() if isinstance(key.default, bool) else key.default}`"

@@ -79,7 +79,12 @@ def serve(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the command, start nothing.")] = False,
     json: JsonOption = False,
-    log: Annotated[Path | None, typer.Option("--log", metavar="FILE", help="Where the engine's log goes.")] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            "--log", metavar="FILE", help="Where the engine's log goes; left out, a new file in ~/.local/state/kvbm."
+        ),
+    ] = None,
 ) -> int:
     """Run the engine of a profile in the foreground."""
     from kvbm_cli import serve as body

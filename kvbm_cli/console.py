@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from types import TracebackType
 
 from kvbm_cli.process import Progress
 
+WIDTH = 80
 PHASE_INTERVAL_S = 2.0
 PHASE_WIDTH = 60
 
@@ -34,6 +36,26 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         return text.rjust(widths[column]) if column in right else text.ljust(widths[column])
 
     return "\n".join("  ".join(cell(text, column) for column, text in enumerate(row)).rstrip() for row in rows)
+
+
+def labelled(label: str, text: str, *, label_width: int) -> list[str]:
+    """Lines with `text` beside `label`, or below it, at the right, where one of them is too long for its place."""
+    room = WIDTH - label_width - 2
+    lines = _wrapped(text, room)
+    if len(label) > label_width or max(map(len, lines)) > room:
+        return [label, *(line.rjust(WIDTH) for line in _wrapped(text, WIDTH))]
+    labels = [label, *[""] * (len(lines) - 1)]
+    return [f"{head.ljust(label_width)}  {line}" for head, line in zip(labels, lines, strict=True)]
+
+
+def noted(line: str, note: str, *, separator: str = "  ") -> str:
+    """`line` with `note` behind it, or below it, at the right, where the line has no room for it."""
+    whole = f"{line}{separator}{note}"
+    return whole if len(whole) <= WIDTH else f"{line.rstrip()}\n{note.rjust(WIDTH)}"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 class StartProgress:

@@ -10,6 +10,7 @@ one channel.
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import importlib.util
 import json
@@ -181,6 +182,8 @@ class EngineProcess:
         )
 
 
+OWN_ADDRESS = "`server.host` is an address of this machine: `127.0.0.1`, or `0.0.0.0` for all that it has"
+_PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 _NO_TIME = "`transfer.init_timeout_s` is how long a start may take"
 
 
@@ -197,11 +200,13 @@ def choose_port(host: str, port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+        except UnicodeError:  # what is too long or too odd to be looked up
+            raise EnvironmentProblem(f"cannot listen on {host}: not a name of a host", hint=OWN_ADDRESS) from None
         except OSError as error:
+            where = f"{host} port {port}" if port else host
+            hint = "`--port 0` chooses a free port" if error.errno in _PORT_ERRORS else OWN_ADDRESS
             reason = (error.strerror or str(error)).lower()
-            raise EnvironmentProblem(
-                f"cannot listen on {host} port {port}: {reason}", hint="`--port 0` chooses a free port"
-            ) from None
+            raise EnvironmentProblem(f"cannot listen on {where}: {reason}", hint=hint) from None
         return int(probe.getsockname()[1])
 
 

@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvbm_cli.console import print_data, print_json, table
+from kvbm_cli.console import labelled, noted, print_data, print_json
 from kvbm_cli.shipped import profiles_directory
 from kvbm_cli.show_error import show_warning
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
+KEY_WIDTH = 48
 VALUE_WIDTH = 16
 
 
@@ -42,7 +43,9 @@ def list_profiles(*, as_json: bool) -> None:
     if as_json:
         print_json([{"name": one.name, "path": str(one.path), "description": one.profile.description} for one in found])
     else:
-        print_data(table([(one.name, one.profile.description) for one in found]))
+        width = max(len(one.name) for one in found)
+        for one in found:
+            print_data("\n".join(labelled(one.name, one.profile.description, label_width=width)))
 
 
 def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> None:
@@ -52,13 +55,20 @@ def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> 
     if as_json:
         print_json({key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()})
     else:
-        width = max(map(len, values))
+        width = min(max(map(len, values)), KEY_WIDTH)
         for key, value in values.items():
-            print_data(f"{key.ljust(width)}  {_shown(value).ljust(VALUE_WIDTH)}  # {resolved.origins[key]}")
+            origin = resolved.origins[key].rpartition("/")[2]
+            *above, last = labelled(key, _shown(value), label_width=width)
+            print_data("\n".join([*above, noted(last.ljust(width + 2 + VALUE_WIDTH), f"# {origin}")]))
 
 
 def check_profile(reference: str, overrides: Sequence[str]) -> None:
+    """Finds what can be found without starting an engine, and loads the workload of `kvbm bench` too."""
+    from kvbm_cli.check import check, require_workload
+
     resolved = resolve(reference, overrides)
+    check(resolved)
+    require_workload(resolved)
     print_data(f"{resolved.path}: no mistake found")
 
 

@@ -17,10 +17,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EngineError
+from kvbm_cli.check import check
 from kvbm_cli.console import StartProgress, print_data, print_json, print_note
 from kvbm_cli.process import STOP_TIMEOUT_S, EngineProcess, Progress, choose_port
 from kvbm_cli.profiles import resolve
-from kvbm_cli.size import as_data, block_line, size_of, tier_table
+from kvbm_cli.size import as_data, block_line, tier_table
 
 if TYPE_CHECKING:
     from kvbm.config.launch_plan import LaunchPlan
@@ -38,7 +39,7 @@ def serve(
     from kvbm.embedded.launch import plan
 
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
-    sizing = size_of(resolved)
+    sizing = check(resolved)
     server = resolved.profile.server
     if dry_run:
         _print_dry_run(resolved, sizing, plan(resolved.profile, connector=True, port=server.port), as_json=as_json)

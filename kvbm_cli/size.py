@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvbm_cli.console import print_data, print_json, table
+from kvbm.errors import ProfileError
+from kvbm_cli.console import noted, print_data, print_json, table
 from kvbm_cli.model_facts import model_facts
 from kvbm_cli.profiles import resolve
 
@@ -26,9 +27,22 @@ def show_size(reference: str, overrides: Sequence[str], *, as_json: bool) -> Non
 
 
 def size_of(resolved: ResolvedProfile) -> Sizing:
-    from kvbm.sizing import size
+    """ProfileError, where the key was written, for a model that has no size or memory that holds no block of it."""
+    from kvbm.sizing import bytes_per_token, size
 
-    return size(resolved.profile, model_facts(resolved.profile.engine.model))
+    key = "engine.model"
+    try:
+        facts = model_facts(resolved.profile.engine.model)
+        bytes_per_token(facts, element_bytes=1)  # what it finds is about the model; what `size` still finds is not
+        key = host_key(resolved)
+        return size(resolved.profile, facts)
+    except ProfileError as error:
+        raise resolved.mistake(key, error.message, hint=error.hint) from None
+
+
+def host_key(resolved: ResolvedProfile) -> str:
+    """The key that sets G2's size."""
+    return "tiers.host.blocks" if resolved.profile.tiers.host.blocks else "tiers.host.capacity"
 
 
 def block_line(sizing: Sizing) -> str:
@@ -40,15 +54,17 @@ def block_line(sizing: Sizing) -> str:
 def tier_table(resolved: ResolvedProfile, sizing: Sizing) -> str:
     from kvbm.config.sizes import format_size
 
-    host_key = "tiers.host.blocks" if resolved.profile.tiers.host.blocks else "tiers.host.capacity"
-    keys = {"G1": "engine.arguments.num_blocks", "G2": host_key}
-    rows = [("tier", "blocks", "tokens", "memory", "set by")]
+    keys = {"G1": "engine.arguments.num_blocks", "G2": host_key(resolved)}
+    rows = [("tier", "blocks", "tokens", "memory")]
+    set_by = [("set by", "")]
     for tier in (sizing.device, sizing.host):
         key = keys[tier.tier.value]
         counts = (f"{tier.block_count:,}", f"{tier.token_count:,}", format_size(tier.total_bytes))
         origin = resolved.origins[key].rpartition("/")[2]
-        rows.append((_NAMES[tier.tier.value], *counts, f"{key} ({origin})"))
-    return table(rows, right=(1, 2, 3))
+        rows.append((_NAMES[tier.tier.value], *counts))
+        set_by.append((key, f"({origin})"))
+    lines = zip(table(rows, right=(1, 2, 3)).splitlines(), set_by, strict=True)
+    return "\n".join(noted(noted(line, key), origin, separator=" ").rstrip() for line, (key, origin) in lines)
 
 
 def as_data(sizing: Sizing) -> Mapping[str, object]:

@@ -32,7 +32,14 @@ class ResolvedProfile:
     path: Path
     profile: Profile
     origins: Mapping[str, str]
+    sources: Mapping[str, Source]
     warnings: tuple[str, ...]
+
+    def mistake(self, key: str, message: str, *, hint: str | None = None) -> ProfileError:
+        """The error of a value that only the machine can judge, at the place where `key` was written."""
+        if key in self.sources:
+            return located(message, self.sources[key], hint=hint)
+        return ProfileError(f"{message}\n  {self.path}", hint=hint)
 
 
 def load(
@@ -55,7 +62,10 @@ def load(
     for layer in (from_variables, *map(_override, overrides), *from_options):
         merged = _merge(merged, layer)
     profile = _validate(merged, path)
-    return ResolvedProfile(path.stem, path, profile, _origins(profile, merged), warnings)
+    sources = _sources(profile, merged)
+    origins = {key: source.origin if source else DEFAULT for key, source in sources.items()}
+    written = {key: source for key, source in sources.items() if source}
+    return ResolvedProfile(path.stem, path, profile, origins, written, warnings)
 
 
 def find(reference: str, *, directories: Sequence[Path]) -> Path:
@@ -179,11 +189,11 @@ def _validate(document: Document, path: Path) -> Profile:
         raise explain((unknown or details)[0], document, path) from None
 
 
-def _origins(profile: Profile, document: Document) -> dict[str, str]:
-    """Of every key, and of every variable of `engine.environment` in the place of that key."""
+def _sources(profile: Profile, document: Document) -> dict[str, Source | None]:
+    """Of every key, None for a default, and of every variable of `engine.environment` in the place of that key."""
     paths = [key.path for key in _KEYS if not key.is_section]
     if profile.engine.environment:
         at = paths.index("engine.environment")
         paths[at : at + 1] = [f"engine.environment.{name}" for name in profile.engine.environment]
     entries = {path: entry_at(document, path.split(".")) for path in paths}
-    return {path: entry.source.origin if entry else DEFAULT for path, entry in entries.items()}
+    return {path: entry.source if entry else None for path, entry in entries.items()}

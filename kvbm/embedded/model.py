@@ -7,7 +7,6 @@ where possible. What the attention layers hand over is measured with a probe, no
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from kvbm import hashing
 from kvbm.embedded import attention, presets, tokenizer
 from kvbm.embedded.attention import Batch, PackedSequence
 from kvbm.embedded.kv import TORCH_DTYPES, KVGeometry, KVPool
+from kvbm.embedded.supported import require_supported
 from kvbm.errors import EnvironmentProblem, InvariantError, ProfileError
 
 if TYPE_CHECKING:
@@ -28,24 +28,6 @@ if TYPE_CHECKING:
     from kvbm.embedded.config import EngineConfig
 
 SYNTHETIC_PREFIX = "synthetic:"
-SUPPORTED = (
-    "cohere2",
-    "deepseek_v3",
-    "gemma3_text",
-    "glm4",
-    "gpt_oss",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-)
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 # These rope types change the angles of all tokens once a sequence is longer than the original context.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -145,7 +127,7 @@ def _directory(config: EngineConfig, device: str) -> _Source:
     from transformers.utils import logging
 
     directory = Path(config.model).expanduser()
-    _require_supported(directory, _read_config(directory))
+    require_supported(directory, _read_config(directory))
     logging.disable_progress_bar()
     try:
         hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -183,26 +165,6 @@ def _read_config(directory: Path) -> Mapping[str, object]:
     if not isinstance(facts, dict):
         raise EnvironmentProblem(f"`{directory}/config.json` is not the configuration of a model")
     return facts
-
-
-def _require_supported(directory: Path, facts: Mapping[str, object]) -> None:
-    """Raise ProfileError for a model that would run wrongly or not at all."""
-    kind = facts.get("model_type")
-    if kind not in SUPPORTED:
-        near = difflib.get_close_matches(str(kind), SUPPORTED, n=1)
-        nearest = f"; `{near[0]}` would be" if near else ""
-        raise ProfileError(
-            f"`{directory}` is a `{kind}` model, which the embedded engine does not run{nearest}",
-            hint=f"it runs {', '.join(SUPPORTED)}, text only",
-        )
-    if facts.get("quantization_config"):
-        raise ProfileError(f"`{directory}` has quantised weights, which the embedded engine does not run")
-    layer_types = facts.get("layer_types")
-    unknown = sorted({str(entry) for entry in layer_types} - LAYER_TYPES) if isinstance(layer_types, list) else []
-    if unknown:
-        raise ProfileError(
-            f"`{directory}` has layers of type {', '.join(unknown)}, which the embedded engine does not run"
-        )
 
 
 def _max_positions(hf_config: PreTrainedConfig) -> int:

@@ -20,7 +20,7 @@ OUTPUTS = {
     "size": "size --profile ./mine.yaml",
     "size_json": "size --profile ./mine.yaml --json",
     "profile_show": "profile show ./mine.yaml --set engine.environment.A=1",
-    "profile_check": "profile check ./mine.yaml",
+    "profile_check": "profile check ./mine.yaml --set tiers.host.capacity=64MiB",
 }
 MISTAKES = {
     "unknown_command": "serv",

@@ -188,5 +188,14 @@ def test_taken_port_is_named() -> None:
 
 
 def test_address_of_another_machine_is_named() -> None:
-    with pytest.raises(EnvironmentProblem, match="cannot assign requested address"):
-        choose_port("192.0.2.1", 0)
+    with pytest.raises(EnvironmentProblem, match="cannot assign requested address") as caught:
+        choose_port("192.0.2.1", 8000)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("`server.host` is an address of this machine")
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 70, "..", "[::1]"])
+def test_host_that_is_none_is_named(host: str) -> None:
+    with pytest.raises(EnvironmentProblem) as caught:
+        choose_port(host, 0)
+    assert caught.value.message.startswith(f"cannot listen on {host}: ")

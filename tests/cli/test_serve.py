@@ -20,7 +20,13 @@ import pytest
 from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, filtered, kvbm
 from test_process import eventually, is_gone
 
-MODEL = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+MODEL = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 256,
+}
 
 
 @pytest.fixture

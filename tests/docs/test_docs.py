@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 
 import generate
 
+from kvbm.config.load import load
 from kvbm.config.schema import keys
 from kvbm.config.variables import VARIABLES
 
@@ -26,6 +27,12 @@ def test_key_is_documented(path: str) -> None:
     key = next(key for key in keys() if key.path == path)
     assert key.description.endswith("."), "a description is a sentence"
     assert f"| `{path}` |" in PAGES["profile.md"]
+
+
+def test_profile_in_the_reference_is_right(tmp_path: Path) -> None:
+    example = PAGES["profile.md"].partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "mine.yaml").write_text(example)
+    assert load(str(tmp_path / "mine.yaml"), directories=[]).profile.tiers.host.capacity == 64 * 2**30
 
 
 @pytest.mark.parametrize("name", [variable.name for variable in VARIABLES])

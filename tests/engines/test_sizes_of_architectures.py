@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvbm.embedded.model import SUPPORTED, _probe
+from kvbm.embedded.model import _probe
+from kvbm.embedded.supported import SUPPORTED
 from kvbm.sizing import bytes_per_token
 from kvbm_cli.model_facts import model_facts
 

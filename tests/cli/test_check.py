@@ -1,0 +1,137 @@
+"""What `kvbm profile check` and `kvbm serve --dry-run` find before an engine starts, each at its line and column."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from terminal import kvbm
+
+PROFILE = """\
+engine:
+  model: synthetic:tiny
+  python: {python}
+  arguments:
+    num_blocks: 64
+    max_model_len: 1024
+tiers:
+  host:
+    capacity: 64MiB
+server:
+  host: 127.0.0.1
+  port: 8000
+bench:
+  workload: conversations
+"""
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
+LLAMA = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 256}
+MISTAKES = {
+    "model: synthetic:huge": (
+        "`engine.model`: there is no `synthetic:huge`",
+        "there are `synthetic:tiny`, `synthetic:small`, `synthetic:8b`",
+    ),
+    "model: synthetic:smal": ("`engine.model`: there is no `synthetic:smal`", "did you mean `synthetic:small`?"),
+    "model: meta-llama/Llama-3-8B": ("there is no directory `meta-llama/Llama-3-8B`", "a model is a local directory"),
+    "model: ./gpt2": ("`gpt2` is a `gpt2` model, which the embedded engine does not run", "cohere2, deepseek_v3"),
+    "model: ./shapeless": ("the model's configuration has no usable `num_hidden_layers`", None),
+    "model: ./empty": ("cannot read `empty/config.json`: no such file", "the directory of a model holds `config.json`"),
+    "model: ./broken": ("`broken/config.json` is not JSON", "the directory of a model holds `config.json`"),
+    "model: ./unnamed": ("`unnamed/config.json` names no `model_type`", "the embedded engine runs cohere2"),
+    "python: /no/such/python": ("`/no/such/python` is not a program", "leave `engine.python` out"),
+    "max_model_len: 1025": ("`max_model_len` is 1025 tokens, but G1 holds 1024", "raise `engine.arguments.num_blocks`"),
+    "max_model_len: 50000": ("`max_model_len` is 50000 tokens, but the model takes 40960", "lower `engine.arg"),
+    "capacity: 1KiB": ("host memory of 1KiB holds no block: one takes 128KiB", "raise `tiers.host.capacity`"),
+    "host: 192.0.2.1": ("cannot listen on 192.0.2.1: cannot assign", "`server.host` is an address of this machine"),
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A working directory with models that are wrong in various ways."""
+    for name, text in {
+        "gpt2": json.dumps(GPT2),
+        "shapeless": json.dumps(LLAMA),
+        "broken": "{",
+        "unnamed": "{}",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def write(home: Path, *changes: str) -> dict[str, int]:
+    """Writes the profile with some lines replaced; returns the line number of each of `changes`."""
+    lines = PROFILE.format(python="python3").splitlines()
+    numbers = {}
+    for change in changes:
+        number = next(
+            number
+            for number, line in enumerate(lines)
+            if line.strip().startswith(f"{change.split(':')[0]}:") and not line.endswith(":")
+        )
+        indent = len(lines[number]) - len(lines[number].lstrip())
+        lines[number] = " " * indent + change
+        numbers[change] = number + 1
+    (home / "mine.yaml").write_text("\n".join(lines) + "\n")
+    return numbers
+
+
+def test_right_profile_has_no_mistake(home: Path) -> None:
+    write(home)
+    outcome = kvbm("profile", "check", "./mine.yaml", home=home)
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "mine.yaml: no mistake found\n", "")
+
+
+@pytest.mark.parametrize("change", MISTAKES)
+def test_check_finds_what_a_dry_run_finds(home: Path, change: str) -> None:
+    number = write(home, change)[change]
+    checked = kvbm("profile", "check", "./mine.yaml", home=home)
+    tried = kvbm("serve", "--dry-run", "-p", "./mine.yaml", home=home)
+    message, hint = MISTAKES[change]
+    assert (checked.exit_code, checked.stdout) == (2, "")
+    assert checked == tried
+    assert message in checked.stderr.splitlines()[0]
+    assert f"\n  mine.yaml:{number}:" in checked.stderr
+    assert "^" * len(change.split(": ")[1]) in checked.stderr
+    assert hint is None or hint in checked.stderr.partition("\nhint: ")[2]
+
+
+def test_check_finds_a_workload_that_does_not_exist(home: Path) -> None:
+    write(home, "workload: zzz")
+    outcome = kvbm("profile", "check", "./mine.yaml", home=home)
+    assert outcome.exit_code == 2
+    assert "zzz" in outcome.stderr.splitlines()[0]
+    assert "\n  mine.yaml:14:13\n" in outcome.stderr
+
+
+def test_check_finds_a_mistake_inside_a_workload(home: Path) -> None:
+    write(home, "workload: ./mine-too.yaml")
+    (home / "mine-too.yaml").write_text("name: x\nuserz: 3\n")
+    outcome = kvbm("profile", "check", "./mine.yaml", home=home)
+    assert outcome.exit_code == 2
+    assert "userz" in outcome.stderr
+    assert "mine-too.yaml" in outcome.stderr
+
+
+@pytest.mark.parametrize("command", ["profile check ./mine.yaml", "serve --dry-run -p ./mine.yaml"])
+def test_more_memory_than_there_is_gets_a_warning(home: Path, command: str) -> None:
+    write(home, "capacity: 900TB")
+    outcome = kvbm(*command.split(), home=home)
+    assert outcome.exit_code == 0
+    assert outcome.stderr.startswith("warning: `tiers.host.capacity` takes 818.5 TiB, more than the ")
+    assert outcome.stderr.endswith("  9 |     capacity: 900TB\n    |               ^^^^^\n")
+
+
+LONG_NAMES = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "47000000"}
+LONG_VARIABLE = f"engine.environment.{'LONG_' * 12}=1"
+
+
+@pytest.mark.parametrize("command", ["size -p demo", f"profile show demo --set {LONG_VARIABLE}", "profile list"])
+def test_no_line_is_wider_than_80_columns(home: Path, command: str) -> None:
+    outcome = kvbm(*command.split(), home=home, **LONG_NAMES)
+    assert outcome.exit_code == 0
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+    assert all(line == line.rstrip() for line in outcome.stdout.splitlines())
+    assert "profile list" in command or "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS" in outcome.stdout
