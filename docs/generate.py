@@ -9,7 +9,7 @@ tests/docs/test_docs.py runs the check, so a key, a variable or an option withou
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvbm.config.schema import Key, keys
 from kvbm.config.variables import VARIABLES, Effect
 from kvbm.metrics import COUNTERS, HIT_RATE, HOST_BLOCKS
 from kvbm_cli.app import app
+from kvbm_cli.bench.workload import KEYS as WORKLOAD_KEYS
 
 REFERENCE = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate.py; edit what it is made from. -->"
@@ -55,6 +56,17 @@ tiers:
 server:
   port: 8001
 ```
+"""
+
+WORKLOAD_HEAD = """\
+# Workload keys
+
+A workload is a YAML file that says what `kvbm bench` sends. `--workload` takes a file, or a shipped one by name;
+without it the profile's `bench.workload` counts, and without that `conversations`. An example is in
+[the guide](../guide/bench.md#workloads).
+
+- Lengths are in tokens of the engine's own tokenizer, and exact.
+- The rules of a profile's values count here too; an unknown key, or one that appears twice, is an error.
 """
 
 VARIABLES_HEAD = """\
@@ -95,12 +107,20 @@ EXIT_CODES = """\
 
 
 def profile_page() -> str:
-    lines = [NOTE, "", PROFILE_HEAD, "| key | value | default | meaning |", "| --- | --- | --- | --- |"]
-    lines += [f"| `{key.path}` | {key.kind} | {_default(key)} | {key.description} |" for key in keys()]
+    lines = [NOTE, "", PROFILE_HEAD, *_key_table(keys())]
     absent = [f"| `{name}` | {hint} |" for name, hint in NOT_BUILT.items()]
     absent += [f"| `engine.kind: {kind}` | the only one is `embedded` |" for kind in NOT_BUILT_ENGINES]
     lines += ["", "Refused by name, because they are not in this version:", "", "| key | instead |", "| --- | --- |"]
     return "\n".join([*lines, *absent, ""])
+
+
+def workload_page() -> str:
+    return "\n".join([NOTE, "", WORKLOAD_HEAD, *_key_table(WORKLOAD_KEYS), ""])
+
+
+def _key_table(of: Iterable[Key]) -> list[str]:
+    rows = [f"| `{key.path}` | {key.kind} | {_default(key)} | {key.description} |" for key in of]
+    return ["| key | value | default | meaning |", "| --- | --- | --- | --- |", *rows]
 
 
 def _default(key: Key) -> str:
@@ -166,6 +186,7 @@ def _meaning(parameter: Any) -> str:
 
 PAGES = {
     "profile.md": profile_page,
+    "workload.md": workload_page,
     "variables.md": variables_page,
     "commands.md": commands_page,
     "metrics.md": metrics_page,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import yaml
 
@@ -82,8 +83,19 @@ def plain_scalar(text: str) -> object:
     return next((convert(text) for pattern, convert in _SCALARS if pattern.fullmatch(text)), text)
 
 
-def read_document(text: str, *, label: str) -> Document:
-    """The entries of a YAML file. ProfileError shows the place of whatever is not a plain mapping of unique keys."""
+def read_file(path: Path, *, noun: str) -> Document:
+    """The entries of a YAML file; `noun` is what the file is to its user, such as `profile`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ProfileError(f"`{path}` is not a text file in UTF-8") from None
+    except OSError as error:
+        raise ProfileError(f"cannot read the {noun} `{path}`: {(error.strerror or str(error)).lower()}") from None
+    return read_document(text, label=str(path), noun=noun)
+
+
+def read_document(text: str, *, label: str, noun: str = "profile") -> Document:
+    """The entries of YAML text. ProfileError shows the place of whatever is not a plain mapping of unique keys."""
     lines = text.splitlines() or [""]
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -99,7 +111,7 @@ def read_document(text: str, *, label: str) -> Document:
         return {}
     value = _value(node, lines, label)
     if not isinstance(value, dict):
-        raise located("a profile is a mapping of keys", _at(node.start_mark, node.end_mark, lines, label))
+        raise located(f"a {noun} is a mapping of keys", _at(node.start_mark, node.end_mark, lines, label))
     return value
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from kvbm.config.document import Document, Entry, Source, entry_at, located, plain_scalar, plain_values, read_document
-from kvbm.config.mistakes import explain, refuse_not_built
+from kvbm.config.document import Document, Entry, Source, entry_at, located, plain_scalar, plain_values, read_file
+from kvbm.config.mistakes import first_mistake, refuse_not_built
 from kvbm.config.schema import Profile, keys
 from kvbm.config.variables import put, read_variables
 from kvbm.errors import ProfileError
@@ -123,13 +123,7 @@ def _parent(extends: Entry, path: Path, directories: Sequence[Path]) -> Path:
 
 
 def _read(path: Path) -> Document:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ProfileError(f"`{path}` is not a text file in UTF-8") from None
-    except OSError as error:
-        raise ProfileError(f"cannot read the profile `{path}`: {(error.strerror or str(error)).lower()}") from None
-    return _merge({}, read_document(text, label=str(path)))
+    return _merge({}, read_file(path, noun="profile"))
 
 
 def _override(text: str) -> Document:
@@ -184,9 +178,7 @@ def _validate(document: Document, path: Path) -> Profile:
     try:
         return Profile.model_validate(plain_values(document))
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
-        raise explain((unknown or details)[0], document, path) from None
+        raise first_mistake(error, document, path) from None
 
 
 def _sources(profile: Profile, document: Document) -> dict[str, Source | None]:

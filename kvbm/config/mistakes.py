@@ -1,17 +1,21 @@
-"""What a profile got wrong, in our words and at its place: keys that do not exist yet, and pydantic's findings.
+"""What a file got wrong, in our words and at its place: keys that do not exist yet, and pydantic's findings.
 
-A table maps each of pydantic's error types to a sentence, so that its own phrases do not reach a user.
+A table maps each of pydantic's error types to a sentence, so that its own phrases do not reach a user. The file is a
+profile, or whatever else a `FileKind` describes.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvbm.config.document import Document, entry_at, located
-from kvbm.config.schema import keys
+from kvbm.config.schema import Key, keys
 from kvbm.errors import ProfileError
 
 NOT_BUILT = {
@@ -23,7 +27,23 @@ NOT_BUILT = {
 NOT_BUILT_ENGINES = ("vllm", "tensorrt-llm", "sglang")
 
 
-_KEYS = keys()
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """What is said of a file that is checked against a schema. `missing` maps the first part of a key to its hint."""
+
+    noun: str
+    keys: tuple[Key, ...]
+    missing: Mapping[str, str]
+
+
+PROFILE = FileKind(
+    "profile",
+    keys(),
+    {
+        "engine": "add `engine.model`, such as `synthetic:tiny`",
+        "tiers": "add `tiers.host.capacity`, such as `64GiB`",
+    },
+)
 
 
 def refuse_not_built(document: Document) -> None:
@@ -39,26 +59,27 @@ def refuse_not_built(document: Document) -> None:
         )
 
 
-def explain(detail: ErrorDetails, document: Document, path: Path) -> ProfileError:
+def first_mistake(error: ValidationError, document: Document, path: Path, kind: FileKind = PROFILE) -> ProfileError:
+    """The finding that helps most: an unknown key, which often explains the others, or else the first."""
+    details = error.errors(include_url=False)
+    unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
+    return _explain((unknown or details)[0], document, path, kind)
+
+
+def _explain(detail: ErrorDetails, document: Document, path: Path, kind: FileKind) -> ProfileError:
     """Pydantic's finding in our words, at its place."""
     names = [name for name in detail["loc"] if name != "[key]"]
     dotted = ".".join(map(str, names))
     entry = entry_at(document, names)
     if detail["type"] == "extra_forbidden":
         assert entry is not None
-        return located(f"unknown key `{dotted}`", entry.key, hint=_nearest_key(dotted))
+        return located(f"unknown key `{dotted}`", entry.key, hint=_nearest_key(dotted, kind))
     if detail["type"] == "missing":
-        return ProfileError(f"`{dotted}` is missing\n  {path}", hint=_MISSING[dotted.partition(".")[0]])
+        return ProfileError(f"`{dotted}` is missing\n  {path}", hint=kind.missing[dotted.partition(".")[0]])
     message = f"`{dotted}` {_complaint(detail)}"
     if entry is None:
         return ProfileError(f"{message}\n  {path}")
     return located(message, entry.key if entry.section is not None or "[key]" in detail["loc"] else entry.source)
-
-
-_MISSING = {
-    "engine": "add `engine.model`, such as `synthetic:tiny`",
-    "tiers": "add `tiers.host.capacity`, such as `64GiB`",
-}
 
 
 def _complaint(detail: ErrorDetails) -> str:
@@ -83,6 +104,7 @@ _COMPLAINTS = {
     "literal_error": "must be {expected}",
     "greater_than": "must be more than {gt:g}",
     "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt:g}",
     "less_than_equal": "must be at most {le}",
     "dict_type": "must be a section with keys of its own",
     "model_type": "must be a section with keys of its own",
@@ -100,16 +122,16 @@ def _but_is(value: object) -> str:
     return f", not {shown}" if value != "" else ""
 
 
-def _nearest_key(dotted: str) -> str:
+def _nearest_key(dotted: str, kind: FileKind) -> str:
     """Siblings first, then keys of that name elsewhere, then all that the section has."""
     prefix, _, leaf = dotted.rpartition(".")
-    siblings = [key.path.rpartition(".")[2] for key in _KEYS if key.path.rpartition(".")[0] == prefix]
-    elsewhere = {key.path.rpartition(".")[2]: key.path for key in reversed(_KEYS)}
+    siblings = [key.path.rpartition(".")[2] for key in kind.keys if key.path.rpartition(".")[0] == prefix]
+    elsewhere = {key.path.rpartition(".")[2]: key.path for key in reversed(kind.keys)}
     close = difflib.get_close_matches(leaf, siblings, n=1)
     if close:
         return f"did you mean `{close[0]}`?"
     far = difflib.get_close_matches(leaf, elsewhere, n=1, cutoff=0.8)
     if far:
         return f"did you mean `{elsewhere[far[0]]}`?"
-    where = f"`{prefix}`" if prefix else "a profile"
+    where = f"`{prefix}`" if prefix else f"a {kind.noun}"
     return f"{where} has {', '.join(f'`{name}`' for name in siblings)}"

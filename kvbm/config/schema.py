@@ -160,7 +160,7 @@ class Profile(Section):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the profile. `path` is dotted; a section has keys below it and no default of its own."""
+    """One key of a schema. `path` is dotted; a section has keys below it and no default of its own."""
 
     path: str
     description: str
@@ -170,9 +170,9 @@ class Key:
     is_required: bool
 
 
-def keys() -> tuple[Key, ...]:
+def keys(model: type[BaseModel] = Profile) -> tuple[Key, ...]:
     """Every key in the order of the schema, each section before what it holds."""
-    return tuple(_walk(Profile, ""))
+    return tuple(_walk(model, ""))
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:

@@ -14,6 +14,7 @@ the one before, so that what else the machine does meets all of them alike; othe
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ RECORDING = "recording"
 BASELINE, KVBM, FLOOR = "baseline", "kvbm", "floor"
 ARMS = (BASELINE, KVBM, FLOOR)
 SMALLEST_INTERVAL_S = 0.05
-WARM_UP_S = 2.0
 
 Answers = tuple[tuple[Answer, ...], ...]
 
@@ -61,12 +61,13 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """`answers[user][turn - 1]`; `cold_ms` are end-to-end times of first turns, of which the system may be cached."""
+    """`answers[user][turn - 1]`; `cold_ms` are end-to-end times of first turns, of which the system may be cached.
+    `ready_s` is what an engine took from its start to the end of its warm-up: every arm takes about that."""
 
     script: Script
     answers: Answers
     cold_ms: tuple[float, ...]
-    startup_s: float
+    ready_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +106,29 @@ def run_experiment(workload: Workload, engines: Engines, directory: RunDirectory
     directory.write_json("plan.json", {**plan.to_json(), "arms": [list(group) for group in groups]}, indent=None)
     arms: dict[str, ArmResult] = {}
     for position, group in enumerate(groups, start=1):
-        later_s = (len(groups) - position) * (plan.duration_s + (recording.startup_s + WARM_UP_S) * len(group))
-        arms |= run.measure(group, plan, startup_s=recording.startup_s, later_s=later_s)
+        later_s = sum(len(later) * recording.ready_s + plan.duration_s for later in groups[position:])
+        arms |= run.measure(group, plan, recording=recording, later_s=later_s)
     return Experiment(plan, recording, arms)
 
 
 def _interval_s(workload: Workload, cold_ms: tuple[float, ...]) -> float:
-    """Such that computing every prompt takes `target_utilisation` of the time. Later prompts are longer."""
+    """Such that computing every prompt takes `target_utilisation` of the time."""
+    service_s = _service_s(workload, cold_ms)
+    return max(SMALLEST_INTERVAL_S, round(service_s / workload.schedule.target_utilisation, 2))
+
+
+def _service_s(workload: Workload, cold_ms: tuple[float, ...]) -> float:
+    """What a request takes that computes its whole prompt. Later prompts are longer than those that were measured."""
     typical_ms = percentile(cold_ms, 75)
     assert typical_ms is not None
     mean_tokens = sum(workload.prompt_tokens(turn) for turn in range(1, workload.turns + 1)) / workload.turns
-    service_s = typical_ms / 1e3 * mean_tokens / workload.prompt_tokens(1)
-    return max(SMALLEST_INTERVAL_S, round(service_s / workload.schedule.target_utilisation, 2))
+    return typical_ms / 1e3 * mean_tokens / workload.prompt_tokens(1)
+
+
+def _drive_s(group: Sequence[str], plan: Plan, recording: Recording) -> float:
+    """How long a group's requests take: as planned, unless the baseline cannot keep up with the schedule."""
+    service_s = _service_s(plan.workload, recording.cold_ms) if BASELINE in group else 0.0
+    return max(plan.duration_s, len(plan.requests) * service_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +159,10 @@ class _Run:
         with self.engines(RECORDING) as engine, Control(engine.base_url, engine.model) as control:
             self.progress.phase("recording: writing the conversations")
             script = Script.write(self.workload, control.tokenize)
-            self._warm_up(script, engine, control)
+            warm_up_s = self._warm_up(script, engine, control)
             self.progress.phase(f"recording: {self.workload.request_count} answers without kvbm")
             answers, cold_ms = asyncio.run(self._record_answers(script, engine))
-            return Recording(script, answers, cold_ms, engine.startup_s), engine.model
+            return Recording(script, answers, cold_ms, engine.startup_s + warm_up_s), engine.model
 
     async def _record_answers(self, script: Script, engine: RunningEngine) -> tuple[Answers, tuple[float, ...]]:
         """One request at a time, everyone's first turn, then everyone's second, ..."""
@@ -169,21 +181,22 @@ class _Run:
                     self.progress.row(row)
         return tuple(map(tuple, answers)), tuple(cold_ms)
 
-    def measure(self, group: Sequence[str], plan: Plan, *, startup_s: float, later_s: float) -> dict[str, ArmResult]:
+    def measure(
+        self, group: Sequence[str], plan: Plan, *, recording: Recording, later_s: float
+    ) -> dict[str, ArmResult]:
         """The arms of a group, each in an engine of its own, at once. The other arguments are for the time left."""
+        drive_s = _drive_s(group, plan, recording)
         with ExitStack() as stack:
             ready: list[_ReadyArm] = []
             for position, name in enumerate(group, start=1):
-                rest_s = (len(group) - position) * (startup_s + WARM_UP_S) + plan.duration_s + later_s
-                self.progress.phase(
-                    f"{name}: starting the engine", expected_s=startup_s + WARM_UP_S, remaining_s=rest_s
-                )
+                rest_s = (len(group) - position) * recording.ready_s + drive_s + later_s
+                self.progress.phase(f"{name}: starting the engine", expected_s=recording.ready_s, remaining_s=rest_s)
                 engine = stack.enter_context(self.engines(name))
                 control = stack.enter_context(Control(engine.base_url, engine.model))
                 self._warm_up(plan.script, engine, control)
                 ready.append(_ReadyArm(name, engine, control, self._keep(control.metrics(), name, "before")))
             text = f"{', '.join(group)}: {len(plan.requests) * len(group)} requests"
-            self.progress.phase(text, expected_s=plan.duration_s, remaining_s=later_s)
+            self.progress.phase(text, expected_s=drive_s, remaining_s=later_s)
             offsets = (position * plan.interval_s / len(group) for position in range(len(group)))
             targets = [arm.target(offset_s) for arm, offset_s in zip(ready, offsets, strict=True)]
             result = asyncio.run(drive(plan, targets, on_row=self._take_row))
@@ -202,8 +215,12 @@ class _Run:
             engine_ended=ended,
         )
 
-    def _warm_up(self, script: Script, engine: RunningEngine, control: Control) -> None:
-        """The first long prompt of a process pays for memory and threads; it should not be a measured one."""
+    def _warm_up(self, script: Script, engine: RunningEngine, control: Control) -> float:
+        """The first long prompt of a process pays for memory and threads; it should not be a measured one.
+
+        Returns the seconds that this took.
+        """
+        started = time.monotonic()
 
         async def once() -> Row:
             async with open_session() as session:
@@ -214,6 +231,7 @@ class _Run:
         if row.error is not None:
             raise EngineError(f"the warm-up request failed: {row.error}")
         control.reset_cache()
+        return time.monotonic() - started
 
     def _unplanned(self, model: str, prompt: list[int], user: int, turn: int) -> PlannedRequest:
         """A request outside the schedule: the recording's, the warm-up's."""

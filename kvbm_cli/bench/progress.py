@@ -1,6 +1,7 @@
 """What is shown while a run goes on, on stderr: one live line on a terminal, a line per phase elsewhere.
 
 The live line is drawn a few times per second by a thread of its own; the load client only changes plain attributes.
+It is never wider than the terminal: a line that wraps cannot be drawn over.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 REFRESH_PER_SECOND = 4
 BAR_CELLS = 20
+SMALLEST_BAR_CELLS = 8
 
 
 class ShownProgress:
@@ -82,15 +84,27 @@ class ShownProgress:
         from rich.text import Text
 
         left_s, passed_s = self.left_s(), time.monotonic() - self._started
-        parts = [self._text]
+        clock = f"{duration(left_s)} left" if left_s is not None else f"{duration(passed_s)} so far"
+        room = self._console.width - 1  # some terminals wrap after a character in the last column
+        words = self._words(clock, room)
+        cells = min(BAR_CELLS, room - len(words) - 2)
+        cells = cells if cells >= SMALLEST_BAR_CELLS else 0
+        filled = round(cells * passed_s / (passed_s + left_s)) if left_s else 0
+        line = Text.assemble(("━" * filled, "green"), ("━" * (cells - filled), "dim"), "  " if cells else "", words)
+        line.no_wrap = True
+        line.truncate(room, overflow="ellipsis")
+        return line
+
+    def _words(self, clock: str, room: int) -> str:
+        """Phase, what was answered and `clock`; the least important is left out until the rest fits into `room`."""
+        details = []
         if self._answered or self._failed:
-            parts.append(f"{self._answered} answered" + (f", {self._failed} failed" if self._failed else ""))
+            details.append(f"{self._answered} answered" + (f", {self._failed} failed" if self._failed else ""))
         if self._last_ttft_ms is not None:
-            parts.append(f"first token {self._last_ttft_ms:.0f} ms")
-        parts.append(f"{duration(left_s)} left" if left_s is not None else f"{duration(passed_s)} so far")
-        filled = round(BAR_CELLS * passed_s / (passed_s + left_s)) if left_s is not None else 0
-        bar = "━" * filled
-        return Text.assemble((bar, "green"), ("━" * (BAR_CELLS - filled), "dim"), "  ", " · ".join(parts))
+            details.append(f"first token {self._last_ttft_ms:.0f} ms")
+        while len(words := " · ".join([self._text, *details, clock])) > room and details:
+            details.pop()
+        return words
 
 
 def duration(seconds: float) -> str:

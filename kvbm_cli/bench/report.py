@@ -13,6 +13,7 @@ WIDTH = 80
 BAR_CELLS = 10
 NUMBER_WIDTHS = (6, 6, 6, 6, 7, 7, 9, 7)
 EIGHTHS = " ▏▎▍▌▋▊▉█"
+UNMEASURED = ("invalid", "wrong")
 COLOURS = {"faster": "green", "same": "yellow", "slower": "red", "invalid": "red", "wrong": "red"}
 
 
@@ -27,6 +28,7 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
         f"{summary['plan']['interval_s']:g} s",
         highlight=False,
     )
+    console.print(_schedule_line(summary), highlight=False)
     console.print(_arms_table(summary))
     for line in _turn_lines(summary["arms"]):
         console.print(Text(line))
@@ -40,6 +42,14 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
     for caveat in summary["caveats"]:
         console.print(Padding(Text(f"note: {caveat}", style="dim"), (0, 0, 0, 2)))
     console.print(f"\nevery request: {directory}", highlight=False, soft_wrap=True)
+
+
+def _schedule_line(summary: dict[str, Any]) -> str:
+    """How the arms ran, without which the numbers cannot be compared with another run's."""
+    if summary["workload"]["schedule"]["arms"] == "interleaved":
+        apart_s = summary["plan"]["interval_s"] / len(summary["arms"])
+        return f"arms: interleaved, all engines at the same time, launches {apart_s:.3g} s apart"
+    return "arms: in turn, one engine after the other"
 
 
 def _arms_table(summary: dict[str, Any]) -> Table:
@@ -58,7 +68,6 @@ def _arms_table(summary: dict[str, Any]) -> Table:
     table.add_section()
     for label, tier in (("from G1", "g1"), ("from G2", "g2"), ("computed", "computed")):
         table.add_row(f"prompt tokens {label}, all turns", *(_count(arm["prompt_tokens"][tier]) for arm in arms))
-    table.add_row("output tokens per s", *(_milliseconds(arm["throughput"]["output_tokens_per_s"]) for arm in arms))
     table.add_row("requests that failed", *(_count(arm["errors"]) for arm in arms))
     return table
 
@@ -112,7 +121,7 @@ def _outputs_line(summary: dict[str, Any]) -> str:
 
 def _floor_line(summary: dict[str, Any]) -> str | None:
     ratio, share = summary["kvbm_over_floor"], summary["share_of_possible_gain"]
-    if ratio is None:
+    if ratio is None or summary["verdict"] in UNMEASURED:
         return None
     gain = "" if share is None else f"; {share:.0%} of the gain that is possible"
     return f"kvbm's TTFT is {ratio:.2f} times the all-hit floor (G1 large enough for everything){gain}"

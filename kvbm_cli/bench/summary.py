@@ -18,6 +18,7 @@ from kvbm_cli.bench.statistics import PairedRatio, busy_share, paired_ratio, spr
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Limits, Verdict, judge
 
 FORMAT = 1
+UNMEASURED = (Verdict.INVALID, Verdict.WRONG)
 FEW_SAMPLES = 100
 ONBOARDED_BLOCKS = "kvbm_onboard_blocks_h2d"
 TIERS = ("g1", "g2", "computed")
@@ -63,7 +64,7 @@ def summarise(
         "ttft_speedup": _quotient(p50[BASELINE], p50[KVBM]),
         "ttft_speedup_paired": _ratio(ratio),
         "kvbm_over_floor": _quotient(p50[KVBM], p50[FLOOR]),
-        "share_of_possible_gain": _share_of_gain(p50),
+        "share_of_possible_gain": None if judgement.verdict in UNMEASURED else _share_of_gain(p50),
         "outputs_equal": evidence.compared_count > 0 and judgement.verdict is not Verdict.WRONG,
         "different_answers": {name: [list(key) for key in outputs[name].answers] for name in ARMS},
         "largest_logprob_difference": {name: outputs[name].logprob for name in ARMS},

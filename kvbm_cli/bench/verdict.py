@@ -164,11 +164,14 @@ def _sentence(verdict: Verdict, evidence: Evidence) -> str:
     assert ratio is not None
     assert evidence.baseline_ttft_ms is not None
     assert evidence.kvbm_ttft_ms is not None
-    medians = f"{evidence.kvbm_ttft_ms:.0f} ms instead of {evidence.baseline_ttft_ms:.0f} ms (median)"
+    medians = f"the medians are {evidence.kvbm_ttft_ms:.0f} ms and {evidence.baseline_ttft_ms:.0f} ms"
     if verdict is Verdict.FASTER:
         times, interval = f"{ratio.ratio:.1f} times faster", f"{ratio.low:.1f} to {ratio.high:.1f}"
     elif verdict is Verdict.SLOWER:
         times, interval = f"{1 / ratio.ratio:.2f} times slower", f"{1 / ratio.high:.2f} to {1 / ratio.low:.2f}"
     else:
-        times, interval = "the same", f"speed-up {ratio.low:.2f} to {ratio.high:.2f}"
-    return f"from turn 2 on the first token comes {times} with kvbm (95 % interval {interval}): {medians}, same outputs"
+        times, interval = f"{ratio.ratio:.2f} times as fast", f"{ratio.low:.2f} to {ratio.high:.2f}"
+    return (
+        f"from turn 2 on the first token comes {times} with kvbm, same outputs (geometric mean over pairs of equal "
+        f"requests; 95 % interval {interval} over the users of this run, which says nothing of other runs); {medians}"
+    )

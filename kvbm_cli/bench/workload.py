@@ -10,17 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from kvbm.errors import ProfileError, UsageError
+from kvbm.config.document import Document, plain_values, read_document, read_file
+from kvbm.config.mistakes import FileKind, first_mistake
+from kvbm.config.schema import Section, keys
+from kvbm.errors import UsageError
 from kvbm_cli.shipped import workloads_directory
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Schedule(_Section):
+class Schedule(Section):
     """When requests are launched: a fixed time apart, whether or not earlier ones have been answered (open loop).
 
     Without `interval_s` it is chosen, before any arm is measured, such that an engine that computes every prompt is
@@ -29,24 +28,45 @@ class Schedule(_Section):
     a machine with room for all of them. `in_turn` runs one engine after the other.
     """
 
-    arms: Literal["interleaved", "in_turn"] = "in_turn"
-    interval_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    target_utilisation: float = Field(default=0.5, gt=0, lt=1)
+    arms: Literal["interleaved", "in_turn"] = Field(
+        default="in_turn",
+        description="`in_turn` runs one arm's engine after the other; `interleaved` runs all at once, their launches "
+        "evenly spread over the interval, and needs a machine with room for all of them.",
+    )
+    interval_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds between two launches of an arm; left out, it follows from `target_utilisation`.",
+    )
+    target_utilisation: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="Share of the time that an engine which computes every prompt should be busy; the interval is "
+        "chosen for it on this machine.",
+    )
 
 
-class Workload(_Section):
-    name: str = Field(min_length=1)
-    description: str = ""
-    seed: int = Field(default=0, ge=0)
-    users: int = Field(ge=1)
-    turns: int = Field(ge=1)
-    system_tokens: int = Field(ge=0)
-    history_tokens: int = Field(ge=1)
-    question_tokens: int = Field(ge=1)
-    answer_tokens: int = Field(ge=1)
-    history: Literal["recorded"] = "recorded"
-    schedule: Schedule = Schedule()
-    request_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+class Workload(Section):
+    name: str = Field(min_length=1, description="What the result calls it.")
+    description: str = Field(default="", description="One line on what it stands for.")
+    seed: int = Field(default=0, ge=0, description="Seed of the random text that users say.")
+    users: int = Field(ge=1, description="Conversations, which take turns in a fixed order.")
+    turns: int = Field(
+        ge=1, description="Requests of each user. A cache helps from the second on, so a run needs at least 2."
+    )
+    system_tokens: int = Field(ge=0, description="Tokens at the start of every prompt, the same for all users.")
+    history_tokens: int = Field(ge=1, description="Tokens of an own history that each user brings along.")
+    question_tokens: int = Field(ge=1, description="Tokens that a user adds in each turn.")
+    answer_tokens: int = Field(ge=1, description="Tokens of every answer, no more and no less.")
+    history: Literal["recorded"] = Field(
+        default="recorded", description="Earlier answers in a prompt are the recorded ones, in every arm."
+    )
+    schedule: Schedule = Field(default=Schedule(), description="When requests are launched.")
+    request_timeout_s: float = Field(
+        default=60.0, gt=0, allow_inf_nan=False, description="Seconds after which a request counts as failed."
+    )
 
     def prompt_tokens(self, turn: int) -> int:
         """Length of the prompt of turn 1, 2, ..."""
@@ -68,6 +88,13 @@ class Workload(_Section):
         return self.users * self.turns
 
 
+KEYS = keys(Workload)
+_REQUIRED = tuple(key.path for key in KEYS if key.is_required)
+_KIND = FileKind(
+    "workload", KEYS, dict.fromkeys(_REQUIRED, f"a workload needs {', '.join(f'`{name}`' for name in _REQUIRED)}")
+)
+
+
 def shipped_workloads() -> dict[str, Path]:
     """Name to file."""
     return {path.stem: path for path in sorted(workloads_directory().glob("*.yaml"))}
@@ -77,34 +104,22 @@ def load_workload(name_or_path: str) -> Workload:
     """A shipped workload by name, or a file. UsageError if there is none, ProfileError if it is wrong."""
     shipped = shipped_workloads()
     path = shipped.get(name_or_path, Path(name_or_path))
+    names = ", ".join(f"`{name}`" for name in shipped)
     if not path.is_file():
         raise UsageError(
-            f"no workload named {name_or_path}, and no such file", hint=f"shipped workloads: {', '.join(shipped)}"
+            f"no workload is named `{name_or_path}`, and there is no such file",
+            hint=f"shipped: {names}; `docs/reference/workload.md` has the keys of a file",
         )
-    return parse_workload(path.read_text(encoding="utf-8"), source=str(path))
+    return _validated(read_file(path, noun="workload"), path)
 
 
 def parse_workload(text: str, *, source: str) -> Workload:
-    import yaml
+    """The workload that `text` describes; `source` is what mistakes are said to be in."""
+    return _validated(read_document(text, label=source, noun="workload"), Path(source))
 
+
+def _validated(document: Document, path: Path) -> Workload:
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ProfileError(f"{source} is not YAML: {error}") from error
-    try:
-        return Workload.model_validate(content)
+        return Workload.model_validate(plain_values(document))
     except ValidationError as error:
-        raise ProfileError(f"{source}: {_explain(error)}", hint=f"keys: {', '.join(Workload.model_fields)}") from error
-
-
-def _explain(error: ValidationError) -> str:
-    sentences = []
-    for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"]) or "the file"
-        if problem["type"] == "extra_forbidden":
-            sentences.append(f"unknown key {key}")
-        elif problem["type"] == "missing":
-            sentences.append(f"{key} is missing")
-        else:
-            sentences.append(f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
-    return "; ".join(sentences)
+        raise first_mistake(error, document, path, _KIND) from None

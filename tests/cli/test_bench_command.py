@@ -71,12 +71,26 @@ def test_the_page_fits_80_columns_and_says_verdict_load_and_where_the_files_are(
     assert max(len(line) for line in lines if "every request" not in line) <= 80
     text = " ".join(page.split())
     assert "faster: from turn 2 on the first token comes" in text
+    assert "arms: interleaved, all engines at the same time, launches 0.04 s apart" in text
+    assert "geometric mean over pairs" in text
+    assert "over the users of this run, which says nothing of other runs" in text
     assert "baseline load: busy" in text
+    assert "output tokens per s" not in text
     assert "in its queue" in text
     assert "times the all-hit floor" in text
     assert str(tmp_path / "run") in page
     for word in ("baseline", "kvbm", "floor", "turn 1", "turn 2", "computed", "failed"):
         assert word in page
+
+
+def test_an_invalid_run_says_nothing_of_a_gain(tmp_path, capsys):
+    in_turn = WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.12)})
+    assert measure(tmp_path, MockEngines().changed("kvbm", g2_blocks=0), as_json=False, workload=in_turn) == 11
+    page = capsys.readouterr().out
+    assert "invalid: nothing was measured" in page
+    assert "arms: in turn, one engine after the other" in page
+    assert "gain" not in page
+    assert "floor (" not in page
 
 
 def test_progress_goes_to_stderr(tmp_path, capsys):

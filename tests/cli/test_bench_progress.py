@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 
 import pytest
@@ -33,6 +34,23 @@ def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left():
     text = shown.getvalue()
     assert "kvbm: 24 requests · 1 answered, 1 failed · first token 12 ms · 1 min" in text
     assert " left" in text
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 100])
+def test_the_live_line_never_wraps(width):
+    shown = io.StringIO()
+    with ShownProgress(Console(file=shown, width=width, force_terminal=True, color_system=None)) as progress:
+        progress.phase("baseline, kvbm, floor: 72 requests", expected_s=600.0, remaining_s=30.0)
+        for _ in range(14):
+            progress.row(row(1234.0))
+        progress.row(row(None, "HTTP 503"))
+        time.sleep(0.6)  # two refreshes of the live line
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", shown.getvalue()).replace("\n", "\r").split("\r")
+    assert max(len(line) for line in lines) < width
+    last = next(line for line in reversed(lines) if line.strip())
+    assert "baseline, kvbm" in last
+    assert (" left" in last) == (width >= 60)
+    assert ("15 answered" in last or "14 answered, 1 failed" in last) == (width >= 80)
 
 
 def test_time_left_shrinks_and_never_falls_below_what_comes_after_the_phase():

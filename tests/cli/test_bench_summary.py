@@ -116,6 +116,7 @@ def test_no_token_from_g2_is_invalid():
     summary = summarise(experiment(kvbm=arm("kvbm", 500.0, 20.0, (432, 0))), surroundings={})
     assert summary["verdict"] == "invalid"
     assert "no prompt token came from G2" in summary["explanation"]
+    assert summary["share_of_possible_gain"] is None
 
 
 def test_one_other_token_is_wrong_and_named():

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvbm.errors import ProfileError, UsageError
-from kvbm_cli.bench.workload import Workload, load_workload, parse_workload, shipped_workloads
+from kvbm_cli.bench.workload import KEYS, Workload, load_workload, parse_workload, shipped_workloads
 
+GUIDE = Path(__file__).parents[2] / "docs/guide/bench.md"
 TEXT = """
 name: small
 users: 3
@@ -42,37 +45,76 @@ def test_a_file_of_ones_own_is_read(tmp_path):
 
 
 def test_a_name_that_is_none_lists_the_shipped_ones():
-    with pytest.raises(UsageError, match="no workload named nonsense") as caught:
+    with pytest.raises(UsageError, match="no workload is named `nonsense`") as caught:
         load_workload("nonsense")
     assert "conversations" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "message", "marked"),
     [
-        ("user: 3", "here: unknown key user"),
-        ("users: 0", "users = 0: input should be greater than or equal to 1"),
-        ("users: '3'", "users = '3': input should be a valid integer"),
-        ("schedule: {interval: 3}", "unknown key schedule.interval"),
-        ("schedule: {target_utilisation: 1.5}", "schedule.target_utilisation = 1.5"),
-        ("history: live", "history = 'live'"),
+        ("seed: -1", "`seed` must be at least 0, not `-1`", "-1"),
+        ("seed: '3'", "`seed` must be a whole number, not the text `3`", "'3'"),
+        ("schedule: {target_utilisation: 1.5}", "`schedule.target_utilisation` must be less than 1, not `1.5`", "1.5"),
+        ("history: live", "`history` must be 'recorded', not the text `live`", "live"),
+        ("request_timeout_s: .inf", "`request_timeout_s` must be a number, not the text `.inf`", ".inf"),
+        ("users: 4", "`users` appears twice; it is already on line 3", "users"),
+        ("seed: {", "not valid YAML", ""),
     ],
 )
-def test_a_mistake_names_key_and_value(line, message):
-    with pytest.raises(ProfileError, match="here") as caught:
+def test_a_mistake_shows_its_line_with_a_caret(line, message, marked):
+    with pytest.raises(ProfileError) as caught:
+        parse_workload(f"{TEXT}{line}\n", source="here.yaml")
+    assert caught.value.message.startswith(message)
+    shown = caught.value.message.splitlines()
+    assert shown[1].startswith("  here.yaml:")
+    if marked:
+        assert shown[3].endswith(f"| {line}")
+        begin = shown[4].index("^")
+        assert shown[3][begin : begin + shown[4].count("^")] == marked
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "nearest"),
+    [("user: 3", "user", "users"), ("schedule: {intervall_s: 3}", "schedule.intervall_s", "interval_s")],
+)
+def test_an_unknown_key_is_told_the_nearest_right_one(line, key, nearest):
+    with pytest.raises(ProfileError, match=f"unknown key `{key}`") as caught:
         parse_workload(f"{TEXT}{line}\n", source="here")
-    assert message in caught.value.message
+    assert caught.value.hint == f"did you mean `{nearest}`?"
 
 
-def test_a_missing_key_is_named():
-    with pytest.raises(ProfileError, match="turns is missing"):
-        parse_workload(TEXT.replace("turns: 2\n", ""), source="here")
-
-
-@pytest.mark.parametrize("text", ["", "- 1\n", "name: [\n"])
-def test_what_is_no_mapping_is_refused(text):
-    with pytest.raises(ProfileError, match="here"):
+@pytest.mark.parametrize(("text", "key"), [(TEXT.replace("turns: 2\n", ""), "turns"), ("", "name"), ("# no\n", "name")])
+def test_a_missing_key_is_named_and_the_hint_has_all_that_are_needed(text, key):
+    with pytest.raises(ProfileError, match=f"`{key}` is missing\n  here") as caught:
         parse_workload(text, source="here")
+    assert "`name`, `users`, `turns`, `system_tokens`" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("- 1\n", "a workload is a mapping of keys"), ("name: [\n", "not valid YAML")]
+)
+def test_what_is_no_mapping_is_refused_once(text, message):
+    with pytest.raises(ProfileError, match=message) as caught:
+        parse_workload(text, source="here")
+    assert "unicode" not in caught.value.message
+    assert caught.value.__cause__ is None
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ProfileError, match="is not a text file in UTF-8"):
+        load_workload(str(tmp_path / "binary.yaml"))
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)
+def test_every_key_is_described_in_sentences(key):
+    assert key.description.endswith(".")
+
+
+def test_the_example_of_the_guide_is_a_workload():
+    example = GUIDE.read_text().split("```yaml\n")[1].split("```")[0]
+    assert parse_workload(example, source="mine.yaml").name == "mine"
 
 
 def test_a_workload_cannot_be_changed():
