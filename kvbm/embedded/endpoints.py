@@ -184,7 +184,7 @@ class _Endpoints:
         wanted = parse_tokenize(await _body(request))
         check_model(served.engine, wanted.model)
         assert not isinstance(wanted.prompt, list), "tokens need no tokenizing"
-        token_ids = await encode(served.codec, wanted.prompt)
+        token_ids = await encode(served.codec, wanted.prompt, max_tokens=served.engine.max_model_len)
         texts = (
             [served.codec.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
             if wanted.return_token_strings

@@ -13,6 +13,7 @@ from kvbm.embedded.fields import RequestError, wrong
 from kvbm.embedded.protocol import CompletionRequest, Conversation, Generation, Prompt, Text
 from kvbm.embedded.request import SamplingParams
 
+MAX_CHARACTERS_PER_TOKEN = 128  # far more than any text has on average
 LONG_TEXT_CHARACTERS = 16_384  # above, the tokenizer runs beside the event loop
 
 
@@ -47,17 +48,24 @@ async def _token_ids(served: Served, prompt: Prompt) -> list[int]:
     if isinstance(prompt, list):
         check_token_ids(served, prompt, "prompt")
         return prompt
-    token_ids = await encode(served.codec, prompt)
+    token_ids = await encode(served.codec, prompt, max_tokens=served.engine.max_model_len)
     if not token_ids:
         raise RequestError("the prompt has no tokens: it must have at least one", param="prompt")
     return token_ids
 
 
-async def encode(codec: TextCodec, prompt: Text | Conversation) -> list[int]:
+async def encode(codec: TextCodec, prompt: Text | Conversation, *, max_tokens: int) -> list[int]:
+    """The prompt's tokens. RequestError for a text that is far too long for `max_tokens`, before time goes into it."""
     if isinstance(prompt, Text):
         text, add_special_tokens = prompt.text, prompt.add_special_tokens
     else:
         text, add_special_tokens = codec.render(prompt), False
+    if len(text) > max_tokens * MAX_CHARACTERS_PER_TOKEN:
+        raise RequestError(
+            f"the prompt has {len(text)} characters: that cannot be the {max_tokens} tokens that this engine takes",
+            param="prompt",
+            code="context_length_exceeded",
+        )
     if len(text) > LONG_TEXT_CHARACTERS:
         return await asyncio.to_thread(codec.encode, text, add_special_tokens=add_special_tokens)
     return codec.encode(text, add_special_tokens=add_special_tokens)

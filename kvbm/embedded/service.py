@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 
@@ -22,14 +23,14 @@ class Service:
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
 
     def status(self) -> tuple[int, Json]:
-        """HTTP status and body of /health."""
+        """HTTP status and body of /health. The pid tells whoever started this process from a stranger on its port."""
         if self.failure is not None:
             return 503, {"status": "dead", "error": self.failure}
         if self.is_stopping:
             return 503, {"status": "stopping"}
         if self.served is None:
             return 503, {"status": "loading", "phase": self.phase}
-        return 200, {"status": "ok"}
+        return 200, {"status": "ok", "pid": os.getpid()}
 
     def ready(self) -> Served:
         """What serves. RequestError 503 without it."""

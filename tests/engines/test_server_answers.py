@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from typing import Any
 
 import pytest
@@ -418,7 +419,7 @@ def test_health_tells_loading_serving_stopping_and_dead_apart() -> None:
             status, body = await client.post(COMPLETIONS, prompt="a")
             assert (status, body["error"]["message"]) == (503, "the engine is loading: loading synthetic:tiny")
             client.service.served = serve_written(WrittenEngine(), byte_codec())
-            assert await client.get("/health") == (200, {"status": "ok"})
+            assert await client.get("/health") == (200, {"status": "ok", "pid": os.getpid()})
             client.service.is_stopping = True
             assert await client.get("/health") == (503, {"status": "stopping"})
             client.service.failure = "it died"

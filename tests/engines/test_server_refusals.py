@@ -51,6 +51,14 @@ def test_refusals_are_openai_errors_with_their_status() -> None:
             (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400, "`max_tokens` is -1: it must be", "max_tokens", None),
             (
                 COMPLETIONS,
+                {"prompt": "a " * 300_000},
+                400,
+                "the prompt has 600000 characters: that cannot be the 4096 tokens that this engine takes",
+                "prompt",
+                "context_length_exceeded",
+            ),
+            (
+                COMPLETIONS,
                 {"prompt": [1] * 4096},
                 400,
                 "the prompt has 4096 tokens: with at least one generated token it must fit into the 4096 tokens",
