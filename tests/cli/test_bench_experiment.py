@@ -83,6 +83,20 @@ def test_without_an_interval_the_cold_prompts_fix_it(tmp_path):
     assert experiment.plan.interval_s == pytest.approx(sorted(cold_ms)[1] / 1e3 / 0.8, rel=0.5)
 
 
+def test_time_left_is_that_of_the_work_where_a_baseline_cannot_keep_up_with_the_schedule(tmp_path):
+    class Expecting(SilentProgress):
+        def phase(self, text, *, expected_s=None, remaining_s=None):
+            expected[text] = expected_s
+
+    expected = {}
+    workload = WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.001)})
+    with closing(RunDirectory.create(tmp_path / "run")) as directory:
+        experiment = run_experiment(workload, MockEngines(), directory, Expecting())
+    assert expected["kvbm: 6 requests"] == experiment.plan.duration_s == 0.006
+    assert expected["baseline: 6 requests"] >= 6 * min(experiment.recording.cold_ms) / 1e3
+    assert expected["kvbm: starting the engine"] == experiment.recording.ready_s > 0
+
+
 def test_an_answer_that_differs_is_wrong(tmp_path):
     _, summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={4: "wrong"}))
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
