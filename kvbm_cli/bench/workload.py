@@ -54,7 +54,7 @@ class Workload(Section):
     seed: int = Field(default=0, ge=0, description="Seed of the random text that users say.")
     users: int = Field(ge=1, description="Conversations, which take turns in a fixed order.")
     turns: int = Field(
-        ge=1, description="Requests of each user. A cache helps from the second on, so a run needs at least 2."
+        ge=2, description="Requests of each user. A cache helps from the second on, which is what is measured."
     )
     system_tokens: int = Field(ge=0, description="Tokens at the start of every prompt, the same for all users.")
     history_tokens: int = Field(ge=1, description="Tokens of an own history that each user brings along.")
