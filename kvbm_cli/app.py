@@ -5,6 +5,7 @@ Bodies live in the other modules and are imported when they run, so that `kvbm -
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -146,7 +147,19 @@ def profile_check(profile: ProfileArgument, set_: SetOption = None) -> None:
 
 
 def main() -> None:
+    _repair_streams()
     sys.exit(run(sys.argv[1:]))
+
+
+def _repair_streams() -> None:
+    """Output that was closed (`2>&-`) goes nowhere; a character that the terminal's encoding lacks becomes `?`."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import LaunchPlan
@@ -161,11 +161,16 @@ class EngineProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def _phase_unless_healthy(self) -> str | None:
-        """None when the health address answers 200; until then what the engine says there, or its last log line."""
+        """None when the engine answers 200 at its health address; until then what it says there, or its last log line.
+
+        The answer names its process: a stranger may have taken the port before the engine could.
+        """
         status, body = _get(self.plan.health_url)
-        if status == http.HTTPStatus.OK:
+        answer = _object_in(body)
+        if status == http.HTTPStatus.OK and answer.get("pid") == self.pid:
             return None
-        self._reported_phase = _phase_in(body) or self._reported_phase
+        phase = answer.get("phase")
+        self._reported_phase = phase if isinstance(phase, str) else self._reported_phase
         return self._reported_phase or next(reversed(self._log_lines()), "starting")
 
     def _log_lines(self) -> list[str]:
@@ -235,6 +240,8 @@ def _check_program(plan: LaunchPlan) -> None:
 def _open_log(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not (path.is_file() or path.is_dir()) and path.resolve() != Path(os.devnull):
+            raise OSError(errno.EINVAL, "is no regular file")
         return path.open("ab")
     except OSError as error:
         raise EnvironmentProblem(
@@ -257,10 +264,9 @@ def _get(url: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def _phase_in(body: bytes) -> str | None:
+def _object_in(body: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(body)
     except ValueError:
-        return None
-    phase = answer.get("phase") if isinstance(answer, dict) else None
-    return phase if isinstance(phase, str) else None
+        return {}
+    return answer if isinstance(answer, dict) else {}

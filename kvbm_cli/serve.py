@@ -82,8 +82,9 @@ class _Signals:
         self._previous = {number: signal.getsignal(number) for number in FORWARDED}
 
     def __enter__(self) -> _Signals:
-        for number in FORWARDED:
-            signal.signal(number, self._note)
+        for number, handler in self._previous.items():
+            if handler is not signal.SIG_IGN:  # as under `nohup`
+                signal.signal(number, self._note)
         return self
 
     def __exit__(self, *ended: object) -> None:

@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis  # noqa: F401  its plugin would load it at the end of a run, where Python 3.11 may fail to compile it
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -12,6 +12,7 @@ what is being answered gets `drain_timeout_s` to end; a second signal ends the p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -168,7 +169,8 @@ class Server:
         self._stop.set()
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk under the log is no reason to stop serving
+            print(text, file=sys.stderr, flush=True)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

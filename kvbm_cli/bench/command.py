@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvbm.errors import KvbmError, UsageError
+from kvbm.errors import EnvironmentProblem, KvbmError, UsageError
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -64,7 +65,10 @@ def measure(
 
     directory = RunDirectory.create(output)
     surroundings = _surroundings(resolved)
-    previous_handler = signal.signal(signal.SIGTERM, _interrupt)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     try:
         with ShownProgress(Console(stderr=True)) as progress:
             engines = engines or ProfileEngines(resolved.profile, workload, directory)
@@ -79,14 +83,20 @@ def measure(
     except KvbmError as error:
         directory.write_json("summary.json", interrupted_summary(error.message, surroundings))
         raise
+    except OSError as error:
+        reason = f"cannot write to {directory.path}: {(error.strerror or str(error)).lower()}"
+        with contextlib.suppress(OSError):
+            directory.write_json("summary.json", interrupted_summary(reason, surroundings))
+        raise EnvironmentProblem(reason) from None
     finally:
-        signal.signal(signal.SIGTERM, previous_handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         directory.close()
     directory.write_json("summary.json", summary)
     if as_json:
         print(json.dumps(summary, indent=2))
     else:
-        show(summary, Console(width=min(WIDTH, Console().width)), directory=directory.path)
+        show(summary, Console(width=WIDTH, markup=False), directory=directory.path)
     return Verdict(summary["verdict"]).exit_code
 
 

@@ -210,10 +210,17 @@ class _Run:
             client_cpu_share=result.client_cpu_share,
             started_unix_s=result.started_unix_s,
             duration_s=result.duration_s,
-            metrics=None if ended else MetricsDelta(arm.before, self._keep(arm.control.metrics(), arm.name, "after")),
+            metrics=None if ended else self._metrics_after(arm),
             startup_s=arm.engine.startup_s,
             engine_ended=ended,
         )
+
+    def _metrics_after(self, arm: _ReadyArm) -> MetricsDelta | None:
+        """None from an engine that hangs, or died this moment: its requests are rows with errors already."""
+        try:
+            return MetricsDelta(arm.before, self._keep(arm.control.metrics(), arm.name, "after"))
+        except EngineError:
+            return None
 
     def _warm_up(self, script: Script, engine: RunningEngine, control: Control) -> float:
         """The first long prompt of a process pays for memory and threads; it should not be a measured one.

@@ -37,7 +37,7 @@ def summarise(
     arms = {name: _arm(plan, experiment.arms[name]) for name in ARMS}
     rows = {name: experiment.arms[name].rows for name in ARMS}
     outputs = {name: compare_outputs(plan, rows[name]) for name in ARMS}
-    ratio = paired_ratio(_pairs(rows[BASELINE], rows[KVBM]), seed=plan.workload.seed)
+    ratio = paired_ratio(_pairs(rows[BASELINE], rows[KVBM]))
     p50 = {name: arms[name]["ttft_ms"]["p50"] for name in ARMS}
     transfers = _transfers(arms[KVBM])
     evidence = Evidence(
@@ -227,7 +227,7 @@ def _ratio(ratio: PairedRatio | None) -> dict[str, Any] | None:
         return None
     return {
         "geometric_mean": ratio.ratio,
-        "interval_95": [ratio.low, ratio.high],
+        "interval_95": [ratio.low, ratio.high] if ratio.user_count > 1 else None,
         "pairs": ratio.pair_count,
         "users": ratio.user_count,
     }

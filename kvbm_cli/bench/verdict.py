@@ -152,11 +152,19 @@ def _caveats(evidence: Evidence, limits: Limits) -> list[str]:
 def _compare(evidence: Evidence, limits: Limits) -> Verdict:
     ratio = evidence.ratio
     assert ratio is not None
-    if ratio.low > 1 and ratio.ratio > 1 + limits.margin:
+    medians = _quotient(evidence)
+    if ratio.low > 1 and min(ratio.ratio, medians) > 1 + limits.margin:
         return Verdict.FASTER
-    if ratio.high < 1 and ratio.ratio < 1 / (1 + limits.margin):
+    if ratio.high < 1 and max(ratio.ratio, medians) < 1 / (1 + limits.margin):
         return Verdict.SLOWER
     return Verdict.SAME
+
+
+def _quotient(evidence: Evidence) -> float:
+    """Of the medians, which a few slow requests do not move."""
+    assert evidence.baseline_ttft_ms is not None
+    assert evidence.kvbm_ttft_ms is not None
+    return evidence.baseline_ttft_ms / evidence.kvbm_ttft_ms
 
 
 def _sentence(verdict: Verdict, evidence: Evidence) -> str:

@@ -2,7 +2,8 @@
 """Stands for an interpreter that runs an engine: takes its command line, answers /health, and misbehaves on request.
 
 FAKE says how: `crash` ends before it is healthy, `hang` never is, `stubborn` ignores SIGTERM, `dies` ends by itself
-once it was healthy, `children` starts a process of its own. Without it, a well-behaved engine.
+once it was healthy, `children` starts a process of its own, `stranger` answers as
+another process would. Without it, a well-behaved engine.
 """
 
 import http.server
@@ -20,7 +21,8 @@ class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"{}")
+        pid = 1 if MODE == "stranger" else os.getpid()
+        self.wfile.write(b'{"pid": %d}' % pid)
         if MODE == "dies":
             threading.Timer(0.2, os._exit, (9,)).start()
 

@@ -212,7 +212,7 @@ class MockEngine:
             self._model.reset()
             self._plain(writer, 200, "")
         else:
-            self._plain(writer, 200 if path == "/health" else 404, "")
+            self._plain(writer, 200 if path == "/health" else 404, f'{{"pid": {os.getpid()}}}')
         await writer.drain()
         return True
 

@@ -53,22 +53,27 @@ def test_interval_has_no_width_when_all_users_agree():
     assert (ratio.low, ratio.ratio, ratio.high) == pytest.approx((3.0, 3.0, 3.0))
 
 
-def test_bootstrap_draws_whole_users():
-    """Two users, one at ratio 2 and one at 8: a draw is (2,2), (2,8), (8,2) or (8,8), so the ends are 2 and 8."""
+def test_interval_is_of_users_not_of_requests():
+    """Two users, one at ratio 2 and one at 8: ten requests each say no more about other users than one would."""
     ratio = paired_ratio({0: [(2.0, 1.0)] * 10, 1: [(8.0, 1.0)] * 10})
     assert ratio is not None
-    assert (ratio.low, ratio.ratio, ratio.high) == pytest.approx((2.0, 4.0, 8.0))
+    assert ratio.ratio == pytest.approx(4.0)
+    assert (ratio.low, ratio.high) == pytest.approx((4 * 2**-12.71, 4 * 2**12.71))
 
 
-def test_bootstrap_comes_close_to_the_exact_distribution_and_repeats_itself():
-    """The exact ends are those of all 6**6 possible draws of six users, enumerated once."""
+def test_interval_is_students_t_over_the_means_of_users():
+    """The expected numbers are mean and standard deviation of six logs, times t at 5 degrees of freedom, by hand."""
     pairs = {user: [(10.0 + user + turn, 2.0 + 0.1 * user) for turn in range(3)] for user in range(6)}
-    ratio = paired_ratio(pairs, seed=7)
+    ratio = paired_ratio(pairs)
     assert ratio is not None
     assert ratio.ratio == pytest.approx(5.95727126)
-    assert (ratio.low, ratio.high) == pytest.approx((5.71205987, 6.20397056), rel=2e-3)
-    assert (ratio.low, ratio.high) == pytest.approx((5.71205987, 6.20112067), rel=1e-8)
-    assert paired_ratio(pairs, seed=7) == ratio
+    assert (ratio.low, ratio.high) == pytest.approx((5.61002195, 6.32601462))
+
+
+def test_one_user_says_nothing_about_others():
+    ratio = paired_ratio({0: [(2.0, 1.0)] * 10})
+    assert ratio is not None
+    assert (ratio.low, ratio.ratio, ratio.high) == (0.0, pytest.approx(2.0), float("inf"))
 
 
 def test_ratio_of_no_pairs_is_none():

@@ -45,7 +45,7 @@ def test_an_interval_above_one_is_faster():
 
 
 def test_an_interval_below_one_is_slower():
-    judgement = judge(replace(GOOD, ratio=ratio(0.4, 0.5, 0.8)))
+    judgement = judge(replace(GOOD, ratio=ratio(0.4, 0.5, 0.8), kvbm_ttft_ms=2000.0))
     assert judgement.verdict is Verdict.SLOWER
     assert "2.00 times slower" in judgement.sentence
     assert "1.25 to 2.50" in judgement.sentence

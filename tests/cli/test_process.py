@@ -56,6 +56,14 @@ def test_healthy_engine_is_stopped_by_sigterm(tmp_path: Path) -> None:
     assert {progress.phase for progress in seen} <= {"starting", "loading the weights"}
 
 
+def test_a_stranger_on_the_port_is_not_taken_for_the_engine(tmp_path: Path) -> None:
+    with (
+        EngineProcess.start(fake_plan("stranger"), log_path=tmp_path / "log") as engine,
+        pytest.raises(EngineError, match="not healthy after 1 s"),
+    ):
+        engine.wait_healthy(1)
+
+
 def test_leaving_the_context_stops_the_engine(tmp_path: Path) -> None:
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
