@@ -1,6 +1,7 @@
 """Set-up that every test shares: modules beside this file are importable, and torch computes in one thread."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_sessionstart(session):
+    """Signals that whoever started pytest ignores (`nohup`, a job in the background) would be ignored by children too."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
         import torch
     except ImportError:
