@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_sessionstart(session):
-    """Signals that whoever started pytest ignores (`nohup`, a job in the background) would be ignored by children too."""
+    """Signals that whoever started pytest ignores (`nohup`, a background job) would be ignored by children too."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
