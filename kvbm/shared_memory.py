@@ -20,8 +20,8 @@ import numpy as np
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.host_memory import HostMemory
+from kvbm.layout import PAGE_BYTES
 
-PAGE_BYTES = 4096
 TOUCH_BYTES = 64 << 20
 MAX_TOUCH_THREADS = 16
 PIN_BYTES = 64 << 30

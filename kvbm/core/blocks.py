@@ -98,8 +98,8 @@ class MutableBlocks(Handle):
         self._consume()._free_mutable(self._slots)
 
 
-class CompleteBlocks(Handle):
-    """Slots whose bytes are written and named, but which no one can find yet."""
+class NamedBlocks(Handle):
+    """A batch whose blocks have sequence hashes: `hashes[i]` is that of `slots[i]`."""
 
     __slots__ = ("_hashes",)
 
@@ -112,6 +112,12 @@ class CompleteBlocks(Handle):
         """The sequence hash of each slot."""
         self._holder()
         return self._hashes
+
+
+class CompleteBlocks(NamedBlocks):
+    """Slots whose bytes are written and named, but which no one can find yet."""
+
+    __slots__ = ()
 
     def register(self) -> PinnedBlocks:
         """Consumes. Makes the blocks findable and returns them pinned.
@@ -127,20 +133,10 @@ class CompleteBlocks(Handle):
         self._consume()._free_complete(self._slots)
 
 
-class PinnedBlocks(Handle):
+class PinnedBlocks(NamedBlocks):
     """Registered blocks that cannot be evicted while this handle holds them. Several handles may hold one block."""
 
-    __slots__ = ("_hashes",)
-
-    def __init__(self, store: BlockStore, slots: list[int], epoch: int, hashes: tuple[bytes, ...]) -> None:
-        super().__init__(store, slots, epoch)
-        self._hashes = hashes
-
-    @property
-    def hashes(self) -> tuple[bytes, ...]:
-        """The sequence hash of each slot."""
-        self._holder()
-        return self._hashes
+    __slots__ = ()
 
     def release(self) -> None:
         """Unpin; ends the handle. Blocks that nobody else pins become the most recently used, the first one newest."""
