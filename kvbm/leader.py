@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvbm.core.groups import Group, longest_hit
 from kvbm.core.store import BlockStore
 from kvbm.metrics import Counters
 from kvbm.plan import Offload, Onboard, StepPlan
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from kvbm.events import Event
 
 CHECKED_SLOTS_PER_STEP = 16
+NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ class LeaderSettings:
 
     `block_tokens` tokens per block; `block_bytes` payload of one block over all ranks. At most `max_in_flight_blocks`
     G1 blocks are held by offloads at a time. A transfer without a result is asked after every `overdue_steps` steps;
-    while an onboard is older than that, no further hit is promised.
+    while an onboard is older than that, no further hit is promised. `groups` are the engine's KV cache groups, those
+    that look back over everything first; without any, there is one.
     """
 
     block_tokens: int
@@ -55,22 +58,27 @@ class LeaderSettings:
     batch_blocks: int = 64
     offload_generated: bool = True
     overdue_steps: int = 2000
+    groups: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The end of one request's onboard: its G1 blocks may be read, except `failed_block_ids`."""
+    """The end of one request's onboard: its G1 blocks may be read, except `failed_block_ids`.
+
+    `is_live`: the request has neither ended nor been preempted since it asked.
+    """
 
     request_id: str
     block_ids: tuple[int, ...]
     failed_block_ids: tuple[int, ...]
+    is_live: bool
 
 
 @dataclass(slots=True)
 class _Request:
-    """What the leader remembers of a live request. `considered`: blocks already looked at for offload."""
+    """What the leader remembers of a live request. `considered`: per group, blocks already looked at for offload."""
 
-    considered: int = 0
+    considered: list[int]
     left_out: int = 0
     has_blocks: bool = False
     awaited: int = 0
@@ -96,6 +104,7 @@ class _OnboardInFlight:
     request_id: str
     request: _Request
     source: PinnedBlocks
+    tokens: int
     born_step: int
     is_void: bool = False
 
@@ -125,6 +134,7 @@ class Leader:
         assert settings.overdue_steps > 1, "a transfer is one step old when its order goes out"
         self._region = region
         self._settings = settings
+        self._groups = settings.groups or (Group(settings.block_tokens),)
         self._hold = hold
         self._release = release
         self._store = BlockStore(region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes)
@@ -152,23 +162,30 @@ class Leader:
         last token of the request, because an engine has to compute at least one. None means that another request is
         bringing this very prefix into G1, where this one will then find it.
         """
-        request = self._live(request_id)
-        request.asked_blocks = max(request.asked_blocks, len(hashes) - start)
-        if not request.may_onboard or not self._can_onboard():
-            return 0
-        arriving = self._arriving.get(hashes[start]) if start < len(hashes) else None
-        if arriving is not None and request.awaited in (0, arriving):
-            request.is_waiting, request.awaited = True, arriving
-            return None
-        if request.is_waiting:
-            request.is_waiting = False
-            self.counters.onboard_shared_requests += 1
-        return self._store.match(hashes, start)
+        verdict = self._may_match(request_id, hashes, start)
+        return self._store.match(hashes, start) if verdict else 0 if verdict is False else None
 
-    def onboard(self, request_id: str, hashes: Sequence[bytes], start: int, block_ids: Sequence[int]) -> None:
+    def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
+        """The same for an engine with several KV cache groups, in tokens: `chains[g]` are the hashes of group g,
+        `start` tokens are in G1 already, and a hit ends after `end` tokens at most."""
+        verdict = self._may_match(request_id, chains[0], start // self._groups[0].block_tokens)
+        if not verdict:
+            return 0 if verdict is False else None
+        return longest_hit(self._store.contains, self._groups, chains, start=start, end=end) - start
+
+    def onboard(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        start: int,
+        block_ids: Sequence[int],
+        *,
+        tokens: int | None = None,
+    ) -> None:
         """Bring `hashes[start : start + len(block_ids)]` into these G1 blocks; `settle` reports the end.
 
-        The blocks are held until then. If a block has gone since `match`, the whole load ends as failed.
+        The blocks are held until then. If a block has gone since `match`, the whole load ends as failed. `tokens` is
+        what the engine need not compute, where blocks of several groups come together.
         """
         request = self._live(request_id)
         request.has_blocks = True
@@ -185,7 +202,8 @@ class Leader:
             block_ids=tuple(block_ids),
         )
         self._hold(order.block_ids)
-        self._onboards[order.generation] = _OnboardInFlight(order, request_id, request, source, self._step)
+        worth = len(block_ids) * self._settings.block_tokens if tokens is None else tokens
+        self._onboards[order.generation] = _OnboardInFlight(order, request_id, request, source, worth, self._step)
         self._arriving.update(dict.fromkeys(source.hashes, order.generation))
         self._orders.onboards.append(order)
 
@@ -199,10 +217,12 @@ class Leader:
         *,
         computed_blocks: int,
         prompt_blocks: int,
+        group: int = 0,
     ) -> None:
         """Order copies of the full blocks that the coming forward pass completes, and of older ones still missing.
 
-        `block_ids[i]` is the G1 block of `hashes[i]`.
+        `block_ids[i]` is the G1 block of `hashes[i]`, or NO_BLOCK. All are of one KV cache group. Where its layers have
+        a window, the engine gives blocks up while the request runs: what finds no room now is not asked for again.
 
             [0, considered)      looked at in an earlier step
             [considered, end)    computed when this step's forward pass is over: in G2, in flight, or ordered now
@@ -213,17 +233,24 @@ class Leader:
         end = min(computed_blocks, len(hashes), len(block_ids), self._region.slot_count)
         if not self._settings.offload_generated:
             end = min(end, prompt_blocks)
-        if end <= request.considered or not request.may_offload or self.counters.disabled:
+        considered = request.considered[group]
+        if end <= considered or not request.may_offload or self.counters.disabled:
             return
-        fresh = list(hashes[request.considered : end])
-        if request.considered == 0:
+        fresh = list(hashes[considered:end])
+        if considered == 0:
             self._store.touch(fresh)
-        absent = [index for index in self._store.missing(fresh) if fresh[index] not in self._departing]
+        sources = block_ids[considered:end]
+        absent = [
+            index
+            for index in self._store.missing(fresh)
+            if fresh[index] not in self._departing and sources[index] != NO_BLOCK
+        ]
         if len(absent) > self._store.counts().free:
             self._store.touch(hashes[:end])  # so that no block of a chain is evicted for its own tail
-        ordered = self._order_offloads(fresh, block_ids[request.considered : end], absent)
+        ordered = self._order_offloads(fresh, sources, absent)
         request.left_out = len(absent) - ordered
-        request.considered = end if ordered == len(absent) else request.considered + absent[ordered]
+        has_later_chance = ordered < len(absent) and self._groups[group].looks_back_over_all
+        request.considered[group] = considered + absent[ordered] if has_later_chance else end
 
     def step(self) -> StepPlan:
         """Hand out the orders collected since the last step. Call exactly once per engine step."""
@@ -257,16 +284,17 @@ class Leader:
 
     # -- a request ends ------------------------------------------------------------------------------------------------
 
-    def finish(self, request_id: str, hashes: Sequence[bytes]) -> None:
+    def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
         """Forget a request that ended, was aborted or was preempted. Its transfers go on and settle by themselves.
 
-        The whole chain becomes recent, tail first: what is left of it under pressure is then its head, without which
+        The whole chain of each group becomes recent, tail first: what is left of it under pressure is then its head, without which
         the tail would be worthless.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        self._store.touch(hashes[: max(request.considered, request.hit_blocks)])
+        for considered, hashes in zip(request.considered, chains, strict=True):
+            self._store.touch(hashes[: max(considered, request.hit_blocks)])
         self.counters.offload_skipped_blocks += request.left_out
         if request.asked_blocks:
             self.counters.hit_window.append((request.hit_blocks, request.asked_blocks))
@@ -316,8 +344,23 @@ class Leader:
     def _live(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
         if request is None:
-            request = self._requests[request_id] = _Request()
+            request = self._requests[request_id] = _Request([0] * len(self._groups))
         return request
+
+    def _may_match(self, request_id: str, hashes: Sequence[bytes], start: int) -> bool | None:
+        """Whether this request may look for `hashes[start:]` now; None while another one brings the first of them."""
+        request = self._live(request_id)
+        request.asked_blocks = max(request.asked_blocks, len(hashes) - start)
+        if not request.may_onboard or not self._can_onboard():
+            return False
+        arriving = self._arriving.get(hashes[start]) if start < len(hashes) else None
+        if arriving is not None and request.awaited in (0, arriving):
+            request.is_waiting, request.awaited = True, arriving
+            return None
+        if request.is_waiting:
+            request.is_waiting = False
+            self.counters.onboard_shared_requests += 1
+        return True
 
     def _can_onboard(self) -> bool:
         stuck_before = self._step - self._settings.overdue_steps
@@ -409,17 +452,18 @@ class Leader:
         count = len(flight.order.block_ids)
         self.counters.onboard_blocks += count
         self.counters.onboard_bytes += count * self._settings.block_bytes
-        flight.request.hit_blocks += count
-        if self._requests.get(flight.request_id) is flight.request:
-            self.counters.matched_tokens += count * self._settings.block_tokens
-            self._unreported.append(LoadResult(flight.request_id, flight.order.block_ids, ()))
+        flight.request.hit_blocks += flight.tokens // self._settings.block_tokens
+        is_live = self._requests.get(flight.request_id) is flight.request
+        if is_live:
+            self.counters.matched_tokens += flight.tokens
+        self._unreported.append(LoadResult(flight.request_id, flight.order.block_ids, (), is_live))
 
     def _fail_load(self, request: _Request, request_id: str, block_ids: tuple[int, ...]) -> None:
         """The request must recompute: it is not offered a load again, so that nothing can loop."""
         self.counters.onboard_failed_blocks += len(block_ids)
         request.may_onboard = False
-        if self._requests.get(request_id) is request:
-            self._unreported.append(LoadResult(request_id, block_ids, block_ids))
+        is_live = self._requests.get(request_id) is request
+        self._unreported.append(LoadResult(request_id, block_ids, block_ids, is_live))
 
     def _disable(self) -> None:
         """A rank is gone: forget everything and stay out of the engine's way. What the other ranks still copy ends

@@ -146,7 +146,7 @@ class Region:
     """Every rank's segment, as the leader maps it to read control words. The leader's thread owns it."""
 
     def __init__(self, segments: Sequence[_MappedSegment]) -> None:
-        self.slot_count = segments[0].info.slot_count
+        self.slot_count = min(segment.info.slot_count for segment in segments)
         self._slot_words = [segment.slot_words for segment in segments]
         self._lane_words = [segment.lane_words for segment in segments]
         fds = {segment.process_fd: position for position, segment in enumerate(segments)}
@@ -158,10 +158,11 @@ class Region:
 
     @classmethod
     def map(cls, infos: Sequence[SegmentInfo]) -> Region:
-        """Map the segments of all ranks, which must agree on the number of slots. Raises EnvironmentProblem."""
-        counts = {info.rank: info.slot_count for info in infos}
-        if not infos or len(counts) != len(infos) or len(set(counts.values())) != 1:
-            raise InvariantError(f"segments of ranks {[info.rank for info in infos]} with slots {counts}")
+        """Map the segments of all ranks. The smallest decides how many slots there are: ranks of a pipeline keep
+        different layers. Raises EnvironmentProblem."""
+        ranks = [info.rank for info in infos]
+        if not infos or len(set(ranks)) != len(ranks):
+            raise InvariantError(f"segments of ranks {ranks}")
         return cls([_MappedSegment.open(info) for info in infos])
 
     def slot_results(self, slots: Sequence[int], generation: int) -> list[SlotState]:

@@ -133,14 +133,15 @@ class Worker:
             for order in plan.offloads:
                 self._offloads[self._offload_pool.submit("offload", partial(self._run_offload, order, fence))] = order
 
-    def poll(self) -> None:
-        """Write the control words of all copies that have ended since the last call."""
-        if self._onboards:
-            for finished in self._onboard_pool.poll():
-                self._prove_onboard(finished)
-        if self._offloads:
-            for finished in self._offload_pool.poll():
-                self._prove_offload(finished)
+    def poll(self) -> bool:
+        """Write the control words of all copies that have ended since the last call, and tell whether any had."""
+        onboards = self._onboard_pool.poll() if self._onboards else []
+        offloads = self._offload_pool.poll() if self._offloads else []
+        for finished in onboards:
+            self._prove_onboard(finished)
+        for finished in offloads:
+            self._prove_offload(finished)
+        return bool(onboards or offloads)
 
     def is_busy(self) -> bool:
         """True while a copy is queued, running, or ended without its word written."""

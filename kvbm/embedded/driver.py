@@ -132,8 +132,9 @@ class KvbmScheduler:
 
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:
         for result in self.leader.settle():
-            output.finished_recving.add(result.request_id)
-            output.failed_block_ids.update(result.failed_block_ids)
+            if result.is_live:
+                output.finished_recving.add(result.request_id)
+                output.failed_block_ids.update(result.failed_block_ids)
         return output
 
     def has_pending_work(self) -> bool:

@@ -120,6 +120,7 @@ class Rig:
     def __init__(self, *, slots: int = 8, blocks: int = 16, ranks: int = 1, **settings) -> None:
         self.g1 = G1(blocks, ranks)
         self.ranks = [Rank(rank, self.g1, slots) for rank in range(ranks)]
+        self.departed: list[LoadResult] = []
         self.region = Region.map([rank.worker.info for rank in self.ranks])
         defaults = {"block_tokens": 16, "block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
         self.leader = Leader(
@@ -141,12 +142,16 @@ class Rig:
         return plan
 
     def settle(self) -> list[LoadResult]:
-        """Second half: words are written, the leader reads them, and everything must still be consistent."""
+        """Second half: words are written, the leader reads them, and everything must still be consistent.
+
+        Returns what live requests are told; `departed` keeps the rest.
+        """
         for rank in self.ranks:
             rank.worker.poll()
         results = self.leader.settle()
         self.leader.check()
-        return results
+        self.departed += [result for result in results if not result.is_live]
+        return [result for result in results if result.is_live]
 
     def step(self) -> list[LoadResult]:
         """A whole step in which every copy that is waiting runs."""

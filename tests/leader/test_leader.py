@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from rig import Rig, chain
 
+from kvbm.core.groups import Group
+from kvbm.leader import NO_BLOCK
+
 
 @pytest.fixture
 def rig():
@@ -258,6 +261,7 @@ def test_aborting_a_request_under_onboard_leaves_its_blocks_to_the_copy(rig):
     assert all(rig.g1.references[block] == 1 for block in blocks)
     rig.ranks[0].run_all()
     assert rig.settle() == []
+    assert [(result.request_id, result.failed_block_ids) for result in rig.departed] == [("r", ())]
     assert all(rig.g1.references[block] == 0 for block in blocks)
     assert not rig.leader.has_pending()
 
@@ -369,3 +373,47 @@ def test_replayed_events_equal_what_match_finds(rig):
             live = live | set(event.hashes) if type(event).__name__ == "BlocksStored" else live - set(event.hashes)
     found = {h for name in names for h in chain(name, 4) if rig.leader.match("probe", [h], 0)}
     assert live == found
+
+
+# -- several KV cache groups -------------------------------------------------------------------------------------------
+
+
+def test_groups_are_offloaded_and_onboarded_side_by_side():
+    rig = Rig(slots=16, blocks=32, groups=(Group(16), Group(16, window_tokens=20)))
+    try:
+        full, window = chain("full", 4), chain("window", 4)
+        for group, hashes in enumerate((full, window)):
+            blocks = rig.g1.allocate(4)
+            for block, block_hash in zip(blocks, hashes, strict=True):
+                rig.g1.compute(block, block_hash)
+            sources = blocks if group == 0 else [NO_BLOCK, NO_BLOCK, *blocks[2:]]
+            rig.leader.offload("a", hashes, sources, computed_blocks=4, prompt_blocks=4, group=group)
+        rig.step()
+        rig.leader.finish("a", full, window)
+        assert rig.leader.counters.offload_blocks == 6
+        assert rig.leader.match_groups("b", [full, window], 0, 64) == 64
+        assert rig.leader.match_groups("b", [full, window], 0, 63) == 0, "the window of a shorter hit is not there"
+        targets = rig.g1.allocate(6)
+        wanted = [*full, *window[2:]]
+        rig.leader.onboard("b", wanted, 0, targets, tokens=64)
+        (result,) = rig.step()
+        assert not result.failed_block_ids
+        assert all(rig.g1.holds(block, block_hash) for block, block_hash in zip(targets, wanted, strict=True))
+        assert rig.leader.counters.matched_tokens == 64
+    finally:
+        rig.close()
+
+
+def test_a_block_of_a_window_that_found_no_room_is_not_read_later_when_the_engine_may_have_reused_it():
+    rig = Rig(slots=16, blocks=32, max_in_flight_blocks=2, groups=(Group(16), Group(16, window_tokens=20)))
+    try:
+        for group, expected in ((0, 4), (1, 2)):
+            hashes, blocks = chain(f"group {group}", 4), rig.g1.allocate(4)
+            for block, block_hash in zip(blocks, hashes, strict=True):
+                rig.g1.compute(block, block_hash)
+            for _ in range(3):
+                rig.leader.offload("a", hashes, blocks, computed_blocks=4, prompt_blocks=4, group=group)
+                rig.step()
+            assert sum(rig.leader.match(f"c{i}", [h], 0) for i, h in enumerate(hashes)) == expected
+    finally:
+        rig.close()

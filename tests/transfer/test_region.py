@@ -175,11 +175,17 @@ def test_payload_and_words_do_not_touch_each_other(ranks, region):
 # -- mapping -----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_disagree_on_the_number_of_slots_are_refused(ranks):
-    other = segment_of(2, SLOTS + 1)
-    with pytest.raises(InvariantError, match="slots"):
-        Region.map([ranks[0].info, other.info])
-    other.close()
+def test_the_smallest_segment_decides_how_many_slots_there_are(ranks):
+    larger = segment_of(2, SLOTS + 1)
+    region = Region.map([ranks[0].info, larger.info])
+    assert region.slot_count == SLOTS
+    for rank in (ranks[0], larger):
+        rank.write_slots([SLOTS - 1], 1, READY)
+        rank.write_lane(3, 1, READY)
+    assert region.slot_results([SLOTS - 1], 1) == [READY]
+    assert region.lane_result(3, 1) is READY
+    region.close()
+    larger.close()
 
 
 def test_no_rank_and_a_rank_twice_are_refused(ranks):

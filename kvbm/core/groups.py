@@ -1,0 +1,76 @@
+"""KV cache groups: layers of one model that keep blocks of their own, and how far back each of them looks.
+
+Most models have one group, in which a token attends to all before it. In a hybrid model some layers look back only over
+a window, and an engine keeps no blocks before it. What a hit of `end` tokens needs in G2 or G1 then differs by group:
+
+    full attention     |===============================| end
+    window             |                      |========| end     blocks before the window are neither kept nor needed
+    chunk              |                 |=============| end     chunks do not look into each other
+
+A block id belongs to one group at a time and all groups share the engine's pool, so a block of any group fits any slot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`block_tokens` tokens per block. At most one of the limits is set: layers that look back over `window_tokens`,
+    the token itself included, or only into their own stretch of `chunk_tokens`."""
+
+    block_tokens: int
+    window_tokens: int | None = None
+    chunk_tokens: int | None = None
+
+    @property
+    def looks_back_over_all(self) -> bool:
+        return self.window_tokens is None and self.chunk_tokens is None
+
+    def first_needed_block(self, end: int) -> int:
+        """The first block that the token at position `end` still looks into."""
+        first_token = 0
+        if self.window_tokens is not None:
+            first_token = max(0, end - self.window_tokens + 1)
+        elif self.chunk_tokens is not None:
+            first_token = end // self.chunk_tokens * self.chunk_tokens
+        return first_token // self.block_tokens
+
+
+def longest_hit(
+    is_present: Callable[[bytes], bool],
+    groups: Sequence[Group],
+    chains: Sequence[Sequence[bytes]],
+    *,
+    start: int,
+    end: int,
+) -> int:
+    """How many tokens a request has after the longest hit that every group can serve, `start` if there is none.
+
+    `chains[g][i]` names block i of group g. The first `start` tokens are in G1 already; a hit ends at `end` tokens at
+    most, and where a block of every group ends.
+    """
+    unit = math.lcm(*(group.block_tokens for group in groups))
+    reach = end // unit * unit
+    agreed = 0
+    while reach > start and agreed < len(groups):
+        agreed = 0
+        for group, chain in zip(groups, chains, strict=True):
+            shorter = _served(is_present, group, chain, start, reach) // unit * unit
+            if shorter == reach:
+                agreed += 1
+            reach = shorter
+    return max(reach, start)
+
+
+def _served(is_present: Callable[[bytes], bool], group: Group, chain: Sequence[bytes], start: int, reach: int) -> int:
+    """The longest prefix of at most `reach` tokens that this group may serve; below `reach` it is only a bound."""
+    first = max(start // group.block_tokens, group.first_needed_block(reach))
+    blocks = range(first, reach // group.block_tokens)
+    for block in blocks if group.looks_back_over_all else reversed(blocks):
+        if not is_present(chain[block]):
+            return block * group.block_tokens
+    return reach
