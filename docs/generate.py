@@ -109,7 +109,7 @@ EXIT_CODES = """\
 def profile_page() -> str:
     lines = [NOTE, "", PROFILE_HEAD, *_key_table(keys())]
     absent = [f"| `{name}` | {hint} |" for name, hint in NOT_BUILT.items()]
-    absent += [f"| `engine.kind: {kind}` | the only one is `embedded` |" for kind in NOT_BUILT_ENGINES]
+    absent += [f"| `engine.kind: {kind}` | there are `embedded` and `vllm` |" for kind in NOT_BUILT_ENGINES]
     lines += ["", "Refused by name, because they are not in this version:", "", "| key | instead |", "| --- | --- |"]
     return "\n".join([*lines, *absent, ""])
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvbm.config.engine import EmbeddedArguments
 from kvbm.config.schema import Profile
 from kvbm.config.sizes import exact_size
 from kvbm.errors import ProfileError
 from kvbm.types import Tier
 
 PAGE_BYTES = 4096
+CPU_BLOCK_TOKENS = 128
+GPU_BLOCK_TOKENS = 16
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -45,6 +48,8 @@ class Sizing:
 def size(profile: Profile, model_config: Mapping[str, object]) -> Sizing:
     """Sizes of one rank's tiers. ProfileError if host memory holds no block or the model's config lacks a fact."""
     arguments, host = profile.engine.arguments, profile.tiers.host
+    if not isinstance(arguments, EmbeddedArguments):
+        raise ProfileError("the size of a block of vLLM is not known yet")
     token_bytes = bytes_per_token(model_config, element_bytes=ELEMENT_BYTES[arguments.dtype])
     block_bytes = token_bytes * arguments.block_size
     slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES

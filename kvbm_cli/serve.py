@@ -36,17 +36,18 @@ def serve(
     reference: str, overrides: Sequence[str], *, port: str | None, dry_run: bool, as_json: bool, log: Path | None
 ) -> int:
     """Runs the engine of a profile in the foreground and returns its exit code."""
-    from kvbm.embedded.launch import plan
+    from kvbm_cli.engines import launch_plan
 
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
     sizing = check(resolved)
     server = resolved.profile.server
     if dry_run:
-        _print_dry_run(resolved, sizing, plan(resolved.profile, connector=True, port=server.port), as_json=as_json)
+        plan = launch_plan(resolved.profile, connector=True, port=server.port)
+        _print_dry_run(resolved, sizing, plan, as_json=as_json)
         return 0
-    launch_plan = plan(resolved.profile, connector=True, port=choose_port(server.host, server.port))
-    print_note(f"{_plan_text(resolved, sizing, launch_plan)}\n")
-    return _run(launch_plan, log or _default_log(), resolved.profile.transfer.init_timeout_s, as_json=as_json)
+    plan = launch_plan(resolved.profile, connector=True, port=choose_port(server.host, server.port))
+    print_note(f"{_plan_text(resolved, sizing, plan)}\n")
+    return _run(plan, log or _default_log(), resolved.profile.transfer.init_timeout_s, as_json=as_json)
 
 
 def _run(launch_plan: LaunchPlan, log_path: Path, init_timeout_s: float, *, as_json: bool) -> int:

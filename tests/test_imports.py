@@ -57,7 +57,11 @@ TABLE = (
     Layer(("kvbm.plan", "kvbm.metrics"), (*SHARED, "kvbm.plan", "kvbm.leader"), never=ENGINES),
     Layer(("kvbm.config", "kvbm.sizing"), (*SHARED, "kvbm.config", "kvbm.sizing"), never=ENGINES),
     *(
-        Layer((f"kvbm.{name}_integration.launch",), (*SHARED, "kvbm.config"), never=ENGINES)
+        Layer(
+            (f"kvbm.{name}_integration.launch", f"kvbm.{name}_integration.versions"),
+            (*SHARED, "kvbm.config", f"kvbm.{name}_integration.versions"),
+            never=ENGINES,
+        )
         for name in ("vllm", "trtllm", "sglang")
     ),
     *(

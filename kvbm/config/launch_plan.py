@@ -20,3 +20,12 @@ class LaunchPlan:
     model: str
     libraries: tuple[str, ...] = ()
     install: str = ""
+
+
+_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def reachable(host: str) -> str:
+    """The host of a URL by which this machine reaches a server that listens on `host`."""
+    address = _EVERY_ADDRESS.get(host, host)
+    return f"[{address}]" if ":" in address else address

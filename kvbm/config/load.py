@@ -15,7 +15,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvbm.config.document import Document, Entry, Source, entry_at, located, plain_scalar, plain_values, read_file
-from kvbm.config.mistakes import first_mistake, refuse_not_built
+from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.flags import flag_name, refuse_flags
+from kvbm.config.mistakes import first_mistake, profile_file, refuse_not_built
 from kvbm.config.schema import Profile, keys
 from kvbm.config.variables import put, read_variables
 from kvbm.errors import ProfileError
@@ -156,6 +158,8 @@ def _typed(raw: str) -> object:
 def _merge(base: Document, over: Document, *, path: str = "") -> Document:
     """`over` laid over `base`, section by section; a section without keys says nothing. Consumes neither."""
     merged = dict(base)
+    if path == _ARGUMENTS:
+        over = _one_spelling(over)
     for name, entry in over.items():
         below, here = merged.get(name), f"{path}{name}"
         if entry.value is None and here in _SECTIONS:
@@ -169,23 +173,54 @@ def _merge(base: Document, over: Document, *, path: str = "") -> Document:
     return merged
 
 
-_KEYS = keys()
-_SECTIONS = frozenset({"engine.environment", *(key.path for key in _KEYS if key.is_section)})
+def _one_spelling(arguments: Document) -> Document:
+    """Flags by the names that they have in the schema, whichever way they were written."""
+    document: Document = {}
+    written: dict[str, str] = {}
+    for name, entry in arguments.items():
+        spelled = flag_name(name)
+        if spelled in document:
+            raise located(f"`{name}` and `{written[spelled]}` are the same flag", entry.key)
+        document[spelled], written[spelled] = entry, name
+    return document
+
+
+_ARGUMENTS = "engine.arguments."
+_SECTIONS = frozenset(
+    {"engine.environment", *(key.path for kind in ENGINE_KINDS for key in keys(engine=kind) if key.is_section)}
+)
 
 
 def _validate(document: Document, path: Path) -> Profile:
     refuse_not_built(document)
+    kind = _engine_kind(document)
+    if kind == "vllm":
+        refuse_flags(document)
     try:
         return Profile.model_validate(plain_values(document))
     except ValidationError as error:
-        raise first_mistake(error, document, path) from None
+        raise first_mistake(error, document, path, profile_file(kind)) from None
+
+
+def _engine_kind(document: Document) -> str:
+    entry = entry_at(document, ["engine", "kind"])
+    return str(entry.value) if entry is not None else ENGINE_KINDS[0]
 
 
 def _sources(profile: Profile, document: Document) -> dict[str, Source | None]:
-    """Of every key, None for a default, and of every variable of `engine.environment` in the place of that key."""
-    paths = [key.path for key in _KEYS if not key.is_section]
-    if profile.engine.environment:
-        at = paths.index("engine.environment")
-        paths[at : at + 1] = [f"engine.environment.{name}" for name in profile.engine.environment]
+    """Of every key, None for a default.
+
+    Flags that are only passed on come after the declared ones, and every variable of `engine.environment` in the place
+    of that key.
+    """
+    engine = profile.engine
+    more = [f"{_ARGUMENTS}{name}" for name in engine.arguments.model_extra or ()]
+    variables = [f"engine.environment.{name}" for name in engine.environment]
+    paths: list[str] = []
+    for key in keys(engine=engine.kind):
+        if key.path == "engine.environment":
+            paths += [*more, *(variables or [key.path])]
+        elif not key.is_section:
+            paths.append(key.path)
     entries = {path: entry_at(document, path.split(".")) for path in paths}
     return {path: entry.source if entry else None for path, entry in entries.items()}

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvbm.config.document import Document, entry_at, located
+from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.schema import Key, keys
 from kvbm.errors import ProfileError
 
@@ -24,7 +25,7 @@ NOT_BUILT = {
     "filters": "this version offloads every full block; leave the section out",
     "metrics": "kvbm_* metrics are always at /metrics of the engine's server; leave the section out",
 }
-NOT_BUILT_ENGINES = ("vllm", "tensorrt-llm", "sglang")
+NOT_BUILT_ENGINES = ("tensorrt-llm", "sglang")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,13 @@ class FileKind:
     missing: Mapping[str, str]
 
 
-PROFILE = FileKind(
-    "profile",
-    keys(),
-    {
+def profile_file(engine: str = ENGINE_KINDS[0]) -> FileKind:
+    """A profile, with the keys of that kind of engine."""
+    missing = {
         "engine": "add `engine.model`, such as `synthetic:tiny`",
         "tiers": "add `tiers.host.capacity`, such as `64GiB`",
-    },
-)
+    }
+    return FileKind("profile", keys(engine=engine), missing)
 
 
 def refuse_not_built(document: Document) -> None:
@@ -53,22 +53,30 @@ def refuse_not_built(document: Document) -> None:
         if entry is not None:
             raise located(f"`{name}` is not in this version", entry.key, hint=hint)
     kind = entry_at(document, ["engine", "kind"])
-    if kind is not None and kind.value in NOT_BUILT_ENGINES:
-        raise located(
-            f"engine kind `{kind.value}` is not in this version", kind.source, hint="the only one is `embedded`"
-        )
+    if kind is None or kind.value in ENGINE_KINDS:
+        return
+    if kind.value in NOT_BUILT_ENGINES:
+        hint = f"there are {' and '.join(f'`{name}`' for name in ENGINE_KINDS)}"
+        raise located(f"engine kind `{kind.value}` is not in this version", kind.source, hint=hint)
+    expected = " or ".join(f"'{name}'" for name in ENGINE_KINDS)
+    value = {} if kind.section is not None else kind.value
+    raise located(
+        f"`engine.kind` must be {expected}{_but_is(value)}", kind.key if kind.section is not None else kind.source
+    )
 
 
-def first_mistake(error: ValidationError, document: Document, path: Path, kind: FileKind = PROFILE) -> ProfileError:
+def first_mistake(error: ValidationError, document: Document, path: Path | str, kind: FileKind) -> ProfileError:
     """The finding that helps most: an unknown key, which often explains the others, or else the first."""
     details = error.errors(include_url=False)
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
     return _explain((unknown or details)[0], document, path, kind)
 
 
-def _explain(detail: ErrorDetails, document: Document, path: Path, kind: FileKind) -> ProfileError:
+def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: FileKind) -> ProfileError:
     """Pydantic's finding in our words, at its place."""
     names = [name for name in detail["loc"] if name != "[key]"]
+    if kind.noun == "profile" and names[0] == "engine":
+        del names[1:2]  # which kind of engine pydantic took it for
     dotted = ".".join(map(str, names))
     entry = entry_at(document, names)
     if detail["type"] == "extra_forbidden":
@@ -134,4 +142,5 @@ def _nearest_key(dotted: str, kind: FileKind) -> str:
     if far:
         return f"did you mean `{elsewhere[far[0]]}`?"
     where = f"`{prefix}`" if prefix else f"a {kind.noun}"
-    return f"{where} has {', '.join(f'`{name}`' for name in siblings)}"
+    others = "; flags of vLLM need `engine.kind: vllm`" if prefix == "engine.arguments" else ""
+    return f"{where} has {', '.join(f'`{name}`' for name in siblings)}{others}"

@@ -7,97 +7,26 @@ the reference page and the error messages are made from them. Values are strict:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from kvbm.config.sizes import exact_size, parse_size
-
-
-def _size(value: object) -> object:
-    if isinstance(value, str):
-        return parse_size(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        raise ValueError(f"needs a unit: `{value}GB` or `{value}GiB`")
-    raise ValueError("must be a size such as 100GB or 64GiB")
-
-
-def _written_size(byte_count: int | None) -> str | None:
-    return None if byte_count is None else exact_size(byte_count)
-
-
-def _port(value: object) -> object:
-    return 0 if value == "auto" else value
-
-
-def _environment_value(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError(f"must be text: an environment knows no booleans; write `'{str(value).lower()}'` or `'1'`")
-    return str(value) if isinstance(value, int | float) else value
-
-
-Size = Annotated[int, BeforeValidator(_size), PlainSerializer(_written_size)]
-Port = Annotated[int, BeforeValidator(_port), Field(ge=0, le=65535)]
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-EnvironmentValue = Annotated[str, BeforeValidator(_environment_value)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class EmbeddedArguments(Section):
-    """Flags of `python -m kvbm.embedded`. A key that is left out keeps the engine's own default."""
-
-    num_blocks: int = Field(default=2048, ge=2, le=2**31, description="Blocks of device memory (G1).")
-    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in a block.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="Type of weights and KV cache; float32 makes outputs exactly repeatable."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where the model runs; `auto` takes a GPU if there is one."
-    )
-    max_model_len: int | None = Field(
-        default=None, ge=1, le=2**31, description="Longest request in tokens, prompt and output."
-    )
-    max_num_batched_tokens: int | None = Field(
-        default=None, ge=1, le=2**31, description="Tokens that one step may compute."
-    )
-    max_num_seqs: int | None = Field(default=None, ge=1, le=2**31, description="Requests that run at the same time.")
-    seed: int = Field(
-        default=0, ge=0, le=2**63 - 1, description="Seed of synthetic weights and of sampling without a seed."
-    )
-    threads: int | None = Field(default=None, ge=1, le=4096, description="CPU threads of the model.")
-    prefix_caching: bool = Field(default=True, description="Whether the engine keeps finished prompts in G1 for reuse.")
-    verify: bool = Field(
-        default=True, description="Whether the start compares the engine's attention with the model's own."
-    )
-    kv_layout: Literal["block_first", "layer_first"] = Field(
-        default="block_first", description="Byte order of G1: a block in one piece, or one piece per layer."
-    )
-    worker_process: bool = Field(
-        default=False, description="Whether the worker of the block manager runs in a process of its own."
-    )
-    served_model_name: str | None = Field(default=None, min_length=1, description="Model name in the API.")
-
-
-class Engine(Section):
-    kind: Literal["embedded"] = Field(default="embedded", description="Which engine serves the model.")
-    model: str = Field(
-        min_length=1,
-        description="`synthetic:tiny`, `synthetic:small` or `synthetic:8b` (random weights, no download), or a local "
-        "Hugging Face directory.",
-    )
-    python: str | None = Field(
-        default=None, min_length=1, description="Interpreter that runs the engine; left out, the one that runs `kvbm`."
-    )
-    arguments: EmbeddedArguments = Field(default=EmbeddedArguments(), description="Flags of the engine.")
-    environment: dict[VariableName, EnvironmentValue] = Field(
-        default={}, description="Variables that the engine gets in addition to those of the caller."
-    )
+from kvbm.config.engine import ENGINE_KINDS, AnyEngine
+from kvbm.config.values import (
+    Port,
+    Section,
+    Size,
+    count_value,
+    environment_value,
+    length_value,
+    names_value,
+    port_value,
+    size_value,
+)
 
 
 class HostTier(Section):
@@ -148,14 +77,29 @@ class Bench(Section):
     )
 
 
+class ConnectorConfig(Section):
+    """What the connector inside an engine needs of a profile, and all that it gets."""
+
+    tiers: Tiers = Field(description="Where blocks are kept when device memory (G1) has no room for them.")
+    offload: Offload = Field(default=Offload(), description="Which blocks are copied away from device memory.")
+    transfer: Transfer = Field(default=Transfer(), description="How blocks are copied.")
+
+    def digest(self) -> str:
+        """Equal in two processes exactly if they were configured alike."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
 class Profile(Section):
     description: str = Field(default="", description="One line for `kvbm profile list`.")
-    engine: Engine = Field(description="The engine that is launched.")
+    engine: AnyEngine = Field(description="The engine that is launched.")
     tiers: Tiers = Field(description="Where blocks are kept when device memory (G1) has no room for them.")
     offload: Offload = Field(default=Offload(), description="Which blocks are copied away from device memory.")
     transfer: Transfer = Field(default=Transfer(), description="How blocks are copied.")
     server: Server = Field(default=Server(), description="Where the engine serves.")
     bench: Bench = Field(default=Bench(), description="Defaults of `kvbm bench`.")
+
+    def connector_config(self) -> ConnectorConfig:
+        return ConnectorConfig(tiers=self.tiers, offload=self.offload, transfer=self.transfer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,28 +114,47 @@ class Key:
     is_required: bool
 
 
-def keys(model: type[BaseModel] = Profile) -> tuple[Key, ...]:
-    """Every key in the order of the schema, each section before what it holds."""
-    return tuple(_walk(model, ""))
+def keys(model: type[BaseModel] = Profile, *, engine: str = ENGINE_KINDS[0]) -> tuple[Key, ...]:
+    """Every key in the order of the schema, each section before what it holds; of a profile, with that engine's."""
+    return tuple(_walk(model, "", engine))
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+def _walk(model: type[BaseModel], prefix: str, engine: str) -> Iterator[Key]:
     for name, field in model.model_fields.items():
-        section = _section_of(field)
+        section = _section_of(field, engine)
         path = f"{prefix}{name}"
         required = field.is_required()
         default = None if required else field.default
         yield Key(path, field.description or "", _kind(field, section), default, section is not None, required)
         if section is not None:
-            yield from _walk(section, f"{path}.")
+            yield from _walk(section, f"{path}.", engine)
 
 
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    annotation: Any = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+def _section_of(field: FieldInfo, engine: str) -> type[BaseModel] | None:
+    sections = [annotation for annotation in _alternatives(field.annotation) if _is_model(annotation)]
+    if len(sections) > 1:
+        sections = [section for section in sections if engine in get_args(section.model_fields["kind"].annotation)]
+    return sections[0] if sections else None
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The types of a union without what `Annotated` adds to them, or the type itself."""
+    return [getattr(one, "__origin__", one) for one in get_args(annotation) or (annotation,)]
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+_KINDS_BY_VALIDATOR = {
+    size_value: "size",
+    port_value: "port",
+    count_value: "whole number or such as `32k`",
+    length_value: "whole number, such as `32k`, or `auto`",
+    names_value: "name or names",
+    environment_value: "names to text",
+}
 
 
 def _kind(field: FieldInfo, section: type[BaseModel] | None) -> str:
@@ -199,17 +162,18 @@ def _kind(field: FieldInfo, section: type[BaseModel] | None) -> str:
         return "section"
     annotation: Any = field.annotation
     candidates = [annotation, *get_args(annotation)]
-    if any(_size in _validators(candidate) for candidate in [field, *candidates]):
-        return "size"
-    if _port in _validators(field):
-        return "port"
-    if str(annotation).startswith("dict"):
-        return "names to text"
-    if str(annotation).startswith("typing.Literal"):
-        return " or ".join(f"`{choice}`" for choice in get_args(annotation))
+    for holder in [field, *candidates]:
+        for validator in _validators(holder):
+            if validator in _KINDS_BY_VALIDATOR:
+                return _KINDS_BY_VALIDATOR[validator]
+    for candidate in candidates:
+        if str(candidate).startswith("dict"):
+            return "mapping"
+        if str(candidate).startswith("typing.Literal"):
+            return " or ".join(f"`{choice}`" for choice in get_args(candidate))
     return next(_KINDS[candidate] for candidate in candidates if candidate in _KINDS)
 
 
-def _validators(holder: Any) -> list[object]:
+def _validators(holder: Any) -> list[Any]:
     metadata: Any = getattr(holder, "metadata", None) or getattr(holder, "__metadata__", ())
     return [entry.func for entry in metadata if isinstance(entry, BeforeValidator)]

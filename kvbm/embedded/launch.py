@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import sys
 
-from kvbm.config.launch_plan import LaunchPlan
-from kvbm.config.schema import EmbeddedArguments, Profile
-
-_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+from kvbm.config.engine import EmbeddedArguments, EmbeddedEngine
+from kvbm.config.launch_plan import LaunchPlan, reachable
+from kvbm.config.schema import Profile
 
 
 def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
     """How to start the engine of `profile` on `port`; without `connector`, the same engine and no block manager."""
-    host = profile.server.host
-    argv = [profile.engine.python or sys.executable, "-m", "kvbm.embedded", "--model", profile.engine.model]
-    argv += ["--host", host, "--port", str(port), *_flags(profile.engine.arguments)]
+    engine, host = profile.engine, profile.server.host
+    assert isinstance(engine, EmbeddedEngine), f"a plan of the embedded engine for an engine of kind {engine.kind}"
+    argv = [engine.python or sys.executable, "-m", "kvbm.embedded", "--model", engine.model]
+    argv += ["--host", host, "--port", str(port), *_flags(engine.arguments)]
     if connector:
         argv += ["--connector", profile.model_dump_json()]
-    base_url = f"http://{_reachable(host)}:{port}"
-    model = profile.engine.arguments.served_model_name or profile.engine.model
+    base_url = f"http://{reachable(host)}:{port}"
     return LaunchPlan(
         argv=tuple(argv),
-        environment=dict(profile.engine.environment),
+        environment=dict(engine.environment),
         base_url=base_url,
         health_url=f"{base_url}/health",
-        model=model,
+        model=engine.arguments.served_model_name or engine.model,
         libraries=("torch", "transformers"),
         install="pip install 'kvbm-cli[embedded]'",
     )
@@ -42,8 +41,3 @@ def _flags(arguments: EmbeddedArguments) -> list[str]:
 
 
 _TURNED_OFF_BY = {"prefix_caching": "--no-prefix-caching", "verify": "--no-verify"}
-
-
-def _reachable(host: str) -> str:
-    address = _EVERY_ADDRESS.get(host, host)
-    return f"[{address}]" if ":" in address else address

@@ -11,6 +11,7 @@ from kvbm.config.schema import Profile
 from kvbm_cli.bench.experiment import FLOOR, KVBM, RECORDING
 from kvbm_cli.bench.run_directory import RunDirectory
 from kvbm_cli.bench.workload import Workload
+from kvbm_cli.engines import block_tokens, launch_plan, with_device_blocks
 from kvbm_cli.process import EngineProcess, choose_port
 
 ROOM = 1.25
@@ -45,19 +46,15 @@ class ProfileEngines:
 
     @contextmanager
     def __call__(self, arm: str) -> Iterator[StartedEngine]:
-        from kvbm.embedded.launch import plan
-
         profile = self._roomy_profile if arm in (RECORDING, FLOOR) else self._profile
         port = choose_port(profile.server.host, 0)
-        launch_plan = plan(profile, connector=arm == KVBM, port=port)
-        with EngineProcess.start(launch_plan, log_path=self._directory.arm(arm) / "engine.log") as process:
+        plan = launch_plan(profile, connector=arm == KVBM, port=port)
+        with EngineProcess.start(plan, log_path=self._directory.arm(arm) / "engine.log") as process:
             process.wait_healthy(profile.transfer.init_timeout_s)
             yield StartedEngine(process, process.elapsed_s)
 
 
 def with_room(profile: Profile, workload: Workload) -> Profile:
     """The same engine with its prefix cache on and a G1 that never has to evict anything of this workload."""
-    arguments = profile.engine.arguments
-    needed = math.ceil(ROOM * workload.working_set_tokens / arguments.block_size) + workload.users
-    roomy = arguments.model_copy(update={"num_blocks": max(needed, arguments.num_blocks), "prefix_caching": True})
-    return profile.model_copy(update={"engine": profile.engine.model_copy(update={"arguments": roomy})})
+    needed = math.ceil(ROOM * workload.working_set_tokens / block_tokens(profile)) + workload.users
+    return with_device_blocks(profile, needed)

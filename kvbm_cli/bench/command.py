@@ -117,12 +117,13 @@ def _surroundings(resolved: ResolvedProfile) -> dict[str, Any]:
 def _caveats(resolved: ResolvedProfile, workload: Workload) -> list[str]:
     """What qualifies the numbers before anything is measured, and how busy the machine was meanwhile."""
     from kvbm_cli.bench.machine import load_average, usable_cpu_count
+    from kvbm_cli.engines import has_prefix_caching
     from kvbm_cli.size import size_of
 
     caveats = []
     if resolved.profile.engine.kind == "embedded":
         caveats.append("numbers of the embedded reference engine: compare its arms with each other, with nothing else")
-    if not resolved.profile.engine.arguments.prefix_caching:
+    if not has_prefix_caching(resolved.profile):
         caveats.append("the engine's own prefix cache is off, so the baseline computes every prompt whole")
     host_tokens = size_of(resolved).host.token_count
     if host_tokens < workload.working_set_tokens:

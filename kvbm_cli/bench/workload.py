@@ -14,7 +14,8 @@ from pydantic import Field, ValidationError
 
 from kvbm.config.document import Document, plain_values, read_document, read_file
 from kvbm.config.mistakes import FileKind, first_mistake
-from kvbm.config.schema import Section, keys
+from kvbm.config.schema import keys
+from kvbm.config.values import Section
 from kvbm.errors import UsageError
 from kvbm_cli.shipped import workloads_directory
 

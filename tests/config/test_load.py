@@ -257,7 +257,7 @@ FILE_MISTAKES = {
     ),
     "engine that is none": (
         "engine: {kind: vlm, model: m}\ntiers: {host: {blocks: 1}}\n",
-        "`engine.kind` must be 'embedded', not the text `vlm`\n"
+        "`engine.kind` must be 'embedded' or 'vllm', not the text `vlm`\n"
         "  FILE:1:16\n    |\n  1 | engine: {kind: vlm, model: m}\n    |                ^^^",
         None,
     ),
@@ -265,7 +265,7 @@ FILE_MISTAKES = {
         "engine: {kind: tensorrt-llm, model: m}\ntiers: {host: {blocks: 1}}\n",
         "engine kind `tensorrt-llm` is not in this version\n"
         "  FILE:1:16\n    |\n  1 | engine: {kind: tensorrt-llm, model: m}\n    |                ^^^^^^^^^^^^",
-        "the only one is `embedded`",
+        "there are `embedded` and `vllm`",
     ),
     "disk tier": (
         f"{BASE}  disk:\n    capacity: 1TB\n",
@@ -419,7 +419,7 @@ OVERRIDE_MISTAKES = {
     ),
     "engine.kind=sglang": (
         "engine kind `sglang` is not in this version\n  --set engine.kind=sglang\n                    ^^^^^^",
-        "the only one is `embedded`",
+        "there are `embedded` and `vllm`",
     ),
 }
 

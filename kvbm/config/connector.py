@@ -1,0 +1,69 @@
+"""The configuration of a connector, inside an engine's process: what a launcher wrote, or the DYN_KVBM_* variables.
+
+`kvbm serve` resolves a profile and hands over its contents, and then the variables no longer count. Under an engine's
+own command line, as NVIDIA's block manager is used, every process resolves the same variables; digests tell whether
+they came to the same result.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+
+from kvbm.config.document import Document, Entry, Source, plain_values
+from kvbm.config.mistakes import FileKind, first_mistake
+from kvbm.config.schema import ConnectorConfig, keys
+from kvbm.config.variables import read_variables
+from kvbm.errors import ProfileError
+
+KEY = "kvbm"
+PLACE = f"kv_connector_extra_config.{KEY}"
+
+_NO_TIER = "set `DYN_KVBM_CPU_CACHE_GB` (1e9 bytes, over all ranks) or `DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS`"
+_FILE = FileKind("connector's configuration", keys(ConnectorConfig), {"tiers": "it names the size of host memory"})
+
+log = logging.getLogger(__name__)
+
+
+def resolve_connector(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> ConnectorConfig:
+    """What `extra_config["kvbm"]` says, else what the variables say. ProfileError for a mistake, or without a tier.
+
+    A variable that has no effect is logged as a warning.
+    """
+    if KEY in extra_config:
+        return _validated(_written(extra_config[KEY]))
+    document, warnings = read_variables(environment)
+    for warning in warnings:
+        log.warning("%s", warning)
+    if "tiers" not in document:
+        raise ProfileError("no tier is configured: kvbm has nowhere to keep blocks", hint=_NO_TIER)
+    return _validated(document)
+
+
+def _validated(document: Document) -> ConnectorConfig:
+    try:
+        return ConnectorConfig.model_validate(plain_values(document))
+    except ValidationError as error:
+        raise first_mistake(error, document, PLACE, _FILE) from None
+
+
+def _written(value: object) -> Document:
+    if not isinstance(value, Mapping):
+        raise ProfileError(f"`{PLACE}` must be a mapping with `tiers`, `offload` and `transfer`, not `{value}`")
+    return _document(value, PLACE)
+
+
+def _document(values: Mapping[object, object], path: str) -> Document:
+    """The values as a document whose every entry shows its own line: path, equals sign, JSON."""
+    document: Document = {}
+    for name, value in values.items():
+        here = f"{path}.{name}"
+        text = f"{here} = {json.dumps(value, default=str)}"
+        key = Source(PLACE, text, len(path) + 1, len(str(name)))
+        source = Source(PLACE, text, len(here) + 3, len(text) - len(here) - 3)
+        inside = _document(value, here) if isinstance(value, Mapping) else value
+        document[str(name)] = Entry(key, source, inside)
+    return document

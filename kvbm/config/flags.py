@@ -1,0 +1,79 @@
+"""The rules of `engine.arguments` for vLLM that concern single flags: how they are spelled, and which kvbm sets itself.
+
+A flag that kvbm sets is refused with the key of the profile that sets it, because of two values one would be ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from kvbm.config.document import Document, Entry, entry_at, located
+from kvbm.config.engine import EmbeddedArguments, VllmArguments
+
+CONNECTOR = "DynamoConnector"
+CONNECTOR_MODULE = "kvbm.vllm_integration.connector"
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_PLAIN_HTTP = "kvbm talks to the engine in plain HTTP; put what ends TLS in front of it"
+_NATIVE = "kvbm is the connector of this engine; `tiers.host` says how much host memory it takes"
+
+KVBM_SETS: Mapping[str, str] = {
+    "model": "use `engine.model`",
+    "model_tag": "use `engine.model`",
+    "host": "use `server.host`",
+    "port": "use `server.port`",
+    "uds": "kvbm talks to the engine at `server.host` and `server.port`",
+    "config": "write the flags of that file into `engine.arguments`, where they can be checked",
+    "headless": "an engine without a server cannot be watched; leave it out",
+    "grpc": "kvbm talks to the engine in HTTP; leave it out",
+    "ssl_keyfile": _PLAIN_HTTP,
+    "ssl_certfile": _PLAIN_HTTP,
+    "kv_offloading_size": _NATIVE,
+    "kv_offloading_backend": _NATIVE,
+    "enable_prompt_tokens_details": "it is always on, because it is how cached tokens of a request become known",
+}
+_SAME_IN_VLLM = {"num_blocks": "num_gpu_blocks_override", "prefix_caching": "enable_prefix_caching"}
+_EMBEDDED_ONLY = frozenset(EmbeddedArguments.model_fields) - frozenset(VllmArguments.model_fields) - {"seed"}
+
+
+def flag_name(written: str) -> str:
+    """The name under which the schema knows a flag: underscores for hyphens."""
+    return written.replace("-", "_")
+
+
+def refuse_flags(document: Document) -> None:
+    """ProfileError for the first flag that is none, that kvbm sets itself, or that another connector would need."""
+    arguments = entry_at(document, ["engine", "arguments"])
+    for name, entry in ((arguments.section if arguments else None) or {}).items():
+        _refuse_flag(name, entry)
+    transfer = entry_at(document, ["engine", "arguments", "kv_transfer_config"])
+    _refuse_contradictions((transfer.section if transfer else None) or {})
+
+
+def _refuse_flag(name: str, entry: Entry) -> None:
+    if not _NAME.fullmatch(name):
+        hint = "write it without the hyphens in front, such as `max_model_len: 8192`"
+        raise located(f"`engine.arguments.{name}` is not the name of a flag", entry.key, hint=hint)
+    if name in KVBM_SETS:
+        raise located(f"`{name}` is set by kvbm", entry.key, hint=KVBM_SETS[name])
+    if name in _EMBEDDED_ONLY:
+        same = _SAME_IN_VLLM.get(name)
+        hint = f"vLLM's is `{same}`" if same else "leave it out, or use `engine.kind: embedded`"
+        raise located(f"`{name}` is a flag of the embedded engine", entry.key, hint=hint)
+    positive = name.removeprefix("no_")
+    if positive != name:
+        raise located(f"`{name}` is the negation of a flag", entry.key, hint=f"write `{positive}: false`")
+
+
+def _refuse_contradictions(transfer: Mapping[str, Entry]) -> None:
+    for name, ours in (("kv_connector", CONNECTOR), ("kv_connector_module_path", CONNECTOR_MODULE)):
+        entry = transfer.get(name)
+        if entry is not None and entry.value != ours:
+            message = f"`kv_transfer_config.{name}` is `{ours}` in an engine that kvbm starts"
+            raise located(message, entry.source, hint="leave it out; another connector is started without `kvbm`")
+    extra = transfer.get("kv_connector_extra_config")
+    ours_inside = (extra.section or {}).get("kvbm") if extra is not None else None
+    if ours_inside is not None:
+        hint = "use `tiers`, `offload` and `transfer` of the profile"
+        raise located("`kv_connector_extra_config.kvbm` is what kvbm makes of the profile", ours_inside.key, hint=hint)

@@ -1,0 +1,106 @@
+"""What single values of a profile may be, and `Section`, the strict and frozen model that every section is.
+
+A validator raises ValueError with the end of a sentence whose beginning, the name of the key, `mistakes.py` adds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer
+
+from kvbm.config.sizes import exact_size, parse_size
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def size_value(value: object) -> object:
+    if isinstance(value, str):
+        return parse_size(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise ValueError(f"needs a unit: `{value}GB` or `{value}GiB`")
+    raise ValueError("must be a size such as 100GB or 64GiB")
+
+
+def _written_size(byte_count: int | None) -> str | None:
+    return None if byte_count is None else exact_size(byte_count)
+
+
+def port_value(value: object) -> object:
+    return 0 if value == "auto" else value
+
+
+def environment_value(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"must be text: an environment knows no booleans; write `'{str(value).lower()}'` or `'1'`")
+    return str(value) if isinstance(value, int | float) else value
+
+
+_COUNT = re.compile(r"(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)(?P<suffix>[kmgtKMGT]?)")
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def count_value(value: object) -> object:
+    """A whole number as vLLM takes it on its command line: 8192, `8k` (8000) or `8K` (8192)."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    if isinstance(value, str) and _parsed_count(value) is not None:
+        return value
+    raise ValueError("must be a whole number of at least 1, or one with a suffix such as `32k` (1000) or `32K` (1024)")
+
+
+def length_value(value: object) -> object:
+    return value if value in ("auto", -1) else count_value(value)
+
+
+def count_of(value: int | str | None) -> int | None:
+    """The number that `count_value` let pass; None for what the engine decides (`auto`, -1)."""
+    count = _parsed_count(value) if isinstance(value, str) else value
+    return None if count == -1 else count
+
+
+def _parsed_count(text: str) -> int | None:
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        return None
+    number = Decimal(match["number"]) * _FACTORS[match["suffix"]]
+    return int(number) if number == int(number) and number >= 1 else None
+
+
+def names_value(value: object) -> object:
+    names = value if isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("must be a name or a list of names")
+    return value
+
+
+def flag_value(value: object) -> object:
+    """What can stand behind a flag of a command line: text, a number, a boolean, a list of those, or JSON."""
+    if value is None:
+        raise ValueError("needs a value; leave the key out for the engine's own default")
+    if not _is_finite(value):
+        raise ValueError("must be a number, not `inf`")
+    return value
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+Size = Annotated[int, BeforeValidator(size_value), PlainSerializer(_written_size)]
+Port = Annotated[int, BeforeValidator(port_value), Field(ge=0, le=65535)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvironmentValue = Annotated[str, BeforeValidator(environment_value)]
+Count = Annotated[Any, BeforeValidator(count_value)]
+Length = Annotated[Any, BeforeValidator(length_value)]
+Names = Annotated[Any, BeforeValidator(names_value)]
+FlagValue = Annotated[JsonValue, BeforeValidator(flag_value)]

