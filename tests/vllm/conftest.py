@@ -1,0 +1,32 @@
+"""Everything here needs a real vLLM: `nox -s vllm` installs one and runs these tests. Without it one skip is left."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TELLS = "test_vllm_is_installed.py"
+
+
+def has_vllm():
+    """This directory is called vllm too, and is found as a package without an origin where there is no other."""
+    spec = importlib.util.find_spec("vllm")
+    return spec is not None and spec.origin is not None
+
+
+collect_ignore = [] if has_vllm() else [path.name for path in HERE.glob("test_*.py") if path.name != TELLS]
+sys.path.insert(0, str(HERE))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failing test shows the end of the log of every server that runs."""
+    report = yield
+    if report.failed and has_vllm():
+        from vllm_server import RUNNING
+
+        for server in RUNNING:
+            report.sections.append((f"vLLM on port {server.port}", server.log_tail()))
+    return report
