@@ -81,18 +81,22 @@ class BlockLayout:
         return cls(pieces, block_count)
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[torch.Tensor], *, block_count: int, block_dim: int) -> BlockLayout:
+    def from_tensors(
+        cls, tensors: Sequence[torch.Tensor], *, block_count: int, block_dim: int, shared: bool = False
+    ) -> BlockLayout:
         """The layout of an engine's KV tensors: views of any strides into the storages that `storages_of` returns.
 
         `block_dim` is the dimension that counts blocks; its size may be a multiple of `block_count`, when the engine's
-        kernels use smaller blocks. Raises EnvironmentProblem for a tensor whose blocks are not whole runs of bytes.
+        kernels use smaller blocks. With `shared`, tensors may overlay each other block by block, as those of KV cache
+        groups do; their common bytes are one piece then. Raises EnvironmentProblem for a tensor whose blocks are not
+        whole runs of bytes.
         """
         indexes: dict[int, int] = {}
         pieces: list[Piece] = []
         for tensor in tensors:
             storage = indexes.setdefault(tensor.untyped_storage().data_ptr(), len(indexes))
             pieces += _pieces_of(tensor, storage, block_count, block_dim)
-        return cls(tuple(_join_adjacent(pieces)), block_count)
+        return cls(tuple(_join(pieces, overlaid=shared)), block_count)
 
     @property
     def block_bytes(self) -> int:
@@ -194,14 +198,17 @@ def _starts(outer: list[tuple[int, int]]) -> Iterator[int]:
             yield index * stride + start
 
 
-def _join_adjacent(pieces: list[Piece]) -> Iterator[Piece]:
-    """Pieces that touch in G1 become one, which makes a block-first cache a single run per block."""
+def _join(pieces: list[Piece], *, overlaid: bool) -> Iterator[Piece]:
+    """Pieces that touch in G1, or overlap where they may, become one: a block-first cache is a single run per block."""
     ordered = sorted(pieces, key=lambda piece: (piece.storage, piece.offset))
     joined = ordered[0]
     for piece in ordered[1:]:
-        touches = (piece.storage, piece.block_stride) == (joined.storage, joined.block_stride)
-        if touches and piece.offset == joined.offset + joined.length and joined.length < joined.block_stride:
-            joined = Piece(joined.storage, joined.offset, joined.block_stride, joined.length + piece.length)
+        end = joined.offset + joined.length
+        is_near = piece.offset == end or (overlaid and piece.offset < end)
+        whole = max(end, piece.offset + piece.length) - joined.offset
+        alike = (piece.storage, piece.block_stride) == (joined.storage, joined.block_stride)
+        if alike and is_near and whole <= joined.block_stride:
+            joined = Piece(joined.storage, joined.offset, joined.block_stride, whole)
         else:
             yield joined
             joined = piece

@@ -287,8 +287,8 @@ class Leader:
     def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
         """Forget a request that ended, was aborted or was preempted. Its transfers go on and settle by themselves.
 
-        The whole chain of each group becomes recent, tail first: what is left of it under pressure is then its head, without which
-        the tail would be worthless.
+        The whole chain of each group becomes recent, tail first: what is left of it under pressure is then its head,
+        without which the tail would be worthless.
         """
         request = self._requests.pop(request_id, None)
         if request is None:

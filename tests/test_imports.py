@@ -17,6 +17,7 @@ ENGINES = ("torch", "transformers", "vllm", "tensorrt_llm", "sglang")
 SHARED = ("kvbm.types", "kvbm.errors")
 LOGICAL = ("kvbm.core", "kvbm.hashing", "kvbm.events")
 PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "kvbm.shared_memory")
+SEAMS = ("kvbm.core.groups", "kvbm.events", "kvbm.layout", "kvbm.region")  # what an engine's facts are translated into
 ORCHESTRATION = ("kvbm.leader", "kvbm.worker", "kvbm.plan", "kvbm.metrics")
 
 
@@ -67,7 +68,7 @@ TABLE = (
     *(
         Layer(
             (f"kvbm.{name}_integration",),
-            (*SHARED, *ORCHESTRATION, "kvbm.config", f"kvbm.{name}_integration"),
+            (*SHARED, *ORCHESTRATION, *SEAMS, "kvbm.config", f"kvbm.{name}_integration"),
             never=tuple(engine for engine in ENGINES[2:] if engine != package),
         )
         for name, package in (("vllm", "vllm"), ("trtllm", "tensorrt_llm"), ("sglang", "sglang"))

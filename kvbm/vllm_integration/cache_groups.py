@@ -1,0 +1,97 @@
+"""What vLLM's description of its KV cache means for us: its groups as ours, or the reason why we stay out.
+
+A group's spec is recognised by the names of its classes, because they move and multiply from version to version. A kind
+that is not in the table is declined by its name, and the engine then serves as if we were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from kvbm.core.groups import Group
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One of vLLM's KV cache groups; `index` is its place in block tables."""
+
+    index: int
+    group: Group
+    layer_names: tuple[str, ...]
+
+
+def decline_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Why this engine cannot be served, in words for its log; None when it can."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"context parallelism ({name}={getattr(parallel, name)}) splits a block's tokens over ranks"
+    if getattr(parallel, "nnodes", 1) > 1:
+        return f"ranks on {parallel.nnodes} nodes share no memory"
+    transferred = _transferred(kv_cache_config)
+    unknown = [spec for spec in map(_spec_of, transferred.values()) if _kind(spec) is None]
+    if unknown:
+        return f"KV cache groups of kind {type(unknown[0]).__name__} are not supported"
+    if len(transferred) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        return "this version of vLLM cannot be told of a failed load where there are several KV cache groups (0.30 can)"
+    return None
+
+
+def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+    """The groups that take part in transfers, those that look back over everything first. Nothing is declined."""
+    found = [
+        CacheGroup(index, _as_group(_spec_of(group)), tuple(group.layer_names))
+        for index, group in _transferred(kv_cache_config).items()
+    ]
+    return tuple(sorted(found, key=lambda group: not group.group.looks_back_over_all))
+
+
+def boot_id() -> str:
+    """Names this machine since its last start; ranks that disagree share no memory."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _transferred(kv_cache_config: KVCacheConfig) -> dict[int, Any]:
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return {index: group for index, group in groups if getattr(group, "enable_kv_transfer", True)}
+
+
+def _spec_of(group: Any) -> Any:
+    """The spec of a group's layers; where each layer has its own, they are of one kind."""
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return next(iter(per_layer.values())) if per_layer else group.kv_cache_spec
+
+
+def _kind(spec: Any) -> Callable[[Any], Group] | None:
+    names = [cls.__name__ for cls in type(spec).__mro__]
+    if not getattr(spec, "prefix_cacheable", True) or not _NEVER.isdisjoint(names):
+        return None
+    return next((_KINDS[name] for name in names if name in _KINDS), None)
+
+
+def _as_group(spec: Any) -> Group:
+    make = _kind(spec)
+    assert make is not None, type(spec)
+    return make(spec)
+
+
+def _windowed(spec: Any) -> Group:
+    return Group(spec.block_size, window_tokens=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+
+
+_KINDS: dict[str, Callable[[Any], Group]] = {
+    "SlidingWindowSpec": _windowed,
+    "ChunkedLocalAttentionSpec": lambda spec: Group(spec.block_size, chunk_tokens=spec.attention_chunk_size),
+    "FullAttentionSpec": lambda spec: Group(spec.block_size),
+}
+# Kinds derived from full attention that give up blocks in the middle of a request.
+_NEVER = frozenset({"RSWASpec"})

@@ -1,0 +1,241 @@
+"""DynamoConnector: the class that vLLM loads, under the name and the module path that NVIDIA's users have.
+
+vLLM makes one instance beside its scheduler and one in each worker. Each hook is one call of that side; a hook that
+vLLM has and this class has not keeps vLLM's default. An engine that we cannot serve is served by vLLM alone, with one
+warning that says why.
+
+The API server imports this module for the class methods: nothing here touches a device or takes memory at import.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvbm.config.connector import resolve_connector
+from kvbm.vllm_integration.cache_groups import cache_groups, decline_reason
+from kvbm.vllm_integration.scheduler_side import SchedulerSide
+from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
+from kvbm.vllm_integration.worker_side import NOTHING, WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvbm.vllm_integration.messages import Handshake
+
+log = logging.getLogger(__name__)
+
+
+class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm is not there for the type checker
+    """One side of the block manager inside vLLM; `_scheduler` or `_worker` is there, or neither if we stay out."""
+
+    requires_kv_delivery = False  # a copy that does not happen is a miss, nothing worse
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _log_as_vllm_does()
+        transfer_config = vllm_config.kv_transfer_config
+        transfer_config.kv_load_failure_policy = "recompute"
+        config = resolve_connector(transfer_config.kv_connector_extra_config, os.environ)
+        events = getattr(vllm_config, "kv_events_config", None)
+        self._publishes_events = bool(events and events.enable_kv_cache_events)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        reason = decline_reason(vllm_config, kv_cache_config)
+        if reason is not None:
+            if role is KVConnectorRole.SCHEDULER:
+                log.warning("kvbm stays out of this engine: %s", reason)
+            return
+        groups = cache_groups(kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(config, groups, hash_bytes=_hash_bytes(vllm_config))
+        else:
+            rank, rank_count = _rank(vllm_config)
+            self._worker = self.worker_side_class()(config, kv_cache_config, groups, rank=rank, rank_count=rank_count)
+
+    @classmethod
+    def worker_side_class(cls) -> type[WorkerSide]:
+        """What carries out orders on a rank."""
+        return WorkerSide
+
+    # -- worker --------------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is not None:
+            self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> Handshake | None:
+        return self._worker.handshake() if self._worker is not None else None
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.bind(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start_load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is scheduled only when its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are copied whole, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.finish_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        self._worker.poll()
+        return None, self._worker.failed_requests() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """From 0.30 on; earlier versions take failures by their block ids."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving = self._worker.failed_requests()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if self._worker is None or hasattr(KVConnectorBase_V1, "get_transfer_results"):
+            return set()
+        return self._worker.failed_blocks()
+
+    def build_connector_worker_meta(self) -> Any:
+        return self._worker.take_message() if self._worker is not None else None
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        if self._worker is not None:
+            self._worker.clear()
+
+    # -- scheduler -----------------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[Any, Handshake]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.accept_handshakes(metadata.values())
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
+        self.set_xfer_handshake_metadata(metadata)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.add_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens) if self._scheduler is not None else (0, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._scheduler.build_orders(scheduler_output) if self._scheduler is not None else NOTHING
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is not None:
+            self._scheduler.settle(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.end_request(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events = self._scheduler.take_events() if self._scheduler is not None else ()
+        return events if self._publishes_events else ()
+
+    def reset_cache(self) -> bool | None:
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                side.close()
+
+    def get_kv_connector_stats(self) -> KvbmStats | None:
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbmStats:
+        return KvbmStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> KvbmPromMetrics:
+        return KvbmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _log_as_vllm_does() -> None:
+    """Our messages go where vLLM's go, at the level that the user has set for it."""
+    ours, theirs = logging.getLogger("kvbm"), logging.getLogger("vllm")
+    ours.handlers, ours.propagate = theirs.handlers, theirs.propagate
+    ours.setLevel(theirs.level)
+
+
+def _hash_bytes(vllm_config: VllmConfig) -> int:
+    """How long a block hash is under the configured algorithm."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    return len(get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)(b""))
+
+
+def _rank(vllm_config: VllmConfig) -> tuple[int, int]:
+    """(rank, number of ranks) of this worker in one engine: tensor and pipeline parallel, not data parallel."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    parallel = vllm_config.parallel_config
+    tensor_parallel: int = parallel.tensor_parallel_size
+    rank = get_pp_group().rank_in_group * tensor_parallel + get_tp_group().rank_in_group
+    return rank, tensor_parallel * parallel.pipeline_parallel_size
+
+
+def __getattr__(name: str) -> Any:
+    """PdConnector, upstream's second connector, lies at this path too; its imports are for those who use it."""
+    if name == "PdConnector":
+        from kvbm.vllm_integration.pd import PdConnector
+
+        return PdConnector
+    raise AttributeError(name)

@@ -1,0 +1,139 @@
+"""The copying half of the connector: one per rank, in the process that holds its part of the KV cache.
+
+It carries out the leader's orders. Results go back by control words, with one exception: vLLM takes the failure of a
+load only from its workers, so the leader's verdict comes along with a later step's orders and every rank repeats it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvbm.layout import BlockLayout, storages_of
+from kvbm.plan import StepPlan
+from kvbm.vllm_integration.cache_groups import CacheGroup, boot_id
+from kvbm.vllm_integration.messages import Handshake, StepOrders, WordsWritten
+from kvbm.worker import HostCapacity, Worker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvbm.config.schema import ConnectorConfig
+
+PROGRESS_S = 2.0
+NOTHING = StepOrders(StepPlan(step=0))
+
+log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """Hooks of one rank, translated into calls of `Worker`."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        kv_cache_config: KVCacheConfig,
+        groups: Sequence[CacheGroup],
+        *,
+        rank: int,
+        rank_count: int,
+    ) -> None:
+        self._config = config
+        self._block_count: int = kv_cache_config.num_blocks
+        self._layer_names = [name for group in groups for name in group.layer_names]
+        # Blocks that vLLM clears before it uses them are cleared after `bind`, where it does not know of loads.
+        self._starts_late = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+        self._rank = rank
+        self._rank_count = rank_count
+        self._worker: Worker | None = None
+        self._orders = NOTHING
+        self._has_written = False
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Takes the host memory. EnvironmentProblem, which stops the engine's start, says which rank and why."""
+        tensors = [kv_caches[name] for name in self._layer_names if name in kv_caches]
+        layout = BlockLayout.from_tensors(
+            tensors, block_count=self._block_count, block_dim=_block_dim(tensors[0], self._block_count), shared=True
+        )
+        self._worker = self.create_worker(layout, storages_of(tensors))
+        info = self._worker.info
+        log.info(
+            "kvbm: rank %d keeps %d blocks of %d bytes in host memory, %.2f GB",
+            self._rank, info.slot_count, info.block_bytes, info.length / 1e9,
+        )  # fmt: skip
+
+    def create_worker(self, layout: BlockLayout, storages: list[torch.Tensor]) -> Worker:
+        host = self._config.tiers.host
+        return Worker.create(
+            layout,
+            storages,
+            HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks),
+            rank=self._rank,
+            rank_count=self._rank_count,
+            thread_count=self._config.transfer.max_concurrent,
+            progress=_log_progress(self._rank),
+        )
+
+    def handshake(self) -> Handshake | None:
+        return Handshake(self._worker.info, self._config.digest(), boot_id()) if self._worker else None
+
+    def bind(self, orders: StepOrders) -> None:
+        """Loads begin here, before the forward pass, whose time then covers them."""
+        self._orders = orders
+        if not self._starts_late:
+            self._start()
+
+    def start_load(self) -> None:
+        if self._starts_late:
+            self._start()
+
+    def finish_step(self) -> None:
+        """The forward pass has been submitted: what it computed may be copied away."""
+        if self._worker is not None and self._orders.plan.offloads:
+            self._worker.finish(self._orders.plan)
+
+    def poll(self) -> None:
+        self._has_written = self._worker is not None and self._worker.poll()
+
+    def failed_requests(self) -> set[str]:
+        return {load.request_id for load in self._orders.failed_loads}
+
+    def failed_blocks(self) -> set[int]:
+        return {block_id for load in self._orders.failed_loads for block_id in load.failed_block_ids}
+
+    def take_message(self) -> WordsWritten | None:
+        return WordsWritten() if self._has_written else None
+
+    def clear(self) -> None:
+        self._orders = NOTHING
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _start(self) -> None:
+        if self._worker is not None and not self._orders.plan.is_empty():
+            self._worker.start(self._orders.plan)
+
+
+def _block_dim(tensor: torch.Tensor, block_count: int) -> int:
+    """The dimension that counts blocks: the first, or behind one that separates keys from values."""
+    return 0 if tensor.shape[0] % block_count == 0 else 1
+
+
+def _log_progress(rank: int) -> Any:
+    """A callback that logs how far the allocation of host memory is, where it takes long."""
+    last = time.monotonic()
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > PROGRESS_S:
+            last = time.monotonic()
+            log.info(
+                "kvbm: rank %d has taken %.1f of %.1f GB of host memory", rank, done_bytes / 1e9, total_bytes / 1e9
+            )
+
+    return progress
