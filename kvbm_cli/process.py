@@ -1,10 +1,10 @@
 """EngineProcess: one engine as a child process that cannot outlive its parent.
 
-The engine leads a process group of its own, so that a terminal's Ctrl-C reaches it only through us and whatever it
-starts dies with it. The kernel kills it when the thread that called `start` ends: call it from the main thread. A guard
-process kills what the engine had started, should we be killed before we can. The engine's output goes to a log file,
-whose last lines are the story when a start fails. It never inherits a DYN_KVBM_* variable: a resolved profile is the
-one channel.
+The engine leads a process group of its own, so that a terminal's Ctrl-C reaches it only through us. The kernel kills it
+when the thread that called `start` ends: call it from the main thread. Its temporary directory is its own. A guard
+process (group_guard.py) clears away what it leaves, however it ends and also when we are killed: processes, shared
+memory, that directory. The engine's output goes to a log file, whose last lines are the story when a start fails. It
+never inherits a DYN_KVBM_* variable: a resolved profile is the one channel.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import http.client
 import importlib.util
 import json
 import os
+import re
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +34,8 @@ from urllib.parse import urlsplit
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX
 from kvbm.errors import EngineError, EnvironmentProblem
+from kvbm_cli.group_guard import END, LOOK, EngineRemains
+from kvbm_cli.listening import is_served_by
 
 WRAPPER = Path(__file__).with_name("die_with_parent.py")
 GUARD = Path(__file__).with_name("group_guard.py")
@@ -39,6 +44,8 @@ HEALTH_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 30.0
 TAIL_LINES = 12
 TAIL_BYTES = 16384
+GUARD_TIMEOUT_S = 30.0
+LONGEST_TMPDIR = 50  # a UNIX socket's path has room for 107 characters, and engines put names of 36 and more below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +59,37 @@ class Progress:
 class EngineProcess:
     """A started engine. As a context manager it is stopped at the end, whatever happened."""
 
-    def __init__(self, child: subprocess.Popen[bytes], plan: LaunchPlan, log_path: Path, log_start: int) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], plan: LaunchPlan, directory: str, log: BinaryIO) -> None:
+        """Takes `directory`, the engine's own; borrows `log`, whose position is where the engine's output begins."""
         self._child = child
-        self._guard = _start_guard(child.pid)
-        self._log_start = log_start  # what lies before it in the file is of an earlier engine
+        self._guard = _start_guard(child.pid, directory, log)
+        self._remains = EngineRemains(child.pid, directory)
+        self._log_start = log.tell()
         self._started = time.monotonic()
         self._reported_phase: str | None = None
+        self._is_cleared = False
         self.plan = plan
-        self.log_path = log_path
+        self.log_path = Path(log.name)
 
     @classmethod
     def start(cls, plan: LaunchPlan, *, log_path: Path) -> EngineProcess:
         """Starts the engine, returns at once. EnvironmentProblem if its program, a library or its log is missing."""
         _check_program(plan)
-        command = [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *plan.argv]
         with _open_log(log_path) as log:
-            log_start = log.tell()
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=engine_environment(plan, os.environ),
-                process_group=0,
-            )
-        return cls(child, plan, log_path, log_start)
+            directory = _make_directory()
+            try:
+                child = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *plan.argv],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**engine_environment(plan, os.environ), "TMPDIR": directory},
+                    process_group=0,
+                )
+            except BaseException:
+                os.rmdir(directory)
+                raise
+            return cls(child, plan, directory, log)
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -95,16 +108,15 @@ class EngineProcess:
         return time.monotonic() - self._started
 
     def poll(self) -> int | None:
-        """The exit code once the engine has ended (128 + n for signal n), and by then all that it had started is dead.
+        """The exit code once the engine has ended (128 + n for signal n), and by then nothing of it is left.
 
-        The group is killed before the leader is reaped: as long as its process id is not free, nobody else can get it.
+        What it had started is killed before it is reaped: as long as its process id is not free, nobody else gets it.
         """
         if self._child.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
-            self._kill_group()
+            self._clear_away()
             self._child.wait()
-            self._guard.communicate(b".")
         code = self._child.returncode
         return code if code >= 0 else 128 - code
 
@@ -116,6 +128,7 @@ class EngineProcess:
         while self.poll() is None:
             phase = self._phase_unless_healthy()
             if phase is None:
+                self._look()
                 return
             if self.elapsed_s > timeout_s:
                 self.kill()
@@ -152,26 +165,50 @@ class EngineProcess:
             self.signal(signal.SIGTERM)
         while (code := self.poll()) is None:
             if time.monotonic() >= deadline:
-                self._kill_group()
+                self._clear_away()  # the engine itself is among what it kills
             time.sleep(POLL_S / 5)
         return code
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+    def _look(self) -> None:
+        """Returns when the guard has seen all that the engine has at this moment, so that none of it can be lost."""
+        assert self._guard.stdin is not None
+        assert self._guard.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
+            self._guard.stdin.write(LOOK)
+            self._guard.stdin.flush()
+            if select.select([self._guard.stdout], [], [], GUARD_TIMEOUT_S)[0]:
+                os.read(self._guard.stdout.fileno(), 1)
+
+    def _clear_away(self) -> None:
+        """By the guard, which has looked at the engine all along; by ourselves where somebody has killed the guard."""
+        if self._is_cleared:
+            return
+        self._is_cleared = True
+        try:
+            self._guard.communicate(END, GUARD_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+        if self._guard.returncode < 0:
+            self._remains.clear_away()
 
     def _phase_unless_healthy(self) -> str | None:
-        """None when the engine answers 200 at its health address; until then what it says there, or its last log line.
+        """None when the engine answers 200 at its health address; until then what it says there, or in its log.
 
-        The answer names its process: a stranger may have taken the port before the engine could.
+        The answer counts only if the engine listens there: a stranger may have taken the port before it could.
         """
-        status, body = _get(self.plan.health_url)
-        answer = _object_in(body)
-        if status == http.HTTPStatus.OK and answer.get("pid") == self.pid:
+        answer = _get(self.plan.health_url)
+        if answer.status == http.HTTPStatus.OK and self._listens_at(answer.address):
             return None
-        phase = answer.get("phase")
+        phase = _object_in(answer.body).get("phase")
         self._reported_phase = phase if isinstance(phase, str) else self._reported_phase
-        return self._reported_phase or next(reversed(self._log_lines()), "starting")
+        phases = filter(None, map(readable_phase, reversed(self._log_lines())))
+        return self._reported_phase or next(phases, "starting")
+
+    def _listens_at(self, address: str) -> bool:
+        port = urlsplit(self.plan.health_url).port
+        assert port is not None, self.plan.health_url
+        return is_served_by(self._remains.members(), address=address, port=port)
 
     def _log_lines(self) -> list[str]:
         with self.log_path.open("rb") as log:
@@ -215,13 +252,35 @@ def choose_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _start_guard(process_group: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", str(GUARD), str(process_group)]
+_LOG_PREFIX = re.compile(r"(\(\S+ pid=\d+\) )?((DEBUG|INFO) [\d-]+ [\d:.]+ \[[^\]]*:\d+\] ?)?")
+_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PROGRESS_BAR = re.compile(r"\s*\|.*it/s\]$")
+_WORDS = re.compile(r"[A-Za-z]\w+ \w")
+_NOT_A_PHASE = re.compile(r"\s|WARNING|ERROR|\[?[WE]\d{4} |/|.*Warning: |.*\w\(")
+
+
+def readable_phase(line: str) -> str | None:
+    """A log line as words for what a starting engine is at, without who wrote it, when and where; None if it has none.
+
+    Warnings, their continuation lines and drawings say nothing of how far the start is.
+    """
+    text = _PROGRESS_BAR.sub("", _LOG_PREFIX.sub("", _TERMINAL_CODE.sub("", line), count=1))
+    return text if _WORDS.search(text) and not _NOT_A_PHASE.match(text) else None
+
+
+def _make_directory() -> str:
+    """The engine's TMPDIR: in the usual place, unless that one's name is too long for sockets."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="kvbm-", dir=usual if len(usual) <= LONGEST_TMPDIR else "/tmp")
+
+
+def _start_guard(process_group: int, directory: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(GUARD), str(process_group), directory]
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
         cwd="/",
         start_new_session=True,
     )
@@ -249,17 +308,28 @@ def _open_log(path: Path) -> BinaryIO:
         ) from None
 
 
-def _get(url: str) -> tuple[int, bytes]:
-    """Status and body, (0, b"") when nobody answers. Plain http.client: no proxy of the environment is asked."""
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Status 0 when nobody answered; `address` is that of whoever did."""
+
+    status: int = 0
+    body: bytes = b""
+    address: str = ""
+
+
+def _get(url: str) -> _Answer:
+    """Plain http.client: no proxy of the environment is asked."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=HEALTH_TIMEOUT_S)
     try:
+        connection.connect()
+        address = connection.sock.getpeername()[0]
         connection.request("GET", parts.path)
         answer = connection.getresponse()
-        return answer.status, answer.read()
+        return _Answer(answer.status, answer.read(), address)
     except (OSError, http.client.HTTPException):
-        return 0, b""
+        return _Answer()
     finally:
         connection.close()
 

@@ -2,17 +2,20 @@
 """Stands for an interpreter that runs an engine: takes its command line, answers /health, and misbehaves on request.
 
 FAKE says how: `crash` ends before it is healthy, `hang` never is, `stubborn` ignores SIGTERM, `dies` ends by itself
-once it was healthy, `children` starts a process of its own, `stranger` answers as
-another process would. Without it, a well-behaved engine.
+once it was healthy, `children` starts a process of its own, `litters` also one that leaves the group, and makes files
+in shared memory and in TMPDIR that it never deletes. Without it, a well-behaved engine.
 """
 
 import http.server
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from multiprocessing import shared_memory
 
 MODE = os.environ.get("FAKE", "")
 
@@ -21,13 +24,20 @@ class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        pid = 1 if MODE == "stranger" else os.getpid()
-        self.wfile.write(b'{"pid": %d}' % pid)
         if MODE == "dies":
             threading.Timer(0.2, os._exit, (9,)).start()
 
     def log_message(self, *arguments: object) -> None:
         pass
+
+
+def litter() -> list[object]:
+    """As a real engine does that is killed: a daemon, a segment, a semaphore and a file."""
+    daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    _, path = tempfile.mkstemp()
+    return [daemon, segment, semaphore, path]
 
 
 def main() -> None:
@@ -39,6 +49,9 @@ def main() -> None:
     if MODE == "children":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(f"child {child.pid}", flush=True)
+    if MODE == "litters":
+        held = litter()
+        print(f"made {len(held)} things", flush=True)
     if MODE == "hang":
         time.sleep(600)
     port = int(sys.argv[sys.argv.index("--port") + 1])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +23,7 @@ from terminal import FAKE_ENGINE
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.die_with_parent import CANNOT_RUN
-from kvbm_cli.process import GUARD, WRAPPER, EngineProcess, Progress, choose_port, engine_environment
+from kvbm_cli.process import GUARD, WRAPPER, EngineProcess, Progress, choose_port, engine_environment, readable_phase
 
 DEADLINE_S = 20
 
@@ -56,12 +59,26 @@ def test_healthy_engine_is_stopped_by_sigterm(tmp_path: Path) -> None:
     assert {progress.phase for progress in seen} <= {"starting", "loading the weights"}
 
 
+class Stranger(http.server.BaseHTTPRequestHandler):
+    """Answers as a healthy engine would, in the process of the test."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
 def test_a_stranger_on_the_port_is_not_taken_for_the_engine(tmp_path: Path) -> None:
-    with (
-        EngineProcess.start(fake_plan("stranger"), log_path=tmp_path / "log") as engine,
-        pytest.raises(EngineError, match="not healthy after 1 s"),
-    ):
-        engine.wait_healthy(1)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as stranger:
+        threading.Thread(target=stranger.serve_forever).start()
+        plan = fake_plan("hang", port=stranger.server_port)
+        with EngineProcess.start(plan, log_path=tmp_path / "log") as engine:
+            with pytest.raises(EngineError, match="not healthy after 1 s"):
+                engine.wait_healthy(1)
+            assert urllib.request.urlopen(plan.health_url).status == 200
+        stranger.shutdown()
 
 
 def test_leaving_the_context_stops_the_engine(tmp_path: Path) -> None:
@@ -207,3 +224,30 @@ def test_host_that_is_none_is_named(host: str) -> None:
     with pytest.raises(EnvironmentProblem) as caught:
         choose_port(host, 0)
     assert caught.value.message.startswith(f"cannot listen on {host}: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "phase"),
+    [
+        (
+            "(Worker pid=8688) INFO 11-21 18:03:33 [cpu_model_runner.py:68] Starting to load model /m...",
+            "Starting to load model /m...",
+        ),
+        (
+            "Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:00<00:00, 42.65it/s]",
+            "Loading safetensors checkpoint shards:  50% Completed",
+        ),
+        (
+            "\x1b[36m(APIServer pid=1)\x1b[0;0m INFO 11-21 18:02:27 [model.py:2] Using max model len 4096",
+            "Using max model len 4096",
+        ),
+        ("loading the weights", "loading the weights"),
+        ("(APIServer pid=7962) INFO 11-21 18:02:27 [api_utils.py:347]  ▄▄ ▄█ █     █     █ ▀▄▀ █", None),
+        ("(APIServer pid=7962) WARNING 11-21 18:02:28 [cpu.py:224] Triton is not installed.", None),
+        ("/lib/python3.11/api_server.py:24: DeprecationWarning: `vllm` is deprecated and will like", None),
+        ("  warnings.warn(", None),
+        ("W1121 18:03:32.942000 8688 torch/_library/triton.py:53] Triton not available, none", None),
+    ],
+)
+def test_last_log_line_is_shown_in_words(line: str, phase: str | None) -> None:
+    assert readable_phase(line) == phase

@@ -1,0 +1,181 @@
+"""What an engine leaves is cleared away, whoever ends it and how; what is not its own stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import psutil
+import pytest
+from test_process import DEADLINE_S, eventually, fake_plan, is_gone
+
+from kvbm_cli import group_guard
+from kvbm_cli.group_guard import EngineRemains
+from kvbm_cli.process import GUARD, LONGEST_TMPDIR, EngineProcess
+
+SHARED_MEMORY = Path("/dev/shm")
+
+STARTER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_process import fake_plan
+from kvbm_cli.process import EngineProcess
+engine = EngineProcess.start(fake_plan("litters"), log_path=Path(sys.argv[2]))
+engine.wait_healthy(20)
+print(engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Litter:
+    """Everything that the fake engine has made by the time it is healthy."""
+
+    processes: list[psutil.Process]
+    shared_files: list[Path]
+    directory: Path
+
+    @classmethod
+    def of(cls, engine_pid: int) -> Litter:
+        engine = psutil.Process(engine_pid)
+        mapped = {region.path.split(" ")[0] for region in engine.memory_maps() if region.path.startswith("/dev/shm")}
+        segments = [Path(path) for path in mapped if Path(path).exists()]
+        semaphores = [path for path in SHARED_MEMORY.glob("sem.*") if path.stat().st_ino in _mapped_inodes(engine_pid)]
+        assert len(segments) == len(semaphores) == 1
+        directory = Path(engine.environ()["TMPDIR"])
+        assert list(directory.iterdir())
+        processes = [engine, *engine.children(recursive=True)]
+        assert len({os.getpgid(process.pid) for process in processes}) == 2, "one has left the group"
+        return cls(processes, segments + semaphores, directory)
+
+    def is_gone(self) -> bool:
+        files = [*self.shared_files, self.directory]
+        return all(is_gone(process.pid) for process in self.processes) and not any(path.exists() for path in files)
+
+
+def _mapped_inodes(pid: int) -> set[int]:
+    return {int(line.split()[4]) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+
+
+@pytest.mark.parametrize("end", ["stop", "kill", "dies", "group_dies", "guard_dies"])
+def test_nothing_of_an_engine_is_left(tmp_path: Path, end: str) -> None:
+    with EngineProcess.start(fake_plan("litters"), log_path=tmp_path / "log") as engine:
+        engine.wait_healthy(DEADLINE_S)
+        litter = Litter.of(engine.pid)
+        if end == "dies":
+            os.kill(engine.pid, signal.SIGKILL)
+        elif end == "group_dies":
+            os.killpg(engine.pid, signal.SIGKILL)
+        elif end == "guard_dies":
+            _guard().kill()
+            engine.kill()
+        else:
+            getattr(engine, end)()
+        eventually(lambda: engine.poll() is not None)
+        assert litter.is_gone()
+
+
+def _guard() -> psutil.Process:
+    return next(child for child in psutil.Process().children() if str(GUARD) in child.cmdline())
+
+
+def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTER, str(Path(__file__).parent), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        litter = Litter.of(int(parent.stdout.readline()))
+        parent.kill()
+        eventually(litter.is_gone)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_to_everybody_do_not_end_the_guard(tmp_path: Path, number: signal.Signals) -> None:
+    with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
+        engine.wait_healthy(DEADLINE_S)
+        guard = _guard()
+        eventually(lambda: guard.status() == psutil.STATUS_SLEEPING)
+        guard.send_signal(number)
+        with pytest.raises(psutil.TimeoutExpired):
+            guard.wait(0.3)
+
+
+def test_temporary_directory_of_an_engine_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * LONGEST_TMPDIR)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with EngineProcess.start(fake_plan("litters"), log_path=tmp_path / "log") as engine:
+        engine.wait_healthy(DEADLINE_S)
+        directory = Litter.of(engine.pid).directory
+        assert len(str(directory)) < LONGEST_TMPDIR
+    assert not directory.exists()
+    assert not list(long.iterdir())
+
+
+@contextlib.contextmanager
+def sleeping_group() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0) as leader:
+        try:
+            yield leader
+        finally:
+            leader.kill()
+
+
+@contextlib.contextmanager
+def segment() -> Iterator[shared_memory.SharedMemory]:
+    made = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        yield made
+    finally:
+        made.close()
+        with contextlib.suppress(FileNotFoundError):
+            made.unlink()
+
+
+def test_files_of_others_stay_whenever_they_were_made(tmp_path: Path) -> None:
+    with segment() as older, sleeping_group() as leader:
+        remains = EngineRemains(leader.pid, str(tmp_path / "none"))
+        with segment() as younger:
+            remains.look()
+            assert remains.clear_away()
+            assert (SHARED_MEMORY / older.name).exists()
+            assert (SHARED_MEMORY / younger.name).exists()
+
+
+def test_a_file_of_the_engine_that_another_process_maps_stays(tmp_path: Path) -> None:
+    """Made in the engine's time, mapped by its process, and by this one."""
+    script = "import sys, time; f = open(sys.argv[1]); print(flush=True); time.sleep(600)"
+    remains_of: list[EngineRemains] = []
+    with segment() as shared:
+        path = SHARED_MEMORY / shared.name
+        command = [sys.executable, "-c", script, str(path)]
+        with subprocess.Popen(command, process_group=0, stdout=subprocess.PIPE) as leader:
+            assert leader.stdout is not None
+            leader.stdout.readline()
+            remains = EngineRemains(leader.pid, str(tmp_path / "none"), _foreign=set())
+            remains_of.append(remains)
+            assert remains.clear_away()
+        assert path.exists()
+        assert path.stat().st_ino in remains._owned, "it was taken for the engine's, and kept because it is in use"
+        shared.close()
+        assert remains_of[0].clear_away()
+        assert not path.exists()
+
+
+def test_file_is_not_looked_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[object] = []
+    monkeypatch.setattr(group_guard, "_held_files", lambda pids: searches.append(pids) or set())
+    with sleeping_group() as leader:
+        remains = EngineRemains(leader.pid, str(tmp_path / "none"))
+        with segment():
+            for _ in range(3 * group_guard.LOOKS):
+                remains.look()
+    assert len(searches) == group_guard.LOOKS
