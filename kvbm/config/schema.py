@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from kvbm.config.engine import ENGINE_KINDS, AnyEngine
@@ -77,6 +77,26 @@ class Bench(Section):
     )
 
 
+class Disaggregated(Section):
+    prefill: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Engines that only prefill, each with host memory (G2) of its own; 0 for one engine that does all.",
+    )
+    decode: int = Field(default=0, ge=0, le=64, description="Engines that decode what those have prefilled.")
+
+    @model_validator(mode="after")
+    def _has_both_kinds(self) -> Disaggregated:
+        if (self.prefill == 0) != (self.decode == 0):
+            raise ValueError("needs engines of both kinds: `prefill` and `decode`")
+        return self
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.prefill > 0
+
+
 class ConnectorConfig(Section):
     """What the connector inside an engine needs of a profile, and all that it gets."""
 
@@ -96,7 +116,18 @@ class Profile(Section):
     offload: Offload = Field(default=Offload(), description="Which blocks are copied away from device memory.")
     transfer: Transfer = Field(default=Transfer(), description="How blocks are copied.")
     server: Server = Field(default=Server(), description="Where the engine serves.")
+    disaggregated: Disaggregated = Field(
+        default=Disaggregated(), description="Engines that prefill and engines that decode, behind one address."
+    )
     bench: Bench = Field(default=Bench(), description="Defaults of `kvbm bench`.")
+
+    @field_validator("disaggregated")
+    @classmethod
+    def _is_for_vllm(cls, disaggregated: Disaggregated, info: ValidationInfo) -> Disaggregated:
+        engine = info.data.get("engine")
+        if disaggregated.is_wanted and engine is not None and engine.kind != "vllm":
+            raise ValueError("needs `engine.kind: vllm`, which can hand the blocks of a request to another engine")
+        return disaggregated
 
     def connector_config(self) -> ConnectorConfig:
         return ConnectorConfig(tiers=self.tiers, offload=self.offload, transfer=self.transfer)

@@ -128,7 +128,7 @@ FILE_MISTAKES = {
     "engine flag like no other": (
         f"{BASE}qqqq: 5\n",
         "unknown key `qqqq`\n  FILE:6:1\n    |\n  6 | qqqq: 5\n    | ^^^^",
-        "a profile has `description`, `engine`, `tiers`, `offload`, `transfer`, `server`, `bench`",
+        "a profile has `description`, `engine`, `tiers`, `offload`, `transfer`, `server`, `disaggregated`, `bench`",
     ),
     "size without unit": (
         "engine: {model: m}\ntiers: {host: {capacity: 100}}\n",

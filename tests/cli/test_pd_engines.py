@@ -1,0 +1,117 @@
+"""DisaggregatedEngines around stand-in engines and a real proxy: all serve, or none does and the report says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from test_process import DEADLINE_S, eventually, fake_plan, is_gone
+
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm.errors import EngineError
+from kvbm_cli.pd.engines import DisaggregatedEngines, log_of
+from kvbm_cli.pd.plan import DisaggregatedPlan, free_ports
+from kvbm_cli.process import Progress
+
+
+def plan_of(*modes: str, proxy: LaunchPlan | None = None) -> DisaggregatedPlan:
+    """One engine per mode, the last of them to decode."""
+    names = [*(f"prefill {number}" for number in range(len(modes) - 1)), "decode 0"]
+    engines = tuple((name, fake_plan(mode)) for name, mode in zip(names, modes, strict=True))
+    urls = [engine.base_url for _, engine in engines]
+    port = next(free_ports())
+    url = f"http://127.0.0.1:{port}"
+    argv = (sys.executable, "-m", "kvbm_cli.pd.proxy", "--host", "127.0.0.1", "--port", str(port))
+    real = LaunchPlan((*argv, "--prefill", *urls[:-1], "--decode", urls[-1]), {}, url, f"{url}/health", "m")
+    return DisaggregatedPlan(engines, proxy or real)
+
+
+def pids_of(engines: DisaggregatedEngines) -> list[int]:
+    return [member.process.pid for member in engines._members]
+
+
+def test_all_are_healthy_before_the_proxy_serves_and_all_end_when_stopped(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    with DisaggregatedEngines.start(plan_of("", "", ""), log_path=tmp_path / "serve.log") as engines:
+        engines.wait_healthy(DEADLINE_S, seen.append)
+        assert urllib.request.urlopen(engines.plan.health_url).status == 200
+        assert engines.poll() is None
+        pids = pids_of(engines)
+        assert engines.stop() == 0
+    assert engines.poll() == 0
+    assert all(map(is_gone, pids))
+    assert len(pids) == 4
+    assert {progress.phase.partition(":")[0] for progress in seen} <= {"prefill 0", "prefill 1", "decode 0", "proxy"}
+    logs = {path.name for path in tmp_path.iterdir()}
+    assert logs == {"serve.log", "serve-prefill-0.log", "serve-prefill-1.log", "serve-decode-0.log"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_one_and_is_no_mishap(tmp_path: Path, number: signal.Signals) -> None:
+    with DisaggregatedEngines.start(plan_of("", ""), log_path=tmp_path / "log") as engines:
+        engines.wait_healthy(DEADLINE_S)
+        engines.signal(number)
+        eventually(lambda: engines.poll() is not None)
+        assert engines.poll() == 0
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_the_end_of_one_ends_the_whole_and_names_it(tmp_path: Path, index: int) -> None:
+    with DisaggregatedEngines.start(plan_of("", ""), log_path=tmp_path / "log") as engines:
+        engines.wait_healthy(DEADLINE_S)
+        pids = pids_of(engines)
+        os.kill(pids[index], signal.SIGKILL)
+        eventually(lambda: engines.poll() is not None)
+        assert engines.poll() == 137
+        assert all(map(is_gone, pids))
+        error = engines.ended_error("the engine ended by itself")
+    name = ("prefill 0", "decode 0", "proxy")[index]
+    assert error.message.startswith(f"{name}: the engine ended by itself, with exit code 137")
+    assert error.exit_code == 137
+    assert str(tmp_path / ("log" if name == "proxy" else log_of(Path("log"), name))) in str(error.hint)
+
+
+@pytest.mark.parametrize(("modes", "culprit"), [(("crash", "hang"), "prefill 0"), (("hang", "crash"), "decode 0")])
+def test_a_crash_at_the_start_is_reported_while_another_still_starts(
+    tmp_path: Path, modes: tuple[str, str], culprit: str
+) -> None:
+    engines = DisaggregatedEngines.start(plan_of(*modes), log_path=tmp_path / "log")
+    with pytest.raises(EngineError) as caught:
+        engines.wait_healthy(DEADLINE_S)
+    assert caught.value.message.startswith(f"{culprit}: the engine ended before it was healthy, with exit code 1")
+    assert "MemoryError: not enough of it" in caught.value.message
+    assert all(map(is_gone, pids_of(engines)))
+
+
+def test_an_engine_that_is_never_healthy_takes_the_others_with_it(tmp_path: Path) -> None:
+    engines = DisaggregatedEngines.start(plan_of("", "hang"), log_path=tmp_path / "log")
+    with pytest.raises(EngineError, match="decode 0: the engine was not healthy after 1 s"):
+        engines.wait_healthy(1)
+    assert all(map(is_gone, pids_of(engines)))
+
+
+def test_an_engine_that_cannot_be_started_leaves_none_running(tmp_path: Path) -> None:
+    started = fake_plan("children")
+    missing = LaunchPlan(("/no/such/python",), {}, started.base_url, started.health_url, "m")
+    plan = DisaggregatedPlan((("prefill 0", started), ("decode 0", missing)), started)
+    with pytest.raises(Exception, match="not a program"):
+        DisaggregatedEngines.start(plan, log_path=tmp_path / "log")
+    assert [process for process in psutil.Process().children() if started.argv[-1] in process.cmdline()] == []
+
+
+def test_stubborn_engines_are_killed(tmp_path: Path) -> None:
+    with DisaggregatedEngines.start(plan_of("stubborn", ""), log_path=tmp_path / "log") as engines:
+        engines.wait_healthy(DEADLINE_S)
+        assert engines.stop(timeout_s=0.5) == 137
+        assert all(map(is_gone, pids_of(engines)))
+
+
+def test_ports_are_handed_out_once() -> None:
+    ports = free_ports()
+    taken = [next(ports) for _ in range(50)]
+    assert len(set(taken)) == 50

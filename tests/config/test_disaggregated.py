@@ -1,0 +1,104 @@
+"""`disaggregated` in a profile: what it may say, and the command lines that it makes."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+from test_load import load_text
+
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm.errors import ProfileError
+from kvbm_cli.pd.plan import DisaggregatedPlan, plan
+
+BASE = """\
+engine:
+  kind: vllm
+  model: ./model
+  python: /usr/bin/python3
+  arguments: {served_model_name: m, kv_transfer_config: {kv_load_failure_policy: fail}}
+  environment: {UCX_TLS: tcp}
+tiers: {host: {capacity: 1GiB}}
+server: {host: 0.0.0.0}
+"""
+
+
+def plan_of(directory: Path, disaggregated: str) -> DisaggregatedPlan:
+    resolved = load_text(directory, f"{BASE}disaggregated: {disaggregated}\n")
+    return plan(resolved.profile, port=8000, ports=count(9000))
+
+
+def option(of: LaunchPlan, name: str) -> str:
+    return of.argv[of.argv.index(name) + 1]
+
+
+def transfer_config(of: LaunchPlan) -> dict[str, object]:
+    written: dict[str, object] = json.loads(option(of, "--kv-transfer-config"))
+    return written
+
+
+def test_engines_have_names_and_ports_of_their_own(tmp_path: Path) -> None:
+    made = plan_of(tmp_path, "{prefill: 2, decode: 2}")
+    assert [name for name, _ in made.engines] == ["prefill 0", "prefill 1", "decode 0", "decode 1"]
+    plans = [of for _, of in made.engines]
+    assert [of.base_url for of in plans] == [f"http://127.0.0.1:{port}" for port in (9000, 9002, 9004, 9006)]
+    assert [of.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for of in plans] == ["9001", "9003", "9005", "9007"]
+    assert {of.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] for of in plans} == {"127.0.0.1"}
+    assert {option(of, "--host") for of in plans} == {"127.0.0.1"}
+    assert {of.environment["UCX_TLS"] for of in plans} == {"tcp"}
+    assert {of.model for of in plans} == {"m"}
+
+
+def test_proxy_listens_where_the_profile_says_and_knows_all_engines(tmp_path: Path) -> None:
+    proxy = plan_of(tmp_path, "{prefill: 1, decode: 2}").proxy
+    assert (proxy.base_url, proxy.model) == ("http://127.0.0.1:8000", "m")
+    assert proxy.argv[1:] == (
+        *("-m", "kvbm_cli.pd.proxy", "--host", "0.0.0.0", "--port", "8000"),
+        *("--prefill", "http://127.0.0.1:9000", "--decode", "http://127.0.0.1:9002", "http://127.0.0.1:9004"),
+    )
+
+
+def test_prefill_has_our_connector_before_nixl_and_decode_has_nixl_alone(tmp_path: Path) -> None:
+    prefill, decode = (transfer_config(of) for _, of in plan_of(tmp_path, "{prefill: 1, decode: 1}").engines)
+    children = prefill.pop("kv_connector_extra_config")["connectors"]  # type: ignore[index]
+    assert prefill == {
+        "kv_connector": "PdConnector",
+        "kv_connector_module_path": "kvbm.vllm_integration.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+    }
+    assert [child["kv_connector"] for child in children] == ["DynamoConnector", "NixlConnector"]
+    assert children[0]["kv_connector_extra_config"]["kvbm"]["tiers"]["host"]["capacity"] == "1GiB"
+    assert children[1]["kv_role"] == "kv_producer"
+    assert decode == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+@pytest.mark.parametrize(
+    ("disaggregated", "message"),
+    [
+        ("{prefill: 1}", "`disaggregated` needs engines of both kinds: `prefill` and `decode`"),
+        ("{prefill: 0, decode: 2}", "`disaggregated` needs engines of both kinds: `prefill` and `decode`"),
+        ("{prefill: 1, decode: -1}", "`disaggregated.decode` must be at least 0, not `-1`"),
+        ("{prefil: 1}", "unknown key `disaggregated.prefil`"),
+    ],
+)
+def test_mistakes(tmp_path: Path, disaggregated: str, message: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        plan_of(tmp_path, disaggregated)
+    assert str(caught.value).startswith(message)
+
+
+def test_it_needs_vllm(tmp_path: Path) -> None:
+    text = "engine: {model: synthetic:tiny}\ntiers: {host: {blocks: 1}}\ndisaggregated: {prefill: 1, decode: 1}\n"
+    with pytest.raises(ProfileError, match=r"`disaggregated` needs `engine\.kind: vllm`"):
+        load_text(tmp_path, text)
+
+
+def test_one_engine_does_all_unless_asked_otherwise(tmp_path: Path) -> None:
+    assert not load_text(tmp_path, BASE).profile.disaggregated.is_wanted
