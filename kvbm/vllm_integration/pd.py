@@ -1,0 +1,118 @@
+"""PdConnector: our blocks and a transfer between engines in one connector, for disaggregated prefill.
+
+An engine that only prefills has two uses for the KV cache of a prompt: it keeps the blocks for the next prompt with
+the same beginning, and it hands them to the engine that decodes. vLLM's MultiConnector does both at once; this is a
+MultiConnector with exactly two children, DynamoConnector and then NixlConnector, in that order. Loads come from the
+first child that has tokens, both see every save.
+
+What MultiConnector alone gets wrong for us is repaired here:
+
+- It rebuilds the statistics of its children by their registered names, in the process that answers requests, and a
+  child that is known only by its module path ends that process's output loop. Importing this module registers ours.
+- It takes the first child's handshake for everybody's. Both of ours have one, and each gets its own.
+- On an engine that decodes, our child would be asked first and could win with a part of the prompt, and the rest, which
+  lies ready in the other engine, would be computed again. A request that was prefilled elsewhere belongs to NIXL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from kvbm.errors import ProfileError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+MODULE = "kvbm.vllm_integration.connector"
+OURS, NIXL = 0, 1
+CHILDREN = (("DynamoConnector",), ("NixlConnector", "NixlPullConnector"))
+_HINT = (
+    '`"kv_connector_extra_config": {"connectors": [{"kv_connector": "DynamoConnector", ...}, '
+    '{"kv_connector": "NixlConnector", ...}]}` of `--kv-transfer-config`'
+)
+
+
+@dataclass(frozen=True)
+class PdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is not there when types are checked
+    """What each child of one rank has to tell its other half, in the order of the children."""
+
+    children: tuple[KVConnectorHandshakeMetadata | None, ...]
+
+
+class PdConnector(MultiConnector):  # type: ignore[misc]
+    """DynamoConnector first, NixlConnector second; any other list of children is a ProfileError."""
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        require_children(extra_config)
+        return bool(super().requires_piecewise_for_cudagraph(extra_config))
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        require_children(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        layout: str | None = super().get_required_kvcache_layout(vllm_config)
+        return layout
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        require_children(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        # A block that cannot be loaded is computed again: DynamoConnector says so for itself, but vLLM asks the whole.
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+
+    def get_handshake_metadata(self) -> PdHandshake:
+        return PdHandshake(tuple(child.get_handshake_metadata() for child in self._connectors))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], PdHandshake]) -> None:
+        for index, child in enumerate(self._connectors):
+            told = {rank: handshake.children[index] for rank, handshake in metadata.items()}
+            child.set_xfer_handshake_metadata_pp_aware({rank: one for rank, one in told.items() if one is not None})
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """For a request that another engine has prefilled, what NIXL has; else what the first child has."""
+        if not _is_prefilled_elsewhere(request.kv_transfer_params):
+            found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+            return found
+        token_count, is_asynchronous = self._connectors[NIXL].get_num_new_matched_tokens(request, num_computed_tokens)
+        if token_count:
+            self._requests_to_connector[request.request_id] = NIXL
+        return token_count, is_asynchronous
+
+
+def require_children(extra_config: Mapping[str, Any]) -> None:
+    """ProfileError unless the configuration lists DynamoConnector and NixlConnector, in that order."""
+    entries = extra_config.get("connectors")
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise ProfileError("PdConnector needs a list `connectors` of its two children", hint=_HINT)
+    names = [entry.get("kv_connector") if isinstance(entry, Mapping) else entry for entry in entries]
+    if len(names) != len(CHILDREN) or any(name not in known for name, known in zip(names, CHILDREN, strict=True)):
+        listed = ", ".join(str(name) for name in names) or "none"
+        raise ProfileError(f"PdConnector takes DynamoConnector and then NixlConnector, not: {listed}", hint=_HINT)
+
+
+def _is_prefilled_elsewhere(kv_transfer_params: Mapping[str, Any] | None) -> bool:
+    """True until the pull from the other engine is scheduled: NIXL then clears the flag, and after a failed pull or a
+    preemption our own blocks are looked up like any other request's."""
+    return bool(kv_transfer_params and kv_transfer_params.get("do_remote_prefill"))
+
+
+def _register() -> None:
+    """Makes our names known to vLLM's registry, which calls a name that it knows already a mistake.
+
+    It knows them after a plug-in has registered them, or when this module is loaded twice.
+    """
+    for name in ("DynamoConnector", "PdConnector"):
+        with contextlib.suppress(ValueError):
+            KVConnectorFactory.register_connector(name, MODULE, name)
+
+
+_register()
