@@ -98,13 +98,18 @@ _LORA_RANGE = 0.1
 
 def materialise(preset: str) -> Path:
     """The directory of a preset in the user's cache; made on the first call, by whoever is first."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbm" / "models"
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    directory = root / f"{preset}-{recipe}"
+    directory = directory_of(preset)
     if not directory.exists():
-        root.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
         make(preset, directory)
     return directory
+
+
+def directory_of(preset: str) -> Path:
+    """Where `materialise` puts a preset. The name changes with this file, so that an old model is never taken."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbm" / "models"
+    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return root / f"{preset}-{recipe}"
 
 
 def make(preset: str, directory: Path) -> None:
