@@ -79,6 +79,9 @@ def serve(
         str | None, typer.Option("--port", metavar="PORT", help="Port to serve on; 0 chooses a free one.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the command, start nothing.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start an engine of a version that kvbm was not tested with.")
+    ] = False,
     json: JsonOption = False,
     log: Annotated[
         Path | None,
@@ -90,7 +93,7 @@ def serve(
     """Run the engine of a profile in the foreground."""
     from kvbm_cli import serve as body
 
-    return body.serve(profile, set_ or [], port=port, dry_run=dry_run, as_json=json, log=log)
+    return body.serve(profile, set_ or [], port=port, dry_run=dry_run, force=force, as_json=json, log=log)
 
 
 @app.command()

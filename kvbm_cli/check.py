@@ -16,17 +16,42 @@ from kvbm_cli.size import host_key, size_of
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-    from kvbm.sizing import Sizing
+    from kvbm.sizing import SizeUnknown, Sizing
 
 
-def check(resolved: ResolvedProfile) -> Sizing:
-    """Sizes of a profile that can be served here, else ProfileError. Prints a warning where memory is too scarce."""
-    sizing = size_of(resolved)
+def check(resolved: ResolvedProfile) -> Sizing | SizeUnknown:
+    """Sizes of a profile that can be served here, or why only the engine can tell them; else ProfileError.
+
+    Prints a warning where memory is too scarce.
+    """
+    from kvbm.sizing import SizeUnknown
+
+    try:
+        sizing: Sizing | SizeUnknown = size_of(resolved)
+    except SizeUnknown as unknown:
+        sizing = unknown
     _require_program(resolved)
     _require_address(resolved)
-    _require_length(resolved, sizing)
-    _warn_of_memory(resolved, sizing)
+    if not isinstance(sizing, SizeUnknown):
+        _require_length(resolved, sizing)
+        _warn_of_memory(resolved, sizing)
     return sizing
+
+
+def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
+    """EnvironmentProblem if the engine's interpreter lacks what the profile's engine needs; a warning under `force`.
+
+    Of the embedded engine, the process finds out itself.
+    """
+    from kvbm_cli.engines import vllm_problem
+
+    if resolved.profile.engine.kind == "embedded":
+        return
+    problem = vllm_problem(resolved.profile)
+    if problem is not None and not force:
+        raise problem
+    if problem is not None:
+        show_warning(problem.message)
 
 
 def require_workload(resolved: ResolvedProfile) -> None:
@@ -56,12 +81,25 @@ def _require_address(resolved: ResolvedProfile) -> None:
 
 def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
     """A request runs wholly in G1, and no model takes more than its positions."""
-    key, wanted = "engine.arguments.max_model_len", resolved.profile.engine.arguments.max_model_len
-    positions = model_facts(resolved.profile.engine.model).get("max_position_embeddings")
-    for limit, holder in ((positions, "the model takes"), (sizing.device.token_count, "G1 holds")):
+    from kvbm.config.values import count_of
+    from kvbm.sizing.model import text_facts
+
+    engine = resolved.profile.engine
+    key, wanted = "engine.arguments.max_model_len", count_of(engine.arguments.max_model_len)
+    positions = text_facts(model_facts(engine.model, kind=engine.kind)).get("max_position_embeddings")
+    limits = [(positions, "the model takes", "")]
+    if sizing.device is not None:
+        holds = sizing.device.token_count - _kept_tokens(resolved, sizing)
+        limits.append((holds, "G1 holds", f", or raise `{sizing.device.set_by}`"))
+    for limit, holder, or_raise in limits:
         if wanted is not None and isinstance(limit, int) and wanted > limit:
-            hint = f"lower `{key}`" + (", or raise `engine.arguments.num_blocks`" if holder == "G1 holds" else "")
-            raise resolved.mistake(key, f"`max_model_len` is {wanted} tokens, but {holder} {limit}", hint=hint)
+            message = f"`max_model_len` is {wanted} tokens, but {holder} {limit}"
+            raise resolved.mistake(key, message, hint=f"lower `{key}`{or_raise}")
+
+
+def _kept_tokens(resolved: ResolvedProfile, sizing: Sizing) -> int:
+    """Tokens of the one block that vLLM keeps for itself."""
+    return sizing.block_tokens if resolved.profile.engine.kind == "vllm" else 0
 
 
 def _warn_of_memory(resolved: ResolvedProfile, sizing: Sizing) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.model_facts import SYNTHETIC_PREFIX
 
 if TYPE_CHECKING:
     from kvbm.config.launch_plan import LaunchPlan
@@ -15,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def launch_plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
-    """How to start the engine of `profile`; without `connector`, the same engine and no block manager."""
+    """How to start the engine of `profile`; without `connector`, the same engine and no block manager.
+
+    The plan is right whether or not the engine's interpreter holds what it needs, and before `make_model`.
+    """
     if profile.engine.kind == "embedded":
         from kvbm.embedded import launch as embedded
 
@@ -23,8 +31,63 @@ def launch_plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
     from kvbm.vllm_integration import launch as vllm
 
     return vllm.plan(
-        profile, connector=connector, port=port, installation=vllm_of(profile), environment=dict(os.environ)
+        _with_local_model(profile),
+        connector=connector,
+        port=port,
+        installation=vllm_of(profile),
+        environment=dict(os.environ),
     )
+
+
+def _with_local_model(profile: Profile) -> Profile:
+    """The same profile with a directory in the place of `synthetic:...`, served under the name that the profile has."""
+    model, arguments = profile.engine.model, profile.engine.arguments
+    preset = _preset(profile)
+    if preset is None:
+        local, changed = os.path.expanduser(model) if model.startswith("~") else model, arguments
+    else:
+        from kvbm_cli.make_model import directory_of
+
+        local = str(directory_of(preset))
+        changed = arguments.model_copy(update={"served_model_name": arguments.served_model_name or model})
+    engine = profile.engine.model_copy(update={"model": local, "arguments": changed})
+    return profile.model_copy(update={"engine": engine})
+
+
+def _preset(profile: Profile) -> str | None:
+    """The name of a model that has to be made, None for one that exists or that the engine makes itself."""
+    if profile.engine.kind == "embedded" or not profile.engine.model.startswith(SYNTHETIC_PREFIX):
+        return None
+    return profile.engine.model.removeprefix(SYNTHETIC_PREFIX)
+
+
+def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: None) -> None:
+    """Makes a synthetic model of vLLM in the user's cache if it is not there yet, which takes some seconds.
+
+    EnvironmentProblem if neither this interpreter nor the engine's can make it.
+    """
+    from kvbm_cli.make_model import directory_of, materialise
+
+    preset = _preset(profile)
+    if preset is None or directory_of(preset).is_dir():
+        return
+    say(f"making {profile.engine.model} in {directory_of(preset)}, once")
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+        materialise(preset)
+    else:
+        _make_elsewhere(preset, directory_of(preset), profile.engine.python or sys.executable)
+
+
+def _make_elsewhere(preset: str, directory: Path, python: str) -> None:
+    from kvbm_cli import make_model as module
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    program = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [python, "-c", program, str(module.__file__), preset, str(directory)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise EnvironmentProblem(f"`{python}` cannot make the model {preset}: {last}", hint="check `engine.python`")
 
 
 def vllm_of(profile: Profile) -> VllmInstallation | None:
@@ -35,6 +98,28 @@ def vllm_of(profile: Profile) -> VllmInstallation | None:
         return find_vllm(profile.engine.python or sys.executable)
     except EnvironmentProblem:
         return None
+
+
+def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
+    """Why vLLM of the profile's interpreter cannot be relied on, None if it can."""
+    from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, is_known, shown
+    from kvbm_cli.interpreter import find_vllm
+
+    python = profile.engine.python or sys.executable
+    try:
+        found = find_vllm(python)
+    except EnvironmentProblem as error:
+        return error
+    if found is None:
+        hint = f"`{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has it"
+        return EnvironmentProblem(f"`{python}` has no vLLM", hint=hint)
+    if not found.has_kvbm:
+        hint = f"`{python} -m pip install kvbm-cli`; vLLM loads the connector from there"
+        return EnvironmentProblem(f"`{python}` has vLLM {found.version}, but not this kvbm", hint=hint)
+    if not is_known(found.version):
+        message = f"`{python}` has vLLM {found.version}; kvbm is tested with {shown(CONTRACT_TESTED)}"
+        return EnvironmentProblem(message, hint="`kvbm serve --force` goes on all the same")
+    return None
 
 
 def has_prefix_caching(profile: Profile) -> bool:
@@ -49,11 +134,13 @@ def has_prefix_caching(profile: Profile) -> bool:
 
 def block_tokens(profile: Profile) -> int:
     """Tokens in a block of the engine; vLLM's own choice depends on the platform that it was built for."""
-    if profile.engine.arguments.block_size is not None:
-        return profile.engine.arguments.block_size
-    from kvbm.sizing import CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS
+    from kvbm.config.engine import EmbeddedArguments
+    from kvbm.sizing.vllm import block_tokens as block_tokens_of_vllm
 
-    return CPU_BLOCK_TOKENS if runs_on_cpu(profile) else GPU_BLOCK_TOKENS
+    arguments = profile.engine.arguments
+    if isinstance(arguments, EmbeddedArguments):
+        return arguments.block_size
+    return block_tokens_of_vllm(arguments, on_cpu=runs_on_cpu(profile))
 
 
 def runs_on_cpu(profile: Profile) -> bool:

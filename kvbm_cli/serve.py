@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EngineError
-from kvbm_cli.check import check
+from kvbm_cli.check import check, require_engine
 from kvbm_cli.console import StartProgress, print_data, print_json, print_note
 from kvbm_cli.process import STOP_TIMEOUT_S, EngineProcess, Progress, choose_port
 from kvbm_cli.profiles import resolve
@@ -26,25 +26,34 @@ from kvbm_cli.size import as_data, block_line, tier_table
 if TYPE_CHECKING:
     from kvbm.config.launch_plan import LaunchPlan
     from kvbm.config.load import ResolvedProfile
-    from kvbm.sizing import Sizing
+    from kvbm.sizing import SizeUnknown, Sizing
 
 WATCH_S = 0.1
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 
 def serve(
-    reference: str, overrides: Sequence[str], *, port: str | None, dry_run: bool, as_json: bool, log: Path | None
+    reference: str,
+    overrides: Sequence[str],
+    *,
+    port: str | None,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+    log: Path | None,
 ) -> int:
     """Runs the engine of a profile in the foreground and returns its exit code."""
-    from kvbm_cli.engines import launch_plan
+    from kvbm_cli.engines import launch_plan, make_model
 
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
     sizing = check(resolved)
+    require_engine(resolved, force=force or dry_run)
     server = resolved.profile.server
     if dry_run:
         plan = launch_plan(resolved.profile, connector=True, port=server.port)
         _print_dry_run(resolved, sizing, plan, as_json=as_json)
         return 0
+    make_model(resolved.profile, say=print_note)
     plan = launch_plan(resolved.profile, connector=True, port=choose_port(server.host, server.port))
     print_note(f"{_plan_text(resolved, sizing, plan)}\n")
     return _run(plan, log or _default_log(), resolved.profile.transfer.init_timeout_s, as_json=as_json)
@@ -106,7 +115,9 @@ class _Signals:
         self.received.append(signal.Signals(number))
 
 
-def _print_dry_run(resolved: ResolvedProfile, sizing: Sizing, launch_plan: LaunchPlan, *, as_json: bool) -> None:
+def _print_dry_run(
+    resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, launch_plan: LaunchPlan, *, as_json: bool
+) -> None:
     if as_json:
         data = {
             "profile": {"name": resolved.name, "path": str(resolved.path)},
@@ -114,21 +125,26 @@ def _print_dry_run(resolved: ResolvedProfile, sizing: Sizing, launch_plan: Launc
             "argv": list(launch_plan.argv),
             "environment": dict(launch_plan.environment),
         }
-        print_json({**data, **as_data(sizing)})
+        sizes = {"sizes": str(sizing)} if isinstance(sizing, Exception) else as_data(sizing)
+        print_json({**data, **sizes})
         return
     assignments = [f"{name}={value}" for name, value in launch_plan.environment.items()]
     command = shlex.join([*(["env"] if assignments else []), *assignments, *launch_plan.argv])
     print_data(f"{_plan_text(resolved, sizing, launch_plan)}\n\n{command}")
 
 
-def _plan_text(resolved: ResolvedProfile, sizing: Sizing, launch_plan: LaunchPlan) -> str:
+def _plan_text(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, launch_plan: LaunchPlan) -> str:
     engine = resolved.profile.engine
     address = launch_plan.base_url if not launch_plan.base_url.endswith(":0") else "a free port is chosen at the start"
+    dtype = f" in {engine.arguments.dtype}" if engine.arguments.dtype else ""
+    blocks = "" if isinstance(sizing, Exception) else f"; {block_line(sizing)}"
     lines = [
         f"profile  {resolved.name} ({resolved.path})",
-        f"engine   {engine.kind}, {engine.model} in {engine.arguments.dtype}; {block_line(sizing)}",
+        f"engine   {engine.kind}, {engine.model}{dtype}{blocks}",
         f"server   {address}",
     ]
+    if isinstance(sizing, Exception):
+        return "\n".join([*lines, f"sizes    {sizing}"])
     return "\n".join([*lines, "", tier_table(resolved, sizing)])
 
 

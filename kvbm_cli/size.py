@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvbm.errors import ProfileError
 from kvbm_cli.console import noted, print_data, print_json, table
+from kvbm_cli.engines import runs_on_cpu
 from kvbm_cli.model_facts import model_facts
 from kvbm_cli.profiles import resolve
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-    from kvbm.sizing import Sizing
+    from kvbm.sizing import Sizing, TierSize
 
 _NAMES = {"G1": "G1 device", "G2": "G2 host"}
 
@@ -27,17 +29,31 @@ def show_size(reference: str, overrides: Sequence[str], *, as_json: bool) -> Non
 
 
 def size_of(resolved: ResolvedProfile) -> Sizing:
-    """ProfileError, where the key was written, for a model that has no size or memory that holds no block of it."""
-    from kvbm.sizing import bytes_per_token, size
+    """ProfileError, where the key was written, for a model that has no size or memory that holds no block of it.
 
-    key = "engine.model"
+    SizeUnknown where only the engine can tell.
+    """
+    from kvbm.sizing import check_model, size
+
+    profile, key = resolved.profile, "engine.model"
     try:
-        facts = model_facts(resolved.profile.engine.model)
-        bytes_per_token(facts, element_bytes=1)  # what it finds is about the model; what `size` still finds is not
+        facts = model_facts(profile.engine.model, kind=profile.engine.kind)
+        check_model(profile, facts)  # what it finds is about the model; what `size` still finds is not
         key = host_key(resolved)
-        return size(resolved.profile, facts)
+        on_cpu = profile.engine.kind == "vllm" and runs_on_cpu(profile)
+        return size(profile, facts, environment=os.environ, on_cpu=on_cpu)
     except ProfileError as error:
         raise resolved.mistake(key, error.message, hint=error.hint) from None
+
+
+def size_if_known(resolved: ResolvedProfile) -> Sizing | None:
+    """What `size_of` says, None where only the engine can tell."""
+    from kvbm.sizing import SizeUnknown
+
+    try:
+        return size_of(resolved)
+    except SizeUnknown:
+        return None
 
 
 def host_key(resolved: ResolvedProfile) -> str:
@@ -48,30 +64,43 @@ def host_key(resolved: ResolvedProfile) -> str:
 def block_line(sizing: Sizing) -> str:
     from kvbm.config.sizes import format_size
 
-    return f"a block is {sizing.block_tokens} tokens, {format_size(sizing.block_bytes)}"
+    ranks = f" on each of {sizing.rank_count} ranks" if sizing.rank_count > 1 else ""
+    return f"a block is {sizing.block_tokens} tokens, {format_size(sizing.block_bytes)}{ranks}"
 
 
 def tier_table(resolved: ResolvedProfile, sizing: Sizing) -> str:
-    from kvbm.config.sizes import format_size
-
-    keys = {"G1": "engine.arguments.num_blocks", "G2": host_key(resolved)}
-    rows = [("tier", "blocks", "tokens", "memory")]
-    set_by = [("set by", "")]
-    for tier in (sizing.device, sizing.host):
-        key = keys[tier.tier.value]
-        counts = (f"{tier.block_count:,}", f"{tier.token_count:,}", format_size(tier.total_bytes))
-        origin = resolved.origins[key].rpartition("/")[2]
-        rows.append((_NAMES[tier.tier.value], *counts))
-        set_by.append((key, f"({origin})"))
+    rows = [("tier", "blocks", "tokens", "memory"), _row("G1", sizing.device), _row("G2", sizing.host)]
+    set_by = [("set by", ""), _set_by(resolved, sizing.device), _set_by(resolved, sizing.host)]
     lines = zip(table(rows, right=(1, 2, 3)).splitlines(), set_by, strict=True)
     return "\n".join(noted(noted(line, key), origin, separator=" ").rstrip() for line, (key, origin) in lines)
 
 
+def _row(name: str, tier: TierSize | None) -> tuple[str, str, str, str]:
+    from kvbm.config.sizes import format_size
+
+    if tier is None:
+        return _NAMES[name], "-", "-", "-"
+    return _NAMES[name], f"{tier.block_count:,}", f"{tier.token_count:,}", format_size(tier.total_bytes)
+
+
+def _set_by(resolved: ResolvedProfile, tier: TierSize | None) -> tuple[str, str]:
+    """What set a tier's size, and where that was written."""
+    if tier is None:
+        return "the engine decides at its start", ""
+    variable = f"engine.environment.{tier.set_by}"
+    key = variable if variable in resolved.origins else tier.set_by
+    return key, f"({resolved.origins.get(key, 'environment').rpartition('/')[2]})"
+
+
 def as_data(sizing: Sizing) -> Mapping[str, object]:
+    """G1 is null where the engine decides at its start."""
     return {
-        "block": {"tokens": sizing.block_tokens, "bytes": sizing.block_bytes},
-        "tiers": {
-            tier.tier.value: {"blocks": tier.block_count, "tokens": tier.token_count, "bytes": tier.total_bytes}
-            for tier in (sizing.device, sizing.host)
-        },
+        "block": {"tokens": sizing.block_tokens, "bytes": sizing.block_bytes, "ranks": sizing.rank_count},
+        "tiers": {"G1": _tier_data(sizing.device), "G2": _tier_data(sizing.host)},
     }
+
+
+def _tier_data(tier: TierSize | None) -> Mapping[str, object] | None:
+    if tier is None:
+        return None
+    return {"blocks": tier.block_count, "tokens": tier.token_count, "bytes": tier.total_bytes}

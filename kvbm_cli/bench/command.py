@@ -118,16 +118,17 @@ def _caveats(resolved: ResolvedProfile, workload: Workload) -> list[str]:
     """What qualifies the numbers before anything is measured, and how busy the machine was meanwhile."""
     from kvbm_cli.bench.machine import load_average, usable_cpu_count
     from kvbm_cli.engines import has_prefix_caching
-    from kvbm_cli.size import size_of
+    from kvbm_cli.size import size_if_known
 
     caveats = []
     if resolved.profile.engine.kind == "embedded":
         caveats.append("numbers of the embedded reference engine: compare its arms with each other, with nothing else")
     if not has_prefix_caching(resolved.profile):
         caveats.append("the engine's own prefix cache is off, so the baseline computes every prompt whole")
-    host_tokens = size_of(resolved).host.token_count
-    if host_tokens < workload.working_set_tokens:
-        caveats.append(f"G2 holds {host_tokens} tokens, less than the working set of {workload.working_set_tokens}")
+    sizing = size_if_known(resolved)
+    if sizing is not None and sizing.host.token_count < workload.working_set_tokens:
+        holds = f"G2 holds {sizing.host.token_count} tokens"
+        caveats.append(f"{holds}, less than the working set of {workload.working_set_tokens}")
     load, cpu_count = load_average() or 0.0, usable_cpu_count()
     if load > cpu_count:
         caveats.append(f"the machine was busy: load {load:.1f} on {cpu_count} cores")

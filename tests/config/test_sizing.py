@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from kvbm.config.schema import Profile
 from kvbm.embedded.presets import SYNTHETIC
 from kvbm.errors import ProfileError
-from kvbm.sizing import PAGE_BYTES, bytes_per_token, size
+from kvbm.sizing import PAGE_BYTES, size
+from kvbm.sizing.embedded import bytes_per_token
 
 LLAMA_3_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 QWEN3_8B = {**LLAMA_3_8B, "num_hidden_layers": 36, "head_dim": 128}
@@ -49,8 +50,10 @@ def test_100_gb_of_llama_3_8b() -> None:
     sizing = size(profile({"dtype": "bfloat16", "num_blocks": 1000}, {"capacity": "100GB"}), LLAMA_3_8B)
     assert sizing.block_bytes == 2 * 2**20
     assert (sizing.host.block_count, sizing.host.token_count) == (47_683, 762_928)
+    assert sizing.device is not None
     assert (sizing.device.block_count, sizing.device.token_count) == (1000, 16_000)
     assert sizing.device.total_bytes == 1000 * 2 * 2**20
+    assert sizing.device.set_by == "engine.arguments.num_blocks"
 
 
 def test_blocks_win_over_capacity() -> None:

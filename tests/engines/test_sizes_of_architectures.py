@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 from kvbm.embedded.model import _probe
 from kvbm.embedded.supported import SUPPORTED
-from kvbm.sizing import bytes_per_token
+from kvbm.sizing.embedded import bytes_per_token
 from kvbm_cli.model_facts import model_facts
 
 TINY = {

@@ -1,0 +1,39 @@
+"""Blocks of the embedded engine, which has one rank and keeps the keys and values of all layers alike.
+
+    bytes per token = layers x KV heads x (key dim + value dim) x bytes per element
+
+Layers with a sliding window count like the others, because the engine keeps all their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvbm.config.engine import EmbeddedArguments
+from kvbm.sizing.model import count, text_facts
+from kvbm.sizing.tiers import Device
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def device(arguments: EmbeddedArguments, model_config: Mapping[str, object]) -> Device:
+    token_bytes = bytes_per_token(model_config, element_bytes=ELEMENT_BYTES[arguments.dtype])
+    return Device(
+        block_tokens=arguments.block_size,
+        rank_block_bytes=(token_bytes * arguments.block_size,),
+        block_count=arguments.num_blocks,
+        set_by="engine.arguments.num_blocks",
+    )
+
+
+def bytes_per_token(model_config: Mapping[str, object], *, element_bytes: int) -> int:
+    """KV bytes of one token over all layers."""
+    facts = text_facts(model_config)
+    layers, heads = count(facts, "num_hidden_layers"), count(facts, "num_attention_heads")
+    if "qk_rope_head_dim" in facts and "qk_nope_head_dim" in facts:
+        # Latent attention reaches the cache expanded: every query head has a key and a value of its own.
+        key_dim = count(facts, "qk_nope_head_dim") + count(facts, "qk_rope_head_dim")
+        return layers * heads * (key_dim + count(facts, "v_head_dim")) * element_bytes
+    kv_heads = count(facts, "num_key_value_heads", default=heads)
+    head_dim = count(facts, "head_dim", default=count(facts, "hidden_size") // heads)
+    return layers * kv_heads * 2 * head_dim * element_bytes

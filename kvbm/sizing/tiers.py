@@ -1,0 +1,85 @@
+"""From the blocks of an engine to its tiers: how many blocks and bytes G1 and G2 hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbm.config.schema import HostTier
+from kvbm.config.sizes import exact_size
+from kvbm.errors import ProfileError
+from kvbm.types import Tier
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The blocks of an engine. `rank_block_bytes` has one entry per rank, because ranks may hold unequal parts.
+
+    `block_count` is None where only the engine can tell, at its start. `group_count` is how many blocks the same tokens
+    take, one in each KV cache group; `token_count`, unless it follows from that, is how many tokens G1 holds.
+    `set_by` is the key or the variable that makes `block_count`.
+    """
+
+    block_tokens: int
+    rank_block_bytes: tuple[int, ...]
+    block_count: int | None
+    set_by: str | None
+    group_count: int = 1
+    token_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """What one tier holds. `total_bytes` is what it takes from its memory over all ranks, padding included."""
+
+    tier: Tier
+    block_count: int
+    token_count: int
+    total_bytes: int
+    set_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """`block_bytes` is a block's part on the rank that holds most; `device` is None where only the engine can tell."""
+
+    block_bytes: int
+    block_tokens: int
+    rank_count: int
+    device: TierSize | None
+    host: TierSize
+
+
+def sizing_of(device: Device, host: HostTier) -> Sizing:
+    """ProfileError if host memory holds no block."""
+    slot_bytes = sum(-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in device.rank_block_bytes)
+    host_blocks = host.blocks or (host.capacity or 0) // slot_bytes
+    if host_blocks == 0:
+        raise ProfileError(
+            f"host memory of {exact_size(host.capacity or 0)} holds no block: one takes {exact_size(slot_bytes)}",
+            hint="raise `tiers.host.capacity`",
+        )
+    return Sizing(
+        block_bytes=max(device.rank_block_bytes),
+        block_tokens=device.block_tokens,
+        rank_count=len(device.rank_block_bytes),
+        device=_device_tier(device),
+        host=TierSize(
+            Tier.HOST,
+            host_blocks,
+            host_blocks // device.group_count * device.block_tokens,
+            host_blocks * slot_bytes,
+            "tiers.host.blocks" if host.blocks else "tiers.host.capacity",
+        ),
+    )
+
+
+def _device_tier(device: Device) -> TierSize | None:
+    if device.block_count is None or device.set_by is None:
+        return None
+    tokens = device.token_count
+    if tokens is None:
+        tokens = device.block_count // device.group_count * device.block_tokens
+    total_bytes = device.block_count * sum(device.rank_block_bytes)
+    return TierSize(Tier.DEVICE, device.block_count, tokens, total_bytes, device.set_by)

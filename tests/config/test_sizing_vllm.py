@@ -1,0 +1,211 @@
+"""Blocks of vLLM, against what vLLM 0.32 itself logged for the same models, and the rules one by one."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm.config.schema import Profile
+from kvbm.errors import ProfileError
+from kvbm.sizing import PAGE_BYTES, SizeUnknown, Sizing, size
+
+QWEN3_81M = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 32768,
+}
+GEMMA_LIKE = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention"] * 6 + ["full_attention"],
+    "sliding_window": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+DEEPSEEK_V2_LIKE = {
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+ON_ONE_GIB = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def sized(
+    facts: dict[str, Any],
+    arguments: dict[str, Any] | None = None,
+    *,
+    host: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    on_cpu: bool = True,
+) -> Sizing:
+    engine = {"kind": "vllm", "model": "m", "arguments": {"max_model_len": 8192, **(arguments or {})}}
+    profile = Profile.model_validate({"engine": engine, "tiers": {"host": host or {"blocks": 1}}})
+    return size(profile, facts, environment=environment, on_cpu=on_cpu)
+
+
+# Logged by vLLM 0.32 on a CPU: "CPU KV cache size: 87,296 tokens", and the bytes of the cache that it allocated.
+LOGGED = [
+    (QWEN3_81M, {}, ON_ONE_GIB, 1_572_864, 682, 87_296),
+    (QWEN3_81M, {"num_gpu_blocks_override": 66}, {}, 1_572_864, 66, 8_448),
+    (GEMMA_LIKE, {}, ON_ONE_GIB, 65_536, 16_384, 706_409),
+    (DEEPSEEK_V2_LIKE, {}, ON_ONE_GIB, 55_296, 19_418, 310_688),
+]
+
+
+@pytest.mark.parametrize(("facts", "arguments", "environment", "block_bytes", "blocks", "tokens"), LOGGED)
+def test_sizes_are_those_that_the_engine_logged(
+    facts: dict[str, Any],
+    arguments: dict[str, Any],
+    environment: dict[str, str],
+    block_bytes: int,
+    blocks: int,
+    tokens: int,
+) -> None:
+    sizing = sized(facts, arguments, environment=environment)
+    assert sizing.device is not None
+    assert (sizing.block_bytes, sizing.device.block_count, sizing.device.token_count) == (block_bytes, blocks, tokens)
+
+
+def test_memory_of_the_logged_override() -> None:
+    sizing = sized(QWEN3_81M, {"num_gpu_blocks_override": 66})
+    assert sizing.device is not None
+    assert sizing.device.total_bytes == 103_809_024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "block_bytes", "ranks"),
+    [
+        ({"dtype": "float32"}, 3_145_728, 1),
+        ({"dtype": "auto"}, 1_572_864, 1),
+        ({"kv_cache_dtype": "fp8"}, 786_432, 1),
+        ({"block_size": 32}, 393_216, 1),
+        ({"tensor_parallel_size": 2}, 786_432, 2),
+        ({"tensor_parallel_size": 8}, 393_216, 8),
+        ({"pipeline_parallel_size": 2}, 786_432, 2),
+        ({"pipeline_parallel_size": 5}, 393_216, 5),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 393_216, 4),
+    ],
+)
+def test_bytes_of_a_block_on_a_rank(arguments: dict[str, Any], block_bytes: int, ranks: int) -> None:
+    sizing = sized(QWEN3_81M, arguments)
+    assert (sizing.block_bytes, sizing.rank_count) == (block_bytes, ranks)
+
+
+def test_latent_attention_is_not_divided_among_ranks() -> None:
+    assert sized(DEEPSEEK_V2_LIKE, {"tensor_parallel_size": 4}).block_bytes == 55_296
+
+
+def test_blocks_are_of_16_tokens_on_a_gpu_and_of_128_on_a_cpu() -> None:
+    assert sized(QWEN3_81M, on_cpu=False).block_tokens == 16
+    assert sized(QWEN3_81M, on_cpu=True).block_tokens == 128
+    assert sized(DEEPSEEK_V2_LIKE, on_cpu=True).block_tokens == 16
+    assert sized(QWEN3_81M, {"block_size": 64}, on_cpu=True).block_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layers_per_block", "group_count"),
+    [
+        (["full_attention"] * 6, 6, 1),
+        (["sliding_attention"] * 6, 6, 1),
+        (["full_attention"] * 2 + ["sliding_attention"] * 4, 2, 3),
+        (["full_attention"] * 3 + ["sliding_attention"] * 4, 4, 2),
+        (["full_attention"] * 2 + ["sliding_attention"] * 5, 2, 4),
+    ],
+)
+def test_layers_that_differ_are_cut_into_groups_of_equal_size(
+    kinds: list[str], layers_per_block: int, group_count: int
+) -> None:
+    facts = {**GEMMA_LIKE, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+    sizing = sized(facts, host={"blocks": 120})
+    assert sizing.block_bytes == 65_536 * layers_per_block
+    assert sizing.host.token_count == 120 // group_count * 128
+
+
+def test_without_the_hybrid_manager_all_layers_are_one_group() -> None:
+    assert sized(GEMMA_LIKE, {"disable_hybrid_kv_cache_manager": True}).block_bytes == 7 * 65_536
+
+
+def test_a_window_without_a_list_of_layers() -> None:
+    pattern = {name: value for name, value in GEMMA_LIKE.items() if name != "layer_types"} | {
+        "sliding_window_pattern": 7
+    }
+    assert sized(pattern).block_bytes == 65_536
+    assert sized({**QWEN3_81M, "sliding_window": 4096, "use_sliding_window": False}).block_bytes == 1_572_864
+    assert sized({**QWEN3_81M, "model_type": "mistral", "sliding_window": 4096}).block_bytes == 1_572_864
+
+
+def test_host_capacity_is_the_sum_over_the_ranks() -> None:
+    one = sized(QWEN3_81M, host={"capacity": "1GiB"})
+    two = sized(QWEN3_81M, {"tensor_parallel_size": 2}, host={"capacity": "1GiB"})
+    replicated = sized(QWEN3_81M, {"tensor_parallel_size": 8}, host={"capacity": "1GiB"})
+    assert one.host.block_count == two.host.block_count == 682
+    assert replicated.host.block_count == 341
+    assert one.host.total_bytes == two.host.total_bytes == replicated.host.total_bytes == 682 * 1_572_864
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "on_cpu", "expected"),
+    [
+        ({}, {}, True, None),
+        ({}, {}, False, None),
+        ({}, ON_ONE_GIB, False, None),
+        ({}, ON_ONE_GIB, True, (682, "VLLM_CPU_KVCACHE_SPACE")),
+        ({"kv_cache_memory_bytes": 2**30}, {}, True, (682, "engine.arguments.kv_cache_memory_bytes")),
+        ({"kv_cache_memory_bytes": "1G"}, {}, False, (5461, "engine.arguments.kv_cache_memory_bytes")),
+        ({"kv_cache_memory_bytes": "2G"}, ON_ONE_GIB, True, (682, "VLLM_CPU_KVCACHE_SPACE")),
+        ({"num_gpu_blocks_override": 7}, ON_ONE_GIB, True, (7, "engine.arguments.num_gpu_blocks_override")),
+    ],
+)
+def test_what_makes_the_number_of_blocks(
+    arguments: dict[str, Any], environment: dict[str, str], on_cpu: bool, expected: tuple[int, str] | None
+) -> None:
+    device = sized(QWEN3_81M, arguments, environment=environment, on_cpu=on_cpu).device
+    assert (device and (device.block_count, device.set_by)) == expected
+
+
+UNKNOWN = {
+    "draft model": (QWEN3_81M, {"speculative_config": {"method": "eagle"}}),
+    "state": ({**GEMMA_LIKE, "layer_types": ["linear_attention"] * 7}, {}),
+    "shared layers": ({**QWEN3_81M, "num_kv_shared_layers": 4}, {}),
+    "a window somewhere": ({**QWEN3_81M, "sliding_window": 4096}, {}),
+    "type of the cache": (QWEN3_81M, {"kv_cache_dtype": "nvfp4"}),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_only_vllm_knows_is_said_to_be_unknown(name: str) -> None:
+    facts, arguments = UNKNOWN[name]
+    with pytest.raises(SizeUnknown):
+        sized(facts, arguments)
+
+
+def test_config_without_a_usable_fact_is_an_error() -> None:
+    with pytest.raises(ProfileError, match="no usable `num_hidden_layers`"):
+        sized({**QWEN3_81M, "num_hidden_layers": None})
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.sampled_from([16, 32, 64, 96, 128])
+)
+def test_stages_share_all_layers_and_slots_are_whole_pages(
+    layers: int, heads: int, tensor: int, stages: int, head_dim: int
+) -> None:
+    facts = {**QWEN3_81M, "num_hidden_layers": layers + stages, "num_key_value_heads": heads, "head_dim": head_dim}
+    arguments = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "num_gpu_blocks_override": 2}
+    sizing = sized(facts, arguments, host={"blocks": 3})
+    page_bytes = max(1, heads // tensor) * 128 * 2 * head_dim * 2
+    assert sizing.device is not None
+    assert sizing.device.total_bytes == 2 * page_bytes * (layers + stages) * tensor
+    assert sizing.rank_count == tensor * stages
+    assert sizing.block_bytes == page_bytes * -(-(layers + stages) // stages)
+    assert sizing.host.total_bytes >= 3 * page_bytes * (layers + stages) * tensor
+    assert sizing.host.total_bytes % PAGE_BYTES == 0
