@@ -76,10 +76,11 @@ class LoadResult:
 
 @dataclass(slots=True)
 class _Request:
-    """What the leader remembers of a live request. `considered`: per group, blocks already looked at for offload."""
+    """What the leader remembers of a live request. `considered`: per group, blocks already looked at for offload;
+    `left_out`: those of them that found no room."""
 
     considered: list[int]
-    left_out: int = 0
+    left_out: list[int]
     has_blocks: bool = False
     awaited: int = 0
     may_onboard: bool = True
@@ -248,9 +249,13 @@ class Leader:
         if len(absent) > self._store.counts().free:
             self._store.touch(hashes[:end])  # so that no block of a chain is evicted for its own tail
         ordered = self._order_offloads(fresh, sources, absent)
-        request.left_out = len(absent) - ordered
-        has_later_chance = ordered < len(absent) and self._groups[group].looks_back_over_all
-        request.considered[group] = considered + absent[ordered] if has_later_chance else end
+        if self._groups[group].looks_back_over_all and ordered < len(absent):
+            request.left_out[group] = len(absent) - ordered
+            request.considered[group] = considered + absent[ordered]
+        else:
+            request.left_out[group] = 0
+            request.considered[group] = end
+            self.counters.offload_skipped_blocks += len(absent) - ordered
 
     def step(self) -> StepPlan:
         """Hand out the orders collected since the last step. Call exactly once per engine step."""
@@ -295,7 +300,7 @@ class Leader:
             return
         for considered, hashes in zip(request.considered, chains, strict=True):
             self._store.touch(hashes[: max(considered, request.hit_blocks)])
-        self.counters.offload_skipped_blocks += request.left_out
+        self.counters.offload_skipped_blocks += sum(request.left_out)
         if request.asked_blocks:
             self.counters.hit_window.append((request.hit_blocks, request.asked_blocks))
 
@@ -344,7 +349,7 @@ class Leader:
     def _live(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
         if request is None:
-            request = self._requests[request_id] = _Request([0] * len(self._groups))
+            request = self._requests[request_id] = _Request([0] * len(self._groups), [0] * len(self._groups))
         return request
 
     def _may_match(self, request_id: str, hashes: Sequence[bytes], start: int) -> bool | None:
