@@ -303,6 +303,7 @@ class Leader:
         self.counters.offload_skipped_blocks += sum(request.left_out)
         if request.asked_blocks:
             self.counters.hit_window.append((request.hit_blocks, request.asked_blocks))
+            self.counters.finished_requests += 1
 
     def reset(self) -> None:
         """Forget every block. What is in flight ends as failed; live requests computed with the old state offload

@@ -37,6 +37,7 @@ class Counters:
     overdue_transfers: int = 0
     evicted_blocks: int = 0
     resets: int = 0
+    finished_requests: int = 0
     disabled: int = 0
     hit_window: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HIT_RATE_WINDOW_REQUESTS))
 
@@ -70,6 +71,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kvbm_overdue_transfers": ("overdue_transfers", "transfers asked after because no result had come for long"),
     "kvbm_evicted_blocks": ("evicted_blocks", "registered blocks evicted from host to make room"),
     "kvbm_resets": ("resets", "times the cache was emptied on request"),
+    "kvbm_finished_requests": ("finished_requests", "requests that asked for blocks and have ended"),
     "kvbm_disabled": ("disabled", "1 after a rank was lost: the engine runs on without the cache"),
 }
 

@@ -9,11 +9,13 @@ The API server imports this module for the class methods: nothing here touches a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -230,6 +232,17 @@ def _rank(vllm_config: VllmConfig) -> tuple[int, int]:
     tensor_parallel: int = parallel.tensor_parallel_size
     rank = get_pp_group().rank_in_group * tensor_parallel + get_tp_group().rank_in_group
     return rank, tensor_parallel * parallel.pipeline_parallel_size
+
+
+def _register() -> None:
+    """Makes our names known to vLLM's registry: a MultiConnector rebuilds the statistics of its children by name, in
+    the API server, whose output loop an unknown name would end. A name that is known already stays as it is."""
+    for name in ("DynamoConnector", "PdConnector"):
+        with contextlib.suppress(ValueError):
+            KVConnectorFactory.register_connector(name, __name__, name)
+
+
+_register()
 
 
 def __getattr__(name: str) -> Any:

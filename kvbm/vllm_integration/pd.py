@@ -8,7 +8,7 @@ first child that has tokens, both see every save.
 What MultiConnector alone gets wrong for us is repaired here:
 
 - It rebuilds the statistics of its children by their registered names, in the process that answers requests, and a
-  child that is known only by its module path ends that process's output loop. Importing this module registers ours.
+  child that is known only by its module path ends that process's output loop. `connector.py` registers ours.
 - It takes the first child's handshake for everybody's. Both of ours have one, and each gets its own.
 - On an engine that decodes, our child would be asked first and could win with a part of the prompt, and the rest, which
   lies ready in the other engine, would be computed again. A request that was prefilled elsewhere belongs to NIXL.
@@ -16,12 +16,10 @@ What MultiConnector alone gets wrong for us is repaired here:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-MODULE = "kvbm.vllm_integration.connector"
 OURS, NIXL = 0, 1
 CHILDREN = (("DynamoConnector",), ("NixlConnector", "NixlPullConnector"))
 _HINT = (
@@ -103,16 +100,3 @@ def _is_prefilled_elsewhere(kv_transfer_params: Mapping[str, Any] | None) -> boo
     """True until the pull from the other engine is scheduled: NIXL then clears the flag, and after a failed pull or a
     preemption our own blocks are looked up like any other request's."""
     return bool(kv_transfer_params and kv_transfer_params.get("do_remote_prefill"))
-
-
-def _register() -> None:
-    """Makes our names known to vLLM's registry, which calls a name that it knows already a mistake.
-
-    It knows them after a plug-in has registered them, or when this module is loaded twice.
-    """
-    for name in ("DynamoConnector", "PdConnector"):
-        with contextlib.suppress(ValueError):
-            KVConnectorFactory.register_connector(name, MODULE, name)
-
-
-_register()
