@@ -1,0 +1,111 @@
+"""vLLM's own offloading, made to run where there is no GPU: all of it but the copier, which is ours and uses the CPU.
+
+vLLM 0.32 refuses CPU platforms because its copier submits to CUDA streams. This is the part that differs, as an
+out-of-tree spec, so that the connector, the tiering manager and the host region can be measured as they are:
+
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config":
+        {"spec_name": "NativeOnCpu", "spec_module_path": "native_on_cpu", "cpu_bytes_to_use": 1073741824}}'
+
+with this directory on PYTHONPATH. Like the streams it replaces, there is one queue per direction, and copies in it end
+in the order of submission. A copy is one memmove per page (a block's part of one layer), which releases the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+Pages = Sequence[tuple[int, int, int]]  # (address of page 0, bytes from page to page, bytes of a page), per layer
+
+
+class NativeOnCpu(TieringOffloadingSpec):
+    """The tiering spec with `CpuCopier` where the CUDA copier would be."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            assert self.blocks_per_chunk == len(kv_caches.group_data_refs) == 1
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = CpuCopier(kv_caches, region)
+        return self._worker
+
+
+class CpuCopier(OffloadingWorker):
+    """Two threads, one per direction. `submit_*`, `get_finished` and `wait` are called by the engine's thread."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
+        self._region = region
+        self._tensors = [cache.tensor for cache in kv_caches.tensors]
+        self._device = [pages_of(cache.tensor, cache.page_size_bytes) for cache in kv_caches.tensors]
+        self._host = [
+            pages_of(region.create_next_worker_view(cache.page_size_bytes), cache.page_size_bytes)
+            for cache in kv_caches.tensors
+        ]
+        self._directions = {name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("store", "load")}
+        self._jobs: dict[int, Future[TransferResult]] = {}
+
+    def submit_store(self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec) -> bool:
+        return self._submit("store", job_id, (self._device, src_spec), (self._host, dst_spec))
+
+    def submit_load(self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec) -> bool:
+        return self._submit("load", job_id, (self._host, src_spec), (self._device, dst_spec))
+
+    def get_finished(self) -> list[TransferResult]:
+        ended = [job_id for job_id, future in self._jobs.items() if future.done()]
+        return [self._jobs.pop(job_id).result() for job_id in ended]
+
+    def wait(self, job_ids: set[int]) -> None:
+        wait([self._jobs[job_id] for job_id in job_ids if job_id in self._jobs])
+
+    def shutdown(self) -> None:
+        for threads in self._directions.values():
+            threads.shutdown()
+        self._region.cleanup()
+
+    def _submit(
+        self,
+        direction: str,
+        job_id: int,
+        source: tuple[Pages, BlockIDsLoadStoreSpec],
+        target: tuple[Pages, BlockIDsLoadStoreSpec],
+    ) -> bool:
+        moves = zip(addresses(*target), addresses(*source), strict=True)
+        self._jobs[job_id] = self._directions[direction].submit(copy, job_id, moves)
+        return True
+
+
+def copy(job_id: int, moves: Iterator[tuple[tuple[int, int], tuple[int, int]]]) -> TransferResult:
+    started, moved = time.perf_counter(), 0
+    for (target, length), (source, _) in moves:
+        ctypes.memmove(target, source, length)
+        moved += length
+    return TransferResult(job_id, success=True, transfer_size=moved, transfer_time=time.perf_counter() - started)
+
+
+def pages_of(tensor: torch.Tensor, page_bytes: int) -> tuple[int, int, int]:
+    assert (tensor.shape[1], tensor.stride(1), tensor.element_size()) == (page_bytes, 1, 1)
+    return tensor.data_ptr(), tensor.stride(0), page_bytes
+
+
+def addresses(pages: Pages, spec: BlockIDsLoadStoreSpec) -> Iterator[tuple[int, int]]:
+    """(address, length) of every page of these blocks."""
+    for start, stride, length in pages:
+        for block_id in spec.block_ids.tolist():
+            yield start + block_id * stride, length

