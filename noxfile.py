@@ -13,7 +13,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "imports", "tests", "mutants", "bench_micro", "smoke"]
+nox.options.sessions = ["lint", "types", "imports", "tests", "vllm", "mutants", "bench_micro", "smoke"]
 
 
 def install(session: nox.Session, *extras: str) -> None:
@@ -51,6 +51,15 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def vllm(session: nox.Session) -> None:
+    """The connector inside a real vLLM on the CPU; an environment of 3 GB, made at the first run."""
+    session.install(*CONSTRAINTS, "torch")
+    session.install("--no-deps", "-r", "tests/vllm/requirements.txt")
+    session.install("--no-deps", "-e", ".")
+    session.run("pytest", "-q", "tests/vllm", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Plausible bugs, each of which must make a test fail."""
     install(session, "embedded", "dev")
@@ -79,6 +88,8 @@ def smoke(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Long runs that look for leaks and drift; not part of `nox`."""
+    """Long runs that look for leaks and drift, and then those with a real vLLM; not part of `nox`."""
     install(session, "embedded", "dev")
-    session.run("pytest", "-q", "-m", "soak", "--timeout", "0", *session.posargs, env=ONE_THREAD)
+    long_ones = ("-m", "soak", "--timeout", "0", *session.posargs)
+    session.run("pytest", "-q", *long_ones, env=ONE_THREAD)
+    session.notify("vllm", long_ones)
