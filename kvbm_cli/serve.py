@@ -11,11 +11,12 @@ import shlex
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
 from kvbm_cli.check import check, require_engine
 from kvbm_cli.console import StartProgress, print_data, print_json, print_note
@@ -24,9 +25,11 @@ from kvbm_cli.profiles import resolve
 from kvbm_cli.size import as_data, block_line, tier_table
 
 if TYPE_CHECKING:
-    from kvbm.config.launch_plan import LaunchPlan
     from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import Profile
     from kvbm.sizing import SizeUnknown, Sizing
+    from kvbm_cli.pd.engines import DisaggregatedEngines
+    from kvbm_cli.pd.plan import DisaggregatedPlan
 
 WATCH_S = 0.1
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
@@ -43,24 +46,55 @@ def serve(
     log: Path | None,
 ) -> int:
     """Runs the engine of a profile in the foreground and returns its exit code."""
-    from kvbm_cli.engines import launch_plan, make_model
+    from kvbm_cli.engines import make_model
+    from kvbm_cli.pd.plan import require_nixl
 
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
     sizing = check(resolved)
     require_engine(resolved, force=force or dry_run)
     server = resolved.profile.server
     if dry_run:
-        plan = launch_plan(resolved.profile, connector=True, port=server.port)
+        plan = _plan(resolved.profile, server.port)
         _print_dry_run(resolved, sizing, plan, as_json=as_json)
         return 0
+    if resolved.profile.disaggregated.is_wanted:
+        require_nixl(resolved.profile)
     make_model(resolved.profile, say=print_note)
-    plan = launch_plan(resolved.profile, connector=True, port=choose_port(server.host, server.port))
-    print_note(f"{_plan_text(resolved, sizing, plan)}\n")
+    plan = _plan(resolved.profile, choose_port(server.host, server.port))
+    print_note(f"{_plan_text(resolved, sizing, _asked(plan))}\n")
     return _run(plan, log or _default_log(), resolved.profile.transfer.init_timeout_s, as_json=as_json)
 
 
-def _run(launch_plan: LaunchPlan, log_path: Path, init_timeout_s: float, *, as_json: bool) -> int:
-    with _Signals() as signals, EngineProcess.start(launch_plan, log_path=log_path) as engine:
+def _plan(profile: Profile, port: int) -> LaunchPlan | DisaggregatedPlan:
+    if profile.disaggregated.is_wanted:
+        from kvbm_cli.pd.plan import plan
+
+        return plan(profile, port=port)
+    from kvbm_cli.engines import launch_plan
+
+    return launch_plan(profile, connector=True, port=port)
+
+
+def _start(plan: LaunchPlan | DisaggregatedPlan, log_path: Path) -> EngineProcess | DisaggregatedEngines:
+    if isinstance(plan, LaunchPlan):
+        return EngineProcess.start(plan, log_path=log_path)
+    from kvbm_cli.pd.engines import DisaggregatedEngines
+
+    return DisaggregatedEngines.start(plan, log_path=log_path)
+
+
+def _named(plan: LaunchPlan | DisaggregatedPlan) -> dict[str, LaunchPlan]:
+    """The engines behind a proxy by their names; none where clients ask the engine itself."""
+    return {} if isinstance(plan, LaunchPlan) else dict(plan.engines)
+
+
+def _asked(plan: LaunchPlan | DisaggregatedPlan) -> LaunchPlan:
+    """What clients ask."""
+    return plan if isinstance(plan, LaunchPlan) else plan.proxy
+
+
+def _run(plan: LaunchPlan | DisaggregatedPlan, log_path: Path, init_timeout_s: float, *, as_json: bool) -> int:
+    with _Signals() as signals, _start(plan, log_path) as engine:
         try:
             with StartProgress() as show:
 
@@ -73,7 +107,7 @@ def _run(launch_plan: LaunchPlan, log_path: Path, init_timeout_s: float, *, as_j
             if signals.received:
                 return engine.stop()
             raise
-        _print_ready(engine, as_json=as_json)
+        _print_ready(engine, _named(plan), as_json=as_json)
         while (code := engine.poll()) is None:
             signals.pass_on(engine)
             time.sleep(WATCH_S)
@@ -101,7 +135,7 @@ class _Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def pass_on(self, engine: EngineProcess) -> None:
+    def pass_on(self, engine: EngineProcess | DisaggregatedEngines) -> None:
         """The first signal goes to the engine. The second, or the end of its patience, kills it."""
         if len(self.received) > 1 or time.monotonic() > self._deadline:
             engine.kill()
@@ -116,21 +150,30 @@ class _Signals:
 
 
 def _print_dry_run(
-    resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, launch_plan: LaunchPlan, *, as_json: bool
+    resolved: ResolvedProfile,
+    sizing: Sizing | SizeUnknown,
+    plan: LaunchPlan | DisaggregatedPlan,
+    *,
+    as_json: bool,
 ) -> None:
+    asked, named = _asked(plan), _named(plan)
     if as_json:
-        data = {
-            "profile": {"name": resolved.name, "path": str(resolved.path)},
-            "url": launch_plan.base_url,
-            "argv": list(launch_plan.argv),
-            "environment": dict(launch_plan.environment),
-        }
+        data = {"profile": {"name": resolved.name, "path": str(resolved.path)}, **_as_data(asked)}
+        engines = {"engines": {name: _as_data(one) for name, one in named.items()}} if named else {}
         sizes = {"sizes": str(sizing)} if isinstance(sizing, Exception) else as_data(sizing)
-        print_json({**data, **sizes})
+        print_json({**data, **engines, **sizes})
         return
-    assignments = [f"{name}={value}" for name, value in launch_plan.environment.items()]
-    command = shlex.join([*(["env"] if assignments else []), *assignments, *launch_plan.argv])
-    print_data(f"{_plan_text(resolved, sizing, launch_plan)}\n\n{command}")
+    commands = [f"# {name}\n{_command(one)}" for name, one in {**named, "proxy": asked}.items()]
+    print_data("\n\n".join([_plan_text(resolved, sizing, asked), *(commands if named else [_command(asked)])]))
+
+
+def _as_data(plan: LaunchPlan) -> dict[str, object]:
+    return {"url": plan.base_url, "argv": list(plan.argv), "environment": dict(plan.environment)}
+
+
+def _command(plan: LaunchPlan) -> str:
+    assignments = [f"{name}={value}" for name, value in plan.environment.items()]
+    return shlex.join([*(["env"] if assignments else []), *assignments, *plan.argv])
 
 
 def _plan_text(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, launch_plan: LaunchPlan) -> str:
@@ -141,6 +184,7 @@ def _plan_text(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, launch_p
     lines = [
         f"profile  {resolved.name} ({resolved.path})",
         f"engine   {engine.kind}, {engine.model}{dtype}{blocks}",
+        *_disaggregated_line(resolved),
         f"server   {address}",
     ]
     if isinstance(sizing, Exception):
@@ -148,14 +192,27 @@ def _plan_text(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, launch_p
     return "\n".join([*lines, "", tier_table(resolved, sizing)])
 
 
-def _print_ready(engine: EngineProcess, *, as_json: bool) -> None:
+def _disaggregated_line(resolved: ResolvedProfile) -> list[str]:
+    wanted = resolved.profile.disaggregated
+    text = (
+        f"engines  {wanted.prefill} to prefill, each with the tiers below, and {wanted.decode} to decode, with G1 alone"
+    )
+    return [text] if wanted.is_wanted else []
+
+
+def _print_ready(
+    engine: EngineProcess | DisaggregatedEngines, named: Mapping[str, LaunchPlan], *, as_json: bool
+) -> None:
     launch_plan = engine.plan
     if as_json:
-        print_json({"url": launch_plan.base_url, "model": launch_plan.model, "log": str(engine.log_path)})
+        engines = {"engines": {name: one.base_url for name, one in named.items()}} if named else {}
+        ready = {"url": launch_plan.base_url, "model": launch_plan.model, "log": str(engine.log_path)}
+        print_json({**ready, **engines})
         return
     body = f'{{"model": "{launch_plan.model}", "prompt": "Once upon a time", "max_tokens": 16}}'
     curl = ["curl", f"{launch_plan.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
-    print_note(f"healthy after {engine.elapsed_s:.1f} s; log {engine.log_path}; Ctrl-C stops\n")
+    addresses = "".join(f"\n{name:<9}  {one.base_url}" for name, one in named.items())
+    print_note(f"healthy after {engine.elapsed_s:.1f} s; log {engine.log_path}; Ctrl-C stops{addresses}\n")
     print_data(f"{launch_plan.base_url}\n\n{shlex.join(curl)}")
 
 

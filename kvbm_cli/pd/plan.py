@@ -8,15 +8,18 @@ the proxy where the profile says.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvbm.config.engine import VllmEngine
 from kvbm.config.flags import CONNECTOR_MODULE
 from kvbm.config.launch_plan import LaunchPlan, reachable
-from kvbm_cli.engines import launch_plan
+from kvbm.errors import EnvironmentProblem
+from kvbm_cli.engines import launch_plan, vllm_of
 from kvbm_cli.process import choose_port
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 ENGINE_HOST = "127.0.0.1"
 INSTALL = "pip install vllm nixl"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+HINT = "`pip install nixl` in that environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +39,27 @@ class DisaggregatedPlan:
     proxy: LaunchPlan
 
 
-def plan(profile: Profile, *, port: int, ports: Iterator[int] | None = None) -> DisaggregatedPlan:
-    """How to start the engines of `profile` and, on `port`, their proxy. `ports` are those that the engines take."""
-    assert profile.disaggregated.is_wanted, "a plan of several engines for a profile of one"
+def plan(
+    profile: Profile,
+    *,
+    port: int,
+    ports: Iterator[int] | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> DisaggregatedPlan:
+    """How to start the engines of `profile` and, on `port`, their proxy.
+
+    `ports` are those that the engines take, `environment` is that of the caller.
+    """
+    wanted = profile.disaggregated
+    assert wanted.is_wanted, "a plan of several engines for a profile of one"
     ports = ports if ports is not None else free_ports()
+    devices = _devices(profile, wanted.prefill + wanted.decode, environment)
     make: tuple[tuple[str, int, Callable[[Profile], dict[str, object]]], ...] = (
-        ("prefill", profile.disaggregated.prefill, prefill_connector),
-        ("decode", profile.disaggregated.decode, decode_connector),
+        ("prefill", wanted.prefill, prefill_connector),
+        ("decode", wanted.decode, decode_connector),
     )
     engines = {
-        f"{kind} {number}": _engine(profile, connector(profile), next(ports), next(ports))
+        f"{kind} {number}": _engine(profile, connector(profile), next(devices), next(ports), next(ports))
         for kind, count, connector in make
         for number in range(count)
     }
@@ -72,6 +88,17 @@ def decode_connector(profile: Profile) -> dict[str, object]:
     return {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
 
 
+def require_nixl(profile: Profile) -> None:
+    """EnvironmentProblem if the engines' interpreter has no NIXL; vLLM would say so only after half a minute."""
+    python = profile.engine.python or sys.executable
+    environment = {**os.environ, **profile.engine.environment}
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nixl') is None)"
+    if subprocess.run([python, "-c", question], env=environment, stdin=subprocess.DEVNULL).returncode:
+        raise EnvironmentProblem(
+            f"engines that hand blocks to each other need nixl, which `{python}` has not", hint=HINT
+        )
+
+
 def free_ports() -> Iterator[int]:
     """Ports of this machine on which nobody listens, each once."""
     seen = set()
@@ -82,8 +109,33 @@ def free_ports() -> Iterator[int]:
             yield port
 
 
-def _engine(profile: Profile, connector: dict[str, object], port: int, side_channel_port: int) -> LaunchPlan:
-    """A plan without connector, to which this one is added; engines exchange their blocks' addresses on the other."""
+def _devices(profile: Profile, engine_count: int, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Each engine's share of the GPUs that the caller sees, in order; nothing on a CPU or where the profile says it.
+
+    EnvironmentProblem if the caller sees too few.
+    """
+    installation = vllm_of(profile)
+    if VISIBLE_DEVICES in profile.engine.environment or (installation is not None and installation.is_cpu):
+        yield from [{}] * engine_count
+        return
+    assert isinstance(profile.engine, VllmEngine), "only vLLM can prefill apart"
+    arguments = profile.engine.arguments
+    ranks = (arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1)
+    needed, listed = ranks * engine_count, environment.get(VISIBLE_DEVICES)
+    visible = listed.split(",") if listed else [str(index) for index in range(needed)]
+    if len(visible) < needed:
+        hint = f"`engine.environment.{VISIBLE_DEVICES}` gives all engines the same GPUs"
+        raise EnvironmentProblem(
+            f"the engines take {needed} GPUs, and {VISIBLE_DEVICES} names {len(visible)}", hint=hint
+        )
+    for first in range(0, needed, ranks):
+        yield {VISIBLE_DEVICES: ",".join(visible[first : first + ranks])}
+
+
+def _engine(
+    profile: Profile, connector: dict[str, object], devices: dict[str, str], port: int, side_channel_port: int
+) -> LaunchPlan:
+    """A plan without connector, to which this one is added; on the side channel engines ask where blocks lie."""
     server = profile.server.model_copy(update={"host": ENGINE_HOST})
     alone = launch_plan(profile.model_copy(update={"server": server}), connector=False, port=port)
     side_channel = {
@@ -93,7 +145,7 @@ def _engine(profile: Profile, connector: dict[str, object], port: int, side_chan
     return replace(
         alone,
         argv=(*alone.argv, "--kv-transfer-config", json.dumps(connector, separators=(",", ":"))),
-        environment={**alone.environment, **side_channel},
+        environment={**devices, **alone.environment, **side_channel},
         libraries=(*alone.libraries, "nixl"),
         install=INSTALL,
     )

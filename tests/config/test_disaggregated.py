@@ -10,7 +10,7 @@ import pytest
 from test_load import load_text
 
 from kvbm.config.launch_plan import LaunchPlan
-from kvbm.errors import ProfileError
+from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm_cli.pd.plan import DisaggregatedPlan, plan
 
 BASE = """\
@@ -25,9 +25,15 @@ server: {host: 0.0.0.0}
 """
 
 
-def plan_of(directory: Path, disaggregated: str) -> DisaggregatedPlan:
-    resolved = load_text(directory, f"{BASE}disaggregated: {disaggregated}\n")
-    return plan(resolved.profile, port=8000, ports=count(9000))
+def plan_of(
+    directory: Path, disaggregated: str, *overrides: str, environment: dict[str, str] | None = None
+) -> DisaggregatedPlan:
+    resolved = load_text(directory, f"{BASE}disaggregated: {disaggregated}\n", *overrides)
+    return plan(resolved.profile, port=8000, ports=count(9000), environment=environment or {})
+
+
+def gpus(of: DisaggregatedPlan) -> list[str | None]:
+    return [engine.environment.get("CUDA_VISIBLE_DEVICES") for _, engine in of.engines]
 
 
 def option(of: LaunchPlan, name: str) -> str:
@@ -77,6 +83,18 @@ def test_prefill_has_our_connector_before_nixl_and_decode_has_nixl_alone(tmp_pat
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": "recompute",
     }
+
+
+def test_every_engine_has_gpus_of_its_own_unless_the_profile_names_them(tmp_path: Path) -> None:
+    size, two_ranks = "{prefill: 1, decode: 1}", "engine.arguments.tensor_parallel_size=2"
+    assert gpus(plan_of(tmp_path, size)) == ["0", "1"]
+    assert gpus(plan_of(tmp_path, size, two_ranks)) == ["0,1", "2,3"]
+    visible = {"CUDA_VISIBLE_DEVICES": "7,5,3"}
+    assert gpus(plan_of(tmp_path, size, environment=visible)) == ["7", "5"]
+    with pytest.raises(EnvironmentProblem, match="the engines take 4 GPUs, and CUDA_VISIBLE_DEVICES names 3"):
+        plan_of(tmp_path, size, two_ranks, environment=visible)
+    shared = "engine.environment.CUDA_VISIBLE_DEVICES=6"
+    assert gpus(plan_of(tmp_path, size, shared, environment=visible)) == ["6", "6"]
 
 
 @pytest.mark.parametrize(
