@@ -160,7 +160,7 @@ class Leader:
         """How many blocks of `hashes[start:]` can be onboarded now, or None: ask again at the next step.
 
         Starts nothing and promises only what `onboard` can reserve in the same step. `hashes` must end before the
-        last token of the request, because an engine has to compute at least one. None means that another request is
+        last token of the request, unless the engine computes that one again. None means that another request is
         bringing this very prefix into G1, where this one will then find it.
         """
         verdict = self._may_match(request_id, hashes, start)

@@ -55,6 +55,18 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     return tuple(sorted(found, key=lambda group: not group.group.looks_back_over_all))
 
 
+def continues_prompts(vllm_config: VllmConfig) -> bool:
+    """Whether the engine can compute more than one token on top of cached ones.
+
+    vLLM's reference attention for latent (MLA) caches on CPUs cannot, and does not say so: it leaves the cached part of
+    a prompt out. vLLM itself switches chunked prefill and its own prefix cache off for it.
+    """
+    from vllm.platforms import current_platform
+
+    is_reference = current_platform.is_cpu() and getattr(vllm_config.model_config, "use_mla", False)
+    return not is_reference or bool(vllm_config.scheduler_config.enable_chunked_prefill)
+
+
 def boot_id() -> str:
     """Names this machine since its last start; ranks that disagree share no memory."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

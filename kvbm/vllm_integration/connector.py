@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbm.config.connector import resolve_connector
-from kvbm.vllm_integration.cache_groups import cache_groups, decline_reason
+from kvbm.vllm_integration.cache_groups import cache_groups, continues_prompts, decline_reason
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
 from kvbm.vllm_integration.worker_side import NOTHING, WorkerSide
@@ -67,7 +67,12 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             return
         groups = cache_groups(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(config, groups, hash_bytes=_hash_bytes(vllm_config))
+            self._scheduler = SchedulerSide(
+                config,
+                groups,
+                hash_bytes=_hash_bytes(vllm_config),
+                continues_prompts=continues_prompts(vllm_config),
+            )
         else:
             rank, rank_count = _rank(vllm_config)
             self._worker = self.worker_side_class()(config, kv_cache_config, groups, rank=rank, rank_count=rank_count)

@@ -51,11 +51,15 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """Hooks of one engine's scheduler. `hash_bytes`: length of vLLM's block hashes."""
+    """Hooks of one engine's scheduler. `hash_bytes`: length of vLLM's block hashes; `continues_prompts`: whether the
+    engine can compute the rest of a prompt, or only its last token, on top of a hit."""
 
-    def __init__(self, config: ConnectorConfig, groups: Sequence[CacheGroup], *, hash_bytes: int) -> None:
+    def __init__(
+        self, config: ConnectorConfig, groups: Sequence[CacheGroup], *, hash_bytes: int, continues_prompts: bool
+    ) -> None:
         self._config = config
         self._groups = groups
+        self._continues_prompts = continues_prompts
         self._is_plain = len(groups) == 1 and groups[0].group.looks_back_over_all
         self._hash_bytes = hash_bytes if self._is_plain else hash_bytes + 1
         self._hash_tokens = 0  # what one of vLLM's block hashes covers; its pool knows
@@ -127,7 +131,8 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if self.leader is None or tracked is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        end = min(request.num_tokens - 1, tracked.max_load_tokens)
+        # Of a hit of everything vLLM computes the last token again; what that one needs of a window may be gone by then.
+        end = min(request.num_tokens - (not self._is_plain), tracked.max_load_tokens)
         chains = self._chains(tracked)
         tracked.start = local_tokens
         if self._is_plain:
@@ -136,6 +141,8 @@ class SchedulerSide:
             found = None if blocks is None else blocks * size
         else:
             found = self.leader.match_groups(request.request_id, chains, local_tokens, end)
+        if found and not self._continues_prompts and local_tokens + found < request.num_tokens - 1:
+            found = 0
         return found, bool(found)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
