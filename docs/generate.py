@@ -15,10 +15,13 @@ from typing import Any
 
 import typer
 
+from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.flags import KVBM_SETS
 from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
 from kvbm.config.schema import Key, keys
 from kvbm.config.variables import VARIABLES, Effect
 from kvbm.metrics import COUNTERS, HIT_RATE, HOST_BLOCKS
+from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN, shown
 from kvbm_cli.app import app
 from kvbm_cli.bench.workload import KEYS as WORKLOAD_KEYS
 
@@ -46,16 +49,68 @@ defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables (s
 # ./mine.yaml, for `kvbm serve --profile ./mine.yaml`
 description: Qwen3 on one GPU with 64 GiB of host memory
 engine:
+  kind: vllm
   model: ~/models/Qwen3-8B
   arguments:
-    dtype: bfloat16
-    num_blocks: 4096
+    max_model_len: 32768
+    gpu_memory_utilization: 0.9
 tiers:
   host:
     capacity: 64GiB
 server:
   port: 8001
 ```
+
+## All engines
+
+`engine.kind` chooses the engine: `embedded`, the reference engine that kvbm brings along, or `vllm`.
+"""
+
+EMBEDDED_HEAD = """\
+## engine.arguments of the embedded engine
+"""
+
+VLLM_HEAD = """\
+## engine.arguments of vLLM
+
+`engine.model` is a local Hugging Face directory, a name on a hub, or `synthetic:vllm-25m` or `synthetic:vllm-81m`,
+which have random weights and are made on the spot. `engine.python` is an interpreter that has vLLM and kvbm. Versions
+{run} of vLLM were run, {tested} are tested against their source; `kvbm serve --force` starts others.
+
+Every flag of `vllm serve` is a key, without the hyphens in front. `_` and `-` are the same; both spellings of one flag
+are an error.
+
+| in the profile | on the command line |
+| --- | --- |
+| `max_model_len: 8192` | `--max-model-len 8192` |
+| `enforce_eager: true` | `--enforce-eager` |
+| `enable_prefix_caching: false` | `--no-enable-prefix-caching` |
+| `served_model_name: [a, b]` | `--served-model-name a b` |
+| `compilation_config: {{level: 0}}` | `--compilation-config '{{"level":0}}'` |
+
+Names are not checked before vLLM itself does. The flags that kvbm reads, because sizes or checks follow from them:
+"""
+
+VLLM_SETS = """\
+`kv_transfer_config` is for additions: its entries are laid over those that kvbm makes, and another `kv_connector` is an
+error. The configuration of the connector travels in `kv_connector_extra_config.kvbm`. What kvbm sets besides, with the
+connector and without it, so that two arms of a comparison differ in nothing else:
+
+| set | why |
+| --- | --- |
+| `--enable-prompt-tokens-details` | an answer says how many tokens of its prompt were cached |
+| `--shutdown-timeout 10` | by default vLLM kills its scheduler process at once, and in it the leader |
+| `PYTHONHASHSEED=0` | before 0.29, and where the version is unknown: block hashes are equal in all processes |
+| `VLLM_CPU_NUM_OF_RESERVED_CPU` | on a CPU, 1 per rank: with any connector vLLM keeps one more core per rank from \
+computing, or none at all on a small machine, so that the two arms would compute on unequal cores |
+
+A variable of that table is left alone where `engine.environment` or the caller sets it. With the connector,
+`kv_load_failure_policy` is `recompute`: vLLM's default fails a request when one of its blocks cannot be loaded.
+
+Refused, because kvbm sets it or could not work with it:
+
+| key | instead |
+| --- | --- |
 """
 
 WORKLOAD_HEAD = """\
@@ -73,7 +128,8 @@ VARIABLES_HEAD = """\
 # DYN_KVBM_* variables
 
 The names of NVIDIA's block manager. A name that is not in this table is an error, and so is a value that the variable
-cannot mean. An engine that `kvbm` starts never sees them: it gets the resolved profile.
+cannot mean. An engine that `kvbm` starts never sees them: it gets the resolved profile. In a vLLM that is started with
+`DynamoConnector` by its own command line the connector reads them itself, by the same table.
 """
 
 METRICS_HEAD = """\
@@ -107,10 +163,21 @@ EXIT_CODES = """\
 
 
 def profile_page() -> str:
-    lines = [NOTE, "", PROFILE_HEAD, *_key_table(keys())]
+    prefix = "engine.arguments."
+    common = [key for key in keys() if not key.path.startswith(prefix)]
+    of_embedded, of_vllm = ([key for key in keys(engine=kind) if key.path.startswith(prefix)] for kind in ENGINE_KINDS)
+    lines = [NOTE, "", PROFILE_HEAD, *_key_table(common), "", EMBEDDED_HEAD, *_key_table(of_embedded)]
+    lines += [
+        "",
+        VLLM_HEAD.format(run=shown(RUN), tested=shown(CONTRACT_TESTED)),
+        *_key_table(of_vllm),
+        "",
+        VLLM_SETS.rstrip(),
+    ]
+    lines += [f"| `{prefix}{name}` | {hint} |" for name, hint in KVBM_SETS.items()]
     absent = [f"| `{name}` | {hint} |" for name, hint in NOT_BUILT.items()]
     absent += [f"| `engine.kind: {kind}` | there are `embedded` and `vllm` |" for kind in NOT_BUILT_ENGINES]
-    lines += ["", "Refused by name, because they are not in this version:", "", "| key | instead |", "| --- | --- |"]
+    lines += ["", "## Not in this version", "", "Refused by name:", "", "| key | instead |", "| --- | --- |"]
     return "\n".join([*lines, *absent, ""])
 
 
@@ -119,8 +186,12 @@ def workload_page() -> str:
 
 
 def _key_table(of: Iterable[Key]) -> list[str]:
-    rows = [f"| `{key.path}` | {key.kind} | {_default(key)} | {key.description} |" for key in of]
+    rows = [f"| `{key.path}` | {_kind(key)} | {_default(key)} | {key.description} |" for key in of]
     return ["| key | value | default | meaning |", "| --- | --- | --- | --- |", *rows]
+
+
+def _kind(key: Key) -> str:
+    return " or ".join(f"`{kind}`" for kind in ENGINE_KINDS) if key.path == "engine.kind" else key.kind
 
 
 def _default(key: Key) -> str:

@@ -105,9 +105,11 @@ def _kept_tokens(resolved: ResolvedProfile, sizing: Sizing) -> int:
 def _warn_of_memory(resolved: ResolvedProfile, sizing: Sizing) -> None:
     from kvbm.config.sizes import format_size
     from kvbm.host_memory import THIS_MACHINE
+    from kvbm_cli.engines import copy_count
 
     room, key = THIS_MACHINE.room(), host_key(resolved)
-    if sizing.host.total_bytes > room.available_bytes:
-        taken, available = format_size(sizing.host.total_bytes), format_size(room.available_bytes)
+    taken_bytes = sizing.host.total_bytes * copy_count(resolved.profile)
+    if taken_bytes > room.available_bytes:
+        taken, available = format_size(taken_bytes), format_size(room.available_bytes)
         message = f"`{key}` takes {taken}, more than the {room.limit}, {available}"
         show_warning(resolved.mistake(key, message).message)

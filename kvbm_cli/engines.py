@@ -151,6 +151,14 @@ def runs_on_cpu(profile: Profile) -> bool:
     return "VLLM_CPU_KVCACHE_SPACE" in {**os.environ, **profile.engine.environment}
 
 
+def copy_count(profile: Profile) -> int:
+    """How many engines, each with tiers of its own, the profile's command line starts."""
+    from kvbm.config.engine import VllmArguments
+
+    arguments = profile.engine.arguments
+    return (arguments.data_parallel_size or 1) if isinstance(arguments, VllmArguments) else 1
+
+
 def with_device_blocks(profile: Profile, block_count: int) -> Profile:
     """The same engine with its prefix cache on and room for at least `block_count` blocks in G1."""
     from kvbm.config.engine import EmbeddedArguments

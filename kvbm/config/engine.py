@@ -21,7 +21,7 @@ from kvbm.config.values import (
 )
 
 ENGINE_KINDS = ("embedded", "vllm")
-MIN_SHUTDOWN_TIMEOUT_S = 5
+MIN_SHUTDOWN_TIMEOUT_S, MAX_SHUTDOWN_TIMEOUT_S = 5, 25  # at 0 vLLM kills its scheduler; kvbm waits for 30 s
 
 
 class EmbeddedArguments(Section):
@@ -92,6 +92,9 @@ class VllmArguments(Section):
     pipeline_parallel_size: int | None = Field(
         default=None, ge=1, le=1024, description="Groups of ranks that share the layers between them."
     )
+    data_parallel_size: int | None = Field(
+        default=None, ge=1, le=1024, description="Copies of the engine, each with device and host memory of its own."
+    )
     enable_prefix_caching: bool | None = Field(
         default=None, description="Whether the engine keeps finished prompts in G1 for reuse; left out, it does."
     )
@@ -102,7 +105,7 @@ class VllmArguments(Section):
     shutdown_timeout: int | None = Field(
         default=None,
         ge=MIN_SHUTDOWN_TIMEOUT_S,
-        le=3600,
+        le=MAX_SHUTDOWN_TIMEOUT_S,
         description="Seconds in which the engine finishes what it serves when it is told to stop; left out, 10.",
     )
     kv_transfer_config: dict[str, FlagValue] | None = Field(
