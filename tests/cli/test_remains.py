@@ -49,7 +49,9 @@ class Litter:
         engine = psutil.Process(engine_pid)
         mapped = {region.path.split(" ")[0] for region in engine.memory_maps() if region.path.startswith("/dev/shm")}
         segments = [Path(path) for path in mapped if Path(path).exists()]
-        semaphores = [path for path in SHARED_MEMORY.glob("sem.*") if path.stat().st_ino in _mapped_inodes(engine_pid)]
+        inodes = _mapped_inodes(engine_pid)
+        semaphores = [Path(entry) for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes]
+        semaphores = [path for path in semaphores if path.name.startswith("sem.")]
         assert len(segments) == len(semaphores) == 1
         directory = Path(engine.environ()["TMPDIR"])
         assert list(directory.iterdir())
@@ -57,9 +59,10 @@ class Litter:
         assert len({os.getpgid(process.pid) for process in processes}) == 2, "one has left the group"
         return cls(processes, segments + semaphores, directory)
 
-    def is_gone(self) -> bool:
+    def left(self) -> list[object]:
         files = [*self.shared_files, self.directory]
-        return all(is_gone(process.pid) for process in self.processes) and not any(path.exists() for path in files)
+        alive = [process for process in self.processes if not is_gone(process.pid)]
+        return [*alive, *(path for path in files if path.exists())]
 
 
 def _mapped_inodes(pid: int) -> set[int]:
@@ -81,7 +84,7 @@ def test_nothing_of_an_engine_is_left(tmp_path: Path, end: str) -> None:
         else:
             getattr(engine, end)()
         eventually(lambda: engine.poll() is not None)
-        assert litter.is_gone()
+        assert litter.left() == [], (tmp_path / "log").read_text()
 
 
 def _guard() -> psutil.Process:
@@ -94,7 +97,7 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
         assert parent.stdout is not None
         litter = Litter.of(int(parent.stdout.readline()))
         parent.kill()
-        eventually(litter.is_gone)
+        eventually(lambda: not litter.left())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
