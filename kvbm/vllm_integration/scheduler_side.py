@@ -131,7 +131,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if self.leader is None or tracked is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        # Of a hit of everything vLLM computes the last token again; what that one needs of a window may be gone by then.
+        # Of a hit of everything vLLM computes the last token again, whose window may begin in a block that is gone.
         end = min(request.num_tokens - (not self._is_plain), tracked.max_load_tokens)
         chains = self._chains(tracked)
         tracked.start = local_tokens

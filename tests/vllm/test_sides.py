@@ -1,0 +1,202 @@
+"""The two sides of the connector with vLLM's own classes and no engine: what is declined, what is told, what is refused."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from kvbm.config.schema import ConnectorConfig
+from kvbm.core.groups import Group
+from kvbm.errors import EnvironmentProblem
+from kvbm.leader import Leader, LoadResult
+from kvbm.metrics import Counters
+from kvbm.plan import StepPlan
+from kvbm.types import SegmentInfo
+from kvbm.vllm_integration.cache_groups import CacheGroup, cache_groups, decline_reason
+from kvbm.vllm_integration.messages import Handshake, StepOrders
+from kvbm.vllm_integration.scheduler_side import UNLIMITED, SchedulerSide, _limit
+from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
+from kvbm.vllm_integration.worker_side import WorkerSide
+
+CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
+SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=40)
+KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+
+
+def engine(**parallel):
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
+
+
+def cache(*specs, **facts):
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{index}"], enable_kv_transfer=True)
+        for index, spec in enumerate(specs)
+    ]
+    return SimpleNamespace(kv_cache_groups=groups, **facts)
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_that_look_back_over_everything_come_first_and_keep_their_place_in_block_tables():
+    assert cache_groups(cache(WINDOW, FULL)) == (
+        CacheGroup(1, Group(16), ("layer.1",)),
+        CacheGroup(0, Group(16, window_tokens=40), ("layer.0",)),
+    )
+
+
+def test_latent_and_chunked_attention_are_known():
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    chunked = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
+    groups = [found.group for found in cache_groups(cache(latent, chunked))]
+    assert groups == [Group(16), Group(16, chunk_tokens=64)]
+
+
+@pytest.mark.skipif(not KNOWS_FAILED_REQUESTS, reason="several groups are declined before 0.30")
+def test_windows_beside_full_attention_are_served():
+    assert decline_reason(engine(), cache(FULL, WINDOW)) is None
+
+
+@pytest.mark.skipif(KNOWS_FAILED_REQUESTS, reason="from 0.30 on vLLM can be told of failed requests")
+def test_several_groups_are_declined_where_a_failed_load_cannot_be_told():
+    assert "0.30" in decline_reason(engine(), cache(FULL, WINDOW))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+        ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size=4"),
+        ({"nnodes": 2}, "2 nodes"),
+    ],
+)
+def test_what_splits_blocks_or_has_no_common_memory_is_declined_by_name(parallel, words):
+    assert words in decline_reason(engine(**parallel), cache(FULL))
+
+
+def test_mamba_is_declined_by_name():
+    mamba = MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,))
+    assert "MambaSpec" in decline_reason(engine(), cache(FULL, mamba))
+
+
+def test_a_group_that_is_no_part_of_transfers_is_left_out():
+    description = cache(FULL, MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,)))
+    description.kv_cache_groups[1].enable_kv_transfer = False
+    assert decline_reason(engine(), description) is None
+    assert len(cache_groups(description)) == 1
+
+
+# -- start-up ----------------------------------------------------------------------------------------------------------
+
+
+def handshake(**changes):
+    facts = {"config_digest": CONFIG.digest(), "boot_id": boot_id()} | changes
+    return Handshake(SegmentInfo(0, 1, 3, 4096, 8, 4096, 4096, "layout"), **facts)
+
+
+def boot_id():
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+@pytest.mark.parametrize("name", ["config_digest", "boot_id"])
+def test_ranks_with_another_configuration_or_machine_are_refused_at_the_start(name):
+    side = SchedulerSide(CONFIG, cache_groups(cache(FULL)), hash_bytes=32, continues_prompts=True)
+    with pytest.raises(EnvironmentProblem, match=name):
+        side.accept_handshakes([handshake(), handshake(**{name: "other"})])
+
+
+def test_without_ranks_every_hook_does_nothing():
+    side = SchedulerSide(CONFIG, cache_groups(cache(FULL)), hash_bytes=32, continues_prompts=True)
+    side.accept_handshakes([])
+    request = SimpleNamespace(request_id="r", kv_transfer_params=None, num_tokens=64, block_hashes=[])
+    side.add_request(request)
+    assert side.match(request, 0) == (0, False)
+    assert side.build_orders(None) == StepOrders(StepPlan(step=0))
+    assert not side.has_pending()
+    assert side.take_stats() is None
+    side.end_request(request)
+
+
+# -- a worker ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 16, 64), (8, 2, 8, 64)])
+def test_a_rank_takes_whole_pages_of_all_layers_once_even_where_groups_overlay_each_other(shape):
+    storage = torch.zeros(2, *shape)
+    layers = {f"layer.{index}": storage[index % 2] for index in range(4)}
+    description = cache(FULL, FULL, WINDOW, WINDOW, num_blocks=4, needs_kv_cache_zeroing=False)
+    side = WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
+    side.register_kv_caches(layers)
+    try:
+        assert side.handshake().segment.block_bytes == 2 * 2 * 16 * 64 * 4
+        assert side.handshake().segment.slot_count == 8
+    finally:
+        side.close()
+
+
+def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it():
+    description = cache(FULL, num_blocks=4)
+    side = WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
+    side.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2), (1, 2), True),)))
+    assert side.failed_requests() == {"r"}
+    assert side.failed_blocks() == {1, 2}
+    side.clear()
+    assert side.failed_requests() == set()
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+class CountingLeader(Leader):
+    def __init__(self):
+        self.counters = Counters()
+
+    def host_blocks(self):
+        return {"free": 3}
+
+
+def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
+    leader, source = CountingLeader(), StatsSource()
+    first = source.take(leader)
+    assert source.take(leader) is None
+    leader.counters.offload_blocks = 5
+    leader.counters.hit_window.append((3, 4))
+    second = source.take(leader)
+    assert first.aggregate(second).reduce() == {
+        "host hit rate": 0.75,
+        "matched tokens": 0,
+        "offloaded blocks": 5,
+        "onboarded blocks": 0,
+        "failed blocks": 0,
+    }
+    assert KvbmStats().is_empty()
+    assert second.aggregate(KvbmStats()) is second
+
+
+@pytest.mark.parametrize("value", [-1, "many", True, 1.5])
+def test_a_limit_that_is_no_number_of_tokens_limits_nothing_and_is_said(caplog, value):
+    logging.getLogger("kvbm").propagate = True
+    assert _limit({"max_load_tokens": value}, "max_load_tokens") == UNLIMITED
+    assert "max_load_tokens" in caplog.text
+
+
+def test_a_limit_of_none_is_no_limit_and_of_zero_is_one():
+    assert _limit({"max_load_tokens": None}, "max_load_tokens") == UNLIMITED
+    assert _limit({"max_load_tokens": 0}, "max_load_tokens") == 0
