@@ -1,0 +1,137 @@
+"""What a connector inside an engine resolves: the contents that a launcher wrote, or the DYN_KVBM_* variables."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from kvbm.config.connector import resolve_connector
+from kvbm.config.schema import ConnectorConfig, Profile
+from kvbm.errors import ProfileError
+
+GIGABYTES = "DYN_KVBM_CPU_CACHE_GB"
+BLOCKS = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"
+
+
+def config(**sections: Any) -> ConnectorConfig:
+    return ConnectorConfig.model_validate(sections)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({GIGABYTES: "2.5"}, config(tiers={"host": {"capacity": "2500MB"}})),
+        ({BLOCKS: "100"}, config(tiers={"host": {"blocks": 100}})),
+        ({GIGABYTES: "1", BLOCKS: "100"}, config(tiers={"host": {"capacity": "1GB", "blocks": 100}})),
+        ({GIGABYTES: "1", BLOCKS: "0"}, config(tiers={"host": {"capacity": "1GB"}})),
+        (
+            {GIGABYTES: "1", "DYN_KVBM_MAX_CONCURRENT_TRANSFERS": "2", "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE": "3"},
+            config(tiers={"host": {"capacity": "1GB"}}, transfer={"max_concurrent": 2, "batch_blocks": 3}),
+        ),
+        (
+            {GIGABYTES: "1", "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": "60", "PATH": "/bin"},
+            config(tiers={"host": {"capacity": "1GB"}}, transfer={"init_timeout_s": 60.0}),
+        ),
+    ],
+)
+def test_variables_of_a_bare_command(variables: dict[str, str], expected: ConnectorConfig) -> None:
+    assert resolve_connector({}, variables) == expected
+
+
+def test_contents_of_a_launcher_win_and_the_variables_are_not_even_read() -> None:
+    contents = {"tiers": {"host": {"capacity": "3GiB"}}, "offload": {"generated": False}}
+    resolved = resolve_connector({"kvbm": contents, "other": 1}, {GIGABYTES: "wrong", "DYN_KVBM_TYPO": "1"})
+    assert resolved == config(**contents)
+
+
+def test_a_profile_arrives_as_it_was_sent() -> None:
+    profile = Profile.model_validate({"engine": {"model": "m"}, "tiers": {"host": {"capacity": "1.5GB", "blocks": 7}}})
+    sent = profile.connector_config()
+    received = resolve_connector({"kvbm": sent.model_dump(mode="json")}, {})
+    assert received == sent
+    assert received.digest() == sent.digest()
+
+
+def test_digests_differ_with_every_value() -> None:
+    values: list[dict[str, Any]] = [
+        {"tiers": {"host": {"blocks": 1}}},
+        {"tiers": {"host": {"blocks": 2}}},
+        {"tiers": {"host": {"capacity": "1GB"}}},
+        {"tiers": {"host": {"capacity": "1GiB"}}},
+        {"tiers": {"host": {"blocks": 1}}, "offload": {"generated": False}},
+        {"tiers": {"host": {"blocks": 1}}, "transfer": {"batch_blocks": 1}},
+    ]
+    assert len({config(**value).digest() for value in values}) == len(values)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], str, str | None]] = {
+    "no tier": (
+        {},
+        {},
+        "no tier is configured: kvbm has nowhere to keep blocks",
+        f"set `{GIGABYTES}` (1e9 bytes, over all ranks) or `{BLOCKS}`",
+    ),
+    "no blocks are no tier": (
+        {},
+        {BLOCKS: "0"},
+        "no tier is configured: kvbm has nowhere to keep blocks",
+        f"set `{GIGABYTES}` (1e9 bytes, over all ranks) or `{BLOCKS}`",
+    ),
+    "no gigabytes": (
+        {},
+        {GIGABYTES: "0"},
+        "`tiers.host.capacity` must be more than 0 and at most 1024PiB, not `0GB`\n"
+        "  DYN_KVBM_CPU_CACHE_GB=0\n                        ^",
+        None,
+    ),
+    "unknown variable": (
+        {},
+        {"DYN_KVBM_CPU_CACHE_GIB": "1"},
+        "unknown variable `DYN_KVBM_CPU_CACHE_GIB`\n  DYN_KVBM_CPU_CACHE_GIB=1\n  ^^^^^^^^^^^^^^^^^^^^^^",
+        f"did you mean `{GIGABYTES}`?",
+    ),
+    "unknown key": (
+        {"kvbm": {"tiers": {"host": {"capcity": "1GB"}}}},
+        {},
+        "unknown key `tiers.host.capcity`\n"
+        '  kv_connector_extra_config.kvbm.tiers.host.capcity = "1GB"\n'
+        "                                            ^^^^^^^",
+        "did you mean `capacity`?",
+    ),
+    "wrong value": (
+        {"kvbm": {"tiers": {"host": {"capacity": 5}}}},
+        {},
+        "`tiers.host.capacity` needs a unit: `5GB` or `5GiB`\n"
+        "  kv_connector_extra_config.kvbm.tiers.host.capacity = 5\n"
+        "                                                       ^",
+        None,
+    ),
+    "no tier in the contents": (
+        {"kvbm": {}},
+        {GIGABYTES: "1"},
+        "`tiers` is missing\n  kv_connector_extra_config.kvbm",
+        "it names the size of host memory",
+    ),
+    "contents that are none": (
+        {"kvbm": "1GiB"},
+        {},
+        "`kv_connector_extra_config.kvbm` must be a mapping with `tiers`, `offload` and `transfer`, not `1GiB`",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_shown_with_its_place(name: str) -> None:
+    extra, variables, message, hint = MISTAKES[name]
+    with pytest.raises(ProfileError) as caught:
+        resolve_connector(extra, variables)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def test_variable_without_an_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        resolve_connector({}, {GIGABYTES: "1", "DYN_KVBM_ENABLE": "0"})
+    assert caplog.messages == [
+        "`DYN_KVBM_ENABLE` has no effect: nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off"
+    ]

