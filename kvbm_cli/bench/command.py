@@ -34,12 +34,17 @@ def bench(
 ) -> int:
     """Resolve profile and workload, then measure. Returns the exit code of the verdict."""
     from kvbm_cli.bench.workload import load_workload
+    from kvbm_cli.check import require_engine
+    from kvbm_cli.console import print_note
+    from kvbm_cli.engines import make_model
     from kvbm_cli.profiles import resolve
 
     if compare != "baseline":
         raise UsageError(f"--compare takes `baseline`, not `{compare}`", hint="`kvbm bench --compare baseline`")
     resolved = resolve(reference, overrides)
     chosen = load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
+    require_engine(resolved, force=False)
+    make_model(resolved.profile, say=print_note)
     return measure(resolved, chosen, output=output, as_json=as_json)
 
 
