@@ -19,9 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvbm_cli
 
 BLOCK_TOKENS = 128
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0  # 25 s on a quiet machine
 STOP_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 240.0
 MAX_MODEL_LEN = 4096
@@ -40,6 +40,8 @@ CONNECTOR = {
     "kv_connector_module_path": "kvbm.vllm_integration.connector",
     "kv_role": "kv_both",
 }
+FAULTS_FILE = "KVBM_TEST_FAULTS"
+FAULTY_CONNECTOR = CONNECTOR | {"kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty_connector"}
 WRAPPER = Path(kvbm_cli.__file__).with_name("die_with_parent.py")
 GUARD = "import os, sys; os.read(0, 1) or os.killpg(int(sys.argv[1]), 9)"  # end of file: pytest is gone
 RUNNING: list[VllmServer] = []  # for the reports of failed tests
@@ -54,10 +56,15 @@ def host_blocks(count: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request brought. `cached` counts the prompt tokens that came from a cache, whichever."""
+    """What one request brought.
+
+    `margins`: by how much each token was more likely, in log-probability, than the next best. `cached`: how many tokens
+    of the prompt came from a cache, whichever.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    margins: tuple[float, ...]
     cached: int
 
 
@@ -142,6 +149,7 @@ class VllmServer:
         return Answer(
             tuple(choice["token_ids"]),
             tuple(choice["logprobs"]["token_logprobs"]),
+            tuple(_margin(best.values()) for best in choice["logprobs"]["top_logprobs"]),
             (body["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         )
 
@@ -157,10 +165,27 @@ class VllmServer:
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
-            "logprobs": 0,
+            "logprobs": 2,
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
         }
         return request | fields
+
+    @contextmanager
+    def stream(self, prompt: Sequence[int], max_tokens: int) -> Iterator[Iterator[str]]:
+        """The events of a streamed completion; whoever leaves the block has hung up."""
+        body = self.request(prompt, max_tokens, stream=True)
+        with (
+            httpx.Client(base_url=self.url, timeout=ANSWER_TIMEOUT_S, trust_env=False) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            yield (line for line in answer.iter_lines() if line)
+
+    def leave(self, prompt: Sequence[int], after_s: float) -> None:
+        """Ask, and hang up after so many seconds without an answer."""
+        with suppress(httpx.ReadTimeout):
+            self.http.post("/v1/completions", json=self.request(prompt, 400), timeout=after_s)
+            raise AssertionError("the answer came before the client had left")
 
     def ask_all(self, prompts: Iterable[Sequence[int]], max_tokens: int = 8, concurrency: int = 8) -> list[Answer]:
         """Answers in the order of the prompts, `concurrency` requests at a time."""
@@ -191,6 +216,8 @@ class VllmServer:
 
     def stop(self) -> None:
         """SIGTERM and some patience, then SIGKILL for the whole group; removes what vLLM leaves in shared memory."""
+        if self not in RUNNING:
+            return
         RUNNING.remove(self)
         self.http.close()
         self.process.send_signal(signal.SIGTERM)
@@ -215,7 +242,7 @@ def _environment(directory: str, cores: str) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "VIRTUAL_ENV") if name in os.environ}
     return kept | {
         "TMPDIR": directory,
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": str(Path(__file__).parent),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -224,6 +251,11 @@ def _environment(directory: str, cores: str) -> dict[str, str]:
         "TORCH_COMPILE_DISABLE": "1",  # or the first request waits half a minute for a C++ compiler
         "VLLM_CPU_OMP_THREADS_BIND": cores,
     }
+
+
+def _margin(logprobs: Iterable[float]) -> float:
+    best, second = sorted(logprobs, reverse=True)[:2]
+    return best - second
 
 
 def _free_port() -> int:

@@ -1,0 +1,93 @@
+"""The real connector with a copier that obeys a file, so that a test can make copies fail in a server that runs.
+
+The file, named by KVBM_TEST_FAULTS, holds a JSON object; what is absent from it does not happen:
+
+    {"fail_every": 20}    every 20th copy of each direction fails: by turns before it began, half-way, and with an error
+                          that nobody expects
+    {"hold": "onboard"}   copies of this direction wait until the file says otherwise; "offload" likewise
+    {"lie": true}         onboards bring other bytes than they should and report success
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvbm.errors import TransferError
+from kvbm.vllm_integration.connector import DynamoConnector
+from kvbm.vllm_integration.worker_side import WorkerSide
+from kvbm.worker import Worker
+
+FAULTS_FILE = "KVBM_TEST_FAULTS"
+POLL_S = 0.01
+LIMIT_S = 120.0
+
+
+class FaultyConnector(DynamoConnector):
+    @classmethod
+    def worker_side_class(cls) -> type[WorkerSide]:
+        return FaultyWorkerSide
+
+
+class FaultyWorkerSide(WorkerSide):
+    def create_worker(self, *arguments) -> Worker:
+        worker = super().create_worker(*arguments)
+        worker._copier = ObedientCopier(worker._copier, Path(os.environ[FAULTS_FILE]))
+        return worker
+
+
+class ObedientCopier:
+    """The real copier behind the file's orders. Called from several threads."""
+
+    def __init__(self, copier, orders: Path) -> None:
+        self._copier = copier
+        self._orders = orders
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+
+    def fence(self) -> object | None:
+        return self._copier.fence()
+
+    def offload(self, block_ids: Sequence[int], slots: Sequence[int], fence: object | None) -> None:
+        self._obey("offload", self._copier.offload, block_ids, slots, fence)
+
+    def onboard(self, slots: Sequence[int], block_ids: Sequence[int], fence: object | None) -> None:
+        if not self._ordered().get("lie"):
+            self._obey("onboard", self._copier.onboard, slots, block_ids, fence)
+        elif len(slots) > 1:  # a single block keeps what happens to be in G1
+            self._copier.onboard([*slots[1:], slots[0]], block_ids, fence)
+
+    def _ordered(self) -> dict:
+        return json.loads(self._orders.read_text())
+
+    def _obey(
+        self, kind: str, copy: Callable[..., None], first: Sequence[int], second: Sequence[int], fence: object | None
+    ) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while self._ordered().get("hold") == kind:
+            assert time.monotonic() < deadline, "a held copy was never released"
+            time.sleep(POLL_S)
+        fail_every = self._ordered().get("fail_every")
+        with self._lock:
+            self._calls[kind] += 1
+            call = self._calls[kind]
+        if fail_every and call % fail_every == 0:
+            self._fail(call // fail_every, copy, first, second, fence)
+        else:
+            copy(first, second, fence)
+
+    def _fail(
+        self, failure: int, copy: Callable[..., None], first: Sequence[int], second: Sequence[int], fence: object | None
+    ) -> None:
+        if failure % 3 == 0:
+            raise TransferError("fault: copy failed before it began")
+        if failure % 3 == 1:
+            half = len(first) // 2
+            copy(first[:half], second[:half], fence)
+            raise TransferError(f"fault: copied {half} of {len(first)} blocks")
+        raise ValueError("fault: nobody expects this")

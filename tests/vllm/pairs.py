@@ -1,0 +1,136 @@
+"""Two servers of one model side by side: the reference, without cache and connector, and the tested one.
+
+The tested one has a G1 so small that it forgets all the time, and the connector. What its answers must equal, and what
+must have happened meanwhile, is said here once for all tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from traffic import Comparison, Conversation, Request, asker, assert_equal, hold, repeat
+from vllm_server import EXTERNAL_HITS, FAULTS_FILE, FAULTY_CONNECTOR, Answer, VllmServer, host_blocks
+
+from kvbm_cli.make_model import materialise
+
+MAX_MODEL_LEN = 2048
+OFFLOADED, ONBOARDED = "kvbm_offload_blocks_d2h", "kvbm_onboard_blocks_h2d"
+OFFLOADS_FAILED, ONBOARDS_FAILED = "kvbm_offload_failed_blocks", "kvbm_onboard_failed_blocks"
+PREEMPTIONS = "vllm:num_preemptions_total"
+
+
+class Faults:
+    """Orders to the copier of a faulty connector; see faulty_connector.py."""
+
+    def __init__(self) -> None:
+        self._directory = TemporaryDirectory()
+        self.path = Path(self._directory.name) / "faults"
+        self.order()
+
+    def order(self, **faults: object) -> None:
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(faults))
+        os.replace(new, self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a stretch of work changed in the tested server's counters."""
+
+    before: dict[str, float]
+    after: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.after.get(name, 0.0) - self.before.get(name, 0.0)
+
+    def __str__(self) -> str:
+        names = (OFFLOADED, ONBOARDED, EXTERNAL_HITS, OFFLOADS_FAILED, ONBOARDS_FAILED, PREEMPTIONS)
+        return ", ".join(f"{name.removesuffix('_total')} {self[name]:g}" for name in names)
+
+
+class Pair:
+    """See the module's text."""
+
+    def __init__(self, reference: VllmServer, tested: VllmServer, faults: Faults) -> None:
+        self.reference = reference
+        self.tested = tested
+        self.faults = faults
+        self._truth: dict[tuple[Conversation, ...], dict[Request, Answer]] = {}
+
+    def truth(self, talks: Sequence[Conversation]) -> dict[Request, Answer]:
+        """What the reference says; it is asked once."""
+        key = tuple(talks)
+        if key not in self._truth:
+            self._truth[key] = hold(asker(self.reference), talks)
+        return self._truth[key]
+
+    def forget(self) -> None:
+        """Both caches of the tested server are empty afterwards."""
+        self.settle()
+        assert self.tested.reset_prefix_cache(external=True)
+
+    def settle(self) -> None:
+        """No request is live and no copy is on its way."""
+        self.tested.wait_until("rest", is_at_rest)
+
+    def check(self, talks: Sequence[Conversation]) -> tuple[Comparison, Moved]:
+        """The tested server must say the same; what it did for that is returned."""
+        return self.check_against(self.truth(talks))
+
+    def check_against(self, truth: dict[Request, Answer]) -> tuple[Comparison, Moved]:
+        before = self.tested.metrics()
+        answers = repeat(asker(self.tested), list(truth))
+        comparison = assert_equal(answers, truth)
+        self.settle()
+        moved = Moved(before, self.tested.metrics())
+        print(f"{comparison}; {moved}")
+        return comparison, moved
+
+
+def is_at_rest(metrics: dict[str, float]) -> bool:
+    live = metrics["vllm:num_requests_running"] + metrics["vllm:num_requests_waiting"]
+    return live == 0 and metrics["vllm:kv_cache_usage_perc"] == 0
+
+
+def assert_cache_was_used(moved: Moved, *, at_least_blocks: int) -> None:
+    """Well above zero, or the equality of answers says nothing about the cache."""
+    assert moved[OFFLOADED] >= at_least_blocks, str(moved)
+    assert moved[ONBOARDED] >= at_least_blocks, str(moved)
+    assert moved[EXTERNAL_HITS] > 0, str(moved)
+
+
+@contextmanager
+def pair_of(
+    preset: str,
+    *arguments: str,
+    blocks: int,
+    reference_blocks: int = 200,
+    host: int = 1000,
+    tested_arguments: Sequence[str] = (),
+    connector: dict[str, str] = FAULTY_CONNECTOR,
+    tested_cores: str = "1",
+):
+    """Both start at the same time, each on a core of its own. `arguments` are for both."""
+    model, faults = materialise(preset), Faults()
+    common = {"max_model_len": MAX_MODEL_LEN, "wait": False}
+    reference = VllmServer(model, "--no-enable-prefix-caching", *arguments, blocks=reference_blocks, **common)
+    tested = VllmServer(
+        model,
+        *arguments,
+        *tested_arguments,
+        blocks=blocks,
+        connector=connector,
+        cores=tested_cores,
+        environment=host_blocks(host) | {FAULTS_FILE: str(faults.path)},
+        **common,
+    )
+    with reference, tested:
+        for server in (reference, tested):
+            server.wait_healthy()
+        yield Pair(reference, tested, faults)

@@ -1,0 +1,133 @@
+"""Conversations that several users hold at once, and the comparison of what two servers said in them.
+
+Users come in groups that share the beginning of their prompts; every prompt has an end of its own; every turn repeats
+all that was said before, the answers included. In each round every conversation takes one turn, `CONCURRENCY` at a
+time, so that by the next round a small G1 has forgotten it. Later turns repeat the answers of the *reference*, so that
+each request is compared by itself and one difference is not counted again in all that follows it.
+
+Tokens must be equal, and log-probabilities within `TOLERANCE`: greedy tokens often survive a wrong block, their
+log-probabilities do not. Equal computation in another batch or in other chunks rounds differently. Where the reference
+itself hesitates between two tokens by less than that, either is right, and what follows is not compared; `compare` says
+how often that was.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from vllm_server import Answer, VllmServer
+
+TOLERANCE = 2e-4
+CONCURRENCY = 8
+VOCABULARY = range(3, 4096)  # without the special tokens
+SHARED_TOKENS = (0, 256, 384, 450)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One turn: token ids, and how many to generate."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What its user says in each turn, and how much is answered."""
+
+    said: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+
+
+def conversations(count: int, turns: int, seed: int = 1) -> list[Conversation]:
+    return [_conversation(random.Random(f"{seed} {number}"), number, turns) for number in range(count)]
+
+
+def _conversation(source: random.Random, number: int, turns: int) -> Conversation:
+    shared = SHARED_TOKENS[number % len(SHARED_TOKENS)]
+    beginning = tokens(random.Random(f"shared {shared}"), shared)
+    first = beginning + tokens(source, source.randrange(60, 420))
+    rest = (tokens(source, source.randrange(20, 160)) for _ in range(turns - 1))
+    return Conversation((first, *rest), tuple(source.randrange(6, 34) for _ in range(turns)))
+
+
+def tokens(source: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(source.choices(VOCABULARY, k=count))
+
+
+Ask = Callable[[Request], Answer]
+
+
+def hold(ask: Ask, talks: Sequence[Conversation], concurrency: int = CONCURRENCY) -> dict[Request, Answer]:
+    """Hold the conversations; each turn builds on the answers that were given before."""
+    said: dict[Request, Answer] = {}
+    history: list[tuple[int, ...]] = [()] * len(talks)
+    with ThreadPoolExecutor(concurrency) as pool:
+        for turn in range(len(talks[0].said)):
+            requests = [
+                Request(history[index] + talk.said[turn], talk.max_tokens[turn]) for index, talk in enumerate(talks)
+            ]
+            answers = list(pool.map(ask, requests))
+            history = [request.prompt + answer.tokens for request, answer in zip(requests, answers, strict=True)]
+            said |= zip(requests, answers, strict=True)
+    return said
+
+
+def repeat(ask: Ask, requests: Sequence[Request], concurrency: int = CONCURRENCY) -> dict[Request, Answer]:
+    """Ask the same again, in the same order."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        return dict(zip(requests, pool.map(ask, requests), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How two runs compare. `worst` is the largest difference of log-probabilities where tokens agree."""
+
+    requests: int
+    tokens: int
+    ties: int
+    worst: float
+    wrong: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} requests, {self.tokens} tokens, {self.ties} ties, worst difference {self.worst:.1e}, "
+            f"{len(self.wrong)} wrong"
+        )
+
+
+def compare(answers: dict[Request, Answer], expected: dict[Request, Answer]) -> Comparison:
+    assert answers.keys() == expected.keys(), "not the same requests"
+    compared, ties, worst, wrong = 0, 0, 0.0, []
+    for index, (request, answer) in enumerate(answers.items()):
+        wanted = expected[request]
+        for position, token in enumerate(answer.tokens):
+            if token != wanted.tokens[position]:
+                if wanted.margins[position] < TOLERANCE:
+                    ties += 1
+                else:
+                    wrong.append(f"request {index} ({len(request.prompt)} tokens): token {position} differs")
+                break
+            difference = abs(answer.logprobs[position] - wanted.logprobs[position])
+            compared, worst = compared + 1, max(worst, difference)
+            if difference > TOLERANCE:
+                wrong.append(
+                    f"request {index} ({len(request.prompt)} tokens, {answer.cached} cached): "
+                    f"log-probability {position} is off by {difference:.1e}"
+                )
+                break
+    return Comparison(len(answers), compared, ties, worst, tuple(wrong))
+
+
+def assert_equal(answers: dict[Request, Answer], expected: dict[Request, Answer]) -> Comparison:
+    comparison = compare(answers, expected)
+    assert not comparison.wrong, f"{comparison}\n" + "\n".join(comparison.wrong)
+    assert comparison.ties <= 1 + len(expected) // 50, f"too many ties to believe: {comparison}"
+    return comparison
+
+
+def asker(server: VllmServer, **fields: object) -> Ask:
+    return lambda request: server.ask(request.prompt, request.max_tokens, **fields)
