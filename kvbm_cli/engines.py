@@ -156,7 +156,8 @@ def copy_count(profile: Profile) -> int:
     from kvbm.config.engine import VllmArguments
 
     arguments = profile.engine.arguments
-    return (arguments.data_parallel_size or 1) if isinstance(arguments, VllmArguments) else 1
+    copies = (arguments.data_parallel_size or 1) if isinstance(arguments, VllmArguments) else 1
+    return copies * max(profile.disaggregated.prefill, 1)
 
 
 def with_device_blocks(profile: Profile, block_count: int) -> Profile:
