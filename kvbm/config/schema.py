@@ -127,6 +127,8 @@ class Profile(Section):
         engine = info.data.get("engine")
         if disaggregated.is_wanted and engine is not None and engine.kind != "vllm":
             raise ValueError("needs `engine.kind: vllm`, which can hand the blocks of a request to another engine")
+        if disaggregated.is_wanted and engine is not None and engine.arguments.data_parallel_size not in (None, 1):
+            raise ValueError("needs engines that are one each: leave `engine.arguments.data_parallel_size` out")
         return disaggregated
 
     def connector_config(self) -> ConnectorConfig:

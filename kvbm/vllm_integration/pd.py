@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-OURS, NIXL = 0, 1
+NIXL = 1
 CHILDREN = (("DynamoConnector",), ("NixlConnector", "NixlPullConnector"))
 _HINT = (
     '`"kv_connector_extra_config": {"connectors": [{"kv_connector": "DynamoConnector", ...}, '

@@ -11,6 +11,7 @@ from test_load import load_text
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EnvironmentProblem, ProfileError
+from kvbm_cli.engines import copy_count
 from kvbm_cli.pd.plan import DisaggregatedPlan, plan
 
 BASE = """\
@@ -116,6 +117,21 @@ def test_it_needs_vllm(tmp_path: Path) -> None:
     text = "engine: {model: synthetic:tiny}\ntiers: {host: {blocks: 1}}\ndisaggregated: {prefill: 1, decode: 1}\n"
     with pytest.raises(ProfileError, match=r"`disaggregated` needs `engine\.kind: vllm`"):
         load_text(tmp_path, text)
+
+
+def test_an_engine_is_one(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="`disaggregated` needs engines that are one each"):
+        plan_of(tmp_path, "{prefill: 1, decode: 1}", "engine.arguments.data_parallel_size=2")
+
+
+def test_host_memory_is_that_of_all_engines_that_prefill(tmp_path: Path) -> None:
+    counts = [
+        copy_count(
+            load_text(tmp_path, BASE, *(f"disaggregated.{kind}={count}" for kind in ("prefill", "decode"))).profile
+        )
+        for count in (0, 1, 3)
+    ]
+    assert counts == [1, 1, 3]
 
 
 def test_one_engine_does_all_unless_asked_otherwise(tmp_path: Path) -> None:
