@@ -1,0 +1,385 @@
+"""Disaggregated prefill with real engines: `kvbm serve` starts one that prefills, one that decodes, and their proxy.
+
+The truth is what a single vLLM without any connector says. NIXL moves blocks between the two over shared memory and
+TCP, as it does where there is no RDMA.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from vllm_server import BLOCK_TOKENS, Answer, VllmServer
+
+from kvbm.errors import ProfileError
+from kvbm_cli.make_model import materialise
+
+PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
+PROMPT_TOKENS = 600
+WHOLE_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
+G1_BLOCKS = 20
+OTHER_PROMPTS = 6  # more than G1 holds
+TOKENS = 8
+CLOSE = 1e-4
+START_TIMEOUT_S = 480
+ASK_TIMEOUT_S = 120
+SOURCE = "vllm:prompt_tokens_cached_by_source_total"
+
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # of torch, at vLLM's import
+]
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs nixl")
+
+
+# -- PdConnector without an engine -------------------------------------------------------------------------------------
+
+
+def children(*names: object) -> dict[str, object]:
+    return {"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in names]}
+
+
+@pytest.mark.parametrize("second", ["NixlConnector", "NixlPullConnector"])
+def test_our_connector_and_then_nixl_are_its_children(second: str) -> None:
+    from kvbm.vllm_integration.pd import require_children
+
+    require_children(children("DynamoConnector", second))
+
+
+@pytest.mark.parametrize(
+    ("extra_config", "message"),
+    [
+        ({}, "PdConnector needs a list `connectors` of its two children"),
+        ({"connectors": "NixlConnector"}, "PdConnector needs a list `connectors` of its two children"),
+        (children(), "not: none"),
+        (children("DynamoConnector"), "not: DynamoConnector"),
+        (children("NixlConnector", "DynamoConnector"), "not: NixlConnector, DynamoConnector"),
+        (children("LMCacheConnectorV1", "NixlConnector"), "not: LMCacheConnectorV1, NixlConnector"),
+        (children("DynamoConnector", "NixlConnector", "NixlConnector"), "NixlConnector, NixlConnector"),
+        ({"connectors": ["DynamoConnector", None]}, "not: DynamoConnector, None"),
+    ],
+)
+def test_other_children_are_refused_before_an_engine_starts(extra_config: dict[str, Any], message: str) -> None:
+    from kvbm.vllm_integration.connector import PdConnector
+
+    with pytest.raises(ProfileError) as caught:
+        PdConnector.requires_piecewise_for_cudagraph(extra_config)
+    assert message in caught.value.message
+    assert "kv_connector_extra_config" in str(caught.value.hint)
+
+
+def test_vllm_knows_our_names_however_often_the_module_is_loaded() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvbm.vllm_integration import connector
+
+    connector._register()
+    for name in ("DynamoConnector", "PdConnector"):
+        assert KVConnectorFactory.get_connector_class_by_name(name) is getattr(connector, name)
+
+
+def test_all_that_it_is_made_of_can_do_with_hybrid_models() -> None:
+    from vllm.config import KVTransferConfig
+
+    from kvbm.vllm_integration.pd import PdConnector
+
+    extra_config = children("DynamoConnector", "NixlConnector")
+    assert PdConnector.all_children_support_hma(
+        KVTransferConfig(kv_connector="PdConnector", kv_role="kv_both", kv_connector_extra_config=extra_config)
+    )
+
+
+class Child:
+    """A connector of which only the match and the handshake are asked."""
+
+    def __init__(self, tokens: int, handshake: str | None) -> None:
+        self.tokens, self.handshake = tokens, handshake
+        self.asked, self.told = 0, None
+
+    def get_num_new_matched_tokens(self, request: object, num_computed_tokens: int) -> tuple[int, bool]:
+        self.asked += 1
+        return self.tokens, self.tokens > 0
+
+    def get_handshake_metadata(self) -> str | None:
+        return self.handshake
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], str]) -> None:
+        self.told = metadata
+
+
+class Request:
+    def __init__(self, kv_transfer_params: dict[str, object] | None) -> None:
+        self.request_id, self.kv_transfer_params = "r", kv_transfer_params
+
+
+def pd_connector(*its_children: Child) -> Any:
+    """Without an engine's configuration, of which these methods ask nothing."""
+    from kvbm.vllm_integration.pd import PdConnector
+
+    connector = PdConnector.__new__(PdConnector)
+    connector._connectors, connector._requests_to_connector = list(its_children), {}
+    return connector
+
+
+@pytest.mark.parametrize(
+    ("params", "found", "chosen", "asked"),
+    [
+        (None, (128, True), 0, [1, 1]),
+        ({"do_remote_decode": True}, (128, True), 0, [1, 1]),
+        ({"do_remote_prefill": True}, (500, True), 1, [0, 1]),
+        ({"do_remote_prefill": False}, (128, True), 0, [1, 1]),
+    ],
+)
+def test_what_another_engine_has_prefilled_is_pulled_whole(
+    params: dict[str, object] | None, found: tuple[int, bool], chosen: int, asked: list[int]
+) -> None:
+    ours, nixl = Child(128, None), Child(500, None)
+    connector = pd_connector(ours, nixl)
+    assert connector.get_num_new_matched_tokens(Request(params), 0) == found
+    assert connector._requests_to_connector == {"r": chosen}
+    assert [ours.asked, nixl.asked] == asked
+
+
+def test_each_child_gets_its_own_handshakes() -> None:
+    ranks = [pd_connector(Child(0, f"ours {rank}"), Child(0, f"nixl {rank}")) for rank in range(2)]
+    told = {(0, rank): connector.get_handshake_metadata() for rank, connector in enumerate(ranks)}
+    scheduler = pd_connector(Child(0, None), Child(0, None))
+    scheduler.set_xfer_handshake_metadata_pp_aware(told)
+    assert [child.told for child in scheduler._connectors] == [
+        {(0, 0): "ours 0", (0, 1): "ours 1"},
+        {(0, 0): "nixl 0", (0, 1): "nixl 1"},
+    ]
+
+
+def test_a_child_without_handshake_is_told_of_none() -> None:
+    worker = pd_connector(Child(0, None), Child(0, "nixl"))
+    scheduler = pd_connector(Child(0, None), Child(0, None))
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
+    assert [child.told for child in scheduler._connectors] == [{}, {(0, 0): "nixl"}]
+
+
+# -- real engines ------------------------------------------------------------------------------------------------------
+
+
+def prompt(seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(10, 4000) for _ in range(PROMPT_TOKENS)]
+
+
+class Disaggregated:
+    """`kvbm serve` of a disaggregated profile, healthy."""
+
+    def __init__(self, program: subprocess.Popen[str], error_path: Path) -> None:
+        self.program, self._error_path = program, error_path
+        ready = json.loads(self._object())
+        self.url, self.model, self.engines, self.log = ready["url"], ready["model"], ready["engines"], ready["log"]
+        self.http = httpx.Client(base_url=self.url, timeout=ASK_TIMEOUT_S, trust_env=False)
+
+    def _object(self) -> str:
+        """The JSON that says that all are healthy; its last line is the first that is a brace alone."""
+        lines = [""]
+        while lines[-1] != "}\n":
+            lines.append(self.program.stdout.readline())
+            assert lines[-1], f"kvbm serve has ended\n{self.errors()}"
+        return "".join(lines)
+
+    def errors(self) -> str:
+        return self._error_path.read_text()
+
+    def body(self, tokens: Any, max_tokens: int = TOKENS, **fields: object) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "prompt": tokens,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "return_token_ids": True,
+            **fields,
+        }
+
+    def ask(self, tokens: Any, **fields: Any) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        """Tokens and log-probabilities of each choice."""
+        answer = self.http.post("/v1/completions", json=self.body(tokens, **fields))
+        assert answer.status_code == 200, answer.text
+        return [
+            (tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
+            for choice in answer.json()["choices"]
+        ]
+
+    def metrics(self, engine: str) -> dict[str, float]:
+        """Every sample of an engine by name, and those of a source of hits by that too."""
+        totals: dict[str, float] = {}
+        for family in text_string_to_metric_families(httpx.get(f"{self.engines[engine]}/metrics").text):
+            for sample in family.samples:
+                for name in {sample.name, f"{sample.name} {sample.labels.get('source', '')}".strip()}:
+                    totals[name] = totals.get(name, 0.0) + sample.value
+        return totals
+
+    def moved(self, engine: str, before: Mapping[str, float], name: str) -> float:
+        return self.metrics(engine).get(name, 0.0) - before.get(name, 0.0)
+
+
+@contextmanager
+def serving(directory: Path, **changes: object) -> Iterator[Disaggregated]:
+    profile = {
+        "engine": {
+            "kind": "vllm",
+            "model": str(materialise("vllm-25m")),
+            "arguments": {
+                "dtype": "float32",
+                "block_size": BLOCK_TOKENS,
+                "max_model_len": 2048,
+                "enforce_eager": True,
+                "num_gpu_blocks_override": G1_BLOCKS,
+                "served_model_name": "m",
+            },
+            "environment": {
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "0",
+                "TORCH_COMPILE_DISABLE": "1",
+                "UCX_MODULES": "^ib",
+            },
+        },
+        "tiers": {"host": {"blocks": 200}},
+        "server": {"port": 0},
+        "transfer": {"init_timeout_s": START_TIMEOUT_S},
+        "disaggregated": {"prefill": 1, "decode": 1, **changes},
+    }
+    path, error_path = directory / "pd.yaml", directory / "errors"
+    path.write_text(yaml.safe_dump(profile))
+    command = [*PROGRAM, "serve", "-p", str(path), "--json", "--log", str(directory / "serve.log")]
+    with error_path.open("w") as errors:
+        program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=directory)
+    with program:
+        try:
+            server = Disaggregated(program, error_path)
+            with server.http:
+                yield server
+        finally:
+            if program.poll() is None:
+                program.send_signal(signal.SIGTERM)
+                program.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def truth() -> Mapping[int, Answer]:
+    """What one vLLM without connector answers, by the seed of the prompt."""
+    with VllmServer(materialise("vllm-25m"), blocks=60, max_model_len=2048) as server:
+        return {seed: server.ask(prompt(seed), TOKENS) for seed in range(1 + OTHER_PROMPTS)}
+
+
+@pytest.fixture(scope="module")
+def disaggregated(truth: Mapping[int, Answer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
+    """Starts after the single engine has ended."""
+    with serving(tmp_path_factory.mktemp("pd")) as server:
+        yield server
+
+
+def assert_is(answer: tuple[tuple[int, ...], tuple[float, ...]], truth: Answer) -> None:
+    tokens, logprobs = answer
+    assert tokens == truth.tokens
+    assert logprobs == pytest.approx(truth.logprobs, abs=CLOSE)
+
+
+@needs_nixl
+def test_answers_are_those_of_one_engine_and_prompts_come_back_from_host_memory(
+    disaggregated: Disaggregated, truth: Mapping[int, Answer]
+) -> None:
+    for seed, expected in truth.items():
+        assert_is(*disaggregated.ask(prompt(seed)), truth=expected)
+    prefill, decode = (disaggregated.metrics(name) for name in ("prefill 0", "decode 0"))
+    assert prefill["kvbm_offload_blocks_d2h"] >= len(truth) * WHOLE_BLOCKS
+    assert decode[f"{SOURCE} p2p"] == len(truth) * PROMPT_TOKENS, "every prompt was pulled, none was computed"
+
+    assert_is(*disaggregated.ask(prompt(0)), truth=truth[0])
+    assert disaggregated.moved("prefill 0", prefill, "kvbm_onboard_blocks_h2d") == WHOLE_BLOCKS
+    assert disaggregated.moved("prefill 0", prefill, f"{SOURCE} host") == WHOLE_BLOCKS * BLOCK_TOKENS
+    assert disaggregated.moved("decode 0", decode, f"{SOURCE} p2p") > 0
+
+
+@needs_nixl
+def test_streamed_answer_is_the_same(disaggregated: Disaggregated, truth: Mapping[int, Answer]) -> None:
+    tokens: list[int] = []
+    body = disaggregated.body(prompt(1), stream=True, stream_options={"include_usage": True})
+    with disaggregated.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    for event in map(json.loads, lines):
+        tokens += [token for choice in event["choices"] for token in choice["token_ids"]]
+    assert tuple(tokens) == truth[1].tokens
+    assert json.loads(lines[-1])["usage"]["prompt_tokens"] == PROMPT_TOKENS
+
+
+@needs_nixl
+def test_several_prompts_or_answers_in_one_request_are_right_too(
+    disaggregated: Disaggregated, truth: Mapping[int, Answer]
+) -> None:
+    before = disaggregated.metrics("prefill 0")
+    first, second = disaggregated.ask([prompt(2), prompt(3)])
+    assert_is(first, truth[2])
+    assert_is(second, truth[3])
+    answers = disaggregated.ask(prompt(4), n=2, temperature=1.0, top_k=1)  # vLLM refuses two greedy ones
+    assert len(answers) == 2
+    for answer in answers:
+        assert_is(answer, truth[4])
+    assert disaggregated.moved("prefill 0", before, "vllm:request_success_total") == 0
+
+
+@needs_nixl
+def test_chat_goes_the_same_way(disaggregated: Disaggregated) -> None:
+    before = disaggregated.metrics("decode 0")
+    messages = [{"role": "user", "content": "What is a block? " * 40}]
+    body = {"model": disaggregated.model, "messages": messages, "max_completion_tokens": 5, "ignore_eos": True}
+    answer = disaggregated.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 5
+    assert disaggregated.moved("decode 0", before, f"{SOURCE} p2p") > 0
+
+
+@needs_nixl
+def test_requests_at_the_same_time_are_right(disaggregated: Disaggregated, truth: Mapping[int, Answer]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        for seed, answers in zip(truth, pool.map(lambda seed: disaggregated.ask(prompt(seed)), truth), strict=True):
+            assert_is(*answers, truth=truth[seed])
+
+
+@needs_nixl
+def test_an_engine_refuses_for_the_whole(disaggregated: Disaggregated) -> None:
+    answer = disaggregated.http.post("/v1/completions", json=disaggregated.body([5] * 4000))
+    assert answer.status_code == 400
+    assert "2048" in answer.json()["error"]["message"]
+
+
+@needs_nixl
+def test_the_death_of_one_engine_ends_the_whole_and_is_reported(disaggregated: Disaggregated) -> None:
+    """Last of this file that uses this server."""
+    port = httpx.URL(disaggregated.engines["decode 0"]).port
+    processes = psutil.Process(disaggregated.program.pid).children(recursive=True)
+    engine = next(one for one in processes if str(port) in one.cmdline() and "--kv-transfer-config" in one.cmdline())
+    os.kill(engine.pid, signal.SIGKILL)
+    assert disaggregated.program.wait(timeout=60) == 128 + signal.SIGKILL
+    assert "decode 0: the engine ended by itself, with exit code 137" in disaggregated.errors()
+    deadline = time.monotonic() + 10
+    while alive := [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
