@@ -83,12 +83,13 @@ def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
     """A request runs wholly in G1, and no model takes more than its positions."""
     from kvbm.config.values import count_of
     from kvbm.sizing.model import text_facts
+    from kvbm_cli.engines import knows_block_tokens
 
     engine = resolved.profile.engine
     key, wanted = "engine.arguments.max_model_len", count_of(engine.arguments.max_model_len)
     positions = text_facts(model_facts(engine.model, kind=engine.kind)).get("max_position_embeddings")
     limits = [(positions, "the model takes", "")]
-    if sizing.device is not None:
+    if sizing.device is not None and knows_block_tokens(resolved.profile):
         holds = sizing.device.token_count - _kept_tokens(resolved, sizing)
         limits.append((holds, "G1 holds", f", or raise `{sizing.device.set_by}`"))
     for limit, holder, or_raise in limits:

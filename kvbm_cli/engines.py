@@ -143,6 +143,11 @@ def block_tokens(profile: Profile) -> int:
     return block_tokens_of_vllm(arguments, on_cpu=runs_on_cpu(profile))
 
 
+def knows_block_tokens(profile: Profile) -> bool:
+    """Whether `block_tokens` is more than a guess about a vLLM that is not there."""
+    return profile.engine.arguments.block_size is not None or vllm_of(profile) is not None
+
+
 def runs_on_cpu(profile: Profile) -> bool:
     """Whether vLLM in the profile's interpreter is a build for CPUs; without one, whether its variables say so."""
     installation = vllm_of(profile)

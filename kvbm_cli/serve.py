@@ -50,8 +50,8 @@ def serve(
     from kvbm_cli.pd.plan import require_nixl
 
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
-    sizing = check(resolved)
     require_engine(resolved, force=force or dry_run)
+    sizing = check(resolved)
     server = resolved.profile.server
     if dry_run:
         plan = _plan(resolved.profile, server.port)
@@ -111,7 +111,7 @@ def _run(plan: LaunchPlan | DisaggregatedPlan, log_path: Path, init_timeout_s: f
         while (code := engine.poll()) is None:
             signals.pass_on(engine)
             time.sleep(WATCH_S)
-        if code and not signals.received:
+        if not signals.received:
             raise engine.ended_error("the engine ended by itself")
         return code
 
