@@ -1,0 +1,244 @@
+"""`engine.arguments` of vLLM: both spellings, layers, origins, and every mistake with its place and its exact words."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_load import load_text
+
+from kvbm.config.engine import EmbeddedArguments, VllmArguments
+from kvbm.config.flags import KVBM_SETS
+from kvbm.config.schema import Profile
+from kvbm.errors import ProfileError
+
+HEAD = "engine:\n  kind: vllm\n  model: m\n  arguments:\n"
+TAIL = "tiers: {host: {blocks: 1}}\n"
+BASE = f"{HEAD}    max_model_len: 8192\n{TAIL}"
+
+
+def arguments(directory: Path, text: str, *overrides: str) -> dict[str, object]:
+    resolved = load_text(directory, text, *overrides)
+    return dict(resolved.profile.engine.arguments.model_dump(exclude_none=True))
+
+
+def test_engine_is_the_embedded_one_unless_the_profile_says_otherwise(tmp_path: Path) -> None:
+    embedded = load_text(tmp_path, f"engine: {{model: m}}\n{TAIL}").profile.engine
+    vllm = load_text(tmp_path, BASE).profile.engine
+    assert (embedded.kind, type(embedded.arguments)) == ("embedded", EmbeddedArguments)
+    assert (vllm.kind, type(vllm.arguments)) == ("vllm", VllmArguments)
+
+
+def test_hyphens_and_underscores_are_the_same_in_every_layer(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(f"{HEAD}    max-model-len: 1\n    swap-space: 4\n{TAIL}")
+    child = "extends: parent\nengine: {arguments: {max_model_len: 2}}\n"
+    assert arguments(tmp_path, "extends: parent\n") == {"max_model_len": 1, "swap_space": 4}
+    assert arguments(tmp_path, child) == {"max_model_len": 2, "swap_space": 4}
+    assert arguments(tmp_path, child, "engine.arguments.max-model-len=3")["max_model_len"] == 3
+
+
+def test_flags_that_kvbm_does_not_read_have_origins_too(tmp_path: Path) -> None:
+    text = f"{HEAD}    enforce-eager: true\n    compilation_config: {{level: 0}}\n{TAIL}"
+    resolved = load_text(tmp_path, text, "engine.arguments.seed=7")
+    origins = {name.removeprefix("engine.arguments."): origin for name, origin in resolved.origins.items()}
+    assert origins["enforce_eager"] == f"{tmp_path}/mine.yaml:5"
+    assert origins["compilation_config"] == f"{tmp_path}/mine.yaml:6"
+    assert origins["seed"] == "--set"
+    assert origins["max_model_len"] == "default"
+    assert "num_blocks" not in origins
+
+
+def test_json_valued_flags_are_merged_by_key(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(f"{HEAD}    compilation_config: {{level: 0, mode: a}}\n{TAIL}")
+    child = "extends: parent\nengine: {arguments: {compilation_config: {mode: b}}}\n"
+    made = arguments(tmp_path, child, "engine.arguments.compilation_config.cache_dir=/c")
+    assert made == {"compilation_config": {"level": 0, "mode": "b", "cache_dir": "/c"}}
+
+
+def test_a_profile_of_vllm_survives_its_json(tmp_path: Path) -> None:
+    text = f"{HEAD}    a_list: [1, x, {{b: 2}}]\n    a-number: 0.5\n    max_model_len: 32k\n{TAIL}"
+    profile = load_text(tmp_path, text).profile
+    assert Profile.model_validate_json(profile.model_dump_json()) == profile
+
+
+@pytest.mark.parametrize("value", ["8192", "32k", "32K", "1.5M", "auto", "-1"])
+def test_lengths_as_vllm_takes_them(tmp_path: Path, value: str) -> None:
+    assert str(arguments(tmp_path, BASE, f"engine.arguments.max_model_len={value}")["max_model_len"]) == value
+
+
+COUNT = "must be a whole number of at least 1, or one with a suffix such as `32k` (1000) or `32K` (1024)"
+MISTAKES = {
+    "both spellings": (
+        "    max-model-len: 1\n    max_model_len: 2\n",
+        "`max_model_len` and `max-model-len` are the same flag",
+        "6:5",
+        None,
+    ),
+    "what kvbm sets": ("    port: 8001\n", "`port` is set by kvbm", "5:5", "use `server.port`"),
+    "what kvbm sets, with hyphens": (
+        "    ssl-keyfile: k\n",
+        "`ssl_keyfile` is set by kvbm",
+        "5:5",
+        "kvbm talks to the engine in plain HTTP; put what ends TLS in front of it",
+    ),
+    "another cache": (
+        "    kv_offloading_size: 4\n",
+        "`kv_offloading_size` is set by kvbm",
+        "5:5",
+        "kvbm is the connector of this engine; `tiers.host` says how much host memory it takes",
+    ),
+    "flag of the embedded engine": (
+        "    num_blocks: 560\n",
+        "`num_blocks` is a flag of the embedded engine",
+        "5:5",
+        "vLLM's is `num_gpu_blocks_override`",
+    ),
+    "flag of the embedded engine without a counterpart": (
+        "    worker_process: true\n",
+        "`worker_process` is a flag of the embedded engine",
+        "5:5",
+        "leave it out, or use `engine.kind: embedded`",
+    ),
+    "negation": (
+        "    no-enable-prefix-caching: true\n",
+        "`no_enable_prefix_caching` is the negation of a flag",
+        "5:5",
+        "write `enable_prefix_caching: false`",
+    ),
+    "hyphens in front": (
+        "    --max-model-len: 1\n",
+        "`engine.arguments.__max_model_len` is not the name of a flag",
+        "5:5",
+        "write it without the hyphens in front, such as `max_model_len: 8192`",
+    ),
+    "another connector": (
+        "    kv_transfer_config:\n      kv_connector: NixlConnector\n",
+        "`kv_transfer_config.kv_connector` is `DynamoConnector` in an engine that kvbm starts",
+        "6:21",
+        "leave it out; another connector is started without `kvbm`",
+    ),
+    "configuration of the connector": (
+        "    kv_transfer_config:\n      kv_connector_extra_config: {kvbm: {}}\n",
+        "`kv_connector_extra_config.kvbm` is what kvbm makes of the profile",
+        "6:35",
+        "use `tiers`, `offload` and `transfer` of the profile",
+    ),
+    "transfer configuration that is text": (
+        "    kv_transfer_config: '{}'\n",
+        "`engine.arguments.kv_transfer_config` must be a section with keys of its own, not the text `{}`",
+        "5:25",
+        None,
+    ),
+    "shutdown at once": (
+        "    shutdown_timeout: 0\n",
+        "`engine.arguments.shutdown_timeout` must be at least 5, not `0`",
+        "5:23",
+        None,
+    ),
+    "shutdown later than kvbm waits": (
+        "    shutdown_timeout: 60\n",
+        "`engine.arguments.shutdown_timeout` must be at most 25, not `60`",
+        "5:23",
+        None,
+    ),
+    "flag without a value": (
+        "    swap_space:\n",
+        "`engine.arguments.swap_space` needs a value; leave the key out for the engine's own default",
+        "5:16",
+        None,
+    ),
+    "flag of infinite value": (
+        "    swap_space: 1e999\n",
+        "`engine.arguments.swap_space` must be a number, not `inf`",
+        "5:17",
+        None,
+    ),
+    "count that is text": (
+        "    num_gpu_blocks_override: many\n",
+        "`engine.arguments.num_gpu_blocks_override` must be a whole number, not the text `many`",
+        "5:30",
+        None,
+    ),
+    "length that is text": ("    max_model_len: long\n", f"`engine.arguments.max_model_len` {COUNT}", "5:20", None),
+    "length of nothing": ("    max_model_len: 0\n", f"`engine.arguments.max_model_len` {COUNT}", "5:20", None),
+    "memory with a unit": (
+        "    kv_cache_memory_bytes: 4GiB\n",
+        f"`engine.arguments.kv_cache_memory_bytes` {COUNT}",
+        "5:28",
+        None,
+    ),
+    "name that is a number": (
+        "    served_model_name: 7\n",
+        "`engine.arguments.served_model_name` must be a name or a list of names",
+        "5:24",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_in_a_flag(tmp_path: Path, name: str) -> None:
+    lines, message, place, hint = MISTAKES[name]
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, f"{HEAD}{lines}{TAIL}")
+    assert caught.value.message.splitlines()[:2] == [message, f"  {tmp_path}/mine.yaml:{place}"]
+    assert caught.value.hint == hint
+
+
+def test_mistake_in_an_override_is_shown_there(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, BASE, "engine.arguments.model=x")
+    assert caught.value.message == "`model` is set by kvbm\n  --set engine.arguments.model=x\n        " + "^" * 22
+
+
+def test_unknown_key_of_the_engine_is_an_error_for_vllm_too(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, BASE, "engine.modle=x")
+    assert caught.value.message.startswith("unknown key `engine.modle`")
+    assert caught.value.hint == "did you mean `model`?"
+
+
+def test_flag_of_vllm_under_the_embedded_engine_says_what_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, f"engine: {{model: m, arguments: {{gpu_memory_utilization: 0.5}}}}\n{TAIL}")
+    assert caught.value.message.startswith("unknown key `engine.arguments.gpu_memory_utilization`")
+    assert str(caught.value.hint).endswith("; flags of vLLM need `engine.kind: vllm`")
+
+
+def test_transfer_configuration_may_repeat_what_kvbm_says(tmp_path: Path) -> None:
+    ours = "{kv_connector: DynamoConnector, kv_connector_module_path: kvbm.vllm_integration.connector, kv_role: kv_both}"
+    load_text(tmp_path, f"{HEAD}    kv_transfer_config: {ours}\n{TAIL}")
+
+
+@pytest.mark.parametrize("name", KVBM_SETS)
+def test_every_flag_that_kvbm_sets_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ProfileError, match=f"`{name}` is set by kvbm"):
+        load_text(tmp_path, BASE, f"engine.arguments.{name}=1")
+
+
+NAMES = st.one_of(
+    st.sampled_from([*VllmArguments.model_fields, *EmbeddedArguments.model_fields, *KVBM_SETS, "foo", "no_foo", "-x"]),
+    st.text(st.characters(exclude_characters="\0.=", exclude_categories=["Cs"]), max_size=8),
+)
+SCALARS = st.one_of(
+    st.sampled_from(["", "true", "false", "1", "-1", "1e400", "32k", "1GB", "null", "[", "auto", "a.b", "0.5", "'x'"]),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8),
+)
+
+
+@given(st.lists(st.tuples(NAMES, SCALARS), max_size=4))
+def test_any_flags_give_a_plan_or_a_profile_error(
+    tmp_path_factory: pytest.TempPathFactory, flags: list[tuple[str, str]]
+) -> None:
+    from kvbm.vllm_integration.launch import plan
+
+    mistake = ""
+    try:
+        overrides = [f"engine.arguments.{name}={text}" for name, text in flags]
+        profile = load_text(tmp_path_factory.getbasetemp(), BASE, *overrides).profile
+    except ProfileError as error:
+        mistake = error.message
+    else:
+        assert Profile.model_validate_json(profile.model_dump_json()) == profile
+        assert all(isinstance(word, str) for word in plan(profile, connector=True, port=1).argv)
+    assert "is not valid:" not in mistake, "words of pydantic's reached the user"
