@@ -110,8 +110,7 @@ class VllmArguments(Section):
     )
     kv_transfer_config: dict[str, FlagValue] | None = Field(
         default=None,
-        description="Entries that are added to the connector's configuration, such as `kv_role` or "
-        "`kv_load_failure_policy`.",
+        description="Entries that are added to the connector's configuration, such as `kv_role` or `engine_id`.",
     )
 
 

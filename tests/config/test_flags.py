@@ -206,7 +206,7 @@ def test_flag_of_vllm_under_the_embedded_engine_says_what_it_needs(tmp_path: Pat
 
 
 def test_transfer_configuration_may_repeat_what_kvbm_says(tmp_path: Path) -> None:
-    ours = "{kv_connector: DynamoConnector, kv_connector_module_path: kvbm.vllm_integration.connector, kv_role: kv_both}"
+    ours = "{kv_connector: DynamoConnector, kv_connector_module_path: kvbm.vllm_integration.connector}"
     load_text(tmp_path, f"{HEAD}    kv_transfer_config: {ours}\n{TAIL}")
 
 
