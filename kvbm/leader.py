@@ -219,11 +219,12 @@ class Leader:
         computed_blocks: int,
         prompt_blocks: int,
         group: int = 0,
-    ) -> None:
+    ) -> int:
         """Order copies of the full blocks that the coming forward pass completes, and of older ones still missing.
 
         `block_ids[i]` is the G1 block of `hashes[i]`, or NO_BLOCK. All are of one KV cache group. Where its layers have
         a window, the engine gives blocks up while the request runs: what finds no room now is not asked for again.
+        Returns `considered`: unless the request has more blocks than that, another call would change nothing.
 
             [0, considered)      looked at in an earlier step
             [considered, end)    computed when this step's forward pass is over: in G2, in flight, or ordered now
@@ -236,7 +237,7 @@ class Leader:
             end = min(end, prompt_blocks)
         considered = request.considered[group]
         if end <= considered or not request.may_offload or self.counters.disabled:
-            return
+            return considered
         fresh = list(hashes[considered:end])
         if considered == 0:
             self._store.touch(fresh)
@@ -256,6 +257,7 @@ class Leader:
             request.left_out[group] = 0
             request.considered[group] = end
             self.counters.offload_skipped_blocks += len(absent) - ordered
+        return request.considered[group]
 
     def step(self) -> StepPlan:
         """Hand out the orders collected since the last step. Call exactly once per engine step."""

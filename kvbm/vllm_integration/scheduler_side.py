@@ -48,6 +48,7 @@ class _Tracked:
     block_ids: list[list[int]] = field(default_factory=list)
     chains: list[list[bytes]] = field(default_factory=list)
     start: int = 0
+    due_tokens: int = 0  # with fewer computed tokens than these there is nothing to offload
 
 
 class SchedulerSide:
@@ -243,7 +244,7 @@ class SchedulerSide:
         if tracked is not None:
             assert self.leader is not None
             self.leader.finish(request_id, *self._chains(tracked))
-            tracked.block_ids = []
+            tracked.block_ids, tracked.due_tokens = [], 0
 
     def _replace_blocks(self, request_id: str, block_ids: Sequence[list[int]] | None) -> None:
         tracked = self._requests.get(request_id)
@@ -268,11 +269,14 @@ class SchedulerSide:
         guessed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         tokens = computed_tokens + output.num_scheduled_tokens[request_id] - guessed
         tokens = min(tokens, tracked.max_offload_tokens)
+        if tokens < tracked.due_tokens:
+            return
         prompt_tokens = tracked.request.num_prompt_tokens
+        tracked.due_tokens = UNLIMITED
         assert self.leader is not None
         for position, (cache_group, chain) in enumerate(zip(self._groups, self._chains(tracked), strict=True)):
             size = cache_group.group.block_tokens
-            self.leader.offload(
+            considered = self.leader.offload(
                 request_id,
                 chain,
                 tracked.block_ids[position],
@@ -280,6 +284,7 @@ class SchedulerSide:
                 prompt_blocks=prompt_tokens // size,
                 group=position,
             )
+            tracked.due_tokens = min(tracked.due_tokens, (considered + 1) * size)
 
 
 def _limit(limits: dict[str, Any], name: str) -> int:
