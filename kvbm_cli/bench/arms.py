@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm_cli.bench.experiment import FLOOR, KVBM, RECORDING
 from kvbm_cli.bench.run_directory import RunDirectory
@@ -48,10 +49,17 @@ class ProfileEngines:
     def __call__(self, arm: str) -> Iterator[StartedEngine]:
         profile = self._roomy_profile if arm in (RECORDING, FLOOR) else self._profile
         port = choose_port(profile.server.host, 0)
-        plan = launch_plan(profile, connector=arm == KVBM, port=port)
+        plan = with_reset(launch_plan(profile, connector=arm == KVBM, port=port), profile)
         with EngineProcess.start(plan, log_path=self._directory.arm(arm) / "engine.log") as process:
             process.wait_healthy(profile.transfer.init_timeout_s)
             yield StartedEngine(process, process.elapsed_s)
+
+
+def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:
+    """The same engine with the request that empties its cache, which vLLM has only in its mode for developers."""
+    if profile.engine.kind != "vllm":
+        return plan
+    return replace(plan, environment={**plan.environment, "VLLM_SERVER_DEV_MODE": "1"})
 
 
 def with_room(profile: Profile, workload: Workload) -> Profile:

@@ -215,8 +215,9 @@ def _take_event(row: Row, event: dict[str, Any], arrived_ms: float) -> None:
         row.finish_reason = choice.get("finish_reason") or row.finish_reason
     if usage := event.get("usage"):
         row.prompt_tokens = usage["prompt_tokens"]
-        tiers = (usage.get("prompt_tokens_details") or {}).get("cached_tokens_by_tier")
-        if tiers is not None:
+        details = usage.get("prompt_tokens_details") or {}
+        row.cached_tokens = details.get("cached_tokens")
+        if (tiers := details.get("cached_tokens_by_tier")) is not None:
             row.g1_tokens, row.g2_tokens = tiers.get("device", 0), tiers.get("host", 0)
 
 

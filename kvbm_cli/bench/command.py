@@ -42,6 +42,9 @@ def bench(
     if compare != "baseline":
         raise UsageError(f"--compare takes `baseline`, not `{compare}`", hint="`kvbm bench --compare baseline`")
     resolved = resolve(reference, overrides)
+    if resolved.profile.disaggregated.is_wanted:
+        message = f"`{resolved.name}` starts several engines, and `kvbm bench` compares one with one"
+        raise UsageError(message, hint="take the profile that it extends")
     chosen = load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
     require_engine(resolved, force=False)
     make_model(resolved.profile, say=print_note)
@@ -115,19 +118,29 @@ def _surroundings(resolved: ResolvedProfile) -> dict[str, Any]:
     return {
         "profile": {"name": resolved.name, **resolved.profile.model_dump(mode="json")},
         "machine": machine(),
-        "versions": versions(),
+        "versions": {**versions(), **_engine_version(resolved)},
     }
+
+
+def _engine_version(resolved: ResolvedProfile) -> dict[str, str]:
+    """vLLM may be in an interpreter of its own."""
+    from kvbm_cli.engines import vllm_of
+
+    found = vllm_of(resolved.profile) if resolved.profile.engine.kind == "vllm" else None
+    return {found.distribution: found.version} if found else {}
 
 
 def _caveats(resolved: ResolvedProfile, workload: Workload) -> list[str]:
     """What qualifies the numbers before anything is measured, and how busy the machine was meanwhile."""
     from kvbm_cli.bench.machine import load_average, usable_cpu_count
-    from kvbm_cli.engines import has_prefix_caching
+    from kvbm_cli.engines import has_prefix_caching, runs_on_cpu
     from kvbm_cli.size import size_if_known
 
     caveats = []
     if resolved.profile.engine.kind == "embedded":
         caveats.append("numbers of the embedded reference engine: compare its arms with each other, with nothing else")
+    elif runs_on_cpu(resolved.profile):
+        caveats.append("vLLM computes on a CPU: how many times faster a GPU would be with kvbm is another number")
     if not has_prefix_caching(resolved.profile):
         caveats.append("the engine's own prefix cache is off, so the baseline computes every prompt whole")
     sizing = size_if_known(resolved)

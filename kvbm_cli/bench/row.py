@@ -8,7 +8,10 @@ from typing import Any
 
 @dataclass(slots=True)
 class Row:
-    """One request of one arm. Times in milliseconds since the arm's start; `None` for what never happened."""
+    """One request of one arm. Times in milliseconds since the arm's start; `None` for what never happened.
+
+    `cached_tokens` of the prompt were not computed. From which tier they came, not every engine says per request.
+    """
 
     arm: str
     index: int
@@ -26,6 +29,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     g1_tokens: int | None = None
     g2_tokens: int | None = None
 
@@ -58,9 +62,9 @@ class Row:
 
     @property
     def computed_tokens(self) -> int | None:
-        if self.prompt_tokens is None or self.g1_tokens is None or self.g2_tokens is None:
+        if self.prompt_tokens is None or self.cached_tokens is None:
             return None
-        return self.prompt_tokens - self.g1_tokens - self.g2_tokens
+        return self.prompt_tokens - self.cached_tokens
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -122,7 +122,8 @@ def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
         **_times(later),
         "ttft_ms_all_turns": ttft_all,
         "ttft_ms_from_launch": spread(_values(row.ttft_from_launch_ms for row in later)),
-        "prompt_tokens": by_usage or by_metrics or dict.fromkeys(TIERS, None),
+        "prompt_tokens": by_usage if None not in by_usage.values() else by_metrics or by_usage,
+        "prompt_tokens_by_usage": by_usage,
         "prompt_tokens_by_metrics": by_metrics,
         "turns": [_turn(turn, [row for row in rows if row.turn == turn]) for turn in range(1, plan.workload.turns + 1)],
         "throughput": _throughput(answered),
@@ -148,7 +149,7 @@ def _turn(turn: int, rows: list[Row]) -> dict[str, Any]:
         "errors": len(rows) - len(answered),
         **_times(answered),
         "throughput": _throughput(answered),
-        "prompt_tokens": _tokens(answered) or dict.fromkeys(TIERS, None),
+        "prompt_tokens": _tokens(answered),
     }
 
 
@@ -164,16 +165,18 @@ def _values(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _tokens(rows: Sequence[Row]) -> dict[str, int] | None:
-    """Prompt tokens by source as the answers' usage reports them; `None` unless every answer does."""
-    totals = dict.fromkeys(TIERS, 0)
-    for row in rows:
-        if row.g1_tokens is None or row.g2_tokens is None or row.computed_tokens is None:
-            return None
-        totals["g1"] += row.g1_tokens
-        totals["g2"] += row.g2_tokens
-        totals["computed"] += row.computed_tokens
-    return totals if rows else None
+def _tokens(rows: Sequence[Row]) -> dict[str, int | None]:
+    """Prompt tokens by source as the answers' usage reports them; `None` for what not every answer tells."""
+    return {
+        "g1": _sum_if_known(row.g1_tokens for row in rows),
+        "g2": _sum_if_known(row.g2_tokens for row in rows),
+        "computed": _sum_if_known(row.computed_tokens for row in rows),
+    }
+
+
+def _sum_if_known(counts: Iterable[int | None]) -> int | None:
+    known = list(counts)
+    return sum(count for count in known if count is not None) if known and None not in known else None
 
 
 def _throughput(rows: Sequence[Row]) -> dict[str, float | None]:
@@ -261,12 +264,22 @@ def _caveats(plan: Plan, arms: dict[str, dict[str, Any]]) -> list[str]:
     samples = workload.users * (workload.turns - 1)
     if samples < FEW_SAMPLES:
         caveats.append(f"p99 is over {samples} requests and hardly less than the slowest of them")
+    if any(arm["prompt_tokens_by_usage"]["g1"] is None for arm in arms.values()):
+        caveats.append(
+            "the engine does not tell per request which tier its cached tokens came from: G1 and G2 are known for a "
+            "whole arm, from its counters, and not per turn"
+        )
     caveats += [
         f"arm {name}: usage and /metrics disagree on where prompt tokens came from"
         for name, arm in arms.items()
-        if arm["prompt_tokens_by_metrics"] is not None and arm["prompt_tokens"] != arm["prompt_tokens_by_metrics"]
+        if _disagree(arm["prompt_tokens_by_usage"], arm["prompt_tokens_by_metrics"])
     ]
     return caveats
+
+
+def _disagree(by_usage: dict[str, int | None], by_metrics: dict[str, int] | None) -> bool:
+    """Where both know."""
+    return by_metrics is not None and any(by_usage[tier] not in (None, by_metrics[tier]) for tier in TIERS)
 
 
 def _rounded(value: object) -> object:

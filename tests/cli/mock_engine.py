@@ -28,7 +28,8 @@ VOCABULARY = 256
 
 @dataclass
 class Options:
-    """Times in milliseconds. `g2_blocks` of 0 is an engine without block manager."""
+    """Times in milliseconds. `g2_blocks` of 0 is an engine without block manager; `is_like_vllm` one that says in the
+    body whether it was reset, and not per request which tier a cached token came from."""
 
     g1_blocks: int = 10_000
     g2_blocks: int = 0
@@ -39,6 +40,7 @@ class Options:
     faults: dict[int, str] = field(default_factory=dict)
     has_metrics: bool = True
     resets_to_refuse: int = 1
+    is_like_vllm: bool = False
 
 
 class LruTier:
@@ -161,6 +163,10 @@ class MockEngine:
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
+    @property
+    def resets_to_refuse(self) -> int:
+        return self._model.resets_to_refuse
+
     def has_ended(self) -> bool:
         return self._ended
 
@@ -207,10 +213,10 @@ class MockEngine:
             self._plain(writer, 200, "")
         elif path == "/reset_prefix_cache" and self._model.resets_to_refuse:
             self._model.resets_to_refuse -= 1
-            self._plain(writer, 409, "")
+            self._refuse_reset(writer)
         elif path == "/reset_prefix_cache":
             self._model.reset()
-            self._plain(writer, 200, "")
+            self._plain(writer, 200, '{"success": true}' if self._model.options.is_like_vllm else "")
         else:
             self._plain(writer, 200 if path == "/health" else 404, f'{{"pid": {os.getpid()}}}')
         await writer.drain()
@@ -220,6 +226,12 @@ class MockEngine:
     def _plain(writer: asyncio.StreamWriter, status: int, text: str) -> None:
         data = text.encode()
         writer.write(f"HTTP/1.1 {status} x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+
+    def _refuse_reset(self, writer: asyncio.StreamWriter) -> None:
+        if self._model.options.is_like_vllm:
+            self._plain(writer, 200, '{"success": false}')
+        else:
+            self._plain(writer, 409, "")
 
     async def _complete(self, request: dict[str, object], writer: asyncio.StreamWriter) -> bool:
         model, options = self._model, self._model.options
@@ -257,7 +269,8 @@ class MockEngine:
             self._chunk(writer, b'data: {"error": {"message": "asked for"}}\n\n')
         if fault != "no_usage":
             tiers = {"device": from_g1, "host": from_g2}
-            details = {"cached_tokens": from_g1 + from_g2, "cached_tokens_by_tier": tiers}
+            details: dict[str, object] = {"cached_tokens": from_g1 + from_g2}
+            details |= {} if options.is_like_vllm else {"cached_tokens_by_tier": tiers}
             extra = 1 if fault == "miscount" else 0
             usage = {"prompt_tokens": len(prompt) + extra, "prompt_tokens_details": details}
             self._chunk(writer, b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")

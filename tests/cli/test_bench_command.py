@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from bench_rig import COMPUTED_TOKEN_MS, PATIENT, SMALL_G1_BLOCKS, WORKLOAD, Moc
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench import command
-from kvbm_cli.bench.arms import ProfileEngines, with_room
+from kvbm_cli.bench.arms import ProfileEngines, with_reset, with_room
 from kvbm_cli.bench.run_directory import RunDirectory
 from kvbm_cli.bench.workload import Schedule
 from kvbm_cli.profiles import resolve
@@ -146,6 +147,26 @@ def test_the_floor_has_room_for_the_working_set_and_its_prefix_cache_on():
     assert tight.engine.arguments.num_blocks == 100
 
 
+def test_only_arms_of_vllm_get_its_mode_for_developers_which_can_reset():
+    plan = LaunchPlan(("vllm",), {"A": "1"}, "", "", "m")
+    assert with_reset(plan, resolve("vllm-cpu-demo").profile).environment == {"A": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    assert with_reset(plan, resolve("demo").profile) == plan
+
+
+def test_an_engine_like_vllm_is_measured(tmp_path, capsys):
+    engines = MockEngines()
+    like_vllm = {arm: replace(options, is_like_vllm=True) for arm, options in engines.options.items()}
+    assert measure(tmp_path, MockEngines(**like_vllm)) == 0
+    kvbm = json.loads(capsys.readouterr().out)["arms"]["kvbm"]
+    assert kvbm["prompt_tokens"]["g2"] > 0
+    assert kvbm["turns"][1]["prompt_tokens"]["g2"] is None
+
+
+def test_several_engines_behind_a_proxy_are_not_compared():
+    with pytest.raises(UsageError, match="starts several engines"):
+        command.bench("vllm-pd-cpu-demo", [], compare="baseline", workload=None, output=None, as_json=False)
+
+
 @pytest.fixture
 def mock_processes(monkeypatch):
     """Every engine of a profile is `mock_engine.py` in a process of its own."""
@@ -196,6 +217,7 @@ def test_the_whole_command_with_processes(tmp_path, capsys, mock_processes):
 
 INTERRUPTED_PROGRAM = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from bench_rig import WORKLOAD

@@ -43,16 +43,20 @@ def test_an_engine_that_counts_nothing_says_nothing():
     assert delta.kvbm_counters() == {}
 
 
-def test_a_reset_waits_until_no_block_is_in_use():
-    with MockEngine(Options(resets_to_refuse=3)) as engine, Control(engine.base_url, "mock") as asked:
+@pytest.mark.parametrize("is_like_vllm", [False, True])
+def test_a_reset_waits_until_no_block_is_in_use(is_like_vllm):
+    options = Options(resets_to_refuse=3, is_like_vllm=is_like_vllm)
+    with MockEngine(options) as engine, Control(engine.base_url, "mock") as asked:
         asked.reset_cache()
+        assert engine.resets_to_refuse == 0
         assert asked.tokenize("ab") == [97, 98]
 
 
-def test_a_reset_that_is_refused_for_too_long_is_an_error(monkeypatch):
+@pytest.mark.parametrize("is_like_vllm", [False, True])
+def test_a_reset_that_is_refused_for_too_long_is_an_error(monkeypatch, is_like_vllm):
     monkeypatch.setattr(control, "RESET_TIMEOUT_S", 0.1)
     with (
-        MockEngine(Options(resets_to_refuse=10**6)) as engine,
+        MockEngine(Options(resets_to_refuse=10**6, is_like_vllm=is_like_vllm)) as engine,
         Control(engine.base_url, "mock") as asked,
         pytest.raises(EngineError, match=r"still in use 0\.1 s"),
     ):

@@ -42,7 +42,7 @@ def arm(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], l
         row.first_token_ms, row.last_token_ms, row.end_ms = first_token_ms, first_token_ms + 50, first_token_ms + 51
         row.token_ids, row.token_gaps_ms = list(request.answer.token_ids), [10.0] * 5
         row.logprobs = list(request.answer.logprobs)
-        row.prompt_tokens, row.g1_tokens, row.g2_tokens = request.prompt_tokens, g1, g2
+        row.prompt_tokens, row.cached_tokens, row.g1_tokens, row.g2_tokens = request.prompt_tokens, g1 + g2, g1, g2
         rows.append(row)
     g1, g2 = 3 * sources[0], 3 * sources[1]
     total = sum(request.prompt_tokens for request in PLAN.requests)
@@ -209,3 +209,30 @@ def test_a_summary_of_an_arm_without_answers_is_still_whole():
     assert (summary["verdict"], summary["outputs_equal"]) == ("invalid", False)
     assert summary["ttft_speedup"] is None
     assert summary["arms"]["kvbm"]["ttft_ms"]["p50"] is None
+
+
+def without_tiers(result: ArmResult) -> ArmResult:
+    """As an engine answers that says only how many tokens of a prompt were cached."""
+    for row in result.rows:
+        row.g1_tokens = row.g2_tokens = None
+    return result
+
+
+def test_tiers_of_an_engine_that_tells_them_only_in_its_counters_are_known_for_the_whole_arm():
+    arms = {name: without_tiers(arm(name, *times)) for name, times in FASTER.items()}
+    summary = summarise(experiment(**arms), surroundings={})
+    kvbm = summary["arms"]["kvbm"]
+    assert kvbm["prompt_tokens"] == kvbm["prompt_tokens_by_metrics"]
+    assert kvbm["prompt_tokens"]["g2"] == 3 * 400
+    assert kvbm["prompt_tokens_by_usage"] == {"g1": None, "g2": None, "computed": kvbm["prompt_tokens"]["computed"]}
+    assert kvbm["turns"][1]["prompt_tokens"]["g2"] is None
+    assert kvbm["turns"][1]["prompt_tokens"]["computed"] == 3 * (PLAN.requests[3].prompt_tokens - 432)
+    assert [caveat for caveat in summary["caveats"] if "not per turn" in caveat]
+    assert not [caveat for caveat in summary["caveats"] if "disagree" in caveat]
+
+
+def test_computed_tokens_that_usage_and_counters_count_differently_are_pointed_out():
+    result = without_tiers(arm("kvbm", *FASTER["kvbm"]))
+    result.rows[0].cached_tokens += 16
+    summary = summarise(experiment(kvbm=result), surroundings={})
+    assert "arm kvbm: usage and /metrics disagree on where prompt tokens came from" in summary["caveats"]
