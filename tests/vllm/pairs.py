@@ -26,11 +26,10 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 class Faults:
-    """Orders to the copier of a faulty connector; see faulty_connector.py."""
+    """Orders to the copier of a faulty connector, in a file of this directory; see faulty_connector.py."""
 
-    def __init__(self) -> None:
-        self._directory = TemporaryDirectory()
-        self.path = Path(self._directory.name) / "faults"
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "faults"
         self.order()
 
     def order(self, **faults: object) -> None:
@@ -117,20 +116,21 @@ def pair_of(
     tested_cores: str = "1",
 ):
     """Both start at the same time, each on a core of its own. `arguments` are for both."""
-    model, faults = materialise(preset), Faults()
-    common = {"max_model_len": MAX_MODEL_LEN, "wait": False}
-    reference = VllmServer(model, "--no-enable-prefix-caching", *arguments, blocks=reference_blocks, **common)
-    tested = VllmServer(
-        model,
-        *arguments,
-        *tested_arguments,
-        blocks=blocks,
-        connector=connector,
-        cores=tested_cores,
-        environment=host_blocks(host) | {FAULTS_FILE: str(faults.path)},
-        **common,
-    )
-    with reference, tested:
-        for server in (reference, tested):
-            server.wait_healthy()
-        yield Pair(reference, tested, faults)
+    with TemporaryDirectory() as directory:
+        model, faults = materialise(preset), Faults(Path(directory))
+        common = {"max_model_len": MAX_MODEL_LEN, "wait": False}
+        reference = VllmServer(model, "--no-enable-prefix-caching", *arguments, blocks=reference_blocks, **common)
+        tested = VllmServer(
+            model,
+            *arguments,
+            *tested_arguments,
+            blocks=blocks,
+            connector=connector,
+            cores=tested_cores,
+            environment=host_blocks(host) | {FAULTS_FILE: str(faults.path)},
+            **common,
+        )
+        with reference, tested:
+            for server in (reference, tested):
+                server.wait_healthy()
+            yield Pair(reference, tested, faults)

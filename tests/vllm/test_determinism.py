@@ -1,0 +1,176 @@
+"""Answers with the cache are the answers without: tokens and log-probabilities, while blocks go out and come back.
+
+One pair of servers for everything short: a LoRA-capable model of one KV cache group, prompts computed in chunks, a G1
+for two or three of eight requests at a time. test_hybrid.py is the same for a model with a sliding window.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from time import sleep
+
+import pytest
+from pairs import (
+    OFFLOADED,
+    OFFLOADS_FAILED,
+    ONBOARDED,
+    ONBOARDS_FAILED,
+    PREEMPTIONS,
+    Moved,
+    assert_cache_was_used,
+    is_at_rest,
+    pair_of,
+)
+from traffic import Conversation, asker, assert_equal, compare, conversations, repeat, tokens
+from vllm_server import BLOCK_TOKENS, EXTERNAL_HITS
+
+from kvbm_cli.make_model import materialise
+
+TALKS = conversations(14, turns=3)
+PROMPT = range(100, 100 + 5 * BLOCK_TOKENS + 60)
+CACHED = 5 * BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def pair():
+    adapters = [f"{name}={materialise(f'vllm-25m-lora-{name}')}" for name in "ab"]
+    lora = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *adapters)
+    with pair_of("vllm-25m", *lora, blocks=40, tested_arguments=("--max-num-batched-tokens", "512")) as pair:
+        yield pair
+
+
+@pytest.fixture(autouse=True)
+def _starts_empty(pair):
+    """Whatever a test did, the next one finds a server at rest and empty caches."""
+    pair.faults.order()
+    pair.forget()
+
+
+def test_answers_are_those_of_a_server_without_cache(pair):
+    _, moved = pair.check(TALKS)
+    assert_cache_was_used(moved, at_least_blocks=40)
+    assert moved[OFFLOADS_FAILED] == moved[ONBOARDS_FAILED] == 0
+
+
+def test_preempted_requests_go_on_as_if_nothing_had_been(pair):
+    """They fill G1 to the last block, and then each needs one more."""
+    talks = [Conversation((tokens(Random(number), 3 * BLOCK_TOKENS - 4),), (12,)) for number in range(13)]
+    truth = pair.truth(talks)
+    before = pair.tested.metrics()
+    assert_equal(repeat(asker(pair.tested), list(truth), concurrency=13), truth)
+    pair.settle()
+    moved = Moved(before, pair.tested.metrics())
+    assert moved[PREEMPTIONS] > 0, str(moved)
+    assert moved[ONBOARDED] > 0, str(moved)
+
+
+def test_copies_that_fail_are_recomputed(pair):
+    pair.faults.order(fail_every=10)
+    _, moved = pair.check(TALKS)
+    assert_cache_was_used(moved, at_least_blocks=20)
+    assert moved[OFFLOADS_FAILED] > 0, str(moved)
+    assert moved[ONBOARDS_FAILED] > 0, str(moved)
+
+
+def test_wrong_bytes_would_be_noticed(pair):
+    """The equality above can fail: a copier that brings blocks in another order, and says nothing, is found out."""
+    truth = pair.truth(TALKS)
+    repeat(asker(pair.tested), list(truth))
+    pair.settle()
+    pair.tested.reset_prefix_cache(external=False)
+    pair.faults.order(lie=True)
+    before = pair.tested.metrics()[ONBOARDED]
+    comparison = compare(repeat(asker(pair.tested), list(truth)), truth)
+    assert pair.tested.metrics()[ONBOARDED] > before
+    assert len(comparison.wrong) >= len(truth) // 2, comparison
+
+
+def test_adapters_and_the_base_model_share_no_block(pair):
+    names = ("a", "b", pair.reference.model)
+    truth = {name: pair.reference.ask(PROMPT, model=name) for name in names}
+    assert len({answer.tokens for answer in truth.values()}) == 3, "the adapters change nothing"
+    for name in names:
+        first = pair.tested.ask(PROMPT, model=name)
+        pair.settle()
+        assert pair.tested.reset_prefix_cache(external=False)
+        again = pair.tested.ask(PROMPT, model=name)
+        pair.settle()
+        assert (first.cached, again.cached) == (0, CACHED)
+        assert_equal({name: first}, {name: truth[name]})
+        assert_equal({name: again}, {name: truth[name]})
+
+
+def test_tenants_with_different_salts_share_no_block(pair):
+    truth = pair.reference.ask(PROMPT)
+    for salt in ("tenant one", "tenant two"):
+        assert pair.tested.ask(PROMPT, cache_salt=salt).cached == 0
+        pair.settle()
+        assert pair.tested.reset_prefix_cache(external=False)
+        again = pair.tested.ask(PROMPT, cache_salt=salt)
+        assert again.cached == CACHED
+        assert_equal({salt: again}, {salt: truth})
+
+
+def test_nothing_is_found_after_an_external_reset(pair):
+    pair.tested.ask(PROMPT)
+    pair.settle()
+    assert pair.tested.reset_prefix_cache(external=False)
+    assert pair.tested.ask(PROMPT).cached == CACHED
+    pair.forget()
+    before = pair.tested.metrics()[EXTERNAL_HITS]
+    assert pair.tested.ask(PROMPT).cached == 0
+    assert pair.tested.metrics()[EXTERNAL_HITS] == before
+
+
+def test_resets_under_load_change_no_answer(pair):
+    """vLLM refuses to forget blocks that a request uses; what the connector holds goes in any case."""
+    truth = pair.truth(TALKS)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(repeat, asker(pair.tested), list(truth))
+        resets = 0
+        while not running.done():
+            pair.tested.reset_prefix_cache(external=True)
+            resets += 1
+            sleep(0.5)
+        assert_equal(running.result(), truth)
+    assert resets > 3
+    pair.settle()
+    assert pair.tested.metrics()["kvbm_resets"] >= resets
+
+
+def test_a_client_that_leaves_a_running_request_leaves_nothing_behind(pair):
+    with pair.tested.stream(PROMPT, max_tokens=400) as chunks:
+        next(chunks)
+    pair.settle()
+    assert_equal({0: pair.tested.ask(PROMPT)}, {0: pair.reference.ask(PROMPT)})
+
+
+def test_a_client_that_leaves_while_waiting_leaves_nothing_behind(pair):
+    others = conversations(8, turns=1, seed=3)
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(repeat, asker(pair.tested), list(pair.truth(others)))
+        pair.tested.wait_until("load", lambda metrics: metrics["vllm:num_requests_running"] > 2)
+        for _ in range(4):
+            pair.tested.leave(PROMPT, after_s=0.1)
+        assert_equal(busy.result(), pair.truth(others))
+    pair.settle()
+
+
+@pytest.mark.parametrize("kind", ["onboard", "offload"])
+def test_a_client_that_leaves_while_its_blocks_move_leaves_nothing_behind(pair, kind):
+    """Blocks under a copy are not given to others, however long it takes; then all of them come back."""
+    if kind == "onboard":
+        pair.tested.ask(PROMPT)
+        pair.settle()
+        assert pair.tested.reset_prefix_cache(external=False)
+    pair.faults.order(hold=kind)
+    pair.tested.leave(PROMPT, after_s=3)
+    pair.tested.wait_until("a held block", lambda metrics: metrics["vllm:kv_cache_usage_perc"] > 0)
+    others = conversations(6, turns=1, seed=5)
+    held = repeat(asker(pair.tested), list(pair.truth(others)))
+    assert not is_at_rest(pair.tested.metrics()), "the copy is not held"
+    pair.faults.order()
+    assert_equal(held, pair.truth(others))
+    pair.settle()
+    before = pair.tested.metrics()[OFFLOADED]
+    assert_equal({0: pair.tested.ask(PROMPT)}, {0: pair.reference.ask(PROMPT)})
+    assert pair.tested.metrics()[OFFLOADED] >= before
