@@ -44,6 +44,7 @@ HEALTH_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 30.0
 TAIL_LINES = 12
 TAIL_BYTES = 16384
+LONGEST_LINE = 300
 GUARD_TIMEOUT_S = 30.0
 LONGEST_TMPDIR = 50  # a UNIX socket's path has room for 107 characters, and engines put names of 36 and more below it
 
@@ -217,11 +218,13 @@ class EngineProcess:
         return [line.rstrip() for line in text.splitlines() if line.strip()]
 
     def _log_tail(self) -> str:
-        lines = self._log_lines()[-TAIL_LINES:]
-        return "\n".join(
-            [f"  {self.log_path}, last lines:" if lines else f"  {self.log_path} is empty"]
-            + [f"    {line}" for line in lines]
-        )
+        """The last lines, and the first error shortly before them: what several processes say at their end is long."""
+        lines = self._log_lines()
+        shown = lines[-TAIL_LINES:]
+        error = next(filter(_ERROR.search, lines[:-TAIL_LINES]), None)
+        report = [f"  {self.log_path}, last lines:" if lines else f"  {self.log_path} is empty"]
+        report += [f"    {line}" for line in shown]
+        return "\n".join(report + ([f"  first error before them:\n    {error[:LONGEST_LINE]}"] if error else []))
 
 
 OWN_ADDRESS = "`server.host` is an address of this machine: `127.0.0.1`, or `0.0.0.0` for all that it has"
@@ -252,6 +255,7 @@ def choose_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
+_ERROR = re.compile(r"\bERROR\b|^([A-Za-z_]+\.)*[A-Za-z_]+(Error|Exception): ")
 _LOG_PREFIX = re.compile(r"(\(\S+ pid=\d+\) )?((DEBUG|INFO) [\d-]+ [\d:.]+ \[[^\]]*:\d+\] ?)?")
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PROGRESS_BAR = re.compile(r"\s*\|.*it/s\]$")

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Stands for an interpreter that runs an engine: takes its command line, answers /health, and misbehaves on request.
 
-FAKE says how: `crash` ends before it is healthy, `hang` never is, `stubborn` ignores SIGTERM, `dies` ends by itself
-once it was healthy, `children` starts a process of its own, `litters` also one that leaves the group, and makes files
-in shared memory and in TMPDIR that it never deletes. Without it, a well-behaved engine.
+FAKE says how: `crash` ends before it is healthy, `long_farewell` too and says much more, `hang` never is, `stubborn`
+ignores SIGTERM, `dies` ends by itself once it was healthy, `children` starts a process of its own, `litters` also one
+that leaves the group, and makes files in shared memory and in TMPDIR that it never deletes. Without it, a well-behaved
+engine.
 """
 
 import http.server
@@ -46,6 +47,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if MODE == "stubborn" else lambda *ignored: sys.exit(0))
     if MODE == "crash":
         sys.exit("Traceback (most recent call last):\nMemoryError: not enough of it")
+    if MODE == "long_farewell":
+        print("(Worker pid=7) ERROR 11-21 18:03:38 [worker.py:3] the device is gone", flush=True)
+        sys.exit("\n".join(f"farewell {number}" for number in range(20)))
     if MODE == "children":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(f"child {child.pid}", flush=True)

@@ -101,6 +101,17 @@ def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
     assert caught.value.exit_code == 1
 
 
+def test_the_error_that_began_it_is_shown_where_a_long_farewell_follows(tmp_path: Path) -> None:
+    plan = fake_plan("long_farewell")
+    with EngineProcess.start(plan, log_path=tmp_path / "log") as engine, pytest.raises(EngineError) as caught:
+        engine.wait_healthy(DEADLINE_S)
+    assert caught.value.message.splitlines()[-3:] == [
+        "    farewell 19",
+        "  first error before them:",
+        "    (Worker pid=7) ERROR 11-21 18:03:38 [worker.py:3] the device is gone",
+    ]
+
+
 def test_engine_that_never_gets_healthy_is_killed_in_time(tmp_path: Path) -> None:
     with EngineProcess.start(fake_plan("hang"), log_path=tmp_path / "log") as engine:
         with pytest.raises(EngineError, match=r"the engine was not healthy after 0\.5 s"):
