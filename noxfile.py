@@ -60,6 +60,16 @@ def vllm(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize("version", sorted(path.stem for path in (ROOT / "tests/vllm/versions").glob("*.txt")))
+def vllm_versions(session: nox.Session, version: str) -> None:
+    """A short round with earlier versions of vLLM, an environment of 3 GB for each; not part of `nox`."""
+    session.install(*CONSTRAINTS, "torch")
+    session.install("--no-deps", "-r", f"tests/vllm/versions/{version}.txt")
+    session.install("--no-deps", "-e", ".")
+    session.run("pytest", "-q", "tests/vllm/test_versions.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Plausible bugs, each of which must make a test fail."""
     install(session, "embedded", "dev")
