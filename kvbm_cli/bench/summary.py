@@ -65,7 +65,7 @@ def summarise(
         "ttft_speedup_paired": _ratio(ratio),
         "kvbm_over_floor": _quotient(p50[KVBM], p50[FLOOR]),
         "share_of_possible_gain": None if judgement.verdict in UNMEASURED else _share_of_gain(p50),
-        "outputs_equal": evidence.compared_count > 0 and judgement.verdict is not Verdict.WRONG,
+        "outputs_equal": _are_equal(evidence, judgement),
         "different_answers": {name: [list(key) for key in outputs[name].answers] for name in ARMS},
         "largest_logprob_difference": {name: outputs[name].logprob for name in ARMS},
         "transfers": transfers,
@@ -83,6 +83,11 @@ def summarise(
     rounded = _rounded(result)
     assert isinstance(rounded, dict)
     return rounded
+
+
+def _are_equal(evidence: Evidence, judgement: Judgement) -> bool:
+    differs = evidence.different_answers[KVBM] > 0 or judgement.verdict is Verdict.WRONG
+    return evidence.compared_count > 0 and not differs
 
 
 def interrupted_summary(reason: str, surroundings: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """From evidence to one word. Pure: every threshold is here, and every sentence that a verdict is explained with.
 
-wrong     an answer differs from the recorded one: nothing else matters            exit 12
+wrong     kvbm changed an answer or its probabilities: nothing else matters        exit 12
 invalid   the numbers do not measure the cache: errors, no transfer, a late client  exit 11
 slower    the whole interval of the paired ratio lies below 1, by a margin          exit 10
 faster    the whole interval lies above 1, by a margin                              exit 0
@@ -13,6 +13,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvbm_cli.bench.experiment import KVBM
 from kvbm_cli.bench.statistics import PairedRatio
 
 
@@ -94,11 +95,10 @@ def judge(evidence: Evidence, limits: Limits = DEFAULT_LIMITS) -> Judgement:
 
 
 def _wrong(evidence: Evidence, limits: Limits) -> list[str]:
-    reasons = [
-        f"arm {arm} answered {count} of {evidence.request_count} requests differently from the recording"
-        for arm, count in evidence.different_answers.items()
-        if count
-    ]
+    reasons = []
+    if evidence.different_answers.get(KVBM) and not _unsteady(evidence):
+        count = f"{evidence.different_answers[KVBM]} of {evidence.request_count}"
+        reasons.append(f"arm {KVBM} answered {count} requests differently from the recording")
     difference, other = evidence.kvbm_logprob_difference or 0.0, evidence.other_logprob_difference or 0.0
     if difference > max(limits.logprob, limits.logprob_factor * other):
         reasons.append(
@@ -106,6 +106,12 @@ def _wrong(evidence: Evidence, limits: Limits) -> list[str]:
             f"kvbm by {other:.2g}; blocks with wrong content do that"
         )
     return reasons
+
+
+def _unsteady(evidence: Evidence) -> dict[str, int]:
+    """Arms without kvbm that differ from the recording. Such an engine answers a prompt that it computes otherwise than
+    one that it has in its cache, as most do in bfloat16: other tokens with kvbm then prove nothing."""
+    return {arm: count for arm, count in evidence.different_answers.items() if count and arm != KVBM}
 
 
 def _invalid(evidence: Evidence, limits: Limits) -> list[str]:
@@ -140,6 +146,13 @@ def _invalid(evidence: Evidence, limits: Limits) -> list[str]:
 
 def _caveats(evidence: Evidence, limits: Limits) -> list[str]:
     caveats = []
+    if unsteady := _unsteady(evidence):
+        others = " and ".join(f"{count} in arm {arm}" for arm, count in unsteady.items())
+        caveats.append(
+            f"of {evidence.request_count} answers, {evidence.different_answers.get(KVBM, 0)} with kvbm differ from the "
+            f"recording, {others} without it: the engine itself does not repeat its answers, and only log-"
+            "probabilities were compared; `dtype: float32` makes answers comparable"
+        )
     if evidence.kvbm_logprob_difference is None and evidence.compared_count:
         caveats.append("the engine sends no logprobs, so only tokens were compared, which is a weak test")
     if limits.busy_utilisation < (evidence.utilisation or 0.0):
@@ -179,7 +192,8 @@ def _sentence(verdict: Verdict, evidence: Evidence) -> str:
         times, interval = f"{1 / ratio.ratio:.2f} times slower", f"{1 / ratio.high:.2f} to {1 / ratio.low:.2f}"
     else:
         times, interval = f"{ratio.ratio:.2f} times as fast", f"{ratio.low:.2f} to {ratio.high:.2f}"
+    outputs = "" if any(evidence.different_answers.values()) else ", same outputs"
     return (
-        f"from turn 2 on the first token comes {times} with kvbm, same outputs (geometric mean over pairs of equal "
+        f"from turn 2 on the first token comes {times} with kvbm{outputs} (geometric mean over pairs of equal "
         f"requests; 95 % interval {interval} over the users of this run, which says nothing of other runs); {medians}"
     )

@@ -60,11 +60,26 @@ def test_an_interval_around_one_or_close_to_it_is_the_same(interval):
     assert judge(replace(GOOD, ratio=ratio(*interval))).verdict is Verdict.SAME
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_one_different_answer_in_any_arm_is_wrong(arm):
-    judgement = judge(replace(GOOD, different_answers={**GOOD.different_answers, arm: 1}))
+def test_one_answer_that_differs_with_kvbm_alone_is_wrong():
+    judgement = judge(replace(GOOD, different_answers={**GOOD.different_answers, "kvbm": 1}))
     assert judgement.verdict is Verdict.WRONG
-    assert f"arm {arm} answered 1 of 24 requests differently" in judgement.sentence
+    assert "arm kvbm answered 1 of 24 requests differently" in judgement.sentence
+
+
+@pytest.mark.parametrize("with_kvbm", [0, 1])
+def test_an_engine_that_does_not_repeat_its_answers_without_kvbm_says_nothing_of_kvbm(with_kvbm):
+    different = {"baseline": 2, "kvbm": with_kvbm, "floor": 0}
+    judgement = judge(replace(GOOD, different_answers=different))
+    assert judgement.verdict is Verdict.FASTER
+    assert "same outputs" not in judgement.sentence
+    said = f"of 24 answers, {with_kvbm} with kvbm differ from the recording, 2 in arm baseline without it"
+    assert [caveat for caveat in judgement.caveats if said in caveat]
+
+
+def test_an_engine_that_does_not_repeat_its_answers_is_still_wrong_where_probabilities_are():
+    different = {"baseline": 2, "kvbm": 2, "floor": 0}
+    evidence = replace(GOOD, different_answers=different, kvbm_logprob_difference=0.9, other_logprob_difference=0.02)
+    assert judge(evidence).verdict is Verdict.WRONG
 
 
 @pytest.mark.parametrize(
