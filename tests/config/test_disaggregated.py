@@ -10,10 +10,13 @@ import pytest
 from test_load import load_text
 
 from kvbm.config.launch_plan import LaunchPlan
+from kvbm.config.load import load
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm_cli.engines import copy_count
 from kvbm_cli.pd.plan import DisaggregatedPlan, plan
+from kvbm_cli.shipped import profiles_directory
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "disaggregated.md"
 BASE = """\
 engine:
   kind: vllm
@@ -132,6 +135,12 @@ def test_host_memory_is_that_of_all_engines_that_prefill(tmp_path: Path) -> None
         for count in (0, 1, 3)
     ]
     assert counts == [1, 1, 3]
+
+
+def test_profile_in_the_guide_is_right(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(GUIDE.read_text().partition("```yaml\n")[2].partition("```")[0])
+    profile = load(str(tmp_path / "mine.yaml"), directories=[profiles_directory()]).profile
+    assert (profile.disaggregated.prefill, profile.disaggregated.decode) == (1, 1)
 
 
 def test_one_engine_does_all_unless_asked_otherwise(tmp_path: Path) -> None:

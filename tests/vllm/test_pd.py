@@ -104,6 +104,14 @@ def test_all_that_it_is_made_of_can_do_with_hybrid_models() -> None:
     )
 
 
+def test_configuration_in_the_guide_is_taken() -> None:
+    from kvbm.vllm_integration.pd import PdConnector
+
+    guide = Path(__file__).parents[2] / "docs" / "guide" / "disaggregated.md"
+    written = guide.read_text().partition("--kv-transfer-config '")[2].partition("'")[0]
+    PdConnector.requires_piecewise_for_cudagraph(json.loads(written)["kv_connector_extra_config"])
+
+
 class Child:
     """A connector of which only the match and the handshake are asked."""
 
