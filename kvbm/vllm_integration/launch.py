@@ -28,6 +28,7 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
 _ONLY_ON = frozenset({"disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb"})
 _REPEATED = frozenset({"middleware"})
+_JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 
 
 def plan(
@@ -114,7 +115,7 @@ def _flag(name: str, value: object) -> Iterator[str]:
     elif isinstance(value, list) and name in _REPEATED:
         for one in value:
             yield from _flag(name, one)
-    elif isinstance(value, list):
+    elif isinstance(value, list) and name not in _JSON_LISTS:
         yield from (flag, *map(_text, value))
     elif (text := _text(value)).startswith("-"):
         yield f"{flag}={text}"  # apart, it would be taken for a flag of its own

@@ -115,6 +115,7 @@ def test_connector_gets_the_profile_by_its_contents() -> None:
         ({"disable_log_stats": False}, []),
         ({"served_model_name": ["a", "b"]}, ["--served-model-name", "a", "b"]),
         ({"middleware": ["a.B", "c.D"]}, ["--middleware", "a.B", "--middleware", "c.D"]),
+        ({"allowed_origins": ["*"]}, ["--allowed-origins", '["*"]']),
         ({"cudagraph_capture_sizes": [1, 2]}, ["--cudagraph-capture-sizes", "1", "2"]),
         ({"lora_modules": [{"name": "n", "path": "/p"}]}, ["--lora-modules", '{"name":"n","path":"/p"}']),
         (
