@@ -27,6 +27,7 @@ CONNECTORS = {
     "DynamoConnector": "kvbm.vllm_integration.connector",
     "PdConnector": "kvbm.vllm_integration.pd",
 }
+ALL_HOOKS = set().union(*(hooks(json.loads(path.read_text())) for path in SURFACES.values()))
 SMALL_CONNECTOR = """
 from typing import TYPE_CHECKING, Any
 from vllm.config import VllmConfig
