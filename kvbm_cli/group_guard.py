@@ -86,7 +86,9 @@ class EngineRemains:
 
         Stopped processes make no new files and no new processes between the last look and their end.
         """
-        self._signal(signal.SIGSTOP)
+        stopped: set[int] = set()
+        while members := self._signal(signal.SIGSTOP) - stopped:
+            stopped |= members
         self.look(once_more=True)
         deadline = time.monotonic() + DEATH_TIMEOUT_S
         while (alive := self._signal(signal.SIGKILL)) and time.monotonic() < deadline:

@@ -77,7 +77,7 @@ class EngineProcess:
         """Starts the engine, returns at once. EnvironmentProblem if its program, a library or its log is missing."""
         _check_program(plan)
         with _open_log(log_path) as log:
-            directory = _make_directory()
+            directory = _make_directory(plan)
             try:
                 child = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *plan.argv],
@@ -272,10 +272,15 @@ def readable_phase(line: str) -> str | None:
     return text if _WORDS.search(text) and not _NOT_A_PHASE.match(text) else None
 
 
-def _make_directory() -> str:
-    """The engine's TMPDIR: in the usual place, unless that one's name is too long for sockets."""
-    usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="kvbm-", dir=usual if len(usual) <= LONGEST_TMPDIR else "/tmp")
+def _make_directory(plan: LaunchPlan) -> str:
+    """The engine's TMPDIR, in the profile's or the caller's, or in /tmp where a name is too long for sockets."""
+    wanted = plan.environment.get("TMPDIR") or tempfile.gettempdir()
+    parent = wanted if len(wanted) <= LONGEST_TMPDIR else "/tmp"
+    try:
+        return tempfile.mkdtemp(prefix="kvbm-", dir=parent)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise EnvironmentProblem(f"cannot make a temporary directory in `{parent}`: {reason}") from None
 
 
 def _start_guard(process_group: int, directory: str, log: BinaryIO) -> subprocess.Popen[bytes]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import psutil
 import pytest
 from test_process import DEADLINE_S, eventually, fake_plan, is_gone
 
+from kvbm.errors import EnvironmentProblem
 from kvbm_cli import group_guard
 from kvbm_cli.group_guard import EngineRemains
 from kvbm_cli.process import GUARD, LONGEST_TMPDIR, EngineProcess
@@ -121,6 +122,22 @@ def test_temporary_directory_of_an_engine_has_a_short_name(tmp_path: Path, monke
         assert len(str(directory)) < LONGEST_TMPDIR
     assert not directory.exists()
     assert not list(long.iterdir())
+
+
+def test_temporary_directory_lies_in_that_of_the_profile(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="k") as wanted:
+        plan = fake_plan("litters")
+        plan = replace(plan, environment={**plan.environment, "TMPDIR": wanted})
+        with EngineProcess.start(plan, log_path=tmp_path / "log") as engine:
+            engine.wait_healthy(DEADLINE_S)
+            assert Litter.of(engine.pid).directory.parent == Path(wanted)
+        assert not list(Path(wanted).iterdir())
+
+
+def test_a_place_without_room_for_temporary_files_is_a_problem_of_the_environment(tmp_path: Path) -> None:
+    plan = replace(fake_plan(), environment={"TMPDIR": "/no/such/place"})
+    with pytest.raises(EnvironmentProblem, match="cannot make a temporary directory in `/no/such/place`: no such file"):
+        EngineProcess.start(plan, log_path=tmp_path / "log")
 
 
 @contextlib.contextmanager
