@@ -26,9 +26,10 @@ from kvbm.vllm_integration.versions import INSTALL, VllmInstallation
 SHUTDOWN_TIMEOUT_S = 10
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
-_ONLY_ON = frozenset({"disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb"})
-_REPEATED = frozenset({"middleware"})
-_JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
+# Flags that differ from the others: without a `--no-` form, given once per item of a list, a list as one JSON text.
+ONLY_ON = frozenset({"disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb"})
+REPEATED = frozenset({"middleware"})
+JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 
 
 def plan(
@@ -110,12 +111,12 @@ def _flag(name: str, value: object) -> Iterator[str]:
     if value is True:
         yield flag
     elif value is False:
-        if name not in _ONLY_ON:
+        if name not in ONLY_ON:
             yield f"--no-{flag.removeprefix('--')}"
-    elif isinstance(value, list) and name in _REPEATED:
+    elif isinstance(value, list) and name in REPEATED:
         for one in value:
             yield from _flag(name, one)
-    elif isinstance(value, list) and name not in _JSON_LISTS:
+    elif isinstance(value, list) and name not in JSON_LISTS:
         yield from (flag, *map(_text, value))
     elif (text := _text(value)).startswith("-"):
         yield f"{flag}={text}"  # apart, it would be taken for a flag of its own

@@ -1,0 +1,110 @@
+"""The command lines of profiles, read by vLLM's own parser: every kind of value arrives as it was meant."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvbm.config.engine import VllmArguments
+from kvbm.config.flags import KVBM_SETS
+from kvbm.config.load import load
+from kvbm.config.schema import Profile
+from kvbm.vllm_integration.launch import JSON_LISTS, ONLY_ON, REPEATED, SERVER_MODULE, plan
+from kvbm.vllm_integration.versions import VllmInstallation, is_known
+from kvbm_cli.interpreter import find_vllm
+from kvbm_cli.shipped import profiles_directory
+
+WITH_SCRIPT = VllmInstallation("0.32.0", "vllm", "/venv/bin/vllm", has_kvbm=True)
+ARGUMENTS: dict[str, Any] = {
+    "max_model_len": "8K",
+    "dtype": "float32",
+    "served_model_name": ["a", "b"],
+    "compilation_config": {"mode": 0},
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+    "hf_overrides": {"a": 1},
+    "cudagraph_capture_sizes": [1, 2],
+    "kv_cache_memory_bytes": "256M",
+    "num_gpu_blocks_override": 66,
+    "middleware": ["a.B", "c.D"],
+    "enforce-eager": True,
+    "gpu_memory_utilization": 0.5,
+    "allowed_origins": ["*"],
+    "scheduling_policy": "fcfs",
+    "kv_transfer_config": {"engine_id": "e"},
+}
+
+
+def parser() -> Any:
+    try:
+        module = importlib.import_module("vllm.entrypoints.launchers.cli_args")
+    except ModuleNotFoundError:
+        module = importlib.import_module("vllm.entrypoints.openai.cli_args")
+    return module.make_arg_parser(FlexibleArgumentParser())
+
+
+def parsed(profile: Profile, installation: VllmInstallation | None) -> Any:
+    """What vLLM makes of the words behind its command, or behind its module."""
+    argv = plan(profile, connector=True, port=8001, installation=installation).argv
+    start = 2 if installation is not None else argv.index(SERVER_MODULE) + 1
+    return parser().parse_args(list(argv[start:]))
+
+
+@pytest.mark.parametrize("installation", [WITH_SCRIPT, None], ids=["vllm serve", "module"])
+def test_every_kind_of_value_arrives_as_it_was_meant(installation: VllmInstallation | None) -> None:
+    profile = Profile.model_validate(
+        {
+            "engine": {"kind": "vllm", "model": "m", "arguments": ARGUMENTS},
+            "tiers": {"host": {"capacity": "1GiB"}},
+        }
+    )
+    seen = parsed(profile, installation)
+    assert (seen.model_tag if installation else seen.model) == "m"
+    assert (seen.host, seen.port) == ("127.0.0.1", 8001)
+    assert (seen.max_model_len, seen.kv_cache_memory_bytes) == (8192, 256 * 2**20)
+    assert (seen.dtype, seen.gpu_memory_utilization) == ("float32", 0.5)
+    assert (seen.enable_prefix_caching, seen.enforce_eager, seen.disable_log_stats) == (False, True, False)
+    assert (seen.served_model_name, seen.cudagraph_capture_sizes) == (["a", "b"], [1, 2])
+    assert (seen.middleware, seen.allowed_origins) == (["a.B", "c.D"], ["*"])
+    assert (seen.hf_overrides, int(seen.compilation_config.mode)) == ({"a": 1}, 0)
+    assert (seen.shutdown_timeout, seen.enable_prompt_tokens_details) == (10, True)
+    transfer = seen.kv_transfer_config
+    assert (transfer.kv_connector, transfer.kv_role, transfer.engine_id) == ("DynamoConnector", "kv_both", "e")
+    contents = profile.connector_config().model_dump(mode="json")
+    assert transfer.kv_connector_extra_config == {"kvbm": contents}
+
+
+def test_flags_that_kvbm_knows_by_name_exist_and_take_what_it_thinks() -> None:
+    actions = {option.removeprefix("--"): action for action in parser()._actions for option in action.option_strings}
+    known = {*VllmArguments.model_fields, *ONLY_ON, *REPEATED, *JSON_LISTS}
+    assert {name for name in known if name.replace("_", "-") not in actions} == set()
+    without_a_value = {name for name, action in actions.items() if type(action).__name__ == "_StoreTrueAction"}
+    repeated = {name for name, action in actions.items() if type(action).__name__ == "_AppendAction"}
+    assert {name.replace("_", "-") for name in ONLY_ON | KVBM_SETS.keys()} >= without_a_value
+    assert {name.replace("_", "-") for name in REPEATED} == repeated
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu-demo"])
+def test_shipped_profile_is_understood(name: str) -> None:
+    profile = load(name, directories=[profiles_directory()]).profile
+    seen = parsed(profile, None)
+    assert seen.max_model_len == profile.engine.arguments.max_model_len
+
+
+def test_this_interpreter_has_a_vllm_that_kvbm_knows() -> None:
+    import vllm
+
+    found = find_vllm(sys.executable)
+    assert found is not None
+    assert found.version == vllm.__version__ or found.version.partition("+")[0] in vllm.__version__
+    assert found.has_kvbm
+    assert is_known(found.version)
+    assert found.script is None or Path(found.script).is_file()
