@@ -83,7 +83,8 @@ def test_every_kind_of_value_arrives_as_it_was_meant(installation: VllmInstallat
 
 
 def test_flags_that_kvbm_knows_by_name_exist_and_take_what_it_thinks() -> None:
-    actions = {option.removeprefix("--"): action for action in parser()._actions for option in action.option_strings}
+    options = [(option, action) for action in parser()._actions for option in action.option_strings]
+    actions = {option.removeprefix("--"): action for option, action in options if option.startswith("--")}
     known = {*VllmArguments.model_fields, *ONLY_ON, *REPEATED, *JSON_LISTS}
     assert {name for name in known if name.replace("_", "-") not in actions} == set()
     without_a_value = {name for name, action in actions.items() if type(action).__name__ == "_StoreTrueAction"}
