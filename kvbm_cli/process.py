@@ -60,12 +60,14 @@ class Progress:
 class EngineProcess:
     """A started engine. As a context manager it is stopped at the end, whatever happened."""
 
-    def __init__(self, child: subprocess.Popen[bytes], plan: LaunchPlan, directory: str, log: BinaryIO) -> None:
-        """Takes `directory`, the engine's own; borrows `log`, whose position is where the engine's output begins."""
+    def __init__(
+        self, child: subprocess.Popen[bytes], plan: LaunchPlan, directory: str, log: BinaryIO, log_start: int
+    ) -> None:
+        """Takes `directory`, the engine's own, and borrows `log`."""
         self._child = child
         self._guard = _start_guard(child.pid, directory, log)
         self._remains = EngineRemains(child.pid, directory)
-        self._log_start = log.tell()
+        self._log_start = log_start  # what lies before it in the file is of an earlier engine
         self._started = time.monotonic()
         self._reported_phase: str | None = None
         self._is_cleared = False
@@ -77,6 +79,7 @@ class EngineProcess:
         """Starts the engine, returns at once. EnvironmentProblem if its program, a library or its log is missing."""
         _check_program(plan)
         with _open_log(log_path) as log:
+            log_start = log.tell()  # before the engine starts: what it writes moves the position, which is shared
             directory = _make_directory(plan)
             try:
                 child = subprocess.Popen(
@@ -90,7 +93,7 @@ class EngineProcess:
             except BaseException:
                 os.rmdir(directory)
                 raise
-            return cls(child, plan, directory, log)
+            return cls(child, plan, directory, log, log_start)
 
     def __enter__(self) -> EngineProcess:
         return self

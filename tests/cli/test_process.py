@@ -22,6 +22,7 @@ from terminal import FAKE_ENGINE
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
+from kvbm_cli import process
 from kvbm_cli.die_with_parent import CANNOT_RUN
 from kvbm_cli.process import GUARD, WRAPPER, EngineProcess, Progress, choose_port, engine_environment, readable_phase
 
@@ -99,6 +100,19 @@ def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
     ]
     assert caught.value.hint == f"the whole log: `less {log_path}`"
     assert caught.value.exit_code == 1
+
+
+def test_what_an_engine_says_before_we_are_ready_is_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_guard_late(*arguments: object) -> object:
+        eventually(lambda: "MemoryError" in (tmp_path / "log").read_text())
+        return start_guard(*arguments)
+
+    start_guard = process._start_guard
+    monkeypatch.setattr(process, "_start_guard", start_guard_late)
+    plan = fake_plan("crash")
+    with EngineProcess.start(plan, log_path=tmp_path / "log") as engine, pytest.raises(EngineError) as caught:
+        engine.wait_healthy(DEADLINE_S)
+    assert "MemoryError: not enough of it" in caught.value.message
 
 
 def test_the_error_that_began_it_is_shown_where_a_long_farewell_follows(tmp_path: Path) -> None:
