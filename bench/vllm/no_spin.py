@@ -1,0 +1,28 @@
+"""A vLLM plugin: processes that wait for each other sleep at once; vLLM lets them spin for a second first.
+
+With it, the CPU time of a server's processes is the work that they did, and not how long they waited. `install` makes
+it known to one server, by a directory for its PYTHONPATH that looks like an installed distribution.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ENTRY_POINT = "[vllm.general_plugins]\nno_spin = no_spin:stop_spinning\n"
+
+
+def stop_spinning() -> None:
+    """Called by vLLM in each of its processes, before it makes its queues."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    assert SpinCondition.__init__.__defaults__ in ((1,), (0.0,)), SpinCondition.__init__.__defaults__
+    SpinCondition.__init__.__defaults__ = (0.0,)  # its only default is `busy_loop_s`
+
+
+def install(directory: Path) -> str:
+    """Returns what PYTHONPATH must be."""
+    information = directory / "no_spin-0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: no-spin\nVersion: 0\n")
+    (information / "entry_points.txt").write_text(ENTRY_POINT)
+    return f"{Path(__file__).resolve().parent}:{directory}"

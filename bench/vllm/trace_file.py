@@ -1,0 +1,74 @@
+"""Reads what TracedConnector wrote, and starts a server that writes it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from server import Flags, Server
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True)
+class TracedServer:
+    server: Server
+    directory: Path
+
+    @classmethod
+    def start(cls, flags: Flags, *, host_bytes: int) -> TracedServer:
+        directory = Path(tempfile.mkdtemp(prefix="trace-", dir="/tmp"))
+        config = {
+            "kv_connector": "TracedConnector",
+            "kv_connector_module_path": "traced_connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"kvbm": {"tiers": {"host": {"capacity": f"{host_bytes >> 20}MiB"}}}},
+        }
+        environment = {"PYTHONPATH": str(HERE), "TRACE_DIRECTORY": str(directory)}
+        return cls(Server.start("traced", flags, transfer_config=config, environment=environment), directory)
+
+    def events(self, side: str, kind: str) -> list[dict[str, Any]]:
+        """All events of that kind so far, in order."""
+        (path,) = self.directory.glob(f"{side}-*.jsonl")
+        events = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [event for event in events if event["event"] == kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The steps of the engine from a request's arrival to the one that computes the last of its prompt.
+
+    `counted` compute something, for whomever, or carry orders of ours; `polling` do neither. `waited_s` is the time
+    from the arrival until the computing step was put together.
+    """
+
+    counted: int
+    polling: int
+    waited_s: float
+
+
+def way(arrival: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Way:
+    until_first_token = []
+    for step in steps:
+        if step["built"] > arrival["at"]:
+            until_first_token.append(step)
+            if step["tokens"].get(arrival["id"]):
+                break
+    else:
+        raise ValueError(f"{arrival['id']} was never computed")
+    counted = sum(1 for step in until_first_token if step["tokens"] or has_orders(step))
+    return Way(counted, len(until_first_token) - counted, until_first_token[-1]["built"] - arrival["at"])
+
+
+def has_orders(step: dict[str, Any]) -> bool:
+    return bool(step["onboard_blocks"] or step["offload_blocks"] or step["failed_loads"])
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

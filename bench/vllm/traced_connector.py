@@ -1,0 +1,233 @@
+"""TracedConnector: DynamoConnector that writes down what it is asked, how long it takes, and what is copied when.
+
+    --kv-transfer-config '{"kv_connector": "TracedConnector", "kv_connector_module_path": "traced_connector", ...}'
+
+with this directory on PYTHONPATH and TRACE_DIRECTORY set. Each side writes one line of JSON per event to a file of its
+own there; `trace_file.py` reads them. Times are those of the system's monotonic clock, which all processes share.
+
+A step of the scheduler side ends with `take_events`, one of a worker with `clear_connector_metadata`. Hooks are timed
+where vLLM calls them, those that are called inside another hook as a part of that one; what this class adds itself
+counts as theirs as far as it lies between the two readings of the clock, which is under a microsecond per call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvbm.vllm_integration.connector import DynamoConnector
+from kvbm.vllm_integration.worker_side import WorkerSide
+
+SCHEDULER_HOOKS = (
+    *("on_new_request", "get_num_new_matched_tokens", "get_loaded_kv_cache_group_ids", "update_state_after_alloc"),
+    *("get_external_cache_hit_sources", "build_connector_meta", "update_connector_output", "get_kv_connector_stats"),
+    *("take_events", "request_finished", "request_finished_all_groups", "has_pending_push_work"),
+)
+WORKER_HOOKS = (
+    *("handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer"),
+    *("wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors", "build_connector_worker_meta"),
+    *("get_kv_connector_kv_cache_events", "finish_forward", "clear_connector_metadata"),
+)
+STEPS_UNTIL_REFERENCE = 3  # after a load: the request that waited for it has its first token by then
+
+
+class Trace:
+    """One file; and the time spent in hooks since the last step ended."""
+
+    def __init__(self, side: str) -> None:
+        path = Path(os.environ["TRACE_DIRECTORY"]) / f"{side}-{os.getpid()}.jsonl"
+        self._file = path.open("w", buffering=1)
+        self.depth = 0
+        self.hook_ns: dict[str, int] = {}
+        self.cpu_ns = 0
+
+    def write(self, event: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"event": event, **fields}) + "\n")
+
+    def end_step(self, **fields: Any) -> None:
+        self.write("step", ended=time.monotonic(), hook_ns=self.hook_ns, hook_cpu_ns=self.cpu_ns, **fields)
+        self.hook_ns, self.cpu_ns = {}, 0
+
+
+class TimedConnector(DynamoConnector):
+    """DynamoConnector whose hooks add their time to the trace."""
+
+    trace: Trace
+
+
+def timed(name: str) -> Callable[..., Any]:
+    hook = getattr(DynamoConnector, name)
+
+    @functools.wraps(hook)
+    def call(self: TimedConnector, *args: Any, **kwargs: Any) -> Any:
+        trace = self.trace
+        trace.depth += 1
+        cpu, started = time.thread_time_ns(), time.perf_counter_ns()
+        try:
+            return hook(self, *args, **kwargs)
+        finally:
+            taken = time.perf_counter_ns() - started
+            trace.depth -= 1
+            if trace.depth == 0:
+                trace.hook_ns[name] = trace.hook_ns.get(name, 0) + taken
+                trace.cpu_ns += time.thread_time_ns() - cpu
+
+    return call
+
+
+for _name in (*SCHEDULER_HOOKS, *WORKER_HOOKS):
+    setattr(TimedConnector, _name, timed(_name))
+
+
+class TracedConnector(TimedConnector):
+    """See the module's text. `_step` is what the scheduler side writes when the step is over."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self.trace = Trace(role.name.lower())
+        self._step: dict[str, Any] = {}
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self._worker is not None:
+            self._worker.trace = self.trace
+
+    @classmethod
+    def worker_side_class(cls) -> type[WorkerSide]:
+        return TracedWorkerSide
+
+    def on_new_request(self, request: Any) -> None:
+        self.trace.write("request", at=time.monotonic(), id=request.request_id, prompt_tokens=request.num_prompt_tokens)
+        super().on_new_request(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        orders = super().build_connector_meta(scheduler_output)
+        started = time.perf_counter_ns()
+        size = len(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
+        self._step = {
+            "step": orders.plan.step,
+            "built": time.monotonic(),
+            "tokens": dict(scheduler_output.num_scheduled_tokens),
+            "onboard_blocks": [len(order.block_ids) for order in orders.plan.onboards],
+            "offload_blocks": [len(order.block_ids) for order in orders.plan.offloads],
+            "failed_loads": len(orders.failed_loads),
+            "orders_bytes": size,
+            "orders_pickle_ns": time.perf_counter_ns() - started,
+        }
+        return orders
+
+    def take_events(self) -> Any:
+        events = super().take_events()
+        is_pending = self._scheduler is not None and self._scheduler.has_pending()
+        self.trace.end_step(**self._step, is_pending=is_pending)
+        return events
+
+    def clear_connector_metadata(self) -> None:
+        step = self._worker.bound_step if self._worker is not None else 0
+        super().clear_connector_metadata()
+        self.trace.end_step(step=step)
+        if self._worker is not None:
+            self._worker.step_ended()
+
+
+class TracedWorkerSide(WorkerSide):
+    """Notes when each onboard was submitted, began and ended, and copies the same slots plainly some steps later."""
+
+    trace: Trace
+    bound_step = 0
+
+    def create_worker(self, layout: Any, storages: Any) -> Any:
+        worker = super().create_worker(layout, storages)
+        self._payload, self._block_bytes = worker._segment.payload, layout.block_bytes
+        self._submitted: dict[tuple[int, ...], float] = {}
+        self._copies: list[Copy] = []
+        self._awaiting: Copy | None = None
+        self._steps_left = 0
+        self._is_whole = True
+        worker._copier = TimedCopier(worker._copier, self)
+        return worker
+
+    def bind(self, orders: Any) -> None:
+        self.bound_step = orders.plan.step
+        for order in orders.plan.onboards:
+            self._submitted[order.slots] = time.monotonic()
+        super().bind(orders)
+
+    def note_onboard(self, copy: Copy) -> None:
+        """Called by copying threads."""
+        self._copies.append(copy)
+
+    def step_ended(self) -> None:
+        """Write down what has ended, and copy plainly when the request that waited is being answered."""
+        while self._copies:
+            copy = self._copies.pop()
+            self.trace.write(
+                "onboard",
+                bytes=len(copy.slots) * self._block_bytes,
+                submitted=self._submitted.pop(tuple(copy.slots)),
+                began=copy.began,
+                ended=copy.ended,
+                cpu_s=copy.cpu_s,
+            )
+            self._awaiting, self._steps_left = copy, STEPS_UNTIL_REFERENCE
+        if self._awaiting is not None:
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                self.trace.write("memcpy", **self._plain_copy(self._awaiting.slots))
+                self._awaiting = None
+
+    def _plain_copy(self, slots: Sequence[int]) -> dict[str, float]:
+        """memcpy as many bytes as these slots have, from where they begin, to memory that is not G1.
+
+        Block by block, or every other time in one call: one that is longer than most of the cache bypasses it.
+        """
+        self._is_whole = not self._is_whole
+        count = len(slots)
+        first = min(min(slots), len(self._payload) - count)
+        source = self._payload[first : first + count]
+        target = target_of(source.nbytes)
+        length = source.nbytes if self._is_whole else self._payload.shape[1]
+        to, of = target.ctypes.data, source.ctypes.data
+        cpu, started = time.thread_time(), time.perf_counter()
+        for offset in range(0, source.nbytes, length):
+            ctypes.memmove(to + offset, of + offset, length)
+        return {
+            "bytes": source.nbytes,
+            "call_bytes": length,
+            "wall_s": time.perf_counter() - started,
+            "cpu_s": time.thread_time() - cpu,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    slots: Sequence[int]
+    began: float
+    ended: float
+    cpu_s: float
+
+
+class TimedCopier:
+    """The copier, with its onboards noted."""
+
+    def __init__(self, copier: Any, side: TracedWorkerSide) -> None:
+        self._copier, self._side = copier, side
+        self.fence, self.offload = copier.fence, copier.offload
+
+    def onboard(self, slots: Sequence[int], block_ids: Sequence[int], fence: object | None) -> None:
+        began, cpu = time.monotonic(), time.thread_time()
+        self._copier.onboard(slots, block_ids, fence)
+        self._side.note_onboard(Copy(slots, began, time.monotonic(), time.thread_time() - cpu))
+
+
+@functools.cache
+def target_of(byte_count: int) -> np.ndarray:
+    """Memory that has been written to before."""
+    return np.ones(byte_count, np.uint8)
