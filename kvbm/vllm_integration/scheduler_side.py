@@ -80,13 +80,20 @@ class SchedulerSide:
         self._create_leader()
 
     def accept_handshakes(self, handshakes: Iterable[Handshake]) -> None:
-        """EnvironmentProblem unless all ranks are on this machine and were given the same configuration."""
-        self._handshakes = list(handshakes)
+        """EnvironmentProblem unless all ranks are on this machine and were given the same configuration.
+
+        vLLM may repeat them, after a sleep. The leader stays the one whose generations the segments carry.
+        """
+        told, self._handshakes = self._handshakes, list(handshakes)
+        if self.leader is not None:
+            if told != self._handshakes:
+                raise EnvironmentProblem("ranks came back with other segments", hint="start the engine again")
+            return
         for name, expected in (("config_digest", self._config.digest()), ("boot_id", boot_id())):
-            told = {getattr(handshake, name) for handshake in self._handshakes}
-            if told - {expected}:
+            names = {getattr(handshake, name) for handshake in self._handshakes}
+            if names - {expected}:
                 raise EnvironmentProblem(
-                    f"ranks disagree on {name}: {sorted(told | {expected})}",
+                    f"ranks disagree on {name}: {sorted(names | {expected})}",
                     hint="give every process the same DYN_KVBM_* variables, or the configuration in "
                     "`kv_connector_extra_config`",
                 )

@@ -1,4 +1,4 @@
-"""The two sides of the connector with vLLM's own classes and no engine: what is declined, what is told, what is refused."""
+"""The two sides of the connector with vLLM's own classes and no engine: what is declined, told and refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -120,6 +121,26 @@ def test_ranks_with_another_configuration_or_machine_are_refused_at_the_start(na
     side = SchedulerSide(CONFIG, cache_groups(cache(FULL)), hash_bytes=32, continues_prompts=True)
     with pytest.raises(EnvironmentProblem, match=name):
         side.accept_handshakes([handshake(), handshake(**{name: "other"})])
+
+
+def test_ranks_that_are_told_again_find_the_same_leader_and_other_ranks_are_refused():
+    description = cache(FULL, num_blocks=4)
+    groups = cache_groups(description)
+    worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
+    worker.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
+    side = SchedulerSide(CONFIG, groups, hash_bytes=32, continues_prompts=True)
+    side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
+    try:
+        side.accept_handshakes([worker.handshake()])
+        leader = side.leader
+        side.accept_handshakes([worker.handshake()])
+        assert leader is not None
+        assert side.leader is leader
+        with pytest.raises(EnvironmentProblem, match="other segments"):
+            side.accept_handshakes([handshake()])
+    finally:
+        side.close()
+        worker.close()
 
 
 def test_without_ranks_every_hook_does_nothing():
