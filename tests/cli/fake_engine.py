@@ -2,9 +2,9 @@
 """Stands for an interpreter that runs an engine: takes its command line, answers /health, and misbehaves on request.
 
 FAKE says how: `crash` ends before it is healthy, `long_farewell` too and says much more, `hang` never is, `stubborn`
-ignores SIGTERM, `dies` ends by itself once it was healthy, `children` starts a process of its own, `litters` also one
-that leaves the group, and makes files in shared memory and in TMPDIR that it never deletes. Without it, a well-behaved
-engine.
+ignores SIGTERM, `dies` ends by itself once it was healthy, `ends` too and as if all were well, `children` starts a
+process of its own, `litters` also one that leaves the group, and makes files in shared memory and in TMPDIR that it
+never deletes. Without it, a well-behaved engine.
 """
 
 import http.server
@@ -25,8 +25,8 @@ class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        if MODE == "dies":
-            threading.Timer(0.2, os._exit, (9,)).start()
+        if MODE in ("dies", "ends"):
+            threading.Timer(0.2, os._exit, (9 if MODE == "dies" else 0,)).start()
 
     def log_message(self, *arguments: object) -> None:
         pass

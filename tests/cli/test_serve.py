@@ -135,6 +135,7 @@ def test_killed_parent_leaves_no_process(home: Path) -> None:
 FAILURES = {
     "crash": ["--set", "engine.environment.FAKE=crash"],
     "dies": ["--set", "engine.environment.FAKE=dies"],
+    "ends": ["--set", "engine.environment.FAKE=ends"],
     "hangs": ["--set", "engine.environment.FAKE=hang", "--set", "transfer.init_timeout_s=0.5"],
     "no_interpreter": ["--set", "engine.python=/no/such/python"],
     "no_model": ["--set", "engine.model=Qwen/Qwen3-0.6B"],
