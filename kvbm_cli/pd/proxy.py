@@ -169,6 +169,8 @@ async def _json_object(request: web.Request) -> dict[str, Any]:
         body = None
     if not isinstance(body, dict):
         raise Refusal(400, "application/json", _error_body("the request is not a JSON object", 400))
+    if not isinstance(body.get("kv_transfer_params") or {}, dict):
+        raise Refusal(400, "application/json", _error_body("`kv_transfer_params` is not an object", 400))
     return body
 
 

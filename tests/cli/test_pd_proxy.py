@@ -216,14 +216,22 @@ def test_several_prompts_or_answers_are_computed_wholly_by_an_engine_that_decode
     run(scenario)
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{"])
-def test_what_is_no_request_is_refused(body):
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b"", "the request is not a JSON object"),
+        (b"[1]", "the request is not a JSON object"),
+        (b"{", "the request is not a JSON object"),
+        (b'{"prompt": "a", "kv_transfer_params": "b"}', "`kv_transfer_params` is not an object"),
+    ],
+)
+def test_what_is_no_request_is_refused(body, complaint):
     async def scenario():
         prefill = Recorder("prefill")
         rig = Rig([prefill], [Recorder("decode")])
         async with rig, rig.session.post(rig.url + "/v1/chat/completions", data=body) as answer:
             assert answer.status == 400
-            assert (await answer.json())["error"]["message"] == "the request is not a JSON object"
+            assert (await answer.json())["error"]["message"] == complaint
         assert prefill.requests == []
 
     run(scenario)
