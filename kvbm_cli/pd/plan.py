@@ -93,7 +93,8 @@ def require_nixl(profile: Profile) -> None:
     python = profile.engine.python or sys.executable
     environment = {**os.environ, **profile.engine.environment}
     question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nixl') is None)"
-    if subprocess.run([python, "-c", question], env=environment, stdin=subprocess.DEVNULL).returncode:
+    asked = subprocess.run([python, "-c", question], env=environment, stdin=subprocess.DEVNULL, capture_output=True)
+    if asked.returncode:
         raise EnvironmentProblem(
             f"engines that hand blocks to each other need nixl, which `{python}` has not", hint=HINT
         )
