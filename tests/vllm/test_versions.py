@@ -1,0 +1,111 @@
+"""What each version of vLLM that we say we run with must do; short, because `nox -s vllm_versions` repeats it for all.
+
+With KVBM_VERSIONS_RESULT=FILE what was measured is added to that JSON file, under the version of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import date
+from pathlib import Path
+
+import pytest
+import vllm
+from pairs import (
+    OFFLOADED,
+    OFFLOADS_FAILED,
+    ONBOARDED,
+    ONBOARDS_FAILED,
+    PREEMPTIONS,
+    Moved,
+    assert_cache_was_used,
+    pair_of,
+)
+from traffic import asker, assert_equal, compare, conversations, repeat
+from vllm_server import BLOCK_TOKENS, EXTERNAL_HITS
+
+PROMPT = range(100, 100 + 5 * BLOCK_TOKENS + 60)
+PROMPT_BLOCKS = 5
+TALKS = conversations(8, turns=3)
+G1_BLOCKS = 24
+RESULT = "KVBM_VERSIONS_RESULT"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with pair_of("vllm-25m", blocks=G1_BLOCKS, tested_arguments=("--max-num-batched-tokens", "512")) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def facts():
+    """What the tests of this version have seen."""
+    seen: dict[str, object] = {"date": date.today().isoformat()}
+    yield seen
+    if RESULT in os.environ:
+        path = Path(os.environ[RESULT])
+        results = json.loads(path.read_text()) if path.exists() else {}
+        results[vllm.__version__.partition("+")[0]] = seen
+        path.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def _starts_empty(pair):
+    pair.faults.order()
+    pair.forget()
+
+
+def numbers(moved: Moved) -> dict[str, int]:
+    names = (OFFLOADED, ONBOARDED, EXTERNAL_HITS, OFFLOADS_FAILED, ONBOARDS_FAILED, PREEMPTIONS)
+    return {name: int(moved[name]) for name in names}
+
+
+def test_a_prompt_that_others_drove_out_comes_back_from_host_memory(pair, facts):
+    truth = pair.reference.ask(PROMPT)
+    cold = pair.tested.ask(PROMPT)
+    pair.settle()
+    others = pair.truth(TALKS)
+    repeat(asker(pair.tested), list(others))
+    pair.settle()
+    before = pair.tested.metrics()
+    warm = pair.tested.ask(PROMPT)
+    pair.settle()
+    moved = Moved(before, pair.tested.metrics())
+    assert (cold.cached, warm.cached) == (0, PROMPT_BLOCKS * BLOCK_TOKENS)
+    assert (moved[ONBOARDED], moved[EXTERNAL_HITS]) == (PROMPT_BLOCKS, PROMPT_BLOCKS * BLOCK_TOKENS), str(moved)
+    assert moved[OFFLOADED] == 0, "they are there already"
+    assert_equal({"cold": cold, "warm": warm}, {"cold": truth, "warm": truth})
+    facts["one prompt"] = numbers(moved)
+
+
+def test_answers_are_those_of_a_server_without_cache(pair, facts):
+    comparison, moved = pair.check(TALKS)
+    assert_cache_was_used(moved, at_least_blocks=10)
+    assert moved[OFFLOADS_FAILED] == moved[ONBOARDS_FAILED] == 0
+    facts["conversations"] = numbers(moved) | {
+        "requests": comparison.requests,
+        "tokens": comparison.tokens,
+        "ties": comparison.ties,
+        "worst difference of log-probabilities": float(f"{comparison.worst:.1e}"),
+    }
+
+
+def test_copies_that_fail_are_recomputed(pair, facts):
+    """A failed load is told in one way up to 0.29 and in another from 0.30 on."""
+    pair.faults.order(fail_every=3)
+    _, moved = pair.check(TALKS)
+    assert moved[OFFLOADS_FAILED] > 0, str(moved)
+    assert moved[ONBOARDS_FAILED] > 0, str(moved)
+    facts["conversations with failing copies"] = numbers(moved)
+
+
+def test_wrong_bytes_would_be_noticed(pair, facts):
+    truth = pair.truth(TALKS)
+    repeat(asker(pair.tested), list(truth))
+    pair.settle()
+    pair.tested.reset_prefix_cache(external=False)
+    pair.faults.order(lie=True)
+    comparison = compare(repeat(asker(pair.tested), list(truth)), truth)
+    assert len(comparison.wrong) >= len(truth) // 4, comparison
+    facts["wrong answers of a copier that lies"] = len(comparison.wrong)
