@@ -144,5 +144,7 @@ class DisaggregatedEngines:
 
 
 def log_of(log_path: Path, name: str) -> Path:
-    """`serve.log` and `prefill 0` make `serve-prefill-0.log`."""
+    """`serve.log` and `prefill 0` make `serve-prefill-0.log`; what is no file, as `/dev/null`, is for all."""
+    if log_path.exists() and not log_path.is_file():
+        return log_path
     return log_path.with_name(f"{log_path.stem}-{name.replace(' ', '-')}{log_path.suffix}")

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ ENGINE_HOST = "127.0.0.1"
 INSTALL = "pip install vllm nixl"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HINT = "`pip install nixl` in that environment"
+# NIXL alone. A prompt whose blocks cannot be fetched is computed where it is decoded.
+DECODE_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,17 @@ def plan(
     assert wanted.is_wanted, "a plan of several engines for a profile of one"
     ports = ports if ports is not None else free_ports()
     devices = _devices(profile, wanted.prefill + wanted.decode, environment)
-    make: tuple[tuple[str, int, Callable[[Profile], dict[str, object]]], ...] = (
-        ("prefill", wanted.prefill, prefill_connector),
-        ("decode", wanted.decode, decode_connector),
-    )
-    engines = {
-        f"{kind} {number}": _engine(profile, connector(profile), next(devices), next(ports), next(ports))
-        for kind, count, connector in make
-        for number in range(count)
-    }
-    return DisaggregatedPlan(tuple(engines.items()), _proxy(profile, port, engines))
+
+    def engines(kind: str, count: int, connector: Mapping[str, object]) -> dict[str, LaunchPlan]:
+        return {
+            f"{kind} {number}": _engine(profile, connector, next(devices), next(ports), next(ports))
+            for number in range(count)
+        }
+
+    prefill = engines("prefill", wanted.prefill, prefill_connector(profile))
+    decode = engines("decode", wanted.decode, DECODE_CONNECTOR)
+    proxy = _proxy(profile, port, prefill=list(prefill.values()), decode=list(decode.values()))
+    return DisaggregatedPlan(tuple({**prefill, **decode}.items()), proxy)
 
 
 def prefill_connector(profile: Profile) -> dict[str, object]:
@@ -81,11 +84,6 @@ def prefill_connector(profile: Profile) -> dict[str, object]:
             "connectors": [ours, {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}],
         },
     }
-
-
-def decode_connector(profile: Profile) -> dict[str, object]:
-    """NIXL alone. A prompt whose blocks cannot be fetched is computed where it is decoded."""
-    return {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
 
 
 def require_nixl(profile: Profile) -> None:
@@ -134,7 +132,7 @@ def _devices(profile: Profile, engine_count: int, environment: Mapping[str, str]
 
 
 def _engine(
-    profile: Profile, connector: dict[str, object], devices: dict[str, str], port: int, side_channel_port: int
+    profile: Profile, connector: Mapping[str, object], devices: dict[str, str], port: int, side_channel_port: int
 ) -> LaunchPlan:
     """A plan without connector, to which this one is added; on the side channel engines ask where blocks lie."""
     server = profile.server.model_copy(update={"host": ENGINE_HOST})
@@ -152,18 +150,16 @@ def _engine(
     )
 
 
-def _proxy(profile: Profile, port: int, engines: dict[str, LaunchPlan]) -> LaunchPlan:
+def _proxy(profile: Profile, port: int, *, prefill: Sequence[LaunchPlan], decode: Sequence[LaunchPlan]) -> LaunchPlan:
     host = profile.server.host
     base_url = f"http://{reachable(host)}:{port}"
-    urls = {kind: [plan.base_url for name, plan in engines.items() if name.startswith(kind)] for kind in _KINDS}
-    addresses = [word for kind in _KINDS for word in (f"--{kind}", *urls[kind])]
+    argv = [sys.executable, "-m", "kvbm_cli.pd.proxy", "--host", host, "--port", str(port)]
+    argv += ["--prefill", *(engine.base_url for engine in prefill)]
+    argv += ["--decode", *(engine.base_url for engine in decode)]
     return LaunchPlan(
-        argv=(sys.executable, "-m", "kvbm_cli.pd.proxy", "--host", host, "--port", str(port), *addresses),
+        argv=tuple(argv),
         environment={},
         base_url=base_url,
         health_url=f"{base_url}/health",
-        model=next(iter(engines.values())).model,
+        model=prefill[0].model,
     )
-
-
-_KINDS = ("prefill", "decode")

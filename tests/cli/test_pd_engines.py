@@ -111,6 +111,11 @@ def test_stubborn_engines_are_killed(tmp_path: Path) -> None:
         assert all(map(is_gone, pids_of(engines)))
 
 
+def test_logs_of_engines_lie_beside_that_of_the_proxy() -> None:
+    assert log_of(Path("/x/serve.log"), "prefill 0") == Path("/x/serve-prefill-0.log")
+    assert log_of(Path("/dev/null"), "prefill 0") == Path("/dev/null")
+
+
 def test_ports_are_handed_out_once() -> None:
     ports = free_ports()
     taken = [next(ports) for _ in range(50)]
