@@ -55,7 +55,10 @@ def _of_vllm(model: str) -> Mapping[str, object]:
         raise _no_directory(
             model, "a model is a local directory, a name on a hub, or `synthetic:vllm-81m`, which needs no download"
         )
-    raise SizeUnknown(f"`{model}` is not on this machine yet, so its blocks have no known size")
+    raise SizeUnknown(
+        f"`{model}` is not on this machine yet, so its blocks have no known size",
+        hint="`kvbm serve` starts it all the same; vLLM downloads it, and then the sizes are known",
+    )
 
 
 def _preset(model: str, presets: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -83,4 +84,6 @@ def _value_at(dumped: Mapping[str, object], key: str) -> object:
 def _shown(value: object) -> str:
     if value is None:
         return "-"
+    if isinstance(value, dict | list):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

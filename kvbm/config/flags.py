@@ -53,8 +53,10 @@ def refuse_flags(document: Document) -> None:
 
 def _refuse_flag(name: str, entry: Entry) -> None:
     if not _NAME.fullmatch(name):
+        key = entry.key
+        written = key.text[key.column : key.column + key.width].rpartition(".")[2]
         hint = "write it without the hyphens in front, such as `max_model_len: 8192`"
-        raise located(f"`engine.arguments.{name}` is not the name of a flag", entry.key, hint=hint)
+        raise located(f"`{written}` is not the name of a flag", key, hint=hint)
     if name in KVBM_SETS:
         raise located(f"`{name}` is set by kvbm", entry.key, hint=KVBM_SETS[name])
     if name in _EMBEDDED_ONLY:

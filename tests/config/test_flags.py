@@ -107,7 +107,7 @@ MISTAKES = {
     ),
     "hyphens in front": (
         "    --max-model-len: 1\n",
-        "`engine.arguments.__max_model_len` is not the name of a flag",
+        "`--max-model-len` is not the name of a flag",
         "5:5",
         "write it without the hyphens in front, such as `max_model_len: 8192`",
     ),
