@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, kvbm
 
+from kvbm.config.schema import Profile
+from kvbm.errors import EnvironmentProblem
+from kvbm_cli.engines import make_model
 from kvbm_cli.interpreter import _ask, find_vllm
 
 FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
@@ -147,6 +150,31 @@ def test_synthetic_model_is_served_from_the_cache_under_its_own_name(home: Path)
     assert not (home / "cache").exists(), "a dry run makes nothing"
 
 
+def profile_of(model: str, python: str) -> Profile:
+    engine = {"kind": "vllm", "model": model, "python": python}
+    return Profile.model_validate({"engine": engine, "tiers": {"host": {"blocks": 1}}})
+
+
+def test_synthetic_model_is_made_once_by_the_engines_interpreter_where_this_one_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said: list[str] = []
+    with pytest.raises(EnvironmentProblem, match="`/bin/false` cannot make the model vllm-25m: exit code 1"):
+        make_model(profile_of("synthetic:vllm-25m", "/bin/false"))
+    for _ in range(2):
+        make_model(profile_of("synthetic:vllm-25m", sys.executable), say=said.append)
+    made = [path.name for path in (tmp_path / "kvbm" / "models").iterdir()]
+    assert len(made) == len(said) == 1
+    assert (tmp_path / "kvbm" / "models" / made[0] / "config.json").is_file()
+
+
+@pytest.mark.parametrize("model", ["./model", "Qwen/Qwen3-8B"])
+def test_model_that_is_not_synthetic_is_not_made(model: str) -> None:
+    make_model(profile_of(model, "/bin/false"))
+
+
 # -- the question itself -----------------------------------------------------------------------------------------------
 
 
@@ -185,7 +213,5 @@ def test_interpreter_without_vllm() -> None:
 
 @pytest.mark.parametrize("python", ["/no/such/python", "/bin/true", "/bin/false", "/bin/echo"])
 def test_what_is_no_interpreter_is_an_error(python: str) -> None:
-    from kvbm.errors import EnvironmentProblem
-
     with pytest.raises(EnvironmentProblem, match="does not answer like an interpreter"):
         find_vllm(python)
