@@ -52,12 +52,16 @@ class Sizing:
 
 
 def sizing_of(device: Device, host: HostTier) -> Sizing:
-    """ProfileError if host memory holds no block."""
-    slot_bytes = sum(-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in device.rank_block_bytes)
-    host_blocks = host.blocks or (host.capacity or 0) // slot_bytes
+    """ProfileError if host memory holds no block.
+
+    Every rank makes slots of its own size in an equal share of the capacity, so the one with the largest has fewest.
+    """
+    slots = [-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in device.rank_block_bytes]
+    host_blocks = host.blocks or (host.capacity or 0) // (max(slots) * len(slots))
     if host_blocks == 0:
+        taken = exact_size(max(slots) * len(slots))
         raise ProfileError(
-            f"host memory of {exact_size(host.capacity or 0)} holds no block: one takes {exact_size(slot_bytes)}",
+            f"host memory of {exact_size(host.capacity or 0)} holds no block: one takes {taken}",
             hint="raise `tiers.host.capacity`",
         )
     return Sizing(
@@ -69,7 +73,7 @@ def sizing_of(device: Device, host: HostTier) -> Sizing:
             Tier.HOST,
             host_blocks,
             host_blocks // device.group_count * device.block_tokens,
-            host_blocks * slot_bytes,
+            host_blocks * sum(slots),
             "tiers.host.blocks" if host.blocks else "tiers.host.capacity",
         ),
     )

@@ -149,6 +149,9 @@ def test_host_capacity_is_the_sum_over_the_ranks() -> None:
     replicated = sized(QWEN3_81M, {"tensor_parallel_size": 8}, host={"capacity": "1GiB"})
     assert one.host.block_count == two.host.block_count == 682
     assert replicated.host.block_count == 341
+    uneven = sized(QWEN3_81M, {"pipeline_parallel_size": 5}, host={"capacity": "1GiB"})
+    assert uneven.host.block_count == 2**30 // (3 * 131_072 * 5)
+    assert uneven.host.total_bytes == uneven.host.block_count * 12 * 131_072
     assert one.host.total_bytes == two.host.total_bytes == replicated.host.total_bytes == 682 * 1_572_864
 
 
