@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ASK_TIMEOUT_S = 30
 
 _QUESTION = """
-import importlib.metadata as metadata, importlib.util, json, os, shutil, sys, sysconfig
+import importlib.metadata as metadata, importlib.util, json, os, sys, sysconfig
 sys.path = [entry for entry in sys.path if entry]
 found = None
 for name in ("vllm", *sorted(n for n in metadata.packages_distributions().get("vllm", ()) if n != "vllm")):
