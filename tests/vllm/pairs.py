@@ -74,6 +74,11 @@ class Pair:
         self.settle()
         assert self.tested.reset_prefix_cache(external=True)
 
+    def forget_g1(self) -> None:
+        """What is found afterwards comes from the host."""
+        self.settle()
+        assert self.tested.reset_prefix_cache(external=False)
+
     def settle(self) -> None:
         """No request is live and no copy is on its way."""
         self.tested.wait_until("rest", is_at_rest)

@@ -20,7 +20,7 @@ from pairs import (
     is_at_rest,
     pair_of,
 )
-from traffic import Conversation, asker, assert_equal, compare, conversations, repeat, tokens
+from traffic import TOLERANCE, Conversation, asker, assert_equal, compare, conversations, repeat, tokens
 from vllm_server import BLOCK_TOKENS, EXTERNAL_HITS
 
 from kvbm_cli.make_model import materialise
@@ -75,13 +75,51 @@ def test_wrong_bytes_would_be_noticed(pair):
     """The equality above can fail: a copier that brings blocks in another order, and says nothing, is found out."""
     truth = pair.truth(TALKS)
     repeat(asker(pair.tested), list(truth))
-    pair.settle()
-    pair.tested.reset_prefix_cache(external=False)
+    pair.forget_g1()
     pair.faults.order(lie=True)
     before = pair.tested.metrics()[ONBOARDED]
     comparison = compare(repeat(asker(pair.tested), list(truth)), truth)
     assert pair.tested.metrics()[ONBOARDED] > before
     assert len(comparison.wrong) >= len(truth) // 2, comparison
+
+
+@pytest.mark.parametrize("length", [4 * BLOCK_TOKENS - 1, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS + 1])
+def test_a_prompt_that_ends_at_a_block_comes_back_whole(pair, length):
+    """vLLM computes its last token again, in the block that was brought."""
+    truth = pair.reference.ask(PROMPT[:length])
+    first = pair.tested.ask(PROMPT[:length])
+    pair.forget_g1()
+    again = pair.tested.ask(PROMPT[:length])
+    assert (first.cached, again.cached) == (0, length // BLOCK_TOKENS * BLOCK_TOKENS)
+    assert_equal({0: first, 1: again}, {0: truth, 1: truth})
+
+
+def test_equal_prompts_at_once_are_all_answered_right(pair):
+    pair.tested.ask(PROMPT)
+    pair.forget_g1()
+    truth = pair.reference.ask(PROMPT)
+    before = pair.tested.metrics()
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(pair.tested.ask, [PROMPT] * 6))
+    assert_equal(dict(enumerate(answers)), dict.fromkeys(range(6), truth))
+    pair.settle()
+    assert Moved(before, pair.tested.metrics())[ONBOARDED] < 6 * len(PROMPT) // BLOCK_TOKENS, "each brought its own"
+
+
+def test_whoever_asks_for_the_logprobs_of_the_prompt_gets_them_computed(pair):
+    pair.tested.ask(PROMPT)
+    pair.forget_g1()
+    bodies = [server.completion(PROMPT, prompt_logprobs=0) for server in (pair.reference, pair.tested)]
+    truth, found = ([logprob(entry) for entry in body["choices"][0]["prompt_logprobs"][1:]] for body in bodies)
+    assert max(abs(one - other) for one, other in zip(truth, found, strict=True)) < TOLERANCE
+
+
+def test_a_client_can_ask_for_no_load_and_no_offload(pair):
+    pair.tested.ask(PROMPT, kv_transfer_params={"max_offload_tokens": 2 * BLOCK_TOKENS})
+    pair.forget_g1()
+    assert pair.tested.ask(PROMPT, kv_transfer_params={"max_load_tokens": 0, "max_offload_tokens": 0}).cached == 0
+    pair.forget_g1()
+    assert pair.tested.ask(PROMPT).cached == 2 * BLOCK_TOKENS
 
 
 def test_adapters_and_the_base_model_share_no_block(pair):
@@ -90,8 +128,7 @@ def test_adapters_and_the_base_model_share_no_block(pair):
     assert len({answer.tokens for answer in truth.values()}) == 3, "the adapters change nothing"
     for name in names:
         first = pair.tested.ask(PROMPT, model=name)
-        pair.settle()
-        assert pair.tested.reset_prefix_cache(external=False)
+        pair.forget_g1()
         again = pair.tested.ask(PROMPT, model=name)
         pair.settle()
         assert (first.cached, again.cached) == (0, CACHED)
@@ -103,8 +140,7 @@ def test_tenants_with_different_salts_share_no_block(pair):
     truth = pair.reference.ask(PROMPT)
     for salt in ("tenant one", "tenant two"):
         assert pair.tested.ask(PROMPT, cache_salt=salt).cached == 0
-        pair.settle()
-        assert pair.tested.reset_prefix_cache(external=False)
+        pair.forget_g1()
         again = pair.tested.ask(PROMPT, cache_salt=salt)
         assert again.cached == CACHED
         assert_equal({salt: again}, {salt: truth})
@@ -112,8 +148,7 @@ def test_tenants_with_different_salts_share_no_block(pair):
 
 def test_nothing_is_found_after_an_external_reset(pair):
     pair.tested.ask(PROMPT)
-    pair.settle()
-    assert pair.tested.reset_prefix_cache(external=False)
+    pair.forget_g1()
     assert pair.tested.ask(PROMPT).cached == CACHED
     pair.forget()
     before = pair.tested.metrics()[EXTERNAL_HITS]
@@ -135,6 +170,48 @@ def test_resets_under_load_change_no_answer(pair):
     assert resets > 3
     pair.settle()
     assert pair.tested.metrics()["kvbm_resets"] >= resets
+
+
+def test_a_reset_while_blocks_arrive_makes_the_request_compute_them(pair):
+    truth = pair.reference.ask(PROMPT)
+    pair.tested.ask(PROMPT)
+    pair.forget_g1()
+    pair.faults.order(hold="onboard")
+    before = pair.tested.metrics()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(pair.tested.ask, PROMPT)
+        pair.tested.wait_until("a held block", lambda metrics: metrics["vllm:kv_cache_usage_perc"] > 0)
+        pair.tested.reset_prefix_cache(external=True)
+        pair.faults.order()
+        assert_equal({0: answer.result()}, {0: truth})
+    pair.settle()
+    moved = Moved(before, pair.tested.metrics())
+    assert (moved[ONBOARDED], moved[ONBOARDS_FAILED]) == (0, CACHED // BLOCK_TOKENS)
+
+
+def test_requests_that_a_reset_throws_out_are_answered_right(pair):
+    """`reset_running_requests` preempts all there is; vLLM says 500 if a copy holds blocks then, and goes on."""
+    truth = pair.truth(conversations(6, turns=1, seed=5))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(repeat, asker(pair.tested), list(truth))
+        codes = set()
+        while not running.done():
+            query = {"reset_running_requests": "true", "reset_external": "true"}
+            codes.add(pair.tested.http.post("/reset_prefix_cache", params=query).status_code)
+            sleep(1.0)
+        assert_equal(running.result(), truth)
+    assert codes <= {200, 500}
+
+
+def test_an_engine_that_slept_has_forgotten_and_answers_right(pair):
+    """On the CPU vLLM keeps its memory when it sleeps, but it stops, clears both caches, and goes on."""
+    truth = pair.reference.ask(PROMPT)
+    pair.tested.ask(PROMPT)
+    assert pair.tested.http.post("/sleep", params={"level": 1}).status_code == 200
+    assert pair.tested.http.post("/wake_up").status_code == 200
+    again = pair.tested.ask(PROMPT)
+    assert again.cached == 0
+    assert_equal({0: again}, {0: truth})
 
 
 def test_a_client_that_leaves_a_running_request_leaves_nothing_behind(pair):
@@ -160,8 +237,7 @@ def test_a_client_that_leaves_while_its_blocks_move_leaves_nothing_behind(pair, 
     """Blocks under a copy are not given to others, however long it takes; then all of them come back."""
     if kind == "onboard":
         pair.tested.ask(PROMPT)
-        pair.settle()
-        assert pair.tested.reset_prefix_cache(external=False)
+        pair.forget_g1()
     pair.faults.order(hold=kind)
     pair.tested.leave(PROMPT, after_s=3)
     pair.tested.wait_until("a held block", lambda metrics: metrics["vllm:kv_cache_usage_perc"] > 0)
@@ -174,3 +250,8 @@ def test_a_client_that_leaves_while_its_blocks_move_leaves_nothing_behind(pair, 
     before = pair.tested.metrics()[OFFLOADED]
     assert_equal({0: pair.tested.ask(PROMPT)}, {0: pair.reference.ask(PROMPT)})
     assert pair.tested.metrics()[OFFLOADED] >= before
+
+
+def logprob(entry):
+    """Of the one token that an entry of `prompt_logprobs` has."""
+    return next(iter(entry.values()))["logprob"]

