@@ -1,8 +1,7 @@
-"""Two hundred requests per variant of the engine, each compared with a server without cache. Hours on a small machine.
+"""Two hundred requests per variant of the engine, each compared with a server without cache. Half an hour and more.
 
-nox -s soak                           all of it
-nox -s vllm -- -m soak -k latent      one variant
-KVBM_WRITE_RESULTS=1 nox -s soak      also writes bench/results/<machine>-vllm-soak.json
+`nox -s soak` runs all of it, `nox -s vllm -- tests/vllm -m soak -k guessed` one variant. With KVBM_WRITE_RESULTS=1 the
+results are written to bench/results/<machine>-vllm-soak.json.
 """
 
 import json
