@@ -223,7 +223,8 @@ class Leader:
         """Order copies of the full blocks that the coming forward pass completes, and of older ones still missing.
 
         `block_ids[i]` is the G1 block of `hashes[i]`, or NO_BLOCK. All are of one KV cache group. Where its layers have
-        a window, the engine gives blocks up while the request runs: what finds no room now is not asked for again.
+        a window, the engine gives blocks up while the request runs: what finds no room now is not asked for again, and
+        the last blocks, in which a hit would look first, have the first choice.
         Returns `considered`: unless the request has more blocks than that, another call would change nothing.
 
             [0, considered)      looked at in an earlier step
@@ -249,8 +250,9 @@ class Leader:
         ]
         if len(absent) > self._store.counts().free:
             self._store.touch(hashes[:end])  # so that no block of a chain is evicted for its own tail
-        ordered = self._order_offloads(fresh, sources, absent)
-        if self._groups[group].looks_back_over_all and ordered < len(absent):
+        can_wait = self._groups[group].looks_back_over_all
+        ordered = self._order_offloads(fresh, sources, absent if can_wait else absent[::-1])
+        if can_wait and ordered < len(absent):
             request.left_out[group] = len(absent) - ordered
             request.considered[group] = considered + absent[ordered]
         else:
