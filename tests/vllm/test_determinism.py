@@ -25,6 +25,7 @@ from vllm_server import BLOCK_TOKENS, EXTERNAL_HITS
 
 from kvbm_cli.make_model import materialise
 
+pytestmark = pytest.mark.timeout(900)  # the first test starts two servers, which takes long on a busy machine
 TALKS = conversations(14, turns=3)
 PROMPT = range(100, 100 + 5 * BLOCK_TOKENS + 60)
 CACHED = 5 * BLOCK_TOKENS

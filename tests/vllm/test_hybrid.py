@@ -8,6 +8,7 @@ from pairs import assert_cache_was_used, pair_of
 from traffic import assert_equal, conversations
 from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS
 
+pytestmark = pytest.mark.timeout(900)
 PROMPT = range(100, 100 + 7 * BLOCK_TOKENS + 20)  # more than three windows
 CACHED = 7 * BLOCK_TOKENS
 

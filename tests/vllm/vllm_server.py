@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -249,8 +250,14 @@ def _environment(directory: str, cores: str) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TORCH_COMPILE_DISABLE": "1",  # or the first request waits half a minute for a C++ compiler
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_CPU_OMP_THREADS_BIND": re.sub(r"\d+", _allowed_core, cores),
     }
+
+
+def _allowed_core(number: re.Match[str]) -> str:
+    """The cores of this process, counted from 0; a container may have others than the machine's first."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return str(allowed[int(number[0]) % len(allowed)])
 
 
 def _margin(logprobs: Iterable[float]) -> float:
