@@ -3,11 +3,12 @@
 Run by path, as `python -I -S group_guard.py PROCESS_GROUP DIRECTORY`, beside the engine and in a session of its own, so
 that no terminal signals it; hence the standard library alone. The kernel kills the engine when its parent dies
 (die_with_parent.py), but not what the engine has started. This process waits for the end of its standard input, a pipe
-whose other end only the parent holds. END on it means that the engine is to end, end of file that the parent is gone:
-either way nothing of the engine is left afterwards. LOOK asks for a look at once, and is answered when that is done.
-The parent clears away itself if this process was killed.
+whose other end only the parent holds. Its first line names the files that are older than the engine. END on it means
+that the engine is to end, end of file that the parent is gone: either way nothing of the engine is left afterwards.
+LOOK asks for a look at once, and is answered when that is done. The parent clears away itself if this process was
+killed.
 
-A file in shared memory belongs to the engine if it is younger than the guard and a process of the engine was seen to
+A file in shared memory belongs to the engine if it is younger than the engine and a process of the engine was seen to
 map it or hold it open. Which process made it cannot be known after a kill -9, so the guard looks while they live. Files
 are known by their inode: the C library maps a semaphore under a name that is gone a moment later. A file that any other
 living process holds is left alone.
@@ -49,18 +50,19 @@ class _Stat(NamedTuple):
 
 @dataclass(slots=True)
 class EngineRemains:
-    """What is known of an engine's processes and files. `directory` is the engine's own temporary one."""
+    """What is known of an engine's processes and files. `directory` is the engine's own temporary one; `foreign` are
+    the inodes of the files in shared memory that were there before the engine."""
 
     process_group: int
     directory: str
+    foreign: set[int]
     _escaped: dict[int, int] = field(default_factory=dict)  # process id to start time, for those outside the group
-    _foreign: set[int] = field(default_factory=lambda: set(_shared_files()))
     _looks: dict[int, int] = field(default_factory=dict)
     _owned: set[int] = field(default_factory=set)
 
     def look(self, *, once_more: bool = False) -> None:
         """Notes new processes and files. A file that was looked at often enough is not the engine's, unless told."""
-        unknown = set(_shared_files()) - self._foreign - self._owned
+        unknown = set(shared_files()) - self.foreign - self._owned
         if not once_more:
             unknown = {inode for inode in unknown if self._looks.get(inode, 0) < LOOKS}
         members = self.members()
@@ -93,7 +95,7 @@ class EngineRemains:
         deadline = time.monotonic() + DEATH_TIMEOUT_S
         while (alive := self._signal(signal.SIGKILL)) and time.monotonic() < deadline:
             time.sleep(DEATH_INTERVAL_S)
-        self._delete_shared_files()
+        self._delete_files()
         if os.path.isdir(self.directory):
             shutil.rmtree(self.directory)
         return not alive
@@ -106,8 +108,8 @@ class EngineRemains:
                 os.kill(pid, number)
         return members
 
-    def _delete_shared_files(self) -> None:
-        names = {inode: name for inode, name in _shared_files().items() if inode in self._owned}
+    def _delete_files(self) -> None:
+        names = {inode: name for inode, name in shared_files().items() if inode in self._owned}
         in_use = _held_files(_processes()) if names else set()
         for inode, name in names.items():
             if inode not in in_use:
@@ -115,7 +117,7 @@ class EngineRemains:
                     os.unlink(os.path.join(SHARED_MEMORY, name))
 
 
-def _shared_files() -> dict[int, str]:
+def shared_files() -> dict[int, str]:
     """Inode to name of this user's files in shared memory."""
     files = {}
     with os.scandir(SHARED_MEMORY) as entries:
@@ -167,7 +169,9 @@ def _next_request() -> bytes | None:
 def main() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    remains = EngineRemains(int(sys.argv[1]), sys.argv[2])
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as requests:  # takes no byte behind the line
+        foreign = set(map(int, requests.readline().split()))
+    remains = EngineRemains(int(sys.argv[1]), sys.argv[2], foreign)
     while (request := _next_request()) not in (END, b""):
         remains.look()
         if request is not None:

@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX
 from kvbm.errors import EngineError, EnvironmentProblem
-from kvbm_cli.group_guard import END, LOOK, EngineRemains
+from kvbm_cli.group_guard import END, LOOK, EngineRemains, shared_files
 from kvbm_cli.listening import is_served_by
 
 WRAPPER = Path(__file__).with_name("die_with_parent.py")
@@ -61,12 +61,12 @@ class EngineProcess:
     """A started engine. As a context manager it is stopped at the end, whatever happened."""
 
     def __init__(
-        self, child: subprocess.Popen[bytes], plan: LaunchPlan, directory: str, log: BinaryIO, log_start: int
+        self, child: subprocess.Popen[bytes], plan: LaunchPlan, remains: EngineRemains, log: BinaryIO, log_start: int
     ) -> None:
-        """Takes `directory`, the engine's own, and borrows `log`."""
+        """Takes what is known of the engine's remains, and borrows `log`."""
         self._child = child
-        self._guard = _start_guard(child.pid, directory, log)
-        self._remains = EngineRemains(child.pid, directory)
+        self._guard = _start_guard(remains, log)
+        self._remains = remains
         self._log_start = log_start  # what lies before it in the file is of an earlier engine
         self._started = time.monotonic()
         self._reported_phase: str | None = None
@@ -80,6 +80,7 @@ class EngineProcess:
         _check_program(plan)
         with _open_log(log_path) as log:
             log_start = log.tell()  # before the engine starts: what it writes moves the position, which is shared
+            foreign = set(shared_files())
             directory = _make_directory(plan)
             try:
                 child = subprocess.Popen(
@@ -93,7 +94,7 @@ class EngineProcess:
             except BaseException:
                 os.rmdir(directory)
                 raise
-            return cls(child, plan, directory, log, log_start)
+            return cls(child, plan, EngineRemains(child.pid, directory, foreign), log, log_start)
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -286,16 +287,19 @@ def _make_directory(plan: LaunchPlan) -> str:
         raise EnvironmentProblem(f"cannot make a temporary directory in `{parent}`: {reason}") from None
 
 
-def _start_guard(process_group: int, directory: str, log: BinaryIO) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", str(GUARD), str(process_group), directory]
-    return subprocess.Popen(
-        command,
+def _start_guard(remains: EngineRemains, log: BinaryIO) -> subprocess.Popen[bytes]:
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(GUARD), str(remains.process_group), remains.directory],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
         cwd="/",
         start_new_session=True,
     )
+    assert guard.stdin is not None
+    guard.stdin.write(" ".join(map(str, remains.foreign)).encode() + b"\n")
+    guard.stdin.flush()
+    return guard
 
 
 def _check_program(plan: LaunchPlan) -> None:

@@ -18,8 +18,8 @@ import pytest
 from test_process import DEADLINE_S, eventually, fake_plan, is_gone
 
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli import group_guard
-from kvbm_cli.group_guard import EngineRemains
+from kvbm_cli import group_guard, process
+from kvbm_cli.group_guard import EngineRemains, shared_files
 from kvbm_cli.process import GUARD, LONGEST_TMPDIR, EngineProcess
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -101,6 +101,22 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
         eventually(lambda: not litter.left())
 
 
+def test_what_is_older_than_the_guard_and_younger_than_the_engine_is_cleared_away_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_guard_late(*arguments: object) -> object:
+        eventually(lambda: "made 4 things" in (tmp_path / "log").read_text())
+        return start_guard(*arguments)
+
+    start_guard = process._start_guard
+    monkeypatch.setattr(process, "_start_guard", start_guard_late)
+    with EngineProcess.start(fake_plan("litters"), log_path=tmp_path / "log") as engine:
+        engine.wait_healthy(DEADLINE_S)
+        litter = Litter.of(engine.pid)
+        engine.stop()
+        assert litter.left() == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_to_everybody_do_not_end_the_guard(tmp_path: Path, number: signal.Signals) -> None:
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
@@ -162,7 +178,7 @@ def segment() -> Iterator[shared_memory.SharedMemory]:
 
 def test_files_of_others_stay_whenever_they_were_made(tmp_path: Path) -> None:
     with segment() as older, sleeping_group() as leader:
-        remains = EngineRemains(leader.pid, str(tmp_path / "none"))
+        remains = EngineRemains(leader.pid, str(tmp_path / "none"), set(shared_files()))
         with segment() as younger:
             remains.look()
             assert remains.clear_away()
@@ -180,7 +196,7 @@ def test_a_file_of_the_engine_that_another_process_maps_stays(tmp_path: Path) ->
         with subprocess.Popen(command, process_group=0, stdout=subprocess.PIPE) as leader:
             assert leader.stdout is not None
             leader.stdout.readline()
-            remains = EngineRemains(leader.pid, str(tmp_path / "none"), _foreign=set())
+            remains = EngineRemains(leader.pid, str(tmp_path / "none"), set())
             remains_of.append(remains)
             assert remains.clear_away()
         assert path.exists()
@@ -194,7 +210,7 @@ def test_file_is_not_looked_for_for_ever(tmp_path: Path, monkeypatch: pytest.Mon
     searches: list[object] = []
     monkeypatch.setattr(group_guard, "_held_files", lambda pids: searches.append(pids) or set())
     with sleeping_group() as leader:
-        remains = EngineRemains(leader.pid, str(tmp_path / "none"))
+        remains = EngineRemains(leader.pid, str(tmp_path / "none"), set(shared_files()))
         with segment():
             for _ in range(3 * group_guard.LOOKS):
                 remains.look()
