@@ -82,11 +82,16 @@ def look(traced: TracedServer, begin: float, at_a_time: int) -> dict[str, Any]:
         }
         for side, steps in (("scheduler", [a for a, _ in pairs]), ("worker", [b for _, b in pairs]))
     }
+    slowest = sorted(pairs, key=lambda pair: -sum(pair[0]["hook_ns"].values()) - sum(pair[1]["hook_ns"].values()))[:5]
     return {
         "requests_at_a_time": at_a_time,
         "steps": len(pairs),
         **{f"{kind}_ms": percentiles(values) for kind, values in sums.items()},
         "median_us_by_hook": hooks,
+        "slowest_steps_us": [
+            {name: taken // 1000 for name, taken in {**a["hook_ns"], **b["hook_ns"]}.items() if taken > 20_000}
+            for a, b in slowest
+        ],
         "orders_bytes": statistics.median(a["orders_bytes"] for a, _ in pairs),
         "orders_pickle_us": statistics.median(a["orders_pickle_ns"] for a, _ in pairs) / 1e3,
     }
