@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvbm.events import Event
 
 CHECKED_SLOTS_PER_STEP = 16
+FRESH_SHARE = 4  # a chain that was made recent is safe until this part of the slots has been evicted
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ class LeaderSettings:
     `block_tokens` tokens per block; `block_bytes` payload of one block over all ranks. At most `max_in_flight_blocks`
     G1 blocks are held by offloads at a time. A transfer without a result is asked after every `overdue_steps` steps;
     while an onboard is older than that, no further hit is promised. `groups` are the engine's KV cache groups, those
-    that look back over everything first; without any, there is one.
+    that look back over everything first; without any, there is one. An engine that `gives_up_blocks` of a failed load,
+    and computes in others, need not wait for the end of an overdue one.
     """
 
     block_tokens: int
@@ -59,6 +61,7 @@ class LeaderSettings:
     offload_generated: bool = True
     overdue_steps: int = 2000
     groups: tuple[Group, ...] = ()
+    gives_up_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,12 @@ class LoadResult:
 @dataclass(slots=True)
 class _Request:
     """What the leader remembers of a live request. `considered`: per group, blocks already looked at for offload;
-    `left_out`: those of them that found no room."""
+    `left_out`: those of them that found no room; `fresh_until`: how many evictions may be counted before its chain is
+    made recent again."""
 
     considered: list[int]
     left_out: list[int]
+    fresh_until: list[int]
     has_blocks: bool = False
     awaited: int = 0
     may_onboard: bool = True
@@ -108,6 +113,7 @@ class _OnboardInFlight:
     tokens: int
     born_step: int
     is_void: bool = False
+    is_given_up: bool = False
 
 
 @dataclass(slots=True)
@@ -248,8 +254,8 @@ class Leader:
             for index in self._store.missing(fresh)
             if fresh[index] not in self._departing and sources[index] != NO_BLOCK
         ]
-        if len(absent) > self._store.counts().free:
-            self._store.touch(hashes[:end])  # so that no block of a chain is evicted for its own tail
+        if self._evictions_after(len(absent)) > request.fresh_until[group]:
+            self._make_recent(request, group, hashes[:end])  # so that no block is evicted for its own tail
         can_wait = self._groups[group].looks_back_over_all
         ordered = self._order_offloads(fresh, sources, absent if can_wait else absent[::-1])
         if can_wait and ordered < len(absent):
@@ -282,14 +288,27 @@ class Leader:
             self._disable()
         for offload in reversed(self._reported_offloads()):  # tails first, so that heads end up more recent
             self._settle_offload(offload)
-        for onboard in list(self._onboards.values()):
+        for onboard in self._reported_onboards():
             self._settle_onboard(onboard)
+        if self._settings.gives_up_blocks:
+            self._give_up_overdue()
         results, self._unreported = self._unreported, []
         return results
 
     def has_pending(self) -> bool:
-        """True while something is ordered, in flight or unreported: the engine must keep stepping."""
-        return bool(self._offloads or self._onboards or self._unreported)
+        """True while something is ordered, in flight or unreported: the engine must keep stepping.
+
+        What has been overdue twice is not waited for: an engine that wants to rest must not be kept awake for ever.
+        """
+        if self._unreported:
+            return True
+        youngest = [next(reversed(self._offloads.values())).born_step] if self._offloads else []
+        youngest += [next(reversed(self._onboards.values())).born_step] if self._onboards else []
+        return any(self._step - born_step <= 2 * self._settings.overdue_steps for born_step in youngest)
+
+    def has_unreported(self) -> bool:
+        """Whether `settle` would return something now."""
+        return bool(self._unreported)
 
     # -- a request ends ------------------------------------------------------------------------------------------------
 
@@ -354,7 +373,8 @@ class Leader:
     def _live(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
         if request is None:
-            request = self._requests[request_id] = _Request([0] * len(self._groups), [0] * len(self._groups))
+            count = len(self._groups)
+            request = self._requests[request_id] = _Request([0] * count, [0] * count, [0] * count)
         return request
 
     def _may_match(self, request_id: str, hashes: Sequence[bytes], start: int) -> bool | None:
@@ -372,10 +392,19 @@ class Leader:
             self.counters.onboard_shared_requests += 1
         return True
 
+    def _evictions_after(self, count: int) -> int:
+        """How many blocks will have been evicted when `count` more are in."""
+        return self.counters.evicted_blocks + max(0, count - self._store.counts().free)
+
+    def _make_recent(self, request: _Request, group: int, hashes: Sequence[bytes]) -> None:
+        """The chain will not be what is evicted next, for some time. Doing it at every block would cost its length."""
+        self._store.touch(hashes)
+        request.fresh_until[group] = self.counters.evicted_blocks + self._region.slot_count // FRESH_SHARE
+
     def _can_onboard(self) -> bool:
-        stuck_before = self._step - self._settings.overdue_steps
         oldest = next(iter(self._onboards.values()), None)
-        return bool(self._lanes) and not self.counters.disabled and (oldest is None or oldest.born_step > stuck_before)
+        is_stuck = oldest is not None and self._step - oldest.born_step >= self._settings.overdue_steps
+        return bool(self._lanes) and not self.counters.disabled and not is_stuck
 
     def _is_overdue(self, born_step: int) -> bool:
         age = self._step - born_step
@@ -410,6 +439,23 @@ class Leader:
             return flights
         reported = self._region.are_reported([f.order.slots[0] for f in flights], list(self._offloads))
         return [flight for flight, is_reported in zip(flights, reported, strict=True) if is_reported]
+
+    def _reported_onboards(self) -> list[_OnboardInFlight]:
+        flights = list(self._onboards.values())
+        if not flights:
+            return flights
+        reported = self._region.are_lanes_reported([f.order.lane for f in flights], list(self._onboards))
+        return [flight for flight, is_reported in zip(flights, reported, strict=True) if is_reported]
+
+    def _give_up_overdue(self) -> None:
+        """Tell the engine that an overdue load has failed; its blocks stay held until its copier has stopped."""
+        for flight in self._onboards.values():
+            if self._step - flight.born_step < self._settings.overdue_steps:
+                return
+            if not flight.is_given_up:
+                flight.is_given_up = True
+                self._forget_arriving(flight)
+                self._fail_load(flight.request, flight.request_id, flight.order.block_ids)
 
     def _settle_offload(self, flight: _OffloadInFlight) -> None:
         results = self._region.slot_results(flight.order.slots, flight.order.generation)
@@ -446,17 +492,20 @@ class Leader:
         order = flight.order
         del self._onboards[order.generation]
         self._lanes.append(order.lane)
-        for block_hash in flight.source.hashes:
-            if self._arriving.get(block_hash) == order.generation:
-                del self._arriving[block_hash]
+        self._forget_arriving(flight)
         self._release(order.block_ids[::-1])
-        if is_ready:
+        if not is_ready and not flight.is_void:
+            self._store.forget(flight.source.hashes)
+        if is_ready and not flight.is_given_up:
             self._succeed_load(flight)
-        else:
-            if not flight.is_void:
-                self._store.forget(flight.source.hashes)
+        elif not flight.is_given_up:
             self._fail_load(flight.request, flight.request_id, order.block_ids)
         flight.source.release()
+
+    def _forget_arriving(self, flight: _OnboardInFlight) -> None:
+        for block_hash in flight.source.hashes:
+            if self._arriving.get(block_hash) == flight.order.generation:
+                del self._arriving[block_hash]
 
     def _succeed_load(self, flight: _OnboardInFlight) -> None:
         count = len(flight.order.block_ids)

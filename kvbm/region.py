@@ -176,12 +176,21 @@ class Region:
         _order_memory()
         return _combine(found, generation, self._is_lost)
 
+    def are_lanes_reported(self, lanes: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """For many transfers at once: whether `lane_result` may know the end of each."""
+        return self._are_reported(self._lane_words, _indexes(lanes, LANES), generations)
+
     def are_reported(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """For many transfers at once, each named by one of its slots: whether `slot_results` may know its end."""
-        indexes, wanted = _indexes(slots, self.slot_count), np.array(generations, np.uint64)
+        return self._are_reported(self._slot_words, _indexes(slots, self.slot_count), generations)
+
+    def _are_reported(
+        self, words_of_ranks: Sequence[NDArray[np.uint64]], indexes: NDArray[np.int64], generations: Sequence[int]
+    ) -> list[bool]:
+        wanted = np.array(generations, np.uint64)
         found = [
-            np.ones(len(slots), bool) if lost else words[indexes] >> np.uint64(STATE_BITS) == wanted
-            for words, lost in zip(self._slot_words, self._is_lost, strict=True)
+            np.ones(len(indexes), bool) if lost else words[indexes] >> np.uint64(STATE_BITS) == wanted
+            for words, lost in zip(words_of_ranks, self._is_lost, strict=True)
         ]
         reported: list[bool] = np.logical_and.reduce(found).tolist()
         return reported

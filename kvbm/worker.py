@@ -15,6 +15,8 @@ source slots before the copy and again after it, so that a slot which changed ha
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 
     from kvbm.layout import BlockLayout
     from kvbm.transfer.pool import Finished
+
+WARNING_INTERVAL_S = 60.0
+
+log = logging.getLogger(__name__)
 
 _Order = TypeVar("_Order", Onboard, Offload)
 
@@ -85,6 +91,8 @@ class Worker:
         self._offload_pool = offload_pool
         self._onboards: dict[int, Onboard] = {}
         self._offloads: dict[int, Offload] = {}
+        self._has_denied = False
+        self._warned_s = float("-inf")
 
     @classmethod
     def create(
@@ -134,14 +142,15 @@ class Worker:
                 self._offloads[self._offload_pool.submit("offload", partial(self._run_offload, order, fence))] = order
 
     def poll(self) -> bool:
-        """Write the control words of all copies that have ended since the last call, and tell whether any had."""
+        """Write the control words of all copies that have ended since the last call; tell whether one is new."""
         onboards = self._onboard_pool.poll() if self._onboards else []
         offloads = self._offload_pool.poll() if self._offloads else []
         for finished in onboards:
             self._prove_onboard(finished)
         for finished in offloads:
             self._prove_offload(finished)
-        return bool(onboards or offloads)
+        has_denied, self._has_denied = self._has_denied, False
+        return has_denied or bool(onboards or offloads)
 
     def is_busy(self) -> bool:
         """True while a copy is queued, running, or ended without its word written."""
@@ -174,27 +183,34 @@ class Worker:
     def _prove_onboard(self, finished: Finished) -> None:
         order = self._onboards.pop(finished.ticket, None)
         if order is not None:
-            self._segment.write_lane(order.lane, order.generation, _state(finished))
+            self._segment.write_lane(order.lane, order.generation, self._state(finished))
 
     def _prove_offload(self, finished: Finished) -> None:
         order = self._offloads.pop(finished.ticket, None)
         if order is not None:
-            self._segment.write_slots(order.slots, order.generation, _state(finished))
+            self._segment.write_slots(order.slots, order.generation, self._state(finished))
 
     def _deny_onboard(self, order: Onboard) -> None:
         """Report an overdue onboard that nobody runs here as failed, unless this rank has proven its part."""
         is_proven = self._segment.lane_carries(order.lane, order.generation)
         if not is_proven and not _is_running(self._onboards, order.generation, self._onboard_pool):
             self._segment.write_lane(order.lane, order.generation, SlotState.FAILED)
+            self._has_denied = True
 
     def _deny_offload(self, order: Offload) -> None:
         is_proven = self._segment.slots_carry(order.slots, [order.generation] * len(order.slots))
         if not is_proven and not _is_running(self._offloads, order.generation, self._offload_pool):
             self._segment.write_slots(order.slots, order.generation, SlotState.FAILED)
+            self._has_denied = True
 
-
-def _state(finished: Finished) -> SlotState:
-    return SlotState.READY if finished.error is None else SlotState.FAILED
+    def _state(self, finished: Finished) -> SlotState:
+        """What the word says. The log has the reason of a failure, though not of each: they come in crowds."""
+        if finished.error is None:
+            return SlotState.READY
+        if time.monotonic() - self._warned_s > WARNING_INTERVAL_S:
+            self._warned_s = time.monotonic()
+            log.warning("rank %d: a copy failed, more may have: %r", self._segment.info.rank, finished.error)
+        return SlotState.FAILED
 
 
 def _is_running(orders: dict[int, _Order], generation: int, pool: Pool) -> bool:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
     from kvbm.vllm_integration.messages import Handshake
 
+# From 0.30 on a load fails by its request, whose blocks vLLM gives up; before, by its blocks, which it fills itself.
+_KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+
 log = logging.getLogger(__name__)
 
 
@@ -70,12 +73,15 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._scheduler = SchedulerSide(
                 config,
                 groups,
+                rank_count=_rank_count(vllm_config),
                 hash_bytes=_hash_bytes(vllm_config),
                 continues_prompts=continues_prompts(vllm_config),
+                gives_up_blocks=_KNOWS_FAILED_REQUESTS,
             )
         else:
-            rank, rank_count = _rank(vllm_config)
-            self._worker = self.worker_side_class()(config, kv_cache_config, groups, rank=rank, rank_count=rank_count)
+            self._worker = self.worker_side_class()(
+                config, kv_cache_config, groups, rank=_rank(vllm_config), rank_count=_rank_count(vllm_config)
+            )
 
     @classmethod
     def worker_side_class(cls) -> type[WorkerSide]:
@@ -124,7 +130,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if self._worker is None or hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        if self._worker is None or _KNOWS_FAILED_REQUESTS:
             return set()
         return self._worker.failed_blocks()
 
@@ -229,14 +235,18 @@ def _hash_bytes(vllm_config: VllmConfig) -> int:
     return len(get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)(b""))
 
 
-def _rank(vllm_config: VllmConfig) -> tuple[int, int]:
-    """(rank, number of ranks) of this worker in one engine: tensor and pipeline parallel, not data parallel."""
+def _rank(vllm_config: VllmConfig) -> int:
+    """Of this worker in its engine: tensor and pipeline parallel, not data parallel."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+    stage: int = get_pp_group().rank_in_group
+    part: int = get_tp_group().rank_in_group
+    return stage * int(vllm_config.parallel_config.tensor_parallel_size) + part
+
+
+def _rank_count(vllm_config: VllmConfig) -> int:
     parallel = vllm_config.parallel_config
-    tensor_parallel: int = parallel.tensor_parallel_size
-    rank = get_pp_group().rank_in_group * tensor_parallel + get_tp_group().rank_in_group
-    return rank, tensor_parallel * parallel.pipeline_parallel_size
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 def _register() -> None:

@@ -28,10 +28,12 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is 
 
 @dataclass(frozen=True)
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's orders for every rank. `failed_loads` ended badly before; vLLM takes that only from a worker."""
+    """One step's orders for every rank. `failed_loads` ended badly before; vLLM takes that only from a worker. With
+    `wants_answer` the leader has results that it can tell only when this step's output arrives."""
 
     plan: StepPlan
     failed_loads: tuple[LoadResult, ...] = ()
+    wants_answer: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from kvbm.leader import NO_BLOCK, Leader, LeaderSettings, LoadResult
 from kvbm.region import Region
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
-from kvbm.vllm_integration.messages import StepOrders
+from kvbm.vllm_integration.messages import Handshake, StepOrders
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
 from kvbm.vllm_integration.worker_side import NOTHING
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from kvbm.config.schema import ConnectorConfig
     from kvbm.vllm_integration.cache_groups import CacheGroup
-    from kvbm.vllm_integration.messages import Handshake
 
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 UNLIMITED = 1 << 62
@@ -53,14 +52,24 @@ class _Tracked:
 
 class SchedulerSide:
     """Hooks of one engine's scheduler. `hash_bytes`: length of vLLM's block hashes; `continues_prompts`: whether the
-    engine can compute the rest of a prompt, or only its last token, on top of a hit."""
+    engine can compute the rest of a prompt, or only its last token, on top of a hit; `gives_up_blocks`: whether it
+    computes what could not be loaded in other blocks."""
 
     def __init__(
-        self, config: ConnectorConfig, groups: Sequence[CacheGroup], *, hash_bytes: int, continues_prompts: bool
+        self,
+        config: ConnectorConfig,
+        groups: Sequence[CacheGroup],
+        *,
+        rank_count: int,
+        hash_bytes: int,
+        continues_prompts: bool,
+        gives_up_blocks: bool,
     ) -> None:
         self._config = config
         self._groups = groups
+        self._rank_count = rank_count
         self._continues_prompts = continues_prompts
+        self._gives_up_blocks = gives_up_blocks
         self._is_plain = len(groups) == 1 and groups[0].group.looks_back_over_all
         self._hash_bytes = hash_bytes if self._is_plain else hash_bytes + 1
         self._hash_tokens = 0  # what one of vLLM's block hashes covers; its pool knows
@@ -69,6 +78,7 @@ class SchedulerSide:
         self._region: Region | None = None
         self._requests: dict[str, _Tracked] = {}
         self._failed_loads: list[LoadResult] = []
+        self._loading: set[str] = set()  # of the step that is being scheduled
         self._stats = StatsSource()
         self.leader: Leader | None = None
 
@@ -84,7 +94,13 @@ class SchedulerSide:
 
         vLLM may repeat them, after a sleep. The leader stays the one whose generations the segments carry.
         """
-        told, self._handshakes = self._handshakes, list(handshakes)
+        ours = [handshake for handshake in handshakes if isinstance(handshake, Handshake)]
+        if not ours:
+            log.warning("kvbm stays out of this engine: its ranks were not asked where their memory lies")
+            return
+        if len(ours) != self._rank_count:
+            raise EnvironmentProblem(f"{len(ours)} of {self._rank_count} ranks have told where their memory lies")
+        told, self._handshakes = self._handshakes, ours
         if self.leader is not None:
             if told != self._handshakes:
                 raise EnvironmentProblem("ranks came back with other segments", hint="start the engine again")
@@ -111,6 +127,7 @@ class SchedulerSide:
             batch_blocks=self._config.transfer.batch_blocks,
             offload_generated=self._config.offload.generated,
             groups=tuple(group.group for group in self._groups),
+            gives_up_blocks=self._gives_up_blocks,
         )
         self.leader = Leader(
             self._region, settings, hold=self._hold, release=self._release, hash_bytes=self._hash_bytes
@@ -168,6 +185,7 @@ class SchedulerSide:
                     hashes.append(chain[index])
                     block_ids.append(table[index])
         self.leader.onboard(request.request_id, hashes, 0, block_ids, tokens=external_tokens)
+        self._loading.add(request.request_id)
 
     def end_request(self, request: Request) -> None:
         tracked = self._requests.pop(request.request_id, None)
@@ -179,22 +197,30 @@ class SchedulerSide:
     def build_orders(self, output: SchedulerOutput) -> StepOrders:
         if self.leader is None:
             return NOTHING
-        for request_id in output.preempted_req_ids or ():
+        for request_id in (output.preempted_req_ids or set()) - self._loading:  # a load is younger than a preemption
             self._forget_progress(request_id)
+        self._loading.clear()
+        scheduled, requests = output.num_scheduled_tokens, self._requests
         for new in output.scheduled_new_reqs:
-            self._replace_blocks(new.req_id, new.block_ids)
-            self._offload(new.req_id, new.num_computed_tokens, output)
+            if (tracked := requests.get(new.req_id)) is not None:
+                tracked.block_ids = self._tables(new.block_ids)
+                self._offload(tracked, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for request_id, block_ids, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
+            tracked = requests.get(request_id)
+            if tracked is None:
+                continue
             if request_id in cached.resumed_req_ids:
-                self._replace_blocks(request_id, block_ids)
+                tracked.block_ids = self._tables(block_ids)
             elif block_ids is not None:
-                self._append_blocks(request_id, block_ids)
-            self._offload(request_id, computed, output)
+                for table, more in zip(tracked.block_ids, self._tables(block_ids), strict=True):
+                    table += more
+            if computed + scheduled[request_id] >= tracked.due_tokens:
+                self._offload(tracked, computed, output)
         failed, self._failed_loads = tuple(self._failed_loads), []
-        return StepOrders(self.leader.step(), failed)
+        return StepOrders(self.leader.step(), failed, self.leader.has_unreported())
 
     def settle(self, output: KVConnectorOutput) -> None:
         """Loads that have ended well go on at the next step. Failures must come from the workers, one step later."""
@@ -203,7 +229,11 @@ class SchedulerSide:
         results = self.leader.settle()
         if not results:
             return
-        ended = {result.request_id for result in results if not (result.is_live and result.failed_block_ids)}
+        ended = {
+            result.request_id
+            for result in results
+            if not result.failed_block_ids or result.request_id not in self._requests
+        }
         output.finished_recving = (output.finished_recving or set()) | ended
         self._failed_loads += [result for result in results if result.request_id not in ended]
 
@@ -253,31 +283,20 @@ class SchedulerSide:
             self.leader.finish(request_id, *self._chains(tracked))
             tracked.block_ids, tracked.due_tokens = [], 0
 
-    def _replace_blocks(self, request_id: str, block_ids: Sequence[list[int]] | None) -> None:
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            tracked.block_ids = [self._present(block_ids[group.index]) for group in self._groups] if block_ids else []
-
-    def _append_blocks(self, request_id: str, block_ids: Sequence[list[int]]) -> None:
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            for table, group in zip(tracked.block_ids, self._groups, strict=True):
-                table += self._present(block_ids[group.index])
-
-    def _present(self, block_ids: list[int]) -> list[int]:
+    def _tables(self, block_ids: Sequence[list[int]] | None) -> list[list[int]]:
+        """vLLM's block ids per group as ours, in our order of groups."""
         null = self._null_block_id
-        return [NO_BLOCK if block_id == null else block_id for block_id in block_ids]
+        return [
+            [NO_BLOCK if block_id == null else block_id for block_id in (block_ids[group.index] if block_ids else ())]
+            for group in self._groups
+        ]
 
-    def _offload(self, request_id: str, computed_tokens: int, output: SchedulerOutput) -> None:
+    def _offload(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> None:
         """What the coming forward pass completes. Tokens that are only guessed do not count."""
-        tracked = self._requests.get(request_id)
-        if tracked is None:
-            return
+        request_id = tracked.request.request_id
         guessed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         tokens = computed_tokens + output.num_scheduled_tokens[request_id] - guessed
         tokens = min(tokens, tracked.max_offload_tokens)
-        if tokens < tracked.due_tokens:
-            return
         prompt_tokens = tracked.request.num_prompt_tokens
         tracked.due_tokens = UNLIMITED
         assert self.leader is not None

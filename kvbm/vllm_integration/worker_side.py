@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvbm.errors import EnvironmentProblem
 from kvbm.layout import BlockLayout, storages_of
 from kvbm.plan import StepPlan
 from kvbm.vllm_integration.cache_groups import CacheGroup, boot_id
@@ -55,6 +56,8 @@ class WorkerSide:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the host memory. EnvironmentProblem, which stops the engine's start, says which rank and why."""
         tensors = [kv_caches[name] for name in self._layer_names if name in kv_caches]
+        if not tensors:
+            raise EnvironmentProblem(f"rank {self._rank} keeps no KV cache", hint="start vLLM without the connector")
         layout = BlockLayout.from_tensors(
             tensors, block_count=self._block_count, block_dim=_block_dim(tensors[0], self._block_count), shared=True
         )
@@ -105,7 +108,7 @@ class WorkerSide:
         return {block_id for load in self._orders.failed_loads for block_id in load.failed_block_ids}
 
     def take_message(self) -> WordsWritten | None:
-        return WordsWritten() if self._has_written else None
+        return WordsWritten() if self._has_written or self._orders.wants_answer else None
 
     def clear(self) -> None:
         self._orders = NOTHING

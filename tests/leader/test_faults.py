@@ -227,7 +227,7 @@ def test_what_waits_behind_hanging_copies_is_given_up_when_it_is_overdue(rig):
         rig.order()
     assert [(result.request_id, bool(result.failed_block_ids)) for result in results] == [("behind", True)]
     rank.copier.heal()
-    while rig.leader.has_pending():
+    while len(results) < 2:
         results += rig.settle()
     assert [(result.request_id, bool(result.failed_block_ids)) for result in results][1:] == [("hung", False)]
 
@@ -300,3 +300,48 @@ def test_worker_writes_no_word_before_its_copy_has_ended(rig):
     rank.run("offload")
     rank.worker.poll()
     assert rig.region.slot_results([2], 4) == [SlotState.READY]
+
+
+def test_an_engine_that_gives_up_blocks_hears_of_an_overdue_load_once_and_the_copy_keeps_its_blocks():
+    rig = Rig(overdue_steps=3, gives_up_blocks=True)
+    try:
+        hashes = rig.fill("a", 2)
+        blocks = rig.load("hung", hashes)
+        results = []
+        for _ in range(8):
+            rig.order()
+            results += rig.settle()
+        assert [(result.request_id, list(result.failed_block_ids)) for result in results] == [("hung", blocks)]
+        rig.g1.release(blocks)  # what the engine does with them then
+        assert all(rig.g1.references[block] == 1 for block in blocks)
+        assert not rig.leader.has_pending(), "the engine may rest although a copy hangs"
+        rig.ranks[0].run_all()
+        assert rig.settle() == []
+        assert rig.departed == []
+        assert all(rig.g1.references[block] == 0 for block in blocks)
+        assert rig.leader.match("next", hashes, 0) == 2
+    finally:
+        rig.close()
+
+
+def test_a_denied_transfer_is_told_by_the_worker_although_no_copy_has_ended():
+    rig = Rig(overdue_steps=2)
+    try:
+        rig.compute("out", chain("b", 2))
+        rig.order()
+        worker = rig.ranks[0].worker
+        assert worker.poll() is False
+        rig.ranks[0].offload_pool.lose_next("offload")
+        rig.order()
+        rig.order()
+        assert worker.poll() is True
+        assert worker.poll() is False
+    finally:
+        rig.close()
+
+
+def test_the_reason_of_a_failed_copy_is_in_the_log(rig, caplog):
+    rig.ranks[0].copier.next("fail")
+    rig.compute("out", chain("b", 2))
+    rig.step()
+    assert "a copy failed" in caplog.text

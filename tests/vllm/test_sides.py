@@ -37,11 +37,19 @@ CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=40)
+TELLS_SOURCES = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")
 KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
-def engine(**parallel):
-    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
+def engine(*, disable_cascade_attn=True, **parallel):
+    model = SimpleNamespace(disable_cascade_attn=disable_cascade_attn)
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model)
+
+
+def scheduler_side(groups, rank_count=1):
+    return SchedulerSide(
+        CONFIG, groups, rank_count=rank_count, hash_bytes=32, continues_prompts=True, gives_up_blocks=True
+    )
 
 
 def cache(*specs, **facts):
@@ -96,6 +104,21 @@ def test_mamba_is_declined_by_name():
     assert "MambaSpec" in decline_reason(engine(), cache(FULL, mamba))
 
 
+def test_a_model_without_a_kv_cache_is_left_alone():
+    assert "no KV cache" in decline_reason(engine(), cache())
+
+
+def test_a_group_with_a_pool_of_its_own_is_declined():
+    description = cache(FULL)
+    description.kv_cache_groups[0].host_resident = True
+    assert "pool of its own" in decline_reason(engine(), description)
+
+
+@pytest.mark.skipif(TELLS_SOURCES, reason="0.32 does not ask how many requests share a block")
+def test_cascade_attention_is_declined_where_held_blocks_would_count_as_shared():
+    assert "cascade" in decline_reason(engine(disable_cascade_attn=False), cache(FULL))
+
+
 def test_a_group_that_is_no_part_of_transfers_is_left_out():
     description = cache(FULL, MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,)))
     description.kv_cache_groups[1].enable_kv_transfer = False
@@ -118,9 +141,14 @@ def boot_id():
 
 @pytest.mark.parametrize("name", ["config_digest", "boot_id"])
 def test_ranks_with_another_configuration_or_machine_are_refused_at_the_start(name):
-    side = SchedulerSide(CONFIG, cache_groups(cache(FULL)), hash_bytes=32, continues_prompts=True)
+    side = scheduler_side(cache_groups(cache(FULL)), rank_count=2)
     with pytest.raises(EnvironmentProblem, match=name):
         side.accept_handshakes([handshake(), handshake(**{name: "other"})])
+
+
+def test_a_rank_that_has_not_told_where_its_memory_lies_is_missed():
+    with pytest.raises(EnvironmentProblem, match="1 of 2 ranks"):
+        scheduler_side(cache_groups(cache(FULL)), rank_count=2).accept_handshakes([handshake()])
 
 
 def test_ranks_that_are_told_again_find_the_same_leader_and_other_ranks_are_refused():
@@ -128,7 +156,7 @@ def test_ranks_that_are_told_again_find_the_same_leader_and_other_ranks_are_refu
     groups = cache_groups(description)
     worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
     worker.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
-    side = SchedulerSide(CONFIG, groups, hash_bytes=32, continues_prompts=True)
+    side = scheduler_side(groups)
     side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
     try:
         side.accept_handshakes([worker.handshake()])
@@ -144,7 +172,7 @@ def test_ranks_that_are_told_again_find_the_same_leader_and_other_ranks_are_refu
 
 
 def test_without_ranks_every_hook_does_nothing():
-    side = SchedulerSide(CONFIG, cache_groups(cache(FULL)), hash_bytes=32, continues_prompts=True)
+    side = scheduler_side(cache_groups(cache(FULL)))
     side.accept_handshakes([])
     request = SimpleNamespace(request_id="r", kv_transfer_params=None, num_tokens=64, block_hashes=[])
     side.add_request(request)
@@ -180,6 +208,36 @@ def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it():
     assert side.failed_blocks() == {1, 2}
     side.clear()
     assert side.failed_requests() == set()
+
+
+# -- a load that fails -------------------------------------------------------------------------------------------------
+
+
+class Verdicts:
+    """A leader of which only the verdicts matter."""
+
+    def __init__(self, *results):
+        self.results = list(results)
+
+    def settle(self):
+        results, self.results = self.results, []
+        return results
+
+    def has_pending(self):
+        return bool(self.results)
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_failed_load_is_never_told_as_a_good_one_while_vllm_has_the_request(is_live):
+    """`is_live` is False too for a request that was preempted and came back in one step: vLLM still waits for it."""
+    side = scheduler_side(cache_groups(cache(FULL)))
+    side.add_request(SimpleNamespace(request_id="r", kv_transfer_params=None))
+    side.leader = Verdicts(LoadResult("r", (1,), (1,), is_live), LoadResult("gone", (2,), (2,), False))
+    output = SimpleNamespace(finished_recving=None)
+    side.settle(output)
+    assert output.finished_recving == {"gone"}
+    assert [load.request_id for load in side._failed_loads] == ["r"]
+    assert side.has_pending()
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
