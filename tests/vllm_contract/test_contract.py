@@ -187,3 +187,10 @@ def test_each_public_method_of_ours_is_a_hook_of_some_version() -> None:
     (owner,) = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "DynamoConnector"]
     public = {node.name for node in owner.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
     assert public - ALL_HOOKS == {"worker_side_class"}
+
+
+def test_every_version_that_we_say_was_run_has_a_result() -> None:
+    results = INTEGRATION.parents[1] / "bench" / "results"
+    rows = {name for path in results.glob("*-vllm-versions.json") for name in json.loads(path.read_text())["rows"]}
+    (_, oldest), (_, newest) = versions.RUN
+    assert {f"0.{minor}.0" for minor in range(oldest, newest + 1)} <= rows
