@@ -52,7 +52,7 @@ def complete(server: Server, prompt: Sequence[int], *, token_count: int = 8) -> 
     connection.connect()
     connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        sent_at, started = time.time(), time.perf_counter()
+        sent_at, started = time.monotonic(), time.perf_counter()
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         line = next_event(response)

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,13 @@ class Way:
     """The steps of the engine from a request's arrival to the one that computes the last of its prompt.
 
     `counted` compute something, for whomever, or carry orders of ours; `polling` do neither. `waited_s` is the time
-    from the arrival until the computing step was put together.
+    from the arrival until the computing step was put together, `computing_s` how long that one took.
     """
 
     counted: int
     polling: int
     waited_s: float
+    computing_s: float
 
 
 def way(arrival: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Way:
@@ -61,7 +63,31 @@ def way(arrival: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Way:
     else:
         raise ValueError(f"{arrival['id']} was never computed")
     counted = sum(1 for step in until_first_token if step["tokens"] or has_orders(step))
-    return Way(counted, len(until_first_token) - counted, until_first_token[-1]["built"] - arrival["at"])
+    last = until_first_token[-1]
+    return Way(
+        counted=counted,
+        polling=len(until_first_token) - counted,
+        waited_s=last["built"] - arrival["at"],
+        computing_s=last["ended"] - last["built"],
+    )
+
+
+def quiet_steps(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that compute something while nothing moves: no orders, and nothing in flight before or after."""
+    return [
+        step
+        for before, step in pairwise(steps)
+        if step["tokens"] and not has_orders(step) and not step["is_pending"] and not before["is_pending"]
+    ]
+
+
+def ending_steps(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those in which the last transfer in flight ends."""
+    return [
+        step
+        for before, step in pairwise(steps)
+        if before["is_pending"] and not step["is_pending"] and not has_orders(step)
+    ]
 
 
 def has_orders(step: dict[str, Any]) -> bool:

@@ -49,14 +49,13 @@ class Trace:
         self._file = path.open("w", buffering=1)
         self.depth = 0
         self.hook_ns: dict[str, int] = {}
-        self.cpu_ns = 0
 
     def write(self, event: str, **fields: Any) -> None:
         self._file.write(json.dumps({"event": event, **fields}) + "\n")
 
     def end_step(self, **fields: Any) -> None:
-        self.write("step", ended=time.monotonic(), hook_ns=self.hook_ns, hook_cpu_ns=self.cpu_ns, **fields)
-        self.hook_ns, self.cpu_ns = {}, 0
+        self.write("step", ended=time.monotonic(), hook_ns=self.hook_ns, **fields)
+        self.hook_ns = {}
 
 
 class TimedConnector(DynamoConnector):
@@ -72,7 +71,7 @@ def timed(name: str) -> Callable[..., Any]:
     def call(self: TimedConnector, *args: Any, **kwargs: Any) -> Any:
         trace = self.trace
         trace.depth += 1
-        cpu, started = time.thread_time_ns(), time.perf_counter_ns()
+        started = time.perf_counter_ns()
         try:
             return hook(self, *args, **kwargs)
         finally:
@@ -80,7 +79,6 @@ def timed(name: str) -> Callable[..., Any]:
             trace.depth -= 1
             if trace.depth == 0:
                 trace.hook_ns[name] = trace.hook_ns.get(name, 0) + taken
-                trace.cpu_ns += time.thread_time_ns() - cpu
 
     return call
 

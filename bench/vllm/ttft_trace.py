@@ -52,6 +52,7 @@ class Case:
 
     ways: dict[str, list[Way]] = field(default_factory=lambda: {"host": [], "g1": []})
     ttft_s: dict[str, list[float]] = field(default_factory=lambda: {"host": [], "g1": []})
+    unseen_s: dict[str, list[float]] = field(default_factory=lambda: {"host": [], "g1": []})
 
     def steps_more(self) -> int:
         return max(w.counted for w in self.ways["host"]) - max(w.counted for w in self.ways["g1"])
@@ -62,7 +63,9 @@ class Case:
             found[place] = {
                 "counted_steps": sorted(w.counted for w in ways),
                 "polling_steps": sorted(w.polling for w in ways),
+                "client_to_arrival_ms": spread(self.unseen_s[place]),
                 "arrival_to_computing_step_ms": spread([w.waited_s for w in ways]),
+                "computing_step_ms": spread([w.computing_s for w in ways]),
                 "ttft_ms": spread(self.ttft_s[place]),
             }
         return found
@@ -122,16 +125,14 @@ class Experiment:
         requests = self._traced.events("scheduler", "request")
         arrival = [request for request in requests if request["prompt_tokens"] == prompt_tokens][-1]
         steps = self._traced.events("scheduler", "step")
-        onboarded = sum(
-            sum(step["onboard_blocks"])
-            for step in steps
-            if arrival["at"] < step["built"] <= arrival["at"] + answer.total_s
-        )
+        end = answer.sent_at + answer.total_s
+        onboarded = sum(sum(step["onboard_blocks"]) for step in steps if arrival["at"] < step["built"] <= end)
         expected = prompt_tokens // BLOCK_TOKENS if place == "host" else 0
         if onboarded != expected:
             raise RuntimeError(f"{place} hit of {prompt_tokens} tokens: {onboarded} blocks were onboarded")
         case.ways[place].append(way(arrival, steps))
         case.ttft_s[place].append(answer.ttft_s)
+        case.unseen_s[place].append(arrival["at"] - answer.sent_at)
 
 
 def copies(traced: TracedServer, case_count: int) -> dict[str, Any]:
