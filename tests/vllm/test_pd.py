@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,12 +25,13 @@ import psutil
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from vllm_server import BLOCK_TOKENS, Answer, VllmServer
+from vllm_server import BLOCK_TOKENS, Answer, VllmServer, host_blocks
 
 from kvbm.errors import ProfileError
 from kvbm_cli.make_model import materialise
 
 PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
+MODULE = "kvbm.vllm_integration.connector"
 PROMPT_TOKENS = 600
 WHOLE_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 G1_BLOCKS = 20
@@ -391,3 +393,66 @@ def test_the_death_of_one_engine_ends_the_whole_and_is_reported(disaggregated: D
     while alive := [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.1)
+
+
+# -- engines that are asked by hand, as another orchestrator does ------------------------------------------------------
+
+
+def pd_server(nixl_role: str) -> VllmServer:
+    """Not healthy yet. DynamoConnector is configured by variables, as under an engine's own command line."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        side_channel = str(probe.getsockname()[1])
+    ours = {"kv_connector": "DynamoConnector", "kv_connector_module_path": MODULE, "kv_role": "kv_both"}
+    both = [ours, {"kv_connector": "NixlConnector", "kv_role": nixl_role}]
+    return VllmServer(
+        materialise("vllm-25m"),
+        blocks=G1_BLOCKS,
+        max_model_len=2048,
+        connector={
+            "kv_connector": "PdConnector",
+            "kv_connector_module_path": MODULE,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": both},
+        },
+        environment={
+            **host_blocks(200),
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": side_channel,
+            "UCX_MODULES": "^ib",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        },
+        wait=False,
+    )
+
+
+def hand_over(prefill: VllmServer, decode: VllmServer, seed: int, **changes: object) -> tuple[Any, Any]:
+    asked = prefill.completion(prompt(seed), 1, kv_transfer_params={"do_remote_decode": True})
+    answer = decode.ask(prompt(seed), TOKENS, kv_transfer_params={**asked["kv_transfer_params"], **changes})
+    return answer.tokens, answer.logprobs
+
+
+@pytest.mark.soak
+@needs_nixl
+def test_an_engine_that_decodes_may_have_host_memory_too(truth: Mapping[int, Answer]) -> None:
+    """And computes what it cannot pull."""
+    onboarded = "kvbm_onboard_blocks_h2d"
+    with pd_server("kv_producer") as prefill, pd_server("kv_consumer") as decode:
+        prefill.wait_healthy()
+        decode.wait_healthy()
+        for seed, expected in truth.items():
+            assert_is(hand_over(prefill, decode, seed), expected)
+        assert decode.metrics()[onboarded] == 0
+
+        alone = decode.ask(prompt(0), TOKENS)  # no longer in its G1
+        assert_is((alone.tokens, alone.logprobs), truth[0])
+        assert decode.metrics()[onboarded] == WHOLE_BLOCKS
+
+        assert_is(hand_over(prefill, decode, 1), truth[1])
+        assert decode.metrics()[onboarded] == WHOLE_BLOCKS, "pulled whole, though its beginning is in host memory"
+
+        decode.wait_until("rest", lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0)
+        assert decode.reset_prefix_cache(external=True)
+        nobody = {"remote_engine_id": "nobody", "remote_port": 9}
+        assert_is(hand_over(prefill, decode, 2, **nobody), truth[2])
+        assert decode.metrics()[onboarded] == WHOLE_BLOCKS, "computed"
