@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.events import Event
 
-CHECKED_SLOTS_PER_STEP = 16
+CHECKED_SLOTS_PER_STEP = 4
 FRESH_SHARE = 4  # a chain that was made recent is safe until this part of the slots has been evicted
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
 
