@@ -136,7 +136,7 @@ FAILURES = {
     "crash": ["--set", "engine.environment.FAKE=crash"],
     "dies": ["--set", "engine.environment.FAKE=dies"],
     "ends": ["--set", "engine.environment.FAKE=ends"],
-    "hangs": ["--set", "engine.environment.FAKE=hang", "--set", "transfer.init_timeout_s=0.5"],
+    "hangs": ["--set", "engine.environment.FAKE=hang", "--set", "transfer.init_timeout_s=3"],
     "no_interpreter": ["--set", "engine.python=/no/such/python"],
     "no_model": ["--set", "engine.model=Qwen/Qwen3-0.6B"],
     "no_room_for_a_block": ["--set", "tiers.host.capacity=10KB"],
