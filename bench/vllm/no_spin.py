@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+RECHECK_MS = 20
 ENTRY_POINT = "[vllm.general_plugins]\nno_spin = no_spin:stop_spinning\n"
 
 
 def stop_spinning() -> None:
     """Called by vLLM in each of its processes, before it makes its queues."""
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.distributed.device_communicators import shm_broadcast
 
-    assert SpinCondition.__init__.__defaults__ in ((1,), (0.0,)), SpinCondition.__init__.__defaults__
-    SpinCondition.__init__.__defaults__ = (0.0,)  # its only default is `busy_loop_s`
+    constructor = shm_broadcast.SpinCondition.__init__
+    assert constructor.__defaults__ in ((1,), (0.0,)), constructor.__defaults__
+    constructor.__defaults__ = (0.0,)  # its only default is `busy_loop_s`
+    # Without spinning a reader now and then misses a notification, which vLLM makes up for after five seconds.
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
 
 
 def install(directory: Path) -> str:

@@ -6,7 +6,7 @@
 with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about seven minutes on two cores.
 
 Three servers are alive together, two without a connector (A and A2) and one with it (B). Prompts never repeat, so that
-the connector offloads every block, evicting from a host tier that holds nine prompts, and never brings one back.
+the connector offloads every block, evicting from a host tier that holds eight prompts, and never brings one back.
 Requests go to one server at a time. A round gives each server two, in an order and then in the reverse, as in
 A B A2 A2 B A, with the order changing from round to round: what drifts hits all alike. A request's CPU time is what the
 clocks of all processes of its server advance from before it until a pause after it is over, so that offloads which end
@@ -38,8 +38,8 @@ from client import complete, random_prompt
 from facts import facts
 from server import Flags, Server, running
 
-PROMPT_TOKENS, ANSWER_TOKENS = 2000, 8
-HOST_BYTES = 144 << 20
+PROMPT_TOKENS, ANSWER_TOKENS = 1500, 8
+HOST_BYTES = 96 << 20
 PAUSE_S = 0.25
 LIMIT = 0.03
 CONNECTOR = {
@@ -112,7 +112,7 @@ def kvbm_counters(server: Server) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory of the model `vllm-25m`")
-    parser.add_argument("--rounds", type=int, default=60, help="each is two requests per server")
+    parser.add_argument("--rounds", type=int, default=70, help="each is two requests per server")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no further round after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
