@@ -113,8 +113,13 @@ def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
     if found is None:
         hint = f"`{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has it"
         return EnvironmentProblem(f"`{python}` has no vLLM", hint=hint)
+    if found.rival is not None:
+        hint = (
+            f"`{python} -m pip uninstall kvbm`, then install kvbm-cli there again, with `--force-reinstall --no-deps`"
+        )
+        return EnvironmentProblem(f"`{python}` has NVIDIA's kvbm {found.rival}, whose modules hide ours", hint=hint)
     if not found.has_kvbm:
-        hint = f"`{python} -m pip install kvbm-cli`; vLLM loads the connector from there"
+        hint = f"`{python} -m pip install` with the path of this checkout; vLLM loads the connector from there"
         return EnvironmentProblem(f"`{python}` has vLLM {found.version}, but not this kvbm", hint=hint)
     if not is_known(found.version):
         message = f"`{python}` has vLLM {found.version}; kvbm is tested with {shown(CONTRACT_TESTED)}"

@@ -34,6 +34,10 @@ if found:
     spec = importlib.util.find_spec("kvbm")
     places = list(spec.submodule_search_locations or ()) if spec else []
     found["has_kvbm"] = any(os.path.isfile(os.path.join(p, "config", "connector.py")) for p in places)
+    try:
+        found["rival"] = metadata.version("kvbm")
+    except metadata.PackageNotFoundError:
+        found["rival"] = None
 print(json.dumps(found))
 """
 

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbm.config.connector import resolve_connector
+from kvbm.errors import EnvironmentProblem
 from kvbm.vllm_integration.cache_groups import cache_groups, continues_prompts, decline_reason
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
@@ -56,6 +58,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         _log_as_vllm_does()
+        _refuse_rival()
         transfer_config = vllm_config.kv_transfer_config
         transfer_config.kv_load_failure_policy = "recompute"
         config = resolve_connector(transfer_config.kv_connector_extra_config, os.environ)
@@ -219,6 +222,16 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> KvbmPromMetrics:
         return KvbmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _refuse_rival() -> None:
+    """EnvironmentProblem beside NVIDIA's distribution `kvbm`: its modules have our names; a mixture runs neither."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        rival = metadata.version("kvbm")
+        raise EnvironmentProblem(
+            f"NVIDIA's kvbm {rival} is installed beside kvbm-cli, and both are the package `kvbm`",
+            hint="`pip uninstall kvbm`, then install kvbm-cli again with `--force-reinstall --no-deps`",
+        )
 
 
 def _log_as_vllm_does() -> None:

@@ -17,12 +17,14 @@ _RELEASE = re.compile(r"v?(\d+)\.(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class VllmInstallation:
-    """vLLM as one interpreter has it. `script` is the path of its command `vllm`, None where that does not work."""
+    """vLLM as one interpreter has it. `script` is the path of its command `vllm`, None where that does not work;
+    `rival` the version of NVIDIA's distribution `kvbm`, whose modules have the names of ours."""
 
     version: str
     distribution: str
     script: str | None
     has_kvbm: bool
+    rival: str | None = None
 
     @property
     def is_cpu(self) -> bool:

