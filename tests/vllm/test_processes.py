@@ -168,7 +168,13 @@ def load(url: str) -> Iterator[None]:
             thread.join()
 
 
-@pytest.mark.parametrize("victim", ["api_server", "VLLM::EngineCore", "VLLM::Worker"])
+LONG = pytest.mark.soak  # every test starts a server of its own; the short form has one for each way to end
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param("api_server", marks=LONG), pytest.param("VLLM::EngineCore", marks=LONG), "VLLM::Worker"],
+)
 def test_a_killed_process_of_vllm_ends_the_command_with_an_error(tmp_path: Path, model: Path, victim: str) -> None:
     with serving(tmp_path, model) as served, load(served.url):
         possessions = Possessions.of(served)
@@ -188,7 +194,7 @@ def test_a_killed_command_leaves_nothing_of_vllm(tmp_path: Path, model: Path) ->
         assert possessions.left() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=LONG), signal.SIGTERM])
 def test_a_signal_ends_vllm_in_order_and_nothing_is_left(tmp_path: Path, model: Path, number: signal.Signals) -> None:
     """What it serves it finishes: the answers are not cut off. The scheduler's side of the connector is closed."""
     with serving(tmp_path, model) as served:
@@ -200,6 +206,7 @@ def test_a_signal_ends_vllm_in_order_and_nothing_is_left(tmp_path: Path, model: 
     assert "error:" not in served.stderr.read_text()
 
 
+@LONG
 def test_a_second_interrupt_kills_vllm_at_once(tmp_path: Path, model: Path) -> None:
     with serving(tmp_path, model) as served, load(served.url):
         possessions = Possessions.of(served)
