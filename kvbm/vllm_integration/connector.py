@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbm.config.connector import resolve_connector
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.vllm_integration.cache_groups import cache_groups, continues_prompts, decline_reason
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvbm.config.schema import ConnectorConfig
     from kvbm.vllm_integration.messages import Handshake
 
 # From 0.30 on a load fails by its request, whose blocks vLLM gives up; before, by its blocks, which it fills itself.
@@ -61,7 +62,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         _refuse_rival()
         transfer_config = vllm_config.kv_transfer_config
         transfer_config.kv_load_failure_policy = "recompute"
-        config = resolve_connector(transfer_config.kv_connector_extra_config, os.environ)
+        config = _resolved(transfer_config.kv_connector_extra_config)
         events = getattr(vllm_config, "kv_events_config", None)
         self._publishes_events = bool(events and events.enable_kv_cache_events)
         self._scheduler: SchedulerSide | None = None
@@ -222,6 +223,16 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> KvbmPromMetrics:
         return KvbmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _resolved(extra_config: dict[str, Any]) -> ConnectorConfig:
+    """The configuration. A mistake ends the start, and vLLM's log then has the hint too."""
+    try:
+        return resolve_connector(extra_config, os.environ)
+    except ProfileError as error:
+        if error.hint is not None:
+            error.add_note(f"hint: {error.hint}")
+        raise
 
 
 def _refuse_rival() -> None:

@@ -518,11 +518,6 @@ VARIABLE_MISTAKES = {
         "`DYN_KVBM_ENABLE_RECORD` is not in this version: there is no recorder in this version\nVALUE",
         "`unset DYN_KVBM_ENABLE_RECORD`",
     ),
-    "DYN_KVBM_METRICS_PORT=6880": (
-        "`DYN_KVBM_METRICS_PORT` is not in this version: "
-        "kvbm_* metrics are at /metrics of the engine's own server, not on a port\nVALUE",
-        "`unset DYN_KVBM_METRICS_PORT`",
-    ),
 }
 
 
