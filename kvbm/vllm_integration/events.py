@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvbm.events import BlocksStored, Event, TierCleared
 
@@ -18,21 +19,24 @@ MEDIUM = "CPU"
 
 
 def translate(events: Iterable[Event], groups: Sequence[CacheGroup], *, is_plain: bool) -> Iterator[KVCacheEvent]:
-    """Blocks are named by vLLM's own hashes; unless `is_plain`, ours have the group behind them. Tokens and parents are
-    unknown here: a listener has them from the engine's event for the same hash. A cleared tier needs no event, because
-    the engine announces the reset itself."""
+    """Blocks have the names under which vLLM publishes them, integers unless it is told otherwise; unless `is_plain`,
+    ours have the group behind the hash. Tokens and parents are unknown here: a listener has them from the engine's event
+    for the same name. A cleared tier is announced as if everything were gone, because vLLM announces a reset only where
+    its own cache was cleared too."""
     for event in events:
         if isinstance(event, TierCleared):
+            yield AllBlocksCleared()
             continue
         for group in groups:
             hashes = [h if is_plain else h[:-1] for h in event.hashes if is_plain or h[-1] == group.index]
-            if hashes:
-                yield _stored(hashes, group) if isinstance(event, BlocksStored) else _removed(hashes, group)
+            names = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in hashes]
+            if names:
+                yield _stored(names, group) if isinstance(event, BlocksStored) else _removed(names, group)
 
 
-def _stored(hashes: list[bytes], group: CacheGroup) -> BlockStored:
+def _stored(names: list[bytes | int], group: CacheGroup) -> BlockStored:
     return BlockStored(
-        block_hashes=hashes,
+        block_hashes=names,
         parent_block_hash=None,
         token_ids=[],
         block_size=group.group.block_tokens,
@@ -43,5 +47,5 @@ def _stored(hashes: list[bytes], group: CacheGroup) -> BlockStored:
     )
 
 
-def _removed(hashes: list[bytes], group: CacheGroup) -> BlockRemoved:
-    return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=group.index)
+def _removed(names: list[bytes | int], group: CacheGroup) -> BlockRemoved:
+    return BlockRemoved(block_hashes=names, medium=MEDIUM, group_idx=group.index)

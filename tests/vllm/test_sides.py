@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -23,11 +24,13 @@ from vllm.v1.kv_cache_interface import (
 from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group
 from kvbm.errors import EnvironmentProblem
+from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
 from kvbm.leader import Leader, LoadResult
 from kvbm.metrics import Counters
 from kvbm.plan import StepPlan
-from kvbm.types import SegmentInfo
+from kvbm.types import SegmentInfo, Tier
 from kvbm.vllm_integration.cache_groups import CacheGroup, cache_groups, decline_reason
+from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.messages import Handshake, StepOrders
 from kvbm.vllm_integration.scheduler_side import UNLIMITED, SchedulerSide, _limit
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
@@ -238,6 +241,28 @@ def test_a_failed_load_is_never_told_as_a_good_one_while_vllm_has_the_request(is
     assert output.finished_recving == {"gone"}
     assert [load.request_id for load in side._failed_loads] == ["r"]
     assert side.has_pending()
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+def test_events_have_the_names_and_groups_that_vllm_publishes():
+    first, second = bytes(range(32)), bytes(range(1, 33))
+    groups = cache_groups(cache(FULL, WINDOW))
+    stored = BlocksStored(Tier.HOST, (first + b"\0", second + b"\1"))
+    events = list(translate([stored, BlocksRemoved(Tier.HOST, (second + b"\1",))], groups, is_plain=False))
+    assert [(type(event).__name__, event.block_hashes, event.group_idx, event.medium) for event in events] == [
+        ("BlockStored", [maybe_convert_block_hash(first)], 0, "CPU"),
+        ("BlockStored", [maybe_convert_block_hash(second)], 1, "CPU"),
+        ("BlockRemoved", [maybe_convert_block_hash(second)], 1, "CPU"),
+    ]
+    (plain,) = translate([BlocksStored(Tier.HOST, (first,))], groups[:1], is_plain=True)
+    assert plain.block_hashes == [maybe_convert_block_hash(first)]
+
+
+def test_a_reset_of_host_memory_is_announced():
+    (event,) = translate([TierCleared(Tier.HOST)], cache_groups(cache(FULL)), is_plain=True)
+    assert type(event).__name__ == "AllBlocksCleared"
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Variant:
 VARIANTS = {
     "one group": Variant(),
     "one copy in a hundred fails": Variant(faults={"fail_every": 100}),
-    "small host tier": Variant(host=60),
+    "small host tier": Variant(host=150),
     "preemption": Variant(blocks=24, preempts=True),
     "small chunks": Variant(arguments=("--max-num-batched-tokens", "256")),
     "no prefix caching": Variant(arguments=("--no-enable-prefix-caching",)),
