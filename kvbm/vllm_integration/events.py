@@ -20,9 +20,9 @@ MEDIUM = "CPU"
 
 def translate(events: Iterable[Event], groups: Sequence[CacheGroup], *, is_plain: bool) -> Iterator[KVCacheEvent]:
     """Blocks have the names under which vLLM publishes them, integers unless it is told otherwise; unless `is_plain`,
-    ours have the group behind the hash. Tokens and parents are unknown here: a listener has them from the engine's event
-    for the same name. A cleared tier is announced as if everything were gone: vLLM announces a reset only where its own
-    cache was cleared too."""
+    ours have the group behind the hash. Tokens and parents are unknown here: a listener has them from the event of the
+    engine for the same name. A cleared tier is announced as if everything were gone: vLLM announces a reset only where
+    its own cache was cleared too."""
     for event in events:
         if isinstance(event, TierCleared):
             yield AllBlocksCleared()

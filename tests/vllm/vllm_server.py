@@ -221,7 +221,7 @@ class VllmServer:
             return
         RUNNING.remove(self)
         self.http.close()
-        self.process.send_signal(signal.SIGTERM)
+        os.kill(self.process.pid, signal.SIGTERM)  # not by Popen, which reaps a server that has ended by itself
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.05)
