@@ -20,8 +20,8 @@ FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
 # What differs between machines and runs, in the order in which it is replaced.
 FILTERS = (
+    (re.escape(sys.executable), "[PYTHON]"),  # before ROOT, below which it may lie
     (re.escape(str(ROOT)), "[ROOT]"),
-    (re.escape(sys.executable), "[PYTHON]"),
     (re.escape(version("kvbm-cli")), "[VERSION]"),
     (r"serve-\d{8}-\d{6}-\d+\.log", "serve-[RUN].log"),
     (r"(127\.0\.0\.1[: ](?:port )?)\d{5}\b", r"\1[PORT]"),

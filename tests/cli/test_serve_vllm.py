@@ -77,7 +77,10 @@ def home(tmp_path: Path) -> Path:
         ("vllm_size", "size --profile ./mine.yaml"),
         ("vllm_size_decided_by_the_engine", "size -p ./engine.yaml --set engine.arguments.tensor_parallel_size=2"),
         ("vllm_size_json", "size --profile ./engine.yaml --json"),
-        ("vllm_profile_show", "profile show ./mine.yaml --set engine.arguments.gpu-memory-utilization=0.8"),
+        (
+            "vllm_profile_show",
+            "profile show ./mine.yaml --set engine.python=python3 --set engine.arguments.gpu-memory-utilization=0.8",
+        ),
         ("vllm_hub_name", "serve -p ./mine.yaml --dry-run --set engine.model=Qwen/Qwen3-8B"),
         ("vllm_size_of_a_hub_name", "size -p ./mine.yaml --set engine.model=Qwen/Qwen3-8B"),
         ("vllm_mistake_model", "size -p ./mine.yaml --set engine.model=./no-model"),
