@@ -30,14 +30,16 @@ from kvbm.core.store import BlockStore
 from kvbm.metrics import Counters
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.region import LANES, Region
-from kvbm.types import SlotState, Tier
+from kvbm.types import SegmentInfo, SlotState, Tier
 
 if TYPE_CHECKING:
+    from kvbm.config.schema import ConnectorConfig
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.events import Event
 
 CHECKED_SLOTS_PER_STEP = 4
 FRESH_SHARE = 4  # a chain that was made recent is safe until this part of the slots has been evicted
+HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,28 @@ class LeaderSettings:
     overdue_steps: int = 2000
     groups: tuple[Group, ...] = ()
     gives_up_blocks: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        config: ConnectorConfig,
+        segments: Sequence[SegmentInfo],
+        *,
+        g1_blocks: int,
+        block_tokens: int,
+        groups: tuple[Group, ...] = (),
+        gives_up_blocks: bool = False,
+    ) -> LeaderSettings:
+        """What a configuration comes to in an engine with these segments and `g1_blocks` blocks of device memory."""
+        return cls(
+            block_tokens=block_tokens,
+            block_bytes=sum(segment.block_bytes for segment in segments),
+            max_in_flight_blocks=max(1, g1_blocks // HELD_SHARE_OF_G1),
+            batch_blocks=config.transfer.batch_blocks,
+            offload_generated=config.offload.generated,
+            groups=groups,
+            gives_up_blocks=gives_up_blocks,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +193,16 @@ class Leader:
         last token of the request, unless the engine computes that one again. None means that another request is
         bringing this very prefix into G1, where this one will then find it.
         """
-        verdict = self._may_match(request_id, hashes, start)
-        return self._store.match(hashes, start) if verdict else 0 if verdict is False else None
+        return self._match(request_id, hashes, start, lambda: self._store.match(hashes, start))
 
     def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
         """The same for an engine with several KV cache groups, in tokens: `chains[g]` are the hashes of group g,
         `start` tokens are in G1 already, and a hit ends after `end` tokens at most."""
-        verdict = self._may_match(request_id, chains[0], start // self._groups[0].block_tokens)
-        if not verdict:
-            return 0 if verdict is False else None
-        return longest_hit(self._store.contains, self._groups, chains, start=start, end=end) - start
+
+        def search() -> int:
+            return longest_hit(self._store.contains, self._groups, chains, start=start, end=end) - start
+
+        return self._match(request_id, chains[0], start // self._groups[0].block_tokens, search)
 
     def onboard(
         self,
@@ -377,12 +401,12 @@ class Leader:
             request = self._requests[request_id] = _Request([0] * count, [0] * count, [0] * count)
         return request
 
-    def _may_match(self, request_id: str, hashes: Sequence[bytes], start: int) -> bool | None:
-        """Whether this request may look for `hashes[start:]` now; None while another one brings the first of them."""
+    def _match(self, request_id: str, hashes: Sequence[bytes], start: int, search: Callable[[], int]) -> int | None:
+        """What `search` finds from `hashes[start]` on, if this request may load and no other one brings just that."""
         request = self._live(request_id)
         request.asked_blocks = max(request.asked_blocks, len(hashes) - start)
         if not request.may_onboard or not self._can_onboard():
-            return False
+            return 0
         arriving = self._arriving.get(hashes[start]) if start < len(hashes) else None
         if arriving is not None and request.awaited in (0, arriving):
             request.is_waiting, request.awaited = True, arriving
@@ -390,7 +414,7 @@ class Leader:
         if request.is_waiting:
             request.is_waiting = False
             self.counters.onboard_shared_requests += 1
-        return True
+        return search()
 
     def _evictions_after(self, count: int) -> int:
         """How many blocks will have been evicted when `count` more are in."""

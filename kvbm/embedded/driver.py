@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from kvbm.embedded.kv import KVPool
     from kvbm.embedded.request import Request
 
-HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
-
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
@@ -86,12 +84,11 @@ class KvbmScheduler:
         if self._handshake is None or self._pool is None:
             return
         self._region = Region.map(self._handshake.segments)
-        settings = LeaderSettings(
+        settings = LeaderSettings.of(
+            self._profile.connector_config(),
+            self._handshake.segments,
+            g1_blocks=self._pool.block_count,
             block_tokens=self._handshake.block_tokens,
-            block_bytes=sum(segment.block_bytes for segment in self._handshake.segments),
-            max_in_flight_blocks=max(1, self._pool.block_count // HELD_SHARE_OF_G1),
-            batch_blocks=self._profile.transfer.batch_blocks,
-            offload_generated=self._profile.offload.generated,
         )
         self._leader = Leader(self._region, settings, hold=self._pool.hold, release=self._pool.release)
 

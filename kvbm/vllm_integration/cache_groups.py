@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+# From 0.30 on a load fails by its request, whose blocks vLLM gives up; before, by its blocks, which it fills itself.
+KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+TELLS_SOURCES_OF_HITS = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")  # from 0.32 on
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """One of vLLM's KV cache groups; `index` is its place in block tables."""
@@ -37,7 +42,7 @@ def decline_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
             return f"context parallelism ({name}={getattr(parallel, name)}) splits a block's tokens over ranks"
     if getattr(parallel, "nnodes", 1) > 1:
         return f"ranks on {parallel.nnodes} nodes share no memory"
-    if getattr(vllm_config.model_config, "disable_cascade_attn", True) is False and not _TELLS_SOURCES_OF_HITS:
+    if getattr(vllm_config.model_config, "disable_cascade_attn", True) is False and not TELLS_SOURCES_OF_HITS:
         return "cascade attention takes a block that is being copied for one that all requests share (0.32 does not)"
     if any(getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups):
         return "a KV cache group has a block pool of its own in host memory"
@@ -47,7 +52,7 @@ def decline_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     unknown = [spec for spec in map(_spec_of, transferred.values()) if _kind(spec) is None]
     if unknown:
         return f"KV cache groups of kind {type(unknown[0]).__name__} are not supported"
-    if len(transferred) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+    if len(transferred) > 1 and not KNOWS_FAILED_REQUESTS:
         return "this version of vLLM cannot be told of a failed load where there are several KV cache groups (0.30 can)"
     return None
 
@@ -106,7 +111,6 @@ def _windowed(spec: Any) -> Group:
     return Group(spec.block_size, window_tokens=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
 
 
-_TELLS_SOURCES_OF_HITS = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")  # from 0.32 on
 _KINDS: dict[str, Callable[[Any], Group]] = {
     "SlidingWindowSpec": _windowed,
     "ChunkedLocalAttentionSpec": lambda spec: Group(spec.block_size, chunk_tokens=spec.attention_chunk_size),

@@ -26,10 +26,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm.config.connector import resolve_connector
 from kvbm.errors import EnvironmentProblem, ProfileError
-from kvbm.vllm_integration.cache_groups import cache_groups, continues_prompts, decline_reason
+from kvbm.vllm_integration.cache_groups import (
+    KNOWS_FAILED_REQUESTS,
+    cache_groups,
+    continues_prompts,
+    decline_reason,
+)
+from kvbm.vllm_integration.messages import NOTHING
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
-from kvbm.vllm_integration.worker_side import NOTHING, WorkerSide
+from kvbm.vllm_integration.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +50,6 @@ if TYPE_CHECKING:
 
     from kvbm.config.schema import ConnectorConfig
     from kvbm.vllm_integration.messages import Handshake
-
-# From 0.30 on a load fails by its request, whose blocks vLLM gives up; before, by its blocks, which it fills itself.
-_KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +83,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 rank_count=_rank_count(vllm_config),
                 hash_bytes=_hash_bytes(vllm_config),
                 continues_prompts=continues_prompts(vllm_config),
-                gives_up_blocks=_KNOWS_FAILED_REQUESTS,
+                gives_up_blocks=KNOWS_FAILED_REQUESTS,
             )
         else:
             self._worker = self.worker_side_class()(
@@ -134,7 +137,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if self._worker is None or _KNOWS_FAILED_REQUESTS:
+        if self._worker is None or KNOWS_FAILED_REQUESTS:
             return set()
         return self._worker.failed_blocks()
 

@@ -11,9 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvbm.plan import StepPlan
+
 if TYPE_CHECKING:
     from kvbm.leader import LoadResult
-    from kvbm.plan import StepPlan
     from kvbm.types import SegmentInfo
 
 
@@ -43,3 +44,6 @@ class WordsWritten(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         return self
+
+
+NOTHING = StepOrders(StepPlan(step=0))  # of a step before the leader exists, and of none

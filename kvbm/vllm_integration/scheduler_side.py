@@ -16,9 +16,8 @@ from kvbm.leader import NO_BLOCK, Leader, LeaderSettings, LoadResult
 from kvbm.region import Region
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
-from kvbm.vllm_integration.messages import Handshake, StepOrders
+from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
-from kvbm.vllm_integration.worker_side import NOTHING
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.vllm_integration.cache_groups import CacheGroup
 
-HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 UNLIMITED = 1 << 62
 
 log = logging.getLogger(__name__)
@@ -120,12 +118,11 @@ class SchedulerSide:
             return
         segments = [handshake.segment for handshake in self._handshakes]
         self._region = Region.map(segments)
-        settings = LeaderSettings(
+        settings = LeaderSettings.of(
+            self._config,
+            segments,
+            g1_blocks=len(self._pool.blocks),
             block_tokens=self._groups[0].group.block_tokens,
-            block_bytes=sum(segment.block_bytes for segment in segments),
-            max_in_flight_blocks=max(1, len(self._pool.blocks) // HELD_SHARE_OF_G1),
-            batch_blocks=self._config.transfer.batch_blocks,
-            offload_generated=self._config.offload.generated,
             groups=tuple(group.group for group in self._groups),
             gives_up_blocks=self._gives_up_blocks,
         )

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.layout import BlockLayout, storages_of
-from kvbm.plan import StepPlan
 from kvbm.vllm_integration.cache_groups import CacheGroup, boot_id
-from kvbm.vllm_integration.messages import Handshake, StepOrders, WordsWritten
+from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders, WordsWritten
 from kvbm.worker import HostCapacity, Worker
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
 
 PROGRESS_S = 2.0
-NOTHING = StepOrders(StepPlan(step=0))
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import (
@@ -29,7 +28,14 @@ from kvbm.leader import Leader, LoadResult
 from kvbm.metrics import Counters
 from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo, Tier
-from kvbm.vllm_integration.cache_groups import CacheGroup, cache_groups, decline_reason
+from kvbm.vllm_integration.cache_groups import (
+    KNOWS_FAILED_REQUESTS,
+    TELLS_SOURCES_OF_HITS,
+    CacheGroup,
+    boot_id,
+    cache_groups,
+    decline_reason,
+)
 from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.messages import Handshake, StepOrders
 from kvbm.vllm_integration.scheduler_side import UNLIMITED, SchedulerSide, _limit
@@ -40,8 +46,6 @@ CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=40)
-TELLS_SOURCES = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")
-KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 def engine(*, disable_cascade_attn=True, **parallel):
@@ -117,7 +121,7 @@ def test_a_group_with_a_pool_of_its_own_is_declined():
     assert "pool of its own" in decline_reason(engine(), description)
 
 
-@pytest.mark.skipif(TELLS_SOURCES, reason="0.32 does not ask how many requests share a block")
+@pytest.mark.skipif(TELLS_SOURCES_OF_HITS, reason="0.32 does not ask how many requests share a block")
 def test_cascade_attention_is_declined_where_held_blocks_would_count_as_shared():
     assert "cascade" in decline_reason(engine(disable_cascade_attn=False), cache(FULL))
 
@@ -135,11 +139,6 @@ def test_a_group_that_is_no_part_of_transfers_is_left_out():
 def handshake(**changes):
     facts = {"config_digest": CONFIG.digest(), "boot_id": boot_id()} | changes
     return Handshake(SegmentInfo(0, 1, 3, 4096, 8, 4096, 4096, "layout"), **facts)
-
-
-def boot_id():
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
 
 
 @pytest.mark.parametrize("name", ["config_digest", "boot_id"])
