@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvbm.errors import EnvironmentProblem, TransferError
 from kvbm.plan import Offload, Onboard, StepPlan
@@ -37,10 +37,27 @@ if TYPE_CHECKING:
     from kvbm.transfer.pool import Finished
 
 WARNING_INTERVAL_S = 60.0
+CPU_PARTS = 2  # one core alone does not use all of the memory's bandwidth
+MIN_PART_BYTES = 4 << 20  # what is worth a thread of its own
 
 log = logging.getLogger(__name__)
 
 _Order = TypeVar("_Order", Onboard, Offload)
+
+
+@dataclass(slots=True)
+class _Running(Generic[_Order]):
+    """An order, the tickets of its parts that have not ended, and what went wrong with any of them."""
+
+    order: _Order
+    tickets: set[int]
+    error: BaseException | None = None
+
+    def end(self, ticket: int, error: BaseException | None) -> bool:
+        """Take note of one part's end; tell whether it was the last one."""
+        self.tickets.discard(ticket)
+        self.error = self.error or error
+        return not self.tickets
 
 
 class Copier(Protocol):
@@ -82,15 +99,30 @@ class HostCapacity:
 
 
 class Worker:
-    """Carries out plans on one rank. See the module's text for the order of calls."""
+    """Carries out plans on one rank. See the module's text for the order of calls.
 
-    def __init__(self, segment: Segment, copier: Copier, *, onboard_pool: Pool, offload_pool: Pool) -> None:
+    An onboard, which a request waits for, is copied in up to `onboard_parts` parts of at least `min_part_bytes` by as
+    many threads.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        copier: Copier,
+        *,
+        onboard_pool: Pool,
+        offload_pool: Pool,
+        onboard_parts: int = 1,
+        min_part_bytes: int = MIN_PART_BYTES,
+    ) -> None:
         self._segment = segment
         self._copier = copier
         self._onboard_pool = onboard_pool
         self._offload_pool = offload_pool
-        self._onboards: dict[int, Onboard] = {}
-        self._offloads: dict[int, Offload] = {}
+        self._onboard_parts = onboard_parts
+        self._min_part_bytes = min_part_bytes
+        self._onboards: dict[int, _Running[Onboard]] = {}
+        self._offloads: dict[int, _Running[Offload]] = {}
         self._has_denied = False
         self._warned_s = float("-inf")
 
@@ -116,6 +148,7 @@ class Worker:
             DeviceCopier(layout, storages, segment),
             onboard_pool=TransferPool(thread_count, name=f"kvbm-onboard-{rank}"),
             offload_pool=TransferPool(thread_count, name=f"kvbm-offload-{rank}"),
+            onboard_parts=1 if storages[0].is_cuda else CPU_PARTS,  # a device's copies share one link
         )
 
     @property
@@ -132,14 +165,16 @@ class Worker:
         if plan.onboards:
             fence = self._copier.fence()
             for order in plan.onboards:
-                self._onboards[self._onboard_pool.submit("onboard", partial(self._run_onboard, order, fence))] = order
+                parts = [partial(self._run_onboard, order, part, fence) for part in self._parts(order)]
+                _submit(order, "onboard", parts, self._onboard_pool, self._onboards)
 
     def finish(self, plan: StepPlan) -> None:
         """Begin the plan's offloads. The forward pass that computes their sources has been submitted."""
         if plan.offloads:
             fence = self._copier.fence()
             for order in plan.offloads:
-                self._offloads[self._offload_pool.submit("offload", partial(self._run_offload, order, fence))] = order
+                whole = partial(self._run_offload, order, fence)
+                _submit(order, "offload", [whole], self._offload_pool, self._offloads)
 
     def poll(self) -> bool:
         """Write the control words of all copies that have ended since the last call; tell whether one is new."""
@@ -166,29 +201,38 @@ class Worker:
 
     # -- in a pool thread ----------------------------------------------------------------------------------------------
 
-    def _run_onboard(self, order: Onboard, fence: object | None) -> None:
-        self._require_source(order)
-        self._copier.onboard(order.slots, order.block_ids, fence)
-        self._require_source(order)
+    def _run_onboard(self, order: Onboard, part: slice, fence: object | None) -> None:
+        self._require_source(order, part)
+        self._copier.onboard(order.slots[part], order.block_ids[part], fence)
+        self._require_source(order, part)
 
     def _run_offload(self, order: Offload, fence: object | None) -> None:
         self._copier.offload(order.block_ids, order.slots, fence)
 
-    def _require_source(self, order: Onboard) -> None:
-        if not self._segment.slots_carry(order.slots, order.slot_generations):
+    def _require_source(self, order: Onboard, part: slice) -> None:
+        if not self._segment.slots_carry(order.slots[part], order.slot_generations[part]):
             raise TransferError(f"onboard {order.generation}: a source slot holds another block")
 
     # -- in the owner's thread -----------------------------------------------------------------------------------------
 
+    def _parts(self, order: Onboard) -> list[slice]:
+        """The order's blocks in runs of equal length, each long enough for a thread."""
+        count = len(order.slots)
+        worth = count * self._segment.info.block_bytes // self._min_part_bytes
+        size = -(-count // max(1, min(self._onboard_parts, worth)))
+        return [slice(begin, begin + size) for begin in range(0, count, size)]
+
     def _prove_onboard(self, finished: Finished) -> None:
-        order = self._onboards.pop(finished.ticket, None)
-        if order is not None:
-            self._segment.write_lane(order.lane, order.generation, self._state(finished))
+        running = self._onboards.pop(finished.ticket, None)
+        if running is not None and running.end(finished.ticket, finished.error):
+            order = running.order
+            self._segment.write_lane(order.lane, order.generation, self._state(running.error))
 
     def _prove_offload(self, finished: Finished) -> None:
-        order = self._offloads.pop(finished.ticket, None)
-        if order is not None:
-            self._segment.write_slots(order.slots, order.generation, self._state(finished))
+        running = self._offloads.pop(finished.ticket, None)
+        if running is not None and running.end(finished.ticket, finished.error):
+            order = running.order
+            self._segment.write_slots(order.slots, order.generation, self._state(running.error))
 
     def _deny_onboard(self, order: Onboard) -> None:
         """Report an overdue onboard that nobody runs here as failed, unless this rank has proven its part."""
@@ -203,22 +247,31 @@ class Worker:
             self._segment.write_slots(order.slots, order.generation, SlotState.FAILED)
             self._has_denied = True
 
-    def _state(self, finished: Finished) -> SlotState:
+    def _state(self, error: BaseException | None) -> SlotState:
         """What the word says. The log has the reason of a failure, though not of each: they come in crowds."""
-        if finished.error is None:
+        if error is None:
             return SlotState.READY
         if time.monotonic() - self._warned_s > WARNING_INTERVAL_S:
             self._warned_s = time.monotonic()
-            log.warning("rank %d: a copy failed, more may have: %r", self._segment.info.rank, finished.error)
+            log.warning("rank %d: a copy failed, more may have: %r", self._segment.info.rank, error)
         return SlotState.FAILED
 
 
-def _is_running(orders: dict[int, _Order], generation: int, pool: Pool) -> bool:
-    """Whether a copier may be at this order. One that the pool has lost, or has not begun and now gives up, is not."""
-    ticket = next((ticket for ticket, order in orders.items() if order.generation == generation), None)
-    if ticket is None:
+def _submit(
+    order: _Order, kind: str, parts: Sequence[Callable[[], None]], pool: Pool, into: dict[int, _Running[_Order]]
+) -> None:
+    running = _Running(order, {pool.submit(kind, part) for part in parts})
+    into.update(dict.fromkeys(running.tickets, running))
+
+
+def _is_running(orders: dict[int, _Running[_Order]], generation: int, pool: Pool) -> bool:
+    """Whether a copier may be at this order. A part that the pool has lost, or has not begun and now gives up, is not
+    copied, so that the order fails when the others have ended."""
+    running = next((running for running in orders.values() if running.order.generation == generation), None)
+    if running is None:
         return False
-    if pool.is_outstanding(ticket) and not pool.withdraw(ticket):
-        return True
-    del orders[ticket]
-    return False
+    for ticket in list(running.tickets):
+        if not pool.is_outstanding(ticket) or pool.withdraw(ticket):
+            del orders[ticket]
+            running.end(ticket, TransferError(f"a part of transfer {generation} never ran"))
+    return bool(running.tickets)

@@ -19,7 +19,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -144,18 +144,18 @@ class TracedWorkerSide(WorkerSide):
     def create_worker(self, layout: Any, storages: Any) -> Any:
         worker = super().create_worker(layout, storages)
         self._payload, self._block_bytes = worker._segment.payload, layout.block_bytes
-        self._submitted: dict[tuple[int, ...], float] = {}
+        self._submitted: dict[int, Order] = {}
         self._copies: list[Copy] = []
-        self._awaiting: Copy | None = None
+        self._awaiting: Order | None = None
         self._steps_left = 0
-        self._is_whole = True
         worker._copier = TimedCopier(worker._copier, self)
         return worker
 
     def bind(self, orders: Any) -> None:
         self.bound_step = orders.plan.step
         for order in orders.plan.onboards:
-            self._submitted[order.slots] = time.monotonic()
+            noted = Order(order.slots, time.monotonic())
+            self._submitted.update(dict.fromkeys(order.slots, noted))
         super().bind(orders)
 
     def note_onboard(self, copy: Copy) -> None:
@@ -166,32 +166,32 @@ class TracedWorkerSide(WorkerSide):
         """Write down what has ended, and copy plainly when the request that waited is being answered."""
         while self._copies:
             copy = self._copies.pop()
+            order = self._submitted[copy.slots[0]]
+            order.parts.append(copy)
+            if sum(len(part.slots) for part in order.parts) < len(order.slots):
+                continue
             self.trace.write(
                 "onboard",
-                bytes=len(copy.slots) * self._block_bytes,
-                submitted=self._submitted.pop(tuple(copy.slots)),
-                began=copy.began,
-                ended=copy.ended,
-                cpu_s=copy.cpu_s,
+                bytes=len(order.slots) * self._block_bytes,
+                submitted=order.submitted,
+                began=min(part.began for part in order.parts),
+                ended=max(part.ended for part in order.parts),
+                cpu_s=sum(part.cpu_s for part in order.parts),
             )
-            self._awaiting, self._steps_left = copy, STEPS_UNTIL_REFERENCE
+            self._awaiting, self._steps_left = order, STEPS_UNTIL_REFERENCE
         if self._awaiting is not None:
             self._steps_left -= 1
             if self._steps_left == 0:
-                self.trace.write("memcpy", **self._plain_copy(self._awaiting.slots))
+                for length in (self._block_bytes, len(self._awaiting.slots) * self._block_bytes):
+                    self.trace.write("memcpy", **self._plain_copy(self._awaiting.slots, length))
                 self._awaiting = None
 
-    def _plain_copy(self, slots: Sequence[int]) -> dict[str, float]:
-        """memcpy as many bytes as these slots have, from where they begin, to memory that is not G1.
-
-        Block by block, or every other time in one call: one that is longer than most of the cache bypasses it.
-        """
-        self._is_whole = not self._is_whole
+    def _plain_copy(self, slots: Sequence[int], length: int) -> dict[str, float]:
+        """memcpy as many bytes as these slots have, `length` at a time, from where they begin, to other memory."""
         count = len(slots)
         first = min(min(slots), len(self._payload) - count)
         source = self._payload[first : first + count]
         target = target_of(source.nbytes)
-        length = source.nbytes if self._is_whole else self._payload.shape[1]
         to, of = target.ctypes.data, source.ctypes.data
         cpu, started = time.thread_time(), time.perf_counter()
         for offset in range(0, source.nbytes, length):
@@ -210,6 +210,15 @@ class Copy:
     began: float
     ended: float
     cpu_s: float
+
+
+@dataclass(slots=True)
+class Order:
+    """An onboard, and the copies of its parts that have ended."""
+
+    slots: Sequence[int]
+    submitted: float
+    parts: list[Copy] = field(default_factory=list)
 
 
 class TimedCopier:

@@ -10,10 +10,12 @@ What was submitted first runs first.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvbm.errors import TransferError
@@ -47,10 +49,15 @@ class _Task:
 
 
 class TransferPool:
-    """`thread_count` daemon threads. See the module's text for the promise."""
+    """`thread_count` daemon threads. See the module's text for the promise.
+
+    They may run wherever the process that started this one may. An engine binds itself to the cores it computes on, and
+    a thread that inherited this would wait for the very thread that waits for its copy.
+    """
 
     def __init__(self, thread_count: int, *, name: str) -> None:
         self._name = name
+        self._cores = allowed_cores()
         # Owned by everyone, under the lock of `_changed`: waiting tasks, what each thread runs, and what has ended.
         self._changed = threading.Condition()
         self._waiting: deque[_Task] = deque()
@@ -114,6 +121,7 @@ class TransferPool:
         return thread
 
     def _work(self) -> None:
+        os.sched_setaffinity(0, self._cores)  # of this thread alone
         me = threading.current_thread()
         while (task := self._take(me)) is not None:
             end = task.attempt()
@@ -144,6 +152,14 @@ class TransferPool:
                     self._threads[index] = self._start_thread()
                 except RuntimeError:  # no thread to be had now; the next poll tries again
                     return
+
+
+def allowed_cores() -> set[int]:
+    """The cores that this process or its parent may use. An engine that binds itself leaves its parent as it is."""
+    cores = os.sched_getaffinity(0)
+    with suppress(OSError):  # a parent in another namespace, or none
+        cores |= os.sched_getaffinity(os.getppid())
+    return cores
 
 
 class ManualPool:

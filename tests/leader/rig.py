@@ -94,12 +94,19 @@ class G1:
 class Rank:
     """One worker with pools that the test steps, and a copier that fails on request."""
 
-    def __init__(self, rank: int, g1: G1, slot_count: int) -> None:
+    def __init__(self, rank: int, g1: G1, slot_count: int, onboard_parts: int = 1) -> None:
         self.segment = Segment.create(rank=rank, layout=g1.layout, slot_count=slot_count)
         self.copier = FaultyCopier(DeviceCopier(g1.layout, g1.storages[rank], self.segment))
         self.onboard_pool = ManualPool()
         self.offload_pool = ManualPool()
-        self.worker = Worker(self.segment, self.copier, onboard_pool=self.onboard_pool, offload_pool=self.offload_pool)
+        self.worker = Worker(
+            self.segment,
+            self.copier,
+            onboard_pool=self.onboard_pool,
+            offload_pool=self.offload_pool,
+            onboard_parts=onboard_parts,
+            min_part_bytes=1,
+        )
 
     def run(self, kind: str) -> bool:
         """Run the oldest waiting copy of this kind, if there is one."""
@@ -117,9 +124,9 @@ class Rank:
 class Rig:
     """Leader, ranks and G1 together; `step` is one engine step."""
 
-    def __init__(self, *, slots: int = 8, blocks: int = 16, ranks: int = 1, **settings) -> None:
+    def __init__(self, *, slots: int = 8, blocks: int = 16, ranks: int = 1, onboard_parts: int = 1, **settings) -> None:
         self.g1 = G1(blocks, ranks)
-        self.ranks = [Rank(rank, self.g1, slots) for rank in range(ranks)]
+        self.ranks = [Rank(rank, self.g1, slots, onboard_parts) for rank in range(ranks)]
         self.departed: list[LoadResult] = []
         self.region = Region.map([rank.worker.info for rank in self.ranks])
         defaults = {"block_tokens": 16, "block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}

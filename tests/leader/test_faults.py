@@ -179,6 +179,49 @@ def test_a_copy_that_the_pool_lost_ends_as_failed_after_the_leader_has_asked(rig
     assert [bool(result.failed_block_ids) for result in results] == ([] if kind == "offload" else [True])
 
 
+@pytest.fixture
+def two_parts():
+    rig = Rig(onboard_parts=2, overdue_steps=2)
+    yield rig
+    rig.close()
+
+
+def test_a_load_in_two_parts_is_reported_when_both_have_ended(two_parts):
+    hashes = two_parts.fill("a", 4)
+    blocks = two_parts.load("r", hashes)
+    two_parts.order()
+    assert two_parts.ranks[0].onboard_pool.waiting("onboard") == 2
+    two_parts.ranks[0].run("onboard")
+    assert two_parts.settle() == []
+    two_parts.ranks[0].run("onboard")
+    assert [result.failed_block_ids for result in two_parts.settle()] == [()]
+    assert all(two_parts.g1.holds(block, block_hash) for block, block_hash in zip(blocks, hashes, strict=True))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_load_fails_with_either_of_its_parts_and_not_before_the_other_has_stopped(two_parts, failing):
+    hashes = two_parts.fill("a", 4)
+    two_parts.load("r", hashes)
+    two_parts.order()
+    for part in range(2):
+        if part == failing:
+            two_parts.ranks[0].copier.next("fail")
+        assert two_parts.settle() == []
+        two_parts.ranks[0].run("onboard")
+    assert [len(result.failed_block_ids) for result in two_parts.settle()] == [4]
+
+
+def test_a_load_of_which_one_part_was_lost_fails_when_the_other_has_stopped(two_parts):
+    two_parts.load("r", two_parts.fill("a", 4))
+    two_parts.order()
+    two_parts.ranks[0].onboard_pool.lose_next("onboard")
+    for _ in range(4):
+        assert two_parts.settle() == []
+        two_parts.order()
+    two_parts.ranks[0].run("onboard")
+    assert [len(result.failed_block_ids) for result in two_parts.settle()] == [4]
+
+
 def test_an_order_that_never_reached_the_worker_ends_as_failed(rig):
     rig.compute("r", chain("a", 2))
     rig.leader.step()

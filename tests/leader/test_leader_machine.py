@@ -30,7 +30,15 @@ class Live:
 class LeaderMachine(RuleBasedStateMachine):
     @initialize(ranks=st.integers(1, 2), limit=st.integers(1, 8), batch=st.integers(1, 3))
     def build(self, ranks, limit, batch):
-        self.rig = Rig(slots=6, blocks=12, ranks=ranks, max_in_flight_blocks=limit, batch_blocks=batch, overdue_steps=3)
+        self.rig = Rig(
+            slots=6,
+            blocks=12,
+            ranks=ranks,
+            max_in_flight_blocks=limit,
+            batch_blocks=batch,
+            overdue_steps=3,
+            onboard_parts=2,
+        )
         self.live: dict[str, Live] = {}
         self.names = iter(range(10**6))
 

@@ -1,6 +1,7 @@
 """One suite for both pools: what a worker may rely on, whoever runs the copies."""
 
 import ctypes
+import os
 import threading
 from functools import partial
 
@@ -174,6 +175,23 @@ def test_copies_run_in_as_many_threads_as_were_asked_for():
         hands.pool.submit("copy", lambda: together.wait(LIMIT_S))
     assert [end.error for end in hands.ended(3)] == [None] * 3
     hands.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_copies_may_run_where_the_parent_may_though_the_engine_bound_itself():
+    everywhere = os.sched_getaffinity(0)
+    one = {min(everywhere)}
+    seen = []
+    os.sched_setaffinity(0, one)
+    try:
+        hands = ThreadHands()
+        hands.pool.submit("copy", lambda: seen.append(os.sched_getaffinity(0)))
+        assert [end.error for end in hands.ended(1)] == [None]
+        hands.close()
+        assert os.sched_getaffinity(0) == one
+    finally:
+        os.sched_setaffinity(0, everywhere)
+    assert seen == [os.sched_getaffinity(os.getppid()) | one]
 
 
 def raise_in(thread, error):
