@@ -46,7 +46,7 @@ def imports(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests but the long ones."""
-    install(session, "embedded", "dev")
+    install(session, "embedded", "nixl", "dev")
     session.run("pytest", "-q", *session.posargs, env=ONE_THREAD)
 
 
