@@ -12,7 +12,7 @@ from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.model_facts import model_facts
 from kvbm_cli.process import OWN_ADDRESS, choose_port
 from kvbm_cli.show_error import show_warning
-from kvbm_cli.size import host_key, size_of
+from kvbm_cli.size import size_key, size_of
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -108,7 +108,7 @@ def _warn_of_memory(resolved: ResolvedProfile, sizing: Sizing) -> None:
     from kvbm.host_memory import THIS_MACHINE
     from kvbm_cli.engines import copy_count
 
-    room, key = THIS_MACHINE.room(), host_key(resolved)
+    room, key = THIS_MACHINE.room(), size_key(resolved)
     taken_bytes = sizing.host.total_bytes * copy_count(resolved.profile)
     if taken_bytes > room.available_bytes:
         taken, available = format_size(taken_bytes), format_size(room.available_bytes)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.sizing import Sizing, TierSize
 
-_NAMES = {"G1": "G1 device", "G2": "G2 host"}
+_NAMES = {"G1": "G1 device", "G2": "G2 host", "G3": "G3 disk"}
 
 
 def show_size(reference: str, overrides: Sequence[str], *, as_json: bool) -> None:
@@ -39,7 +39,7 @@ def size_of(resolved: ResolvedProfile) -> Sizing:
     try:
         facts = model_facts(profile.engine.model, kind=profile.engine.kind)
         check_model(profile, facts)  # what it finds is about the model; what `size` still finds is not
-        key = host_key(resolved)
+        key = size_key(resolved)
         on_cpu = profile.engine.kind == "vllm" and runs_on_cpu(profile)
         return size(profile, facts, environment=os.environ, on_cpu=on_cpu)
     except ProfileError as error:
@@ -56,9 +56,11 @@ def size_if_known(resolved: ResolvedProfile) -> Sizing | None:
         return None
 
 
-def host_key(resolved: ResolvedProfile) -> str:
-    """The key that sets G2's size."""
-    return "tiers.host.blocks" if resolved.profile.tiers.host.blocks else "tiers.host.capacity"
+def size_key(resolved: ResolvedProfile) -> str:
+    """The key that sets G2's size, or that of G3 where there is no G2."""
+    tiers = resolved.profile.tiers
+    section, name = (tiers.host, "tiers.host") if tiers.host is not None else (tiers.disk, "tiers.disk")
+    return f"{name}.blocks" if section is not None and section.blocks else f"{name}.capacity"
 
 
 def block_line(sizing: Sizing) -> str:
@@ -69,8 +71,9 @@ def block_line(sizing: Sizing) -> str:
 
 
 def tier_table(resolved: ResolvedProfile, sizing: Sizing) -> str:
-    rows = [("tier", "blocks", "tokens", "memory"), _row("G1", sizing.device), _row("G2", sizing.host)]
-    set_by = [("set by", ""), _set_by(resolved, sizing.device), _set_by(resolved, sizing.host)]
+    tiers = {"G1": sizing.device, "G2": sizing.host, **({"G3": sizing.disk} if sizing.disk else {})}
+    rows = [("tier", "blocks", "tokens", "size"), *(_row(name, tier) for name, tier in tiers.items())]
+    set_by = [("set by", ""), *(_set_by(resolved, tier) for tier in tiers.values())]
     lines = zip(table(rows, right=(1, 2, 3)).splitlines(), set_by, strict=True)
     return "\n".join(noted(noted(line, key), origin, separator=" ").rstrip() for line, (key, origin) in lines)
 
@@ -87,6 +90,8 @@ def _set_by(resolved: ResolvedProfile, tier: TierSize | None) -> tuple[str, str]
     """What set a tier's size, and where that was written."""
     if tier is None:
         return "the engine decides at its start", ""
+    if tier.set_by == "tiers.host.blocks" and resolved.profile.tiers.host is None:
+        return "a buffer on the way to disk", ""
     variable = f"engine.environment.{tier.set_by}"
     key = variable if variable in resolved.origins else tier.set_by
     return key, f"({resolved.origins.get(key, 'environment').rpartition('/')[2]})"
@@ -96,7 +101,7 @@ def as_data(sizing: Sizing) -> Mapping[str, object]:
     """G1 is null where the engine decides at its start."""
     return {
         "block": {"tokens": sizing.block_tokens, "bytes": sizing.block_bytes, "ranks": sizing.rank_count},
-        "tiers": {"G1": _tier_data(sizing.device), "G2": _tier_data(sizing.host)},
+        "tiers": {"G1": _tier_data(sizing.device), "G2": _tier_data(sizing.host), "G3": _tier_data(sizing.disk)},
     }
 
 

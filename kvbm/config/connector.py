@@ -16,27 +16,42 @@ from pydantic import ValidationError
 from kvbm.config.document import Document, Entry, Source, plain_values
 from kvbm.config.mistakes import FileKind, first_mistake
 from kvbm.config.schema import ConnectorConfig, keys
-from kvbm.config.variables import read_variables
+from kvbm.config.variables import drop_idle_disk, read_variables
 from kvbm.errors import ProfileError
 
 KEY = "kvbm"
 PLACE = f"kv_connector_extra_config.{KEY}"
 
-_NO_TIER = "set `DYN_KVBM_CPU_CACHE_GB` (1e9 bytes, over all ranks) or `DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS`"
-_FILE = FileKind("connector's configuration", keys(ConnectorConfig), {"tiers": "it names the size of host memory"})
+_NO_TIER = (
+    "set `DYN_KVBM_CPU_CACHE_GB` (1e9 bytes, over all ranks) or `DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS`, for a disk "
+    "`DYN_KVBM_DISK_CACHE_GB`"
+)
+_FILE = FileKind("connector's configuration", keys(ConnectorConfig), {"tiers": "it says how large host and disk are"})
 
 log = logging.getLogger(__name__)
 
 
-def resolve_connector(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> ConnectorConfig:
-    """What `extra_config["kvbm"]` says, else what the variables say. ProfileError for a mistake, or without a tier.
+def resolve_connector(
+    extra_config: Mapping[str, object], environment: Mapping[str, str], *, engine: str
+) -> ConnectorConfig:
+    """What `extra_config["kvbm"]` says, else what the variables say. ProfileError for a mistake, without a tier, or for
+    what this kind of engine cannot do.
 
     A variable that has no effect is logged as a warning.
     """
+    config = _resolve(extra_config, environment)
+    try:
+        config.offload.require_priorities_from(engine)
+    except ValueError as error:
+        raise ProfileError(f"`offload` {error}", hint="`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`") from None
+    return config
+
+
+def _resolve(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> ConnectorConfig:
     if KEY in extra_config:
         return _validated(_written(extra_config[KEY]))
     document, warnings = read_variables(environment)
-    for warning in warnings:
+    for warning in (*warnings, *drop_idle_disk(document)):
         log.warning("%s", warning)
     if "tiers" not in document:
         raise ProfileError("no tier is configured: kvbm has nowhere to keep blocks", hint=_NO_TIER)
@@ -52,7 +67,9 @@ def _validated(document: Document) -> ConnectorConfig:
 
 def _written(value: object) -> Document:
     if not isinstance(value, Mapping):
-        raise ProfileError(f"`{PLACE}` must be a mapping with `tiers`, `offload` and `transfer`, not `{value}`")
+        raise ProfileError(
+            f"`{PLACE}` must be a mapping with `tiers`, `offload`, `onboard` and `transfer`, not `{value}`"
+        )
     return _document(value, PLACE)
 
 

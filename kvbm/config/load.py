@@ -19,7 +19,7 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.flags import flag_name, refuse_flags
 from kvbm.config.mistakes import first_mistake, profile_file, refuse_not_built
 from kvbm.config.schema import Profile, keys
-from kvbm.config.variables import put, read_variables
+from kvbm.config.variables import drop_idle_disk, put, read_variables
 from kvbm.errors import ProfileError
 
 DEFAULT = "default"
@@ -63,6 +63,7 @@ def load(
     from_options = [_option(key, *written) for key, written in (options or {}).items()]
     for layer in (from_variables, *map(_override, overrides), *from_options):
         merged = _merge(merged, layer)
+    warnings += drop_idle_disk(merged)
     profile = _validate(merged, path)
     sources = _sources(profile, merged)
     origins = {key: source.origin if source else DEFAULT for key, source in sources.items()}
@@ -168,7 +169,7 @@ def _merge(base: Document, over: Document, *, path: str = "") -> Document:
             under = dict((below.section if below is not None else None) or {})
             entry = Entry(entry.key, entry.source, _merge(under, dict(entry.section), path=f"{here}."))
         merged[name] = entry
-    if path == "tiers.host." and "capacity" in over and "blocks" not in over:
+    if path in ("tiers.host.", "tiers.disk.") and "capacity" in over and "blocks" not in over:
         merged.pop("blocks", None)  # `blocks` wins inside a layer; a later layer's capacity must not lose to it
     return merged
 

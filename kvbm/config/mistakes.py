@@ -20,9 +20,8 @@ from kvbm.config.schema import Key, keys
 from kvbm.errors import ProfileError
 
 NOT_BUILT = {
-    "tiers.disk": "this version keeps blocks in host memory; use `tiers.host`",
-    "tiers.object": "this version keeps blocks in host memory; use `tiers.host`",
-    "filters": "this version offloads every full block; leave the section out",
+    "tiers.object": "this version keeps blocks in host memory and on disk; use `tiers.host` and `tiers.disk`",
+    "filters": "the section `offload` says what goes where; leave this one out",
     "metrics": "kvbm_* metrics are always at /metrics of the engine's server; leave the section out",
 }
 NOT_BUILT_ENGINES = ("tensorrt-llm", "sglang")

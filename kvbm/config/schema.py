@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -46,13 +46,114 @@ class HostTier(Section):
         return self
 
 
+class DiskTier(Section):
+    """G3. `capacity` or `blocks` is needed; where both are given, `blocks` wins."""
+
+    capacity: Size | None = Field(
+        default=None, description="Disk space for blocks (G3), summed over the ranks of one engine: 1TB or 500GiB."
+    )
+    blocks: int | None = Field(
+        default=None, ge=1, le=2**40, description="Disk space as a number of blocks; wins over `capacity`."
+    )
+    directory: str = Field(
+        default="~/.cache/kvbm",
+        min_length=1,
+        description="Directory of the cache files, absolute or from `~`; several engines may share it.",
+    )
+    allocator: Literal["default", "open-direct"] = Field(
+        default="default",
+        description="When O_DIRECT is set: by fcntl after the file was created, or at open, for filesystems that "
+        "ignore the former.",
+    )
+    zerofill: bool = Field(
+        default=False, description="Whether the space is taken by writing zeros where fallocate is not supported."
+    )
+    o_direct: bool = Field(
+        default=True, description="Whether to pass by the page cache, which would hold every block a second time."
+    )
+    io: Literal["threads", "nixl", "auto"] = Field(
+        default="threads", description="Who reads and writes: threads of ours, NIXL, or what a probe finds faster."
+    )
+    threads: int = Field(default=4, ge=1, le=64, description="Reads that are in flight at the same time; and writes.")
+    persist: bool = Field(
+        default=True, description="Whether the blocks outlive the engine, for the next one with the same model."
+    )
+    reclaim: bool = Field(
+        default=False,
+        description="Whether the oldest caches that no engine uses may be deleted from the directory to make room.",
+    )
+
+    @field_validator("directory")
+    @classmethod
+    def _is_absolute(cls, directory: str) -> str:
+        if not directory.startswith(("/", "~")):
+            raise ValueError(f"must be an absolute path, or begin with `~`, not `{directory}`")
+        return directory
+
+    @model_validator(mode="after")
+    def _has_a_size(self) -> DiskTier:
+        if self.capacity is None and self.blocks is None:
+            raise ValueError("needs `capacity` or `blocks`")
+        return self
+
+
+BOUNCE_BLOCKS = 64
+
+
 class Tiers(Section):
-    host: HostTier = Field(description="Host memory (G2).")
+    host: HostTier | None = Field(default=None, description="Host memory (G2).")
+    disk: DiskTier | None = Field(default=None, description="Disk (G3).")
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Tiers:
+        if self.host is None and self.disk is None:
+            raise ValueError("needs `host`, `disk` or both")
+        return self
+
+    def host_memory(self) -> HostTier:
+        """G2, or what stands in for it where there is only a disk: a buffer through which blocks pass."""
+        return self.host or HostTier(blocks=BOUNCE_BLOCKS)
 
 
 class Offload(Section):
     generated: bool = Field(
         default=True, description="Whether blocks of generated tokens are offloaded, beside those of prompts."
+    )
+    min_priority: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="Blocks of a prompt are offloaded up to the first whose priority is lower; for engines that send "
+        "priorities.",
+    )
+    to_disk: Literal["frequency", "always", "on_evict"] = Field(
+        default="frequency",
+        description="Which blocks of host memory go to disk: those asked for again, all at once, or the ones that are "
+        "about to be evicted.",
+    )
+    frequency_threshold: int = Field(
+        default=2, ge=1, le=1 << 20, description="Count at which `to_disk: frequency` lets a block through."
+    )
+    frequency_decay_s: float = Field(
+        default=600.0, gt=0, allow_inf_nan=False, description="Seconds after which every count loses 1."
+    )
+    frequency_entries: int = Field(
+        default=1_000_000, ge=1, le=2**32, description="Blocks that are counted; with more, counts decay early."
+    )
+
+    def require_priorities_from(self, engine: str) -> None:
+        """ValueError where the threshold would leave out every block, since the engine sends no priorities."""
+        if self.min_priority > 0:
+            raise ValueError(f"needs an engine that sends priorities; `{engine}` sends none: set `min_priority: 0`")
+
+
+class Onboard(Section):
+    policy: Literal["auto", "always"] = Field(
+        default="auto",
+        description="Whether blocks on disk are read only where that is predicted to be faster than computing them.",
+    )
+    disk_timeout_s: float = Field(
+        default=30.0, gt=0, allow_inf_nan=False, description="Seconds after which a request computes what it waits for."
     )
 
 
@@ -102,6 +203,7 @@ class ConnectorConfig(Section):
 
     tiers: Tiers = Field(description="Where blocks are kept when device memory (G1) has no room for them.")
     offload: Offload = Field(default=Offload(), description="Which blocks are copied away from device memory.")
+    onboard: Onboard = Field(default=Onboard(), description="Which blocks are brought back.")
     transfer: Transfer = Field(default=Transfer(), description="How blocks are copied.")
 
     def digest(self) -> str:
@@ -114,12 +216,21 @@ class Profile(Section):
     engine: AnyEngine = Field(description="The engine that is launched.")
     tiers: Tiers = Field(description="Where blocks are kept when device memory (G1) has no room for them.")
     offload: Offload = Field(default=Offload(), description="Which blocks are copied away from device memory.")
+    onboard: Onboard = Field(default=Onboard(), description="Which blocks are brought back.")
     transfer: Transfer = Field(default=Transfer(), description="How blocks are copied.")
     server: Server = Field(default=Server(), description="Where the engine serves.")
     disaggregated: Disaggregated = Field(
         default=Disaggregated(), description="Engines that prefill and engines that decode, behind one address."
     )
     bench: Bench = Field(default=Bench(), description="Defaults of `kvbm bench`.")
+
+    @field_validator("offload")
+    @classmethod
+    def _has_priorities(cls, offload: Offload, info: ValidationInfo) -> Offload:
+        engine = info.data.get("engine")
+        if engine is not None:
+            offload.require_priorities_from(engine.kind)
+        return offload
 
     @field_validator("disaggregated")
     @classmethod
@@ -132,7 +243,7 @@ class Profile(Section):
         return disaggregated
 
     def connector_config(self) -> ConnectorConfig:
-        return ConnectorConfig(tiers=self.tiers, offload=self.offload, transfer=self.transfer)
+        return ConnectorConfig(tiers=self.tiers, offload=self.offload, onboard=self.onboard, transfer=self.transfer)
 
 
 @dataclass(frozen=True, slots=True)

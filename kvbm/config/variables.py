@@ -56,7 +56,6 @@ def _no_effect(name: str, form: Form, about: str) -> Variable:
     return Variable(PREFIX + name, form, Effect.NONE, about)
 
 
-_DISK = "there is no disk tier in this version"
 _OBJECT = "no object tier ever read it, in NVIDIA's wheel or here"
 _NO_PORTS = "leader and workers need no address: results travel through shared memory"
 
@@ -78,14 +77,41 @@ VARIABLES: tuple[Variable, ...] = (
         "transfer.init_timeout_s",
         "seconds that the start may take",
     ),
-    _refused("DISK_CACHE_GB", Form.GIGABYTES, _DISK),
-    _refused("DISK_CACHE_OVERRIDE_NUM_BLOCKS", Form.COUNT, _DISK),
-    _no_effect("DISK_CACHE_DIR", Form.TEXT, _DISK),
-    _no_effect("DISK_ALLOCATOR_TYPE", Form.TEXT, _DISK),
-    _no_effect("DISK_ZEROFILL_FALLBACK", Form.BOOLEAN, _DISK),
-    _no_effect("DISK_DISABLE_O_DIRECT", Form.BOOLEAN, _DISK),
-    _no_effect("DISABLE_DISK_OFFLOAD_FILTER", Form.BOOLEAN, _DISK),
-    _refused("HOST_OFFLOAD_PREFIX_MIN_PRIORITY", Form.COUNT, "there is no priority filter in this version"),
+    _honoured(
+        "DISK_CACHE_GB", Form.GIGABYTES, "tiers.disk.capacity", "disk space, summed over the ranks of one engine"
+    ),
+    _honoured(
+        "DISK_CACHE_OVERRIDE_NUM_BLOCKS",
+        Form.COUNT,
+        "tiers.disk.blocks",
+        "disk space in blocks; wins over GB, and 0 means that there is no override",
+    ),
+    _honoured("DISK_CACHE_DIR", Form.TEXT, "tiers.disk.directory", "directory of the cache files"),
+    _honoured("DISK_ALLOCATOR_TYPE", Form.TEXT, "tiers.disk.allocator", "`default` or `open-direct`"),
+    _honoured(
+        "DISK_ZEROFILL_FALLBACK",
+        Form.BOOLEAN,
+        "tiers.disk.zerofill",
+        "zeros are written where fallocate is not supported; `false` means false, unlike upstream",
+    ),
+    _honoured(
+        "DISK_DISABLE_O_DIRECT",
+        Form.BOOLEAN,
+        "tiers.disk.o_direct",
+        "goes through the page cache; `false` means false, unlike upstream",
+    ),
+    _honoured(
+        "DISABLE_DISK_OFFLOAD_FILTER",
+        Form.BOOLEAN,
+        "offload.to_disk",
+        "every block of host memory goes to disk: `offload.to_disk: always`",
+    ),
+    _honoured(
+        "HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
+        Form.COUNT,
+        "offload.min_priority",
+        "0 to 100; for engines that send priorities",
+    ),
     _no_effect("METRICS", Form.BOOLEAN, "kvbm_* metrics are always served, at /metrics of the engine's own server"),
     _no_effect("METRICS_PORT", Form.COUNT, "kvbm_* metrics are at /metrics of the engine's own server, on its port"),
     _no_effect("CACHE_STATS_MAX_REQUESTS", Form.COUNT, "the hit-rate gauge always covers the last 1000 requests"),
@@ -123,6 +149,11 @@ VARIABLES: tuple[Variable, ...] = (
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 _NIXL_PREFIX = PREFIX + "NIXL_BACKEND_"
+_ZERO_IS_NONE = frozenset({"tiers.host.blocks", "tiers.disk.blocks", "tiers.disk.capacity"})
+_MEANINGS: dict[str, tuple[object, object]] = {  # what false and true come to
+    "tiers.disk.o_direct": (True, False),
+    "offload.to_disk": ("frequency", "always"),
+}
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _SECRET = frozenset({PREFIX + "OBJECT_ACCESS_KEY", PREFIX + "OBJECT_SECRET_KEY"})
@@ -140,9 +171,28 @@ def read_variables(environment: Mapping[str, str]) -> tuple[Document, tuple[str,
             warnings.append(f"`{name}` has no effect: {variable.about}")
         elif variable.effect is Effect.REFUSED and value not in (0, False):
             raise located(f"`{name}` is not in this version: {variable.about}", source, hint=f"`unset {name}`")
-        elif variable.key is not None and not (variable.key == "tiers.host.blocks" and value == 0):
+        elif variable.key is not None and not (variable.key in _ZERO_IS_NONE and value in (0, "0GB")):
+            if variable.key in _MEANINGS:
+                value = _MEANINGS[variable.key][bool(value)]
             put(document, variable.key.split("."), Entry(source, source, value))
     return document, tuple(warnings)
+
+
+def drop_idle_disk(document: Document) -> tuple[str, ...]:
+    """Take away what variables say about a disk that nothing gives a size, with one warning for each of them."""
+    tiers = document.get("tiers")
+    disk = (tiers.section or {}).get("disk") if tiers is not None else None
+    written = (disk.section or {}) if disk is not None else {}
+    are_variables = all(entry.source.label.startswith(PREFIX) for entry in written.values())
+    if disk is None or not written or not are_variables or "capacity" in written or "blocks" in written:
+        return ()
+    assert tiers is not None
+    rest = {name: entry for name, entry in (tiers.section or {}).items() if name != "disk"}
+    del document["tiers"]
+    if rest:
+        document["tiers"] = Entry(tiers.key, tiers.source, rest)
+    why = "there is no disk tier without `DYN_KVBM_DISK_CACHE_GB` or `tiers.disk.capacity`"
+    return tuple(f"`{entry.source.label}` has no effect: {why}" for entry in written.values())
 
 
 def put(document: Document, path: list[str], entry: Entry) -> None:
@@ -180,7 +230,7 @@ def _parse(variable: Variable, text: str, source: Source) -> object:
     parsed = _PARSERS[variable.form](stripped)
     if parsed is None:
         raise located(f"`{source.label}` must be {variable.form.value}, not `{stripped}`", source)
-    return f"{parsed:f}GB" if variable.key == "tiers.host.capacity" else parsed
+    return f"{parsed:f}GB" if variable.form is Form.GIGABYTES else parsed
 
 
 _NUMBER = re.compile(r"(?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?")

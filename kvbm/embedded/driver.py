@@ -183,7 +183,7 @@ class KvbmWorker:
         worker_process: bool,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        host = profile.tiers.host
+        host = profile.tiers.host_memory()
         self._capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
         self._thread_count = profile.transfer.max_concurrent
         self._init_timeout_s = profile.transfer.init_timeout_s

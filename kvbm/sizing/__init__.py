@@ -33,10 +33,10 @@ def size(
     """
     engine = profile.engine
     if isinstance(engine.arguments, EmbeddedArguments):
-        return sizing_of(embedded.device(engine.arguments, model_config), profile.tiers.host)
+        return sizing_of(embedded.device(engine.arguments, model_config), profile.tiers)
     variables = {**(environment or {}), **engine.environment}
     device = vllm.device(engine.arguments, model_config, variables=variables, on_cpu=on_cpu)
-    return sizing_of(device, profile.tiers.host)
+    return sizing_of(device, profile.tiers)
 
 
 def check_model(profile: Profile, model_config: Mapping[str, object]) -> None:

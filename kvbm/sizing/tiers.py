@@ -1,10 +1,10 @@
-"""From the blocks of an engine to its tiers: how many blocks and bytes G1 and G2 hold."""
+"""From the blocks of an engine to its tiers: how many blocks and bytes G1, G2 and G3 hold."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbm.config.schema import HostTier
+from kvbm.config.schema import DiskTier, HostTier, Tiers
 from kvbm.config.sizes import exact_size
 from kvbm.errors import ProfileError
 from kvbm.types import Tier
@@ -49,13 +49,16 @@ class Sizing:
     rank_count: int
     device: TierSize | None
     host: TierSize
+    disk: TierSize | None
 
 
-def sizing_of(device: Device, host: HostTier) -> Sizing:
-    """ProfileError if host memory holds no block.
+def sizing_of(device: Device, tiers: Tiers) -> Sizing:
+    """ProfileError if host memory or disk holds no block.
 
-    Every rank makes slots of its own size in an equal share of the capacity, so the one with the largest has fewest.
+    Every rank makes slots of its own size in an equal share of the host capacity, so the one with the largest has
+    fewest. On disk a block's parts of all ranks lie together.
     """
+    host = tiers.host_memory()
     slots = [-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in device.rank_block_bytes]
     host_blocks = host.blocks or (host.capacity or 0) // (max(slots) * len(slots))
     if host_blocks == 0:
@@ -69,14 +72,28 @@ def sizing_of(device: Device, host: HostTier) -> Sizing:
         block_tokens=device.block_tokens,
         rank_count=len(device.rank_block_bytes),
         device=_device_tier(device),
-        host=TierSize(
-            Tier.HOST,
-            host_blocks,
-            host_blocks // device.group_count * device.block_tokens,
-            host_blocks * sum(slots),
-            "tiers.host.blocks" if host.blocks else "tiers.host.capacity",
-        ),
+        host=_tier(Tier.HOST, host_blocks, host_blocks * sum(slots), device, host),
+        disk=None if tiers.disk is None else _disk_tier(device, sum(slots), tiers.disk),
     )
+
+
+def _disk_tier(device: Device, slot_bytes: int, disk: DiskTier) -> TierSize:
+    blocks = disk.blocks or (disk.capacity or 0) // slot_bytes
+    if blocks == 0:
+        raise ProfileError(
+            f"a disk of {exact_size(disk.capacity or 0)} holds no block: one takes {exact_size(slot_bytes)}",
+            hint="raise `tiers.disk.capacity`",
+        )
+    return _tier(Tier.DISK, blocks, blocks * slot_bytes, device, disk)
+
+
+_NAMES = {Tier.HOST: "tiers.host", Tier.DISK: "tiers.disk"}
+
+
+def _tier(tier: Tier, blocks: int, total_bytes: int, device: Device, section: HostTier | DiskTier) -> TierSize:
+    tokens = blocks // device.group_count * device.block_tokens
+    set_by = f"{_NAMES[tier]}.{'blocks' if section.blocks else 'capacity'}"
+    return TierSize(tier, blocks, tokens, total_bytes, set_by)
 
 
 def _device_tier(device: Device) -> TierSize | None:

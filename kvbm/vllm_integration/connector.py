@@ -231,7 +231,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 def _resolved(extra_config: dict[str, Any]) -> ConnectorConfig:
     """The configuration. A mistake ends the start, and vLLM's log then has the hint too."""
     try:
-        return resolve_connector(extra_config, os.environ)
+        return resolve_connector(extra_config, os.environ, engine="vllm")
     except ProfileError as error:
         if error.hint is not None:
             error.add_note(f"hint: {error.hint}")

@@ -67,7 +67,7 @@ class WorkerSide:
         )  # fmt: skip
 
     def create_worker(self, layout: BlockLayout, storages: list[torch.Tensor]) -> Worker:
-        host = self._config.tiers.host
+        host = self._config.tiers.host_memory()
         return Worker.create(
             layout,
             storages,

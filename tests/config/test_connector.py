@@ -35,19 +35,21 @@ def config(**sections: Any) -> ConnectorConfig:
     ],
 )
 def test_variables_of_a_bare_command(variables: dict[str, str], expected: ConnectorConfig) -> None:
-    assert resolve_connector({}, variables) == expected
+    assert resolve_connector({}, variables, engine="vllm") == expected
 
 
 def test_contents_of_a_launcher_win_and_the_variables_are_not_even_read() -> None:
     contents = {"tiers": {"host": {"capacity": "3GiB"}}, "offload": {"generated": False}}
-    resolved = resolve_connector({"kvbm": contents, "other": 1}, {GIGABYTES: "wrong", "DYN_KVBM_TYPO": "1"})
+    resolved = resolve_connector(
+        {"kvbm": contents, "other": 1}, {GIGABYTES: "wrong", "DYN_KVBM_TYPO": "1"}, engine="vllm"
+    )
     assert resolved == config(**contents)
 
 
 def test_a_profile_arrives_as_it_was_sent() -> None:
     profile = Profile.model_validate({"engine": {"model": "m"}, "tiers": {"host": {"capacity": "1.5GB", "blocks": 7}}})
     sent = profile.connector_config()
-    received = resolve_connector({"kvbm": sent.model_dump(mode="json")}, {})
+    received = resolve_connector({"kvbm": sent.model_dump(mode="json")}, {}, engine="vllm")
     assert received == sent
     assert received.digest() == sent.digest()
 
@@ -69,13 +71,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], str, str | None]] = {
         {},
         {},
         "no tier is configured: kvbm has nowhere to keep blocks",
-        f"set `{GIGABYTES}` (1e9 bytes, over all ranks) or `{BLOCKS}`",
+        f"set `{GIGABYTES}` (1e9 bytes, over all ranks) or `{BLOCKS}`, for a disk `DYN_KVBM_DISK_CACHE_GB`",
     ),
     "no blocks are no tier": (
         {},
         {BLOCKS: "0"},
         "no tier is configured: kvbm has nowhere to keep blocks",
-        f"set `{GIGABYTES}` (1e9 bytes, over all ranks) or `{BLOCKS}`",
+        f"set `{GIGABYTES}` (1e9 bytes, over all ranks) or `{BLOCKS}`, for a disk `DYN_KVBM_DISK_CACHE_GB`",
     ),
     "no gigabytes": (
         {},
@@ -110,12 +112,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], str, str | None]] = {
         {"kvbm": {}},
         {GIGABYTES: "1"},
         "`tiers` is missing\n  kv_connector_extra_config.kvbm",
-        "it names the size of host memory",
+        "it says how large host and disk are",
     ),
     "contents that are none": (
         {"kvbm": "1GiB"},
         {},
-        "`kv_connector_extra_config.kvbm` must be a mapping with `tiers`, `offload` and `transfer`, not `1GiB`",
+        "`kv_connector_extra_config.kvbm` must be a mapping with `tiers`, `offload`, `onboard` and `transfer`, "
+        "not `1GiB`",
         None,
     ),
 }
@@ -125,13 +128,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], str, str | None]] = {
 def test_mistake_is_shown_with_its_place(name: str) -> None:
     extra, variables, message, hint = MISTAKES[name]
     with pytest.raises(ProfileError) as caught:
-        resolve_connector(extra, variables)
+        resolve_connector(extra, variables, engine="vllm")
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
 def test_variable_without_an_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        resolve_connector({}, {GIGABYTES: "1", "DYN_KVBM_ENABLE": "0"})
+        resolve_connector({}, {GIGABYTES: "1", "DYN_KVBM_ENABLE": "0"}, engine="vllm")
     assert caplog.messages == [
         "`DYN_KVBM_ENABLE` has no effect: nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off"
     ]

@@ -23,8 +23,16 @@ TRANSFER = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {
         "kvbm": {
-            "tiers": {"host": {"capacity": "2GiB", "blocks": None}},
-            "offload": {"generated": True},
+            "tiers": {"host": {"capacity": "2GiB", "blocks": None}, "disk": None},
+            "offload": {
+                "generated": True,
+                "min_priority": 0,
+                "to_disk": "frequency",
+                "frequency_threshold": 2,
+                "frequency_decay_s": 600.0,
+                "frequency_entries": 1000000,
+            },
+            "onboard": {"policy": "auto", "disk_timeout_s": 30.0},
             "transfer": {"max_concurrent": 4, "batch_blocks": 16, "init_timeout_s": 600.0},
         }
     },
@@ -97,7 +105,7 @@ def test_connector_is_the_only_difference_between_the_arms(installation: VllmIns
 def test_connector_gets_the_profile_by_its_contents() -> None:
     chosen = profile()
     extra = transfer_config({})["kv_connector_extra_config"]
-    assert resolve_connector(extra, {"DYN_KVBM_CPU_CACHE_GB": "7"}) == chosen.connector_config()
+    assert resolve_connector(extra, {"DYN_KVBM_CPU_CACHE_GB": "7"}, engine="vllm") == chosen.connector_config()
 
 
 @pytest.mark.parametrize(

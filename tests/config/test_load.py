@@ -128,7 +128,8 @@ FILE_MISTAKES = {
     "engine flag like no other": (
         f"{BASE}qqqq: 5\n",
         "unknown key `qqqq`\n  FILE:6:1\n    |\n  6 | qqqq: 5\n    | ^^^^",
-        "a profile has `description`, `engine`, `tiers`, `offload`, `transfer`, `server`, `disaggregated`, `bench`",
+        "a profile has `description`, `engine`, `tiers`, `offload`, `onboard`, `transfer`, `server`, `disaggregated`, "
+        "`bench`",
     ),
     "size without unit": (
         "engine: {model: m}\ntiers: {host: {capacity: 100}}\n",
@@ -267,20 +268,26 @@ FILE_MISTAKES = {
         "  FILE:1:16\n    |\n  1 | engine: {kind: tensorrt-llm, model: m}\n    |                ^^^^^^^^^^^^",
         "there are `embedded` and `vllm`",
     ),
-    "disk tier": (
-        f"{BASE}  disk:\n    capacity: 1TB\n",
-        "`tiers.disk` is not in this version\n  FILE:6:3\n    |\n  6 |   disk:\n    |   ^^^^",
-        "this version keeps blocks in host memory; use `tiers.host`",
+    "disk without a size": (
+        f"{BASE}  disk:\n    io: nixl\n",
+        "`tiers.disk` needs `capacity` or `blocks`\n  FILE:6:3\n    |\n  6 |   disk:\n    |   ^^^^",
+        None,
+    ),
+    "disk in a relative directory": (
+        f"{BASE}  disk: {{blocks: 1, directory: cache}}\n",
+        "`tiers.disk.directory` must be an absolute path, or begin with `~`, not `cache`\n"
+        "  FILE:6:32\n    |\n  6 |   disk: {blocks: 1, directory: cache}\n    |                                ^^^^^",
+        None,
     ),
     "object tier": (
         f"{BASE}  object: {{bucket: b}}\n",
         "`tiers.object` is not in this version\n  FILE:6:3\n    |\n  6 |   object: {bucket: b}\n    |   ^^^^^^",
-        "this version keeps blocks in host memory; use `tiers.host`",
+        "this version keeps blocks in host memory and on disk; use `tiers.host` and `tiers.disk`",
     ),
     "filters": (
         f"{BASE}filters:\n",
         "`filters` is not in this version\n  FILE:6:1\n    |\n  6 | filters:\n    | ^^^^^^^",
-        "this version offloads every full block; leave the section out",
+        "the section `offload` says what goes where; leave this one out",
     ),
     "metrics": (
         f"{BASE}metrics: {{port: 6880}}\n",
@@ -413,9 +420,10 @@ OVERRIDE_MISTAKES = {
         "`--set` takes KEY=VALUE, such as `tiers.host.capacity=2GB`\n  --set server..port=1\n        ^^^^^^^^^^^^^^",
         None,
     ),
-    "tiers.disk.capacity=1TB": (
-        "`tiers.disk` is not in this version\n  --set tiers.disk.capacity=1TB\n        ^^^^^^^^^^^^^^^^^^^",
-        "this version keeps blocks in host memory; use `tiers.host`",
+    "tiers.disk.io=uring": (
+        "`tiers.disk.io` must be 'threads', 'nixl' or 'auto', not the text `uring`\n"
+        "  --set tiers.disk.io=uring\n                      ^^^^^",
+        None,
     ),
     "engine.kind=sglang": (
         "engine kind `sglang` is not in this version\n  --set engine.kind=sglang\n                    ^^^^^^",
@@ -438,13 +446,22 @@ HONOURED = {
     "DYN_KVBM_MAX_CONCURRENT_TRANSFERS": ("8", "transfer.max_concurrent", 8),
     "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE": ("32", "transfer.batch_blocks", 32),
     "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": ("90", "transfer.init_timeout_s", 90),
+    "DYN_KVBM_DISK_CACHE_GB": ("0.5", "tiers.disk.capacity", 500_000_000),
+    "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": ("7", "tiers.disk.blocks", 7),
+    "DYN_KVBM_DISK_CACHE_DIR": ("/mnt/kv", "tiers.disk.directory", "/mnt/kv"),
+    "DYN_KVBM_DISK_ALLOCATOR_TYPE": ("open-direct", "tiers.disk.allocator", "open-direct"),
+    "DYN_KVBM_DISK_ZEROFILL_FALLBACK": ("true", "tiers.disk.zerofill", True),
+    "DYN_KVBM_DISK_DISABLE_O_DIRECT": ("1", "tiers.disk.o_direct", False),
+    "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": ("yes", "offload.to_disk", "always"),
+    "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": ("0", "offload.min_priority", 0),
 }
 
 
 @pytest.mark.parametrize("name", HONOURED)
 def test_variable_sets_its_key(tmp_path: Path, name: str) -> None:
     text, key, value = HONOURED[name]
-    resolved = load_text(tmp_path, BASE, variables={name: text, "UNRELATED": "x"})
+    base = f"{BASE}  disk: {{blocks: 1}}\n" if ".disk." in key else BASE
+    resolved = load_text(tmp_path, base, variables={name: text, "UNRELATED": "x"})
     section, _, leaf = key.rpartition(".")
     holder = resolved.profile
     for part in section.split("."):
@@ -506,9 +523,17 @@ VARIABLE_MISTAKES = {
         "did you mean `DYN_KVBM_CPU_CACHE_GB`?",
     ),
     "DYN_KVBM_WHATEVER=1": ("unknown variable `DYN_KVBM_WHATEVER`\nNAME", "`unset DYN_KVBM_WHATEVER`"),
-    "DYN_KVBM_DISK_CACHE_GB=0.5": (
-        "`DYN_KVBM_DISK_CACHE_GB` is not in this version: there is no disk tier in this version\nVALUE",
-        "`unset DYN_KVBM_DISK_CACHE_GB`",
+    "DYN_KVBM_DISK_CACHE_GB=0.5TB": (
+        "`DYN_KVBM_DISK_CACHE_GB` must be a number of GB (1e9 bytes), fractions allowed, not `0.5TB`\nVALUE",
+        None,
+    ),
+    "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY=30": (
+        "`offload` needs an engine that sends priorities; `embedded` sends none: set `min_priority: 0`\nVALUE",
+        None,
+    ),
+    "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY=101": (
+        "`offload.min_priority` must be at most 100, not `101`\nVALUE",
+        None,
     ),
     "DYN_KVBM_ENABLE_RECORD=maybe": (
         "`DYN_KVBM_ENABLE_RECORD` must be one of 1, true, yes, on, 0, false, no, off, not `maybe`\nVALUE",
@@ -547,9 +572,10 @@ def test_override_of_zero_blocks_is_no_override(tmp_path: Path) -> None:
 def test_variable_that_nothing_reads_is_a_warning_with_the_reason(tmp_path: Path) -> None:
     variables = {"DYN_KVBM_ENABLE": "0", "DYN_KVBM_NIXL_BACKEND_UCX": "true", "DYN_KVBM_DISK_CACHE_DIR": "/mnt"}
     assert load_text(tmp_path, BASE, variables=variables).warnings == (
-        "`DYN_KVBM_DISK_CACHE_DIR` has no effect: there is no disk tier in this version",
         "`DYN_KVBM_ENABLE` has no effect: nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off",
         "`DYN_KVBM_NIXL_BACKEND_UCX` has no effect: the released wheel never read it, and there is no NIXL here",
+        "`DYN_KVBM_DISK_CACHE_DIR` has no effect: there is no disk tier without `DYN_KVBM_DISK_CACHE_GB` or "
+        "`tiers.disk.capacity`",
     )
 
 
