@@ -44,6 +44,7 @@ TABLE = (
         never=("pydantic", *ENGINES[1:]),
         lazily=("torch",),
     ),
+    Layer(("kvbm.disk",), (*SHARED, "kvbm.disk"), never=("pydantic", *ENGINES)),
     Layer(
         ("kvbm.leader",),
         (*SHARED, *LOGICAL, *PHYSICAL, "kvbm.plan", "kvbm.metrics", "kvbm.config.schema"),
@@ -147,6 +148,7 @@ def test_every_import_follows_the_table():
         ("kvbm.region", "import torch"),
         ("kvbm.region", "from kvbm import leader"),
         ("kvbm.transfer.pool", "from kvbm.core.store import BlockStore"),
+        ("kvbm.disk.tier", "from kvbm.core.store import BlockStore"),
         ("kvbm.leader", "def f():\n    import torch"),
         ("kvbm.leader", "from kvbm.config.load import load"),
         ("kvbm.worker", "from kvbm.leader import Leader"),

@@ -1,0 +1,116 @@
+"""What writing does to the drive below a directory: bytes that reach it, amplification, and drive writes per day.
+
+Owned by who shows metrics. The counters of Linux are per block device, so what others write to the same device
+counts too: the amplification is an upper bound, and exact where the cache has a device to itself. What the drive's
+own firmware adds on top is not visible from here. Nothing is known, and None is said, where the filesystem has no
+block device below it (tmpfs, overlay, network).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+SECTOR_BYTES = 512  # of every counter in /sys, whatever the device's own sector is
+SECTORS_WRITTEN = 6  # field of /sys/dev/block/*/stat, Documentation/block/stat.rst of Linux
+DAY_S = 86400.0
+WINDOW_S = 3600.0
+SAMPLE_INTERVAL_S = 60.0
+LEAST_BYTES = 64 << 20  # below, the journal and the index of a start outweigh the blocks
+SYSFS = Path("/sys/dev/block")
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Wear:
+    """`device_bytes_written` since the meter was made; `drive_writes_per_day` from what kvbm wrote in the last hour."""
+
+    device_bytes_written: int | None
+    write_amplification: float | None
+    drive_writes_per_day: float | None
+
+
+class WearMeter:
+    """Compares what kvbm wrote below `directory` with what reached the device. One thread uses it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        sysfs: Path = SYSFS,
+        mounts: Path = MOUNTS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._device = _device_below(directory, sysfs, mounts)
+        self._drive_bytes = _drive_bytes(self._device) if self._device else None
+        self._device_bytes_before = self._device_bytes()
+        self._samples = deque([(clock(), 0)])
+
+    def measure(self, bytes_written: int) -> Wear:
+        """`bytes_written` is what kvbm has written since the meter was made."""
+        now = self._device_bytes()
+        known = now is not None and self._device_bytes_before is not None
+        reached = now - self._device_bytes_before if known else None  # type: ignore[operator]
+        amplification = None
+        if reached is not None and bytes_written >= LEAST_BYTES:
+            amplification = reached / bytes_written
+        return Wear(reached, amplification, self._drive_writes_per_day(bytes_written))
+
+    def _drive_writes_per_day(self, bytes_written: int) -> float | None:
+        now, samples = self._clock(), self._samples
+        if now - samples[-1][0] >= SAMPLE_INTERVAL_S:
+            samples.append((now, bytes_written))
+        while len(samples) > 1 and now - samples[1][0] >= WINDOW_S:
+            samples.popleft()
+        since, before = samples[0]
+        if self._drive_bytes is None or now - since < SAMPLE_INTERVAL_S:
+            return None
+        return (bytes_written - before) / (now - since) * DAY_S / self._drive_bytes
+
+    def _device_bytes(self) -> int | None:
+        if self._device is None:
+            return None
+        try:
+            return int((self._device / "stat").read_text().split()[SECTORS_WRITTEN]) * SECTOR_BYTES
+        except (OSError, IndexError, ValueError):
+            return None
+
+
+def _device_below(directory: Path, sysfs: Path, mounts: Path) -> Path | None:
+    """The device of a filesystem; btrfs has numbers of its own, and says its device among the mounts."""
+    number = os.stat(directory).st_dev
+    if os.major(number) == 0:
+        source = _mount_source(directory.resolve(), mounts)
+        if source is None or not source.startswith("/dev/"):
+            return None
+        try:
+            number = os.stat(source).st_rdev
+        except OSError:
+            return None
+    device = sysfs / f"{os.major(number)}:{os.minor(number)}"
+    return device.resolve() if device.exists() else None
+
+
+def _mount_source(directory: Path, mounts: Path) -> str | None:
+    """The source of the innermost mount that holds `directory`; of two at one place the later one."""
+    found, depth = None, -1
+    for line in mounts.read_text().splitlines():
+        fields = line.split()
+        point = Path(fields[4].replace("\\040", " "))
+        if directory.is_relative_to(point) and len(point.parts) >= depth:
+            found, depth = fields[fields.index("-") + 2], len(point.parts)
+    return found
+
+
+def _drive_bytes(device: Path) -> int | None:
+    """The size of the whole drive, of which `device` may be a partition."""
+    drive = device.parent if (device / "partition").exists() else device
+    try:
+        return int((drive / "size").read_text()) * SECTOR_BYTES or None
+    except (OSError, ValueError):
+        return None
