@@ -1,0 +1,225 @@
+"""BlockIndex: which block lies in which slot of the arena, in one SQLite file beside it.
+
+The index is the truth about the arena: a slot without a row is free. A row is inserted only after the slot's bytes are
+safe on the disk, and deleted before they change. Commits are not flushed one by one: a power cut may lose the last of
+them, which costs a miss where a row is lost, and a miss by the checksum where a deletion is. `clear` is flushed.
+
+Checksums cover the payload and are seeded with the block's hash (`checksum`), so that a row whose slot or whose hash
+was damaged does not fit its bytes either. One thread at a time uses an index; sqlite3.Error tells what went wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+ROWS_PER_STATEMENT = 256
+ROWS_PER_FETCH = 20_000
+BUSY_TIMEOUT_S = 5.0
+SEED_BYTES = 8
+SIDE_FILES = ("-wal", "-shm", "-journal")
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS blocks (
+    slot INTEGER PRIMARY KEY,
+    hash BLOB NOT NULL UNIQUE,
+    generation INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    checksum INTEGER NOT NULL,
+    tenant BLOB NOT NULL,
+    written REAL NOT NULL
+)
+"""
+
+
+class Row(NamedTuple):
+    """One block. `checksum` is unsigned here and signed in SQLite; `written` is in seconds since 1970."""
+
+    slot: int
+    hash: bytes
+    generation: int
+    length: int
+    checksum: int
+    tenant: bytes
+    written: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """All rows of an index, in no order."""
+
+    slots: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    checksums: NDArray[np.uint64]
+    hashes: list[bytes]
+
+
+def checksum(sequence_hash: bytes, shards: Iterable[NDArray[np.uint8]]) -> int:
+    """xxh3-64 of a block's payload, seeded with the first bytes of its hash."""
+    state = xxhash.xxh3_64(seed=int.from_bytes(sequence_hash[:SEED_BYTES], "little"))
+    for shard in shards:
+        state.update(shard.data)
+    return state.intdigest()
+
+
+class BlockIndex:
+    """See the module's text."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    @classmethod
+    def open(cls, path: Path) -> BlockIndex:
+        """Open or create; the file itself is made by the caller, private. Raises sqlite3.Error."""
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        try:
+            _use_write_ahead_log(connection)
+            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute(SCHEMA)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection)
+
+    @classmethod
+    def open_to_read(cls, path: Path) -> BlockIndex:
+        """For `kvbm cache`, also while an engine has it open. Raises sqlite3.Error."""
+        uri = f"{path.absolute().as_uri()}?mode=ro"
+        return cls(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None))
+
+    def load(self) -> Recovered:
+        """Everything. Raises sqlite3.Error, also where SQLite finds a type that cannot be."""
+        count = self.block_count()
+        numbers = np.empty((count, 4), np.int64)
+        hashes: list[bytes] = []
+        cursor = self._connection.execute("SELECT slot, generation, length, checksum, hash FROM blocks")
+        start = 0
+        while rows := cursor.fetchmany(ROWS_PER_FETCH):
+            slots, generations, lengths, checksums, found = zip(*rows, strict=True)
+            try:
+                numbers[start : start + len(rows)] = np.array((slots, generations, lengths, checksums), np.int64).T
+            except (TypeError, ValueError, OverflowError) as error:
+                raise sqlite3.DatabaseError(f"a row of a type that no index holds: {error}") from error
+            hashes += found
+            start += len(rows)
+        if start != count or any(type(value) is not bytes for value in hashes):
+            raise sqlite3.DatabaseError(f"{count} rows counted, {start} found, or a hash that is none")
+        columns = np.ascontiguousarray(numbers.T)
+        return Recovered(columns[0], columns[1], columns[2], columns[3].view(np.uint64), hashes)
+
+    def block_count(self) -> int:
+        return int(self._connection.execute("SELECT count(*) FROM blocks").fetchone()[0])
+
+    def last_written(self) -> float | None:
+        """When the newest block was written."""
+        row = self._connection.execute("SELECT max(written) FROM blocks").fetchone()
+        return None if row[0] is None else float(row[0])
+
+    def rows(self) -> Iterable[Row]:
+        """Every row, in the order of slots."""
+        for row in self._connection.execute("SELECT * FROM blocks ORDER BY slot"):
+            found = Row(*row)
+            yield found._replace(checksum=_unsigned(found.checksum))
+
+    def change(self, inserted: Sequence[Row], deleted: Sequence[int]) -> None:
+        """Insert, then delete slots, in one transaction. Raises sqlite3.Error, and then nothing has changed."""
+        with _Transaction(self._connection):
+            for start in range(0, len(inserted), ROWS_PER_STATEMENT):
+                self._insert(inserted[start : start + ROWS_PER_STATEMENT])
+            self._delete(deleted)
+
+    def delete(self, slots: Sequence[int]) -> None:
+        """Raises sqlite3.Error."""
+        self.change((), slots)
+
+    def clear(self, tenant: bytes | None, *, last_generation: int) -> None:
+        """Forget all, or one tenant's, blocks up to a generation. On the disk when it returns. Raises sqlite3.Error."""
+        statement, values = "DELETE FROM blocks WHERE generation <= ?", [last_generation]
+        self._connection.execute("PRAGMA synchronous=FULL")
+        try:
+            with _Transaction(self._connection):
+                if tenant is None:
+                    self._connection.execute(statement, values)
+                else:
+                    self._connection.execute(f"{statement} AND tenant = ?", [*values, tenant])
+                # A commit that changes nothing writes nothing, and would leave earlier ones without a flush.
+                self._connection.execute("PRAGMA user_version = 1")
+        finally:
+            self._connection.execute("PRAGMA synchronous=NORMAL")
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):
+            self._connection.close()
+
+    def _insert(self, rows: Sequence[Row]) -> None:
+        """One statement for many rows: each costs the interpreter's lock once."""
+        values: list[object] = []
+        for row in rows:
+            values += row._replace(checksum=_signed(row.checksum))
+        places = ",".join(["(?,?,?,?,?,?,?)"] * len(rows))
+        self._connection.execute(f"INSERT OR REPLACE INTO blocks VALUES {places}", values)
+
+    def _delete(self, slots: Sequence[int]) -> None:
+        for start in range(0, len(slots), ROWS_PER_STATEMENT):
+            some = slots[start : start + ROWS_PER_STATEMENT]
+            self._connection.execute(f"DELETE FROM blocks WHERE slot IN ({','.join('?' * len(some))})", some)
+
+
+class _Transaction:
+    """All of it or nothing."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._connection.execute("COMMIT")
+        finally:
+            if self._connection.in_transaction:
+                with suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+
+
+def index_files(path: Path) -> list[Path]:
+    """The index and what SQLite puts beside it."""
+    return [path, *(path.with_name(path.name + side) for side in SIDE_FILES)]
+
+
+def remove_index(path: Path) -> None:
+    """Raises OSError."""
+    for file in index_files(path):
+        with suppress(FileNotFoundError):
+            os.unlink(file)
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Without the shared memory that SQLite wants for it where a file system has none; nobody else can read then."""
+    with suppress(sqlite3.OperationalError):
+        if connection.execute("PRAGMA journal_mode=WAL").fetchone()[0] == "wal":
+            return
+    connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+    mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+    if mode != "wal":
+        raise sqlite3.OperationalError(f"no write-ahead log here, only a journal of mode {mode}")
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _unsigned(number: int) -> int:
+    return number + (1 << 64) if number < 0 else number
