@@ -4,7 +4,7 @@ It owns which slot is free, whose bytes are being written, which hash a slot hol
 evicted next. One thread owns a store; there is no lock, no clock and no I/O, and equal calls give equal results.
 
     state       in list     in index   ends with
-    FREE        free        no         allocate -> MUTABLE
+    FREE        free        no         allocate -> MUTABLE, restore -> INACTIVE
     MUTABLE     -           no         stage -> COMPLETE, release -> FREE
     COMPLETE    -           no         register -> PINNED, release -> FREE
     PINNED      -           yes        last release -> INACTIVE, forget or reset -> HIDDEN
@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 
 from kvbm.core.blocks import MutableBlocks, PinnedBlocks
 from kvbm.core.eviction import SlotLists
@@ -222,6 +223,25 @@ class BlockStore:
         inactive = [slot for slot in present if self._states[slot] == INACTIVE]
         self._lists.remove(inactive)
         self._lists.append(self._lists.inactive, reversed(inactive))
+
+    def oldest(self, count: int) -> tuple[bytes, ...]:
+        """The hashes of up to `count` blocks that would be evicted first, the first one first."""
+        return self._index.hashes_of(list(islice(self._lists.walk(self._lists.inactive), count)))
+
+    def restore(self, slots: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Register what an earlier process left in these free slots, the last block most recently used."""
+        states = self._states
+        if any(states[slot] != FREE for slot in slots) or len(set(slots)) != len(slots):
+            raise InvariantError(f"{len(hashes)} blocks restored to {len(slots)} slots: {slots!r:.80}")
+        self._index.require_length(hashes)
+        if self._index.add(hashes, list(slots)) != list(slots):
+            raise InvariantError(f"a hash was restored twice, or is registered: {len(hashes)} blocks")
+        self._lists.remove(slots)
+        self._set_states(slots, INACTIVE)
+        self._lists.append(self._lists.inactive, slots)
+        self._free_count -= len(slots)
+        self._inactive_count += len(slots)
+        self._announce_stored(tuple(hashes))
 
     # Forgetting
 

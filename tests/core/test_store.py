@@ -426,3 +426,22 @@ def test_slices_of_check_notice_damage_only_where_it_is():
     store.check(0, 3)
     with pytest.raises(InvariantError, match="slot 3 is INACTIVE"):
         store.check(3, 1)
+
+
+def test_restored_blocks_are_found_and_evicted_in_their_order():
+    store = make_store(5)
+    keep(store, "x")
+    store.restore([4, 2, 3], names("abc"))
+    assert store.match(names("abc")) == 3
+    assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=0, inactive=4)
+    store.check()
+    assert letters(store.oldest(3)) == "xab"
+    assert evicted_letters(store, 4) == "xab"
+
+
+@pytest.mark.parametrize(("slots", "text"), [([0], "y"), ([1, 1], "yz"), ([1, 2], "yy"), ([1], "x"), ([1, 2], "y")])
+def test_what_cannot_have_been_left_there_is_not_restored(slots, text):
+    store = make_store(4)
+    keep(store, "x")
+    with pytest.raises((InvariantError, ValueError)):
+        store.restore(slots, names(text))
