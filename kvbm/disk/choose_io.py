@@ -1,0 +1,164 @@
+"""Which BlockIO a disk tier gets: `threads`, `nixl`, or for `auto` the one that fits, and one line that says why.
+
+NIXL is tried before it is used, in a process of its own, because a plugin may hang or crash, and old versions report
+success for bytes that never came. The trial is this module run as a program: it moves a pattern both ways through a
+file in the cache's own directory, and reads past the file's end, which must fail.
+
+    python -m kvbm.disk.choose_io DIRECTORY uring|aio      ends with 0, or says what is wrong and ends with 1
+
+`auto` takes NIXL where it is faster (bench/disk/disk_io.py): blocks of at most 512 KiB that pass by the page cache.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvbm.disk.block_io import Buffer, EndOfArena, Run
+from kvbm.disk.nixl_io import INSTALL, QUEUES, NixlIO
+from kvbm.errors import EnvironmentProblem
+
+log = logging.getLogger(__name__)
+
+HOME = str(Path(__file__).parents[2])  # where the trial finds this package
+TRIAL_TIMEOUT_S = 20.0
+LARGEST_FOR_NIXL = 512 << 10
+ALIGNMENT = 4096
+TRIAL_BLOCKS = 16
+TRIAL_BLOCK_BYTES = 64 << 10
+
+Trial = Callable[[Path, str], str | None]  # what is wrong with a queue in a directory, None when nothing is
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`queue` is what NIXL uses of the kernel; None for threads. `reason` is for people."""
+
+    queue: str | None
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return "threads" if self.queue is None else "nixl"
+
+
+def choose_io(wanted: str, directory: Path, *, block_bytes: int, o_direct: bool, trial: Trial | None = None) -> Choice:
+    """`block_bytes` is what one rank has of a block. Raises EnvironmentProblem where a wanted `nixl` does not work."""
+    choice = _choose(wanted, directory, block_bytes, o_direct, trial or try_nixl)
+    if wanted != "threads":
+        log.info("disk I/O of `tiers.disk.io: %s` is by %s: %s", wanted, choice.name, choice.reason)
+    return choice
+
+
+def _choose(wanted: str, directory: Path, block_bytes: int, o_direct: bool, trial: Trial) -> Choice:
+    if wanted == "threads":
+        return Choice(None, "it is what the profile says")
+    if wanted == "auto" and not o_direct:
+        return Choice(None, "threads copy from the page cache at the same time, NIXL one after the other")
+    if wanted == "auto" and block_bytes > LARGEST_FOR_NIXL:
+        return Choice(None, f"blocks of {block_bytes >> 10} KiB move as fast without NIXL")
+    complaints: list[str] = []
+    for queue in QUEUES:
+        complaint = trial(directory, queue)
+        if complaint is None:
+            return Choice(queue, "; ".join([f"a trial of {queue} moved every byte", *complaints]))
+        complaints.append(f"{queue}: {complaint}")
+    if wanted == "auto":
+        return Choice(None, f"NIXL does not work here ({'; '.join(complaints)})")
+    raise EnvironmentProblem(
+        f"`tiers.disk.io` is `nixl`, which does not work here: {'; '.join(complaints)}",
+        hint=f"{INSTALL}, or `tiers.disk.io: auto`, which takes NIXL only where it works",
+    )
+
+
+def try_nixl(
+    directory: Path, queue: str, *, timeout_s: float = TRIAL_TIMEOUT_S, program: Sequence[str] = ()
+) -> str | None:
+    """Run the trial in a process of its own. One that hangs is killed, and not waited for if that does not end it."""
+    command = program or (sys.executable, "-m", "kvbm.disk.choose_io", str(directory), queue)
+    paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
+    with tempfile.TemporaryFile() as output:
+        trial = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": paths},
+            start_new_session=True,
+        )
+        try:
+            code = trial.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            _kill(trial)
+            return f"no answer in {timeout_s:g} s"
+        if code == 0:
+            return None
+        output.seek(0)
+        lines = output.read().decode(errors="replace").split("\n")
+        said = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        return said if code > 0 else f"signal {-code} ended the trial"
+
+
+def _kill(trial: subprocess.Popen[bytes]) -> None:
+    os.killpg(trial.pid, signal.SIGKILL)
+    try:
+        trial.wait(1.0)
+    except subprocess.TimeoutExpired:  # in the kernel, where no signal reaches it
+        log.warning("the trial of NIXL, process %d, cannot be ended", trial.pid)
+
+
+def main() -> int:
+    directory, queue = Path(sys.argv[1]), sys.argv[2]
+    try:
+        complaint = _try_here(directory, queue)
+    except EnvironmentProblem as error:
+        complaint = error.message
+    except OSError as error:
+        complaint = f"{directory}: {error.strerror}"
+    if complaint:
+        print(complaint)
+    return 1 if complaint else 0
+
+
+def _try_here(directory: Path, queue: str) -> str | None:
+    """What is wrong. The file has no name, so that nothing remains of it. Raises OSError and EnvironmentProblem."""
+    size = TRIAL_BLOCKS * TRIAL_BLOCK_BYTES
+    ours, theirs = (np.frombuffer(mmap.mmap(-1, size), np.uint8).reshape(TRIAL_BLOCKS, -1) for _ in range(2))
+    ours[:] = np.random.default_rng().integers(0, 256, ours.shape, np.uint8)
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        with suppress(OSError):  # where it is not supported, the arena does without it too
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_RDWR | os.O_DIRECT)
+        io = NixlIO(file.fileno(), [ours, theirs], queue=queue)
+        io.write(_backwards(ours))
+        io.read(_backwards(theirs))
+        if io.redone_count:
+            return "it could not move the bytes"
+        if not np.array_equal(ours, theirs):
+            return "it reports success, and the bytes are not those that were written"
+        try:
+            io.read([Run(size, [theirs[0]])])
+        except EndOfArena:
+            io.close()
+            return None
+        return "it reports success for a read past the end of a file, as versions before 1.5 do"
+
+
+def _backwards(rows: Buffer) -> list[Run]:
+    """Row after row, the last one first, so that no two are one piece of the file."""
+    return [Run(index * TRIAL_BLOCK_BYTES, [rows[index]]) for index in reversed(range(TRIAL_BLOCKS))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Which I/O a tier gets, and a NIXL that hangs, crashes, lies, or is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_nixl import FakeNixl
+
+from kvbm.disk import choose_io as module
+from kvbm.disk.choose_io import LARGEST_FOR_NIXL, Choice, choose_io, try_nixl
+from kvbm.errors import EnvironmentProblem
+
+HAS_NIXL = importlib.util.find_spec("nixl_cu13") or importlib.util.find_spec("nixl_cu12")
+
+
+class Trials:
+    """Answers of the trial by queue; notes which were asked."""
+
+    def __init__(self, **complaints: str | None) -> None:
+        self.complaints, self.asked = complaints, []
+
+    def __call__(self, directory: Path, queue: str) -> str | None:
+        self.asked.append(queue)
+        return self.complaints[queue]
+
+
+def choose(wanted: str, trials: Trials, *, block_bytes: int = 65536, o_direct: bool = True) -> Choice:
+    return choose_io(wanted, Path("/nowhere"), block_bytes=block_bytes, o_direct=o_direct, trial=trials)
+
+
+def test_threads_are_taken_without_a_trial() -> None:
+    trials = Trials()
+    assert choose("threads", trials).name == "threads"
+    assert trials.asked == []
+
+
+@pytest.mark.parametrize("wanted", ["nixl", "auto"])
+def test_better_queue_is_taken_where_it_works(wanted: str) -> None:
+    trials = Trials(uring=None, aio=None)
+    choice = choose(wanted, trials)
+    assert (choice.name, choice.queue, trials.asked) == ("nixl", "uring", ["uring"])
+
+
+@pytest.mark.parametrize("wanted", ["nixl", "auto"])
+def test_second_queue_is_taken_where_the_first_is_denied(wanted: str) -> None:
+    choice = choose(wanted, Trials(uring="it is denied", aio=None))
+    assert choice.queue == "aio"
+    assert choice.reason == "a trial of aio moved every byte; uring: it is denied"
+
+
+def test_auto_without_a_working_nixl_takes_threads_and_says_why() -> None:
+    choice = choose("auto", Trials(uring="it is denied", aio="it hangs"))
+    assert choice == Choice(None, "NIXL does not work here (uring: it is denied; aio: it hangs)")
+
+
+def test_wanted_nixl_that_does_not_work_is_an_error_that_names_the_key() -> None:
+    with pytest.raises(EnvironmentProblem) as raised:
+        choose("nixl", Trials(uring="it is denied", aio="it hangs"))
+    assert raised.value.message == (
+        "`tiers.disk.io` is `nixl`, which does not work here: uring: it is denied; aio: it hangs"
+    )
+    assert "`tiers.disk.io: auto`" in (raised.value.hint or "")
+
+
+def test_auto_takes_threads_for_large_blocks_without_a_trial() -> None:
+    trials = Trials(uring=None)
+    assert choose("auto", trials, block_bytes=LARGEST_FOR_NIXL + 1).name == "threads"
+    assert trials.asked == []
+    assert choose("auto", trials, block_bytes=LARGEST_FOR_NIXL).name == "nixl"
+
+
+def test_auto_takes_threads_for_the_page_cache() -> None:
+    assert choose("auto", Trials(), o_direct=False).name == "threads"
+    assert choose("nixl", Trials(uring=None), o_direct=False).name == "nixl"
+
+
+@pytest.mark.parametrize(("wanted", "lines"), [("auto", 1), ("nixl", 1), ("threads", 0)])
+def test_choice_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture, wanted: str, lines: int) -> None:
+    caplog.set_level(logging.INFO, "kvbm.disk.choose_io")
+    choose(wanted, Trials(uring=None))
+    assert len(caplog.messages) == lines
+    assert all("is by nixl: a trial of uring moved every byte" in message for message in caplog.messages)
+
+
+def test_trial_that_hangs_is_ended_in_time(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    program = ("/bin/sh", "-c", f"sleep 60 & echo $! > {pid}; wait")
+    before = time.monotonic()
+    assert try_nixl(tmp_path, "uring", timeout_s=0.5, program=program) == "no answer in 0.5 s"
+    assert time.monotonic() - before < 10
+    assert not is_running(int(pid.read_text()))
+
+
+def is_running(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_trial_that_crashes_is_a_complaint(tmp_path: Path) -> None:
+    assert try_nixl(tmp_path, "uring", program=("/bin/sh", "-c", "kill -SEGV $$")) == "signal 11 ended the trial"
+
+
+def test_complaint_is_the_last_line(tmp_path: Path) -> None:
+    program = ("/bin/sh", "-c", "echo noise >&2; echo it is broken; exit 1")
+    assert try_nixl(tmp_path, "uring", program=program) == "it is broken"
+    assert try_nixl(tmp_path, "uring", program=("/bin/false",)) == "it said nothing"
+
+
+@pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: `pip install 'kvbm-cli[nixl]'`")
+def test_real_trial_passes_and_leaves_nothing(tmp_path: Path) -> None:
+    assert None in [try_nixl(tmp_path, queue) for queue in ("uring", "aio")]
+    assert os.listdir(tmp_path) == []
+
+
+def test_real_trial_without_nixl_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("nixl_cu13", "nixl_cu12"):
+        (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('gone', name={package!r})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert try_nixl(tmp_path, "uring") == "NIXL is not installed"
+
+
+def test_trial_in_a_directory_that_is_not_there_says_so(tmp_path: Path) -> None:
+    assert try_nixl(tmp_path / "gone", "uring") == f"{tmp_path / 'gone'}: No such file or directory"
+
+
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNixl:
+    fake = FakeNixl()
+    monkeypatch.setitem(sys.modules, "nixl_cu13._api", fake.api)
+    monkeypatch.setitem(sys.modules, "nixl_cu13._bindings", fake.bindings)
+    return fake
+
+
+def test_trial_finds_a_nixl_that_lies_about_the_end_of_a_file(nixl: FakeNixl, tmp_path: Path) -> None:
+    assert module._try_here(tmp_path, "uring") is None
+    nixl.lies = True
+    assert "past the end of a file" in (module._try_here(tmp_path, "uring") or "")
+
+
+def test_trial_finds_a_nixl_that_lies_about_bytes(nixl: FakeNixl, tmp_path: Path) -> None:
+    nixl.lies, nixl.refused = True, {"end"}
+    assert "the bytes are not those" in (module._try_here(tmp_path, "uring") or "")
+
+
+def test_trial_finds_a_nixl_that_moves_nothing(nixl: FakeNixl, tmp_path: Path) -> None:
+    nixl.refused = {"end"}
+    assert module._try_here(tmp_path, "uring") == "it could not move the bytes"
