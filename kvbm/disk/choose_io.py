@@ -1,4 +1,4 @@
-"""Which BlockIO a disk tier gets: `threads`, `nixl`, or for `auto` the one that fits, and one line that says why.
+"""Which BlockIO a disk tier gets: threads, NIXL, or with `auto` the one that fits; and one line that says why.
 
 NIXL is tried before it is used, in a process of its own, because a plugin may hang or crash, and old versions report
 success for bytes that never came. The trial is this module run as a program: it moves a pattern both ways through a
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbm.disk.block_io import Buffer, EndOfArena, Run
+from kvbm.disk.block_io import BlockIO, Buffer, EndOfArena, Run, ThreadsIO
 from kvbm.disk.nixl_io import INSTALL, QUEUES, NixlIO
 from kvbm.errors import EnvironmentProblem
 
@@ -52,6 +52,15 @@ class Choice:
     @property
     def name(self) -> str:
         return "threads" if self.queue is None else "nixl"
+
+
+def open_io(
+    wanted: str, fd: int, *, path: Path, shards: Sequence[Buffer], is_direct: bool, trial: Trial | None = None
+) -> BlockIO:
+    """The BlockIO of the arena `path`, which is open as `fd`, for buffers in `shards`. Raises EnvironmentProblem."""
+    block_bytes = shards[0].shape[-1]
+    choice = choose_io(wanted, path.parent, block_bytes=block_bytes, o_direct=is_direct, trial=trial)
+    return ThreadsIO(fd) if choice.queue is None else NixlIO(fd, shards, queue=choice.queue)
 
 
 def choose_io(wanted: str, directory: Path, *, block_bytes: int, o_direct: bool, trial: Trial | None = None) -> Choice:

@@ -75,7 +75,7 @@ class NixlIO:
 
     def _is_moved(self, operation: str, runs: Sequence[Run]) -> bool:
         """False says nothing about what was moved, only that the system calls may do it now."""
-        if self._is_off:
+        if self._is_off or not self._is_ours(runs):
             return False
         try:
             agent = self._take_agent()
@@ -85,6 +85,11 @@ class NixlIO:
         is_moved = all(self._is_done(agent, operation, *transfer) for transfer in _transfers(runs, self._fd))
         self._idle.append(agent)
         return is_moved
+
+    def _is_ours(self, runs: Sequence[Run]) -> bool:
+        """Orders lie in the registered memory, or, like a probe's page, not at all."""
+        first = _address(runs[0].buffers[0]) if runs else 0
+        return any(start <= first < start + length for start, length in self._spans)
 
     def _take_agent(self) -> Any:
         try:

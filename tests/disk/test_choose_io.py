@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import mmap
 import os
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_nixl import FakeNixl
 
 from kvbm.disk import choose_io as module
-from kvbm.disk.choose_io import LARGEST_FOR_NIXL, Choice, choose_io, try_nixl
+from kvbm.disk.block_io import Run
+from kvbm.disk.choose_io import LARGEST_FOR_NIXL, Choice, choose_io, open_io, try_nixl
 from kvbm.errors import EnvironmentProblem
 
 HAS_NIXL = importlib.util.find_spec("nixl_cu13") or importlib.util.find_spec("nixl_cu12")
@@ -28,6 +31,14 @@ class Trials:
     def __call__(self, directory: Path, queue: str) -> str | None:
         self.asked.append(queue)
         return self.complaints[queue]
+
+
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNixl:
+    fake = FakeNixl()
+    monkeypatch.setitem(sys.modules, "nixl_cu13._api", fake.api)
+    monkeypatch.setitem(sys.modules, "nixl_cu13._bindings", fake.bindings)
+    return fake
 
 
 def choose(wanted: str, trials: Trials, *, block_bytes: int = 65536, o_direct: bool = True) -> Choice:
@@ -78,6 +89,23 @@ def test_auto_takes_threads_for_large_blocks_without_a_trial() -> None:
 def test_auto_takes_threads_for_the_page_cache() -> None:
     assert choose("auto", Trials(), o_direct=False).name == "threads"
     assert choose("nixl", Trials(uring=None), o_direct=False).name == "nixl"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "width", "name"), [("threads", 4096, "threads"), ("auto", 4096, "nixl"), ("auto", 2 << 20, "threads")]
+)
+def test_opened_io_moves_bytes_of_the_arena(nixl: FakeNixl, tmp_path: Path, wanted: str, width: int, name: str) -> None:
+    shards = [np.frombuffer(mmap.mmap(-1, 2 * width), np.uint8).reshape(2, width)]
+    shards[0][0] = 7
+    with (tmp_path / "arena").open("w+b") as file:
+        io = open_io(
+            wanted, file.fileno(), path=tmp_path / "arena", shards=shards, is_direct=True, trial=Trials(uring=None)
+        )
+        io.write([Run(0, [shards[0][0]])])
+        io.read([Run(0, [shards[0][1]])])
+        io.close()
+    assert io.name == name
+    assert (shards[0][1] == 7).all()
 
 
 @pytest.mark.parametrize(("wanted", "lines"), [("auto", 1), ("nixl", 1), ("threads", 0)])
@@ -134,14 +162,6 @@ def test_real_trial_without_nixl_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_trial_in_a_directory_that_is_not_there_says_so(tmp_path: Path) -> None:
     assert try_nixl(tmp_path / "gone", "uring") == f"{tmp_path / 'gone'}: No such file or directory"
-
-
-@pytest.fixture
-def nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNixl:
-    fake = FakeNixl()
-    monkeypatch.setitem(sys.modules, "nixl_cu13._api", fake.api)
-    monkeypatch.setitem(sys.modules, "nixl_cu13._bindings", fake.bindings)
-    return fake
 
 
 def test_trial_finds_a_nixl_that_lies_about_the_end_of_a_file(nixl: FakeNixl, tmp_path: Path) -> None:
