@@ -32,11 +32,14 @@ class HostMemory:
 
     def room(self, node: int | None = None) -> Room:
         """The tightest limit on memory that this process can take, on one NUMA node or anywhere."""
+        return min(self.rooms(node), key=lambda room: room.available_bytes)
+
+    def rooms(self, node: int | None = None) -> list[Room]:
+        """Every limit on memory that this process can take."""
         rooms = [Room(self._meminfo(self.proc / "meminfo")["MemAvailable"], "free memory of this machine")]
         if node is not None:
             rooms.append(self._node_room(node))
-        rooms += self._control_group_rooms()
-        return min(rooms, key=lambda room: room.available_bytes)
+        return [*rooms, *self._control_group_rooms()]
 
     def huge_pages(self) -> tuple[int, int]:
         """(bytes of one huge page, bytes in reserved huge pages that nobody has taken)."""

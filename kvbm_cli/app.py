@@ -125,6 +125,30 @@ def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = Fals
     show_size(profile, set_ or [], as_json=json)
 
 
+@app.command()
+def doctor(
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", "-p", metavar="NAME|PATH", help="A shipped profile by name, or a file."),
+    ] = None,
+    set_: SetOption = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Directory to examine; left out, the one of the disk tier."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Take at most 20 seconds.")] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="FILE", help="Copy the profile to FILE with what is recommended."),
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Check this machine and a directory before an engine starts."""
+    from kvbm_cli.doctor import command as body
+
+    return body.doctor(profile, set_ or [], directory=directory, as_json=json, is_quick=quick, write=write)
+
+
 @profile_app.command("list")
 def profile_list(json: JsonOption = False) -> None:
     """Name the shipped profiles."""

@@ -14,7 +14,7 @@ from terminal import PROGRAM, assert_snapshot, environment, kvbm
 
 from kvbm_cli.show_error import show_error
 
-HELPS = ["", "serve", "bench", "size", "profile", "profile list", "profile show", "profile check"]
+HELPS = ["", "serve", "bench", "size", "doctor", "profile", "profile list", "profile show", "profile check"]
 OUTPUTS = {
     "version": "--version",
     "size": "size --profile ./mine.yaml",

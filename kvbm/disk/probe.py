@@ -1,0 +1,657 @@
+"""What a directory can do, found out by doing it, and the settings of a disk tier that follow.
+
+Documented abilities are not believed: a file is written and read back through every way that the tier could take.
+Written first, because reads of space that was never written succeed even where the alignment is wrong; compared,
+because some filesystems take O_DIRECT and then drop it. Nothing stays behind, whenever the process is killed: files
+have no name where the filesystem allows that (O_TMPFILE), and elsewhere lose it before anything is written.
+
+At most a tenth of the free space is taken. A filesystem may hang: callers run this as a program
+(`python -m kvbm.disk.probe`), in a process that they can give up. Hence the standard library alone. Lines on stdout are
+JSON: `{"phase": ...}` while it works, then `{"report": ...}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import fcntl
+import itertools
+import json
+import mmap
+import os
+import platform
+import random
+import resource
+import secrets
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvbm.disk.quota import Quota, quotas
+
+PREFIX = ".kvbm-probe-"
+PAGE_BYTES = 4096
+TRIED_ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+AREA_BYTES = 4 * TRIED_ALIGNMENTS[-1]
+SHARE_OF_FREE = 10
+MAX_FILE_BYTES = 1 << 30
+MAX_WRITTEN_BYTES = 8 << 30  # what a drive of a year's wear does not notice
+BUFFERED_BYTES_PER_S = 256 << 20  # what the page cache takes in a moment, a slow disk may have to write for long
+FLUSHES = 9
+COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+CACHED_SHARE = 0.5
+UNSUPPORTED = frozenset({errno.errorcode[errno.EOPNOTSUPP], errno.errorcode[errno.ENOSYS]})
+
+FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2
+STATX_DIOALIGN = 0x2000
+AT_FDCWD, AT_EMPTY_PATH = -100, 0x1000
+STATX_BYTES, STATX_MASK_AT, STATX_DIO_MEMORY_AT, STATX_DIO_OFFSET_AT = 256, 0, 152, 156
+SYSCALL_IO_URING_SETUP = 425
+SYSCALLS_IO = {"x86_64": (206, 207), "aarch64": (0, 1)}  # io_setup, io_destroy
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Whether something works; where it does not, `reason` is the name of the error, such as `EINVAL`."""
+
+    works: bool
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """O_DIRECT set in one way. It works if the flag is taken and a write of whole pages comes back equal.
+
+    `alignment` is the smallest at which offsets and lengths came back equal; `is_cached` whether the page cache had
+    the bytes all the same.
+    """
+
+    works: bool
+    reason: str | None = None
+    alignment: int | None = None
+    is_cached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What the kernel claims for O_DIRECT (STATX_DIOALIGN, Linux 6.1). 0 for `offset` means: not supported."""
+
+    memory: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """The filesystem that a path lies on: its type, what is mounted, and where."""
+
+    kind: str
+    source: str
+    point: str
+    is_read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Keys of `tiers.disk` that a directory needs."""
+
+    allocator: str
+    o_direct: bool
+    zerofill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Bytes per second of payload at one block size, with the recommended settings, and seconds of one fdatasync."""
+
+    block_bytes: int
+    file_bytes: int
+    threads: int
+    sequential_write: float
+    sequential_read: float
+    random_write: float
+    random_read: float
+    flush_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that was found. What could not be tried is None, and `reason` says why."""
+
+    mount: Mount
+    total_bytes: int
+    free_bytes: int
+    file_limit_bytes: int | None
+    write: Outcome
+    has_unnamed_files: bool
+    quotas: tuple[Quota, ...] = ()
+    fallocate: Outcome | None = None
+    punch_hole: Outcome | None = None
+    claimed: Alignment | None = None
+    by_open: Direct | None = None
+    by_fcntl: Direct | None = None
+    io_uring: Outcome | None = None
+    aio: Outcome | None = None
+    settings: Settings | None = None
+    speed: Speed | None = None
+    reason: str | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Report:
+        """What `asdict` made of a report."""
+        kinds: dict[str, Callable[..., object]] = {
+            "mount": Mount,
+            "claimed": Alignment,
+            "settings": Settings,
+            "speed": Speed,
+            "by_open": Direct,
+            "by_fcntl": Direct,
+            **dict.fromkeys(("write", "fallocate", "punch_hole", "io_uring", "aio"), Outcome),
+        }
+        values: dict[str, Any] = {
+            key: kinds[key](**value) if key in kinds and value else value for key, value in data.items()
+        }
+        values["quotas"] = tuple(Quota(**quota) for quota in values["quotas"])
+        return cls(**values)
+
+
+def probe(
+    directory: Path, *, block_bytes: int | None = None, seconds: float = 0.0, say: Say = lambda text: None
+) -> Report:
+    """Everything about an existing directory; speeds at `block_bytes`, each phase `seconds` long, if that is given.
+
+    Raises OSError only if the directory cannot be looked at.
+    """
+    directory = directory.resolve(strict=True)
+    return _Probe(directory, say).report(block_bytes, seconds)
+
+
+def recommend(fallocate: Outcome, by_open: Direct, by_fcntl: Direct) -> Settings:
+    """Settings for a directory. O_DIRECT is relied on only where open takes it: fcntl never asks a FUSE filesystem.
+
+    A direct write that the page cache has all the same is no better than a buffered one, and is preferred to none:
+    the filesystem chose it.
+    """
+    takes_open = by_open.works
+    takes_fcntl = takes_open and by_fcntl.works and (by_open.is_cached or not by_fcntl.is_cached)
+    return Settings(
+        allocator="default" if takes_fcntl or not takes_open else "open-direct",
+        o_direct=takes_open,
+        zerofill=fallocate.reason in UNSUPPORTED,
+    )
+
+
+class _Probe:
+    """One run over one directory."""
+
+    def __init__(self, directory: Path, say: Say) -> None:
+        self._directory = directory
+        self._say = say
+        self._mount = mount_of(directory)
+        space = os.statvfs(directory)
+        self._total_bytes = space.f_blocks * space.f_frsize
+        self._free_bytes = space.f_bavail * space.f_frsize
+        self._quotas = quotas(directory, self._mount.kind)
+        soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self._limit = None if soft == resource.RLIM_INFINITY else soft
+
+    def report(self, block_bytes: int | None, seconds: float) -> Report:
+        self._say("what the filesystem can do")
+        try:
+            with ProbeFile.create(self._directory) as file:
+                found = self._abilities(file)
+                if found.settings is None or block_bytes is None:
+                    return found
+                speed, reason = self._speed(file, found, block_bytes, seconds)
+                return _with(found, speed=speed, reason=reason)
+        except OSError as error:
+            return self._base(Outcome(False, name_of(error)), has_unnamed_files=False)
+
+    def _base(self, write: Outcome, *, has_unnamed_files: bool) -> Report:
+        return Report(
+            self._mount,
+            self._total_bytes,
+            self._free_bytes,
+            self._limit,
+            write,
+            has_unnamed_files,
+            self._quotas,
+            io_uring=io_uring(),
+            aio=aio(),
+        )
+
+    def _abilities(self, file: ProbeFile) -> Report:
+        room = self._room()
+        if room < AREA_BYTES:
+            found = self._base(Outcome(True), has_unnamed_files=file.is_unnamed)
+            return _with(found, reason=f"the trial takes {AREA_BYTES >> 10} KiB, and {room >> 10} KiB may be taken")
+        fallocate = attempt(lambda: allocate(file.fd, AREA_BYTES))
+        write = _write_and_compare(file.fd)
+        found = self._base(write, has_unnamed_files=file.is_unnamed)
+        if not write.works:
+            return _with(found, fallocate=fallocate)
+        by_open, by_fcntl = _direct_by_open(file), _direct_by_fcntl(file)
+        claimed = claimed_alignment(file.fd)
+        return _with(
+            found,
+            fallocate=fallocate,
+            punch_hole=_punch(file.fd),
+            claimed=claimed,
+            by_open=by_open,
+            by_fcntl=by_fcntl,
+            settings=recommend(fallocate, by_open, by_fcntl),
+        )
+
+    def _room(self) -> int:
+        """Bytes that the trial may take."""
+        limits = [quota.left_bytes // SHARE_OF_FREE for quota in self._quotas]
+        limits += [self._limit] if self._limit is not None else []
+        return min(self._free_bytes // SHARE_OF_FREE, *limits, MAX_FILE_BYTES)
+
+    def _speed(
+        self, file: ProbeFile, found: Report, block_bytes: int, seconds: float
+    ) -> tuple[Speed | None, str | None]:
+        """What is measured is what remains of the tenth after the trial of abilities, whose area is given back."""
+        assert found.settings is not None
+        room = self._room() * 9 // 10  # the filesystem's own records come on top
+        stride = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+        written = MAX_WRITTEN_BYTES
+        if self._mount.kind in COPY_ON_WRITE:  # an overwritten block is given back some time later
+            room, written = room // 4, room
+        if not found.settings.o_direct:
+            room = min(room, int(BUFFERED_BYTES_PER_S * seconds))
+        blocks = min(room, MAX_FILE_BYTES) // stride
+        if blocks < 4:
+            return None, f"a tenth of the free space holds {blocks} blocks of {stride} bytes"
+        try:
+            return Rates(file, found.settings, stride, blocks, written, seconds, self._say).measure(), None
+        except OSError as error:
+            return None, f"a transfer failed: {name_of(error)}"
+
+
+def _with(report: Report, **changes: object) -> Report:
+    values = {name: getattr(report, name) for name in Report.__slots__}
+    return Report(**{**values, **changes})
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFile:
+    """A file that nobody can find: it never had a name, or has lost it already. `open` opens it anew."""
+
+    fd: int
+    direct_fd: int | None
+    direct_error: str | None
+    is_unnamed: bool
+
+    @classmethod
+    def create(cls, directory: Path) -> ProbeFile:
+        """Raises OSError if the directory takes no file."""
+        try:
+            fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS):
+                raise
+            return cls._create_named(directory / f"{PREFIX}{secrets.token_hex(8)}")
+        return cls(fd, *_open_direct(f"/proc/self/fd/{fd}"), is_unnamed=True)
+
+    @classmethod
+    def _create_named(cls, path: Path) -> ProbeFile:
+        """Opens it both ways while it has a name. No signal that ends the process comes in between, except SIGKILL."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                direct = _open_direct(str(path))
+            finally:
+                os.unlink(path)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return cls(fd, *direct, is_unnamed=False)
+
+    def __enter__(self) -> ProbeFile:
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        for fd in (self.fd, self.direct_fd):
+            if fd is not None:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+
+def _open_direct(path: str) -> tuple[int | None, str | None]:
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC), None
+    except OSError as error:
+        return None, name_of(error)
+
+
+@contextlib.contextmanager
+def _direct_flag(fd: int) -> Iterator[bool]:
+    """Sets O_DIRECT by fcntl, and says whether the file carries it then. Raises OSError."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+    try:
+        yield bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+
+def _direct_by_open(file: ProbeFile) -> Direct:
+    if file.direct_fd is None:
+        return Direct(False, file.direct_error)
+    return _try_direct(file.direct_fd)
+
+
+def _direct_by_fcntl(file: ProbeFile) -> Direct:
+    try:
+        with _direct_flag(file.fd) as carries:
+            return _try_direct(file.fd) if carries else Direct(False, "the flag is not kept")
+    except OSError as error:
+        return Direct(False, name_of(error))
+
+
+def _try_direct(fd: int) -> Direct:
+    """Writes the whole area by pages, then smaller and larger pieces in what was written."""
+    whole = attempt(lambda: _round_trip(fd, 0, AREA_BYTES))
+    if not whole.works:
+        return Direct(False, whole.reason)
+    is_cached = _cached_share(fd) > CACHED_SHARE
+    alignment = next((size for size in TRIED_ALIGNMENTS if attempt(partial(_round_trip, fd, size, size)).works), None)
+    if alignment is None or alignment > PAGE_BYTES:
+        return Direct(False, f"needs an alignment of {alignment or f'more than {TRIED_ALIGNMENTS[-1]}'}", alignment)
+    return Direct(True, None, alignment, is_cached)
+
+
+def _round_trip(fd: int, offset: int, length: int) -> None:
+    """Writes fresh bytes and reads them back. OSError, EIO where they differ or are short."""
+    with mmap.mmap(-1, length) as out, mmap.mmap(-1, length) as back:
+        out[:] = os.urandom(length)
+        done = os.pwritev(fd, [out], offset)
+        if done != length:
+            raise OSError(errno.EIO, f"{done} of {length} bytes written")
+        os.fdatasync(fd)
+        done = os.preadv(fd, [back], offset)
+        if done != length:
+            raise OSError(errno.EIO, f"{done} of {length} bytes read")
+        if out[:] != back[:]:
+            raise OSError(errno.EBADMSG, "other bytes were read than had been written")
+
+
+def _write_and_compare(fd: int) -> Outcome:
+    return attempt(lambda: _round_trip(fd, 0, AREA_BYTES))
+
+
+def _cached_share(fd: int) -> float:
+    """Part of the area that the page cache has. What was in it from buffered writes, a direct write has dropped."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = AREA_BYTES // mmap.PAGESIZE
+    states = (ctypes.c_ubyte * pages)()
+    try:
+        with mmap.mmap(fd, AREA_BYTES, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
+            start = ctypes.c_char.from_buffer(mapping)
+            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(AREA_BYTES), states)
+            del start
+    except (OSError, ValueError):
+        return 0.0
+    return 0.0 if failed else sum(state & 1 for state in states) / pages
+
+
+def _punch(fd: int) -> Outcome:
+    """Gives a part of the file back, which then reads as zeros."""
+
+    def punch() -> None:
+        half = AREA_BYTES // 2
+        allocate(fd, half, mode=FALLOC_KEEP_SIZE | FALLOC_PUNCH_HOLE)
+        if os.pread(fd, half, 0) != bytes(half):
+            raise OSError(errno.EBADMSG, "a punched hole does not read as zeros")
+
+    return attempt(punch)
+
+
+def allocate(fd: int, length: int, *, mode: int = 0) -> None:
+    """fallocate itself: the C library's posix_fallocate would write into every block where it is not supported."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate64
+    _checked(call(fd, mode, ctypes.c_int64(0), ctypes.c_int64(length)))
+
+
+def claimed_alignment(fd: int) -> Alignment | None:
+    """What statx says of O_DIRECT; None where the kernel or the filesystem says nothing."""
+    buffer = ctypes.create_string_buffer(STATX_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        failed = libc.statx(fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, buffer)
+    except AttributeError:  # a C library of before 2018
+        return None
+
+    def word(at: int) -> int:
+        return int.from_bytes(buffer.raw[at : at + 4], sys.byteorder)
+
+    if failed or not word(STATX_MASK_AT) & STATX_DIOALIGN:
+        return None
+    return Alignment(word(STATX_DIO_MEMORY_AT), word(STATX_DIO_OFFSET_AT))
+
+
+def io_uring() -> Outcome:
+    """Whether this process may have an io_uring; containers often forbid it."""
+
+    def create() -> None:
+        parameters = ctypes.create_string_buffer(120)
+        os.close(_checked(ctypes.CDLL(None, use_errno=True).syscall(SYSCALL_IO_URING_SETUP, 4, parameters)))
+
+    return attempt(create)
+
+
+def aio() -> Outcome:
+    """Whether this process may have a context of Linux's asynchronous I/O."""
+    if platform.machine() not in SYSCALLS_IO:
+        return Outcome(False, f"not known on {platform.machine()}")
+    setup, destroy = SYSCALLS_IO[platform.machine()]
+
+    def create() -> None:
+        context = ctypes.c_ulong(0)
+        syscall = ctypes.CDLL(None, use_errno=True).syscall
+        _checked(syscall(setup, 1, ctypes.byref(context)))
+        _checked(syscall(destroy, context))
+
+    return attempt(create)
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def attempt(action: Callable[[], object]) -> Outcome:
+    try:
+        action()
+    except OSError as error:
+        return Outcome(False, name_of(error))
+    return Outcome(True)
+
+
+def name_of(error: OSError) -> str:
+    """`EINVAL`, or what we say ourselves where bytes differ or are short."""
+    number = error.errno or 0
+    if number in (errno.EIO, errno.EBADMSG) and error.strerror and error.strerror != os.strerror(number):
+        return error.strerror
+    return errno.errorcode.get(number, str(error))
+
+
+def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount:
+    """The mount with the longest path that `path` lies below; of several at one place, the last, which covers them."""
+    found = Mount("unknown", "unknown", "/", False)
+    try:
+        lines = table.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields, (kind, source, *_) = before.split(), after.split()
+        point = Path(_unescaped(fields[4]))
+        if (point == path or point in path.parents) and len(str(point)) >= len(found.point):
+            found = Mount(kind, _unescaped(source), str(point), "ro" in fields[5].split(","))
+    return found
+
+
+def _unescaped(text: str) -> str:
+    """Blanks and backslashes of the table are octal."""
+    for code in ("040", "011", "012", "134"):
+        text = text.replace(f"\\{code}", chr(int(code, 8)))
+    return text
+
+
+class Rates:
+    """Sustained rates of reads and writes in one file, by several threads, as a disk tier does them."""
+
+    THREADS = 4
+
+    def __init__(
+        self, file: ProbeFile, settings: Settings, stride: int, blocks: int, written: int, seconds: float, say: Say
+    ) -> None:
+        """`written` bytes at most are written in all."""
+        self._file = file
+        self._settings = settings
+        self._stride = stride
+        self._blocks = blocks
+        self._to_write = written
+        self._seconds = seconds
+        self._say = say
+
+    def measure(self) -> Speed:
+        """Raises OSError."""
+        with contextlib.ExitStack() as stack:
+            fd = self._file.fd
+            if self._settings.o_direct and self._settings.allocator == "open-direct":
+                assert self._file.direct_fd is not None
+                fd = self._file.direct_fd
+            os.ftruncate(fd, 0)
+            if not self._settings.zerofill:
+                allocate(fd, self._blocks * self._stride)
+            if self._settings.o_direct and self._settings.allocator == "default":
+                stack.enter_context(_direct_flag(fd))
+            return self._measured(fd)
+
+    def _measured(self, fd: int) -> Speed:
+        share = self._to_write // 2
+        self._say("sequential writes")
+        sequential_write, done = self._write(fd, range(self._blocks), share)
+        self._blocks = min(self._blocks, done)  # what was not written is not read
+        self._say("flushes")
+        flush_s = self._flush(fd)
+        self._say("sequential reads")
+        sequential_read = self._read(fd, range(self._blocks))
+        self._say("random reads")
+        random_read = self._read(fd, self._shuffled())
+        self._say("random writes")
+        random_write, _ = self._write(fd, self._shuffled(), share - FLUSHES * self._stride)
+        return Speed(
+            self._stride,
+            self._blocks * self._stride,
+            self.THREADS,
+            sequential_write,
+            sequential_read,
+            random_write,
+            random_read,
+            flush_s,
+        )
+
+    def _shuffled(self) -> list[int]:
+        return random.sample(range(self._blocks), self._blocks)
+
+    def _write(self, fd: int, blocks: Sequence[int], limit: int) -> tuple[float, int]:
+        """(rate with the flush at the end, blocks written)."""
+        most = max(len(blocks), 1) if self._is_buffered else limit // self._stride
+        order = itertools.islice(itertools.cycle(blocks), max(1, min(most, limit // self._stride)))
+        started = time.monotonic()
+        done = self._in_threads(order, lambda buffer, at: os.pwritev(fd, [buffer], at))
+        os.fdatasync(fd)
+        return done * self._stride / (time.monotonic() - started), done
+
+    def _read(self, fd: int, blocks: Sequence[int]) -> float:
+        """Direct reads go round until the time is over; of buffered ones, the second would be of memory."""
+        order: Iterable[int] = blocks if self._is_buffered else itertools.cycle(blocks)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        started = time.monotonic()
+        done = self._in_threads(iter(order), lambda buffer, at: os.preadv(fd, [buffer], at))
+        return done * self._stride / (time.monotonic() - started)
+
+    @property
+    def _is_buffered(self) -> bool:
+        return not self._settings.o_direct
+
+    def _flush(self, fd: int) -> float:
+        """Median seconds of one fdatasync after one block."""
+        taken = []
+        with self._buffer() as buffer:
+            for block in self._shuffled()[:FLUSHES]:
+                os.pwritev(fd, [buffer], block * self._stride)
+                started = time.monotonic()
+                os.fdatasync(fd)
+                taken.append(time.monotonic() - started)
+        return statistics.median(taken)
+
+    def _buffer(self) -> mmap.mmap:
+        """Bytes that no drive can compress."""
+        buffer = mmap.mmap(-1, self._stride)
+        buffer[:] = os.urandom(min(self._stride, 1 << 20)) * (self._stride >> 20) + os.urandom(self._stride % (1 << 20))
+        return buffer
+
+    def _in_threads(self, order: Iterator[int], transfer: Callable[[mmap.mmap, int], int]) -> int:
+        """Transfers blocks in `order` until it is exhausted or the time is over; returns how many. Raises OSError."""
+        deadline = time.monotonic() + self._seconds
+        counts, errors = [], []
+
+        def run() -> None:
+            count = 0
+            try:
+                with self._buffer() as buffer:
+                    for block in order:
+                        done = transfer(buffer, block * self._stride)
+                        if done != self._stride:
+                            raise OSError(errno.EIO, f"{done} of {self._stride} bytes at once")
+                        count += 1
+                        if time.monotonic() > deadline:
+                            break
+            except OSError as error:
+                errors.append(error)
+            counts.append(count)
+
+        threads = [threading.Thread(target=run) for _ in range(self.THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return sum(counts)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Finds out what a directory can do.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--block-bytes", type=int)
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of each phase that measures a speed")
+    given = parser.parse_args(arguments)
+
+    def say(text: str) -> None:
+        print(json.dumps({"phase": text}), flush=True)
+
+    found = probe(given.directory, block_bytes=given.block_bytes, seconds=given.seconds, say=say)
+    print(json.dumps({"report": asdict(found)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""`kvbm doctor`: runs every group of checks, shows what each finds at once, and says how it ended.
+
+With --quick an alarm of the kernel ends whatever is at work after QUICK_WORK_S; the checks that did not get their turn
+are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from kvbm.errors import ProfileError, UsageError
+from kvbm_cli.console import print_data, print_json
+from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
+from kvbm_cli.doctor.machine import Machine
+from kvbm_cli.doctor.result import Check, State, failure, skipped
+from kvbm_cli.doctor.show import Progress, as_data, show_check, show_group, summary
+from kvbm_cli.doctor.subject import Subject
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+    from kvbm.disk.probe import Settings
+    from kvbm.sizing import Sizing
+
+QUICK_S = 20.0
+QUICK_WORK_S = 16.0  # the rest is for clearing away
+DIRECTORY_KEY = "tiers.disk.directory"
+
+Returned = TypeVar("Returned")
+
+
+def doctor(
+    profile: str | None,
+    overrides: Sequence[str],
+    *,
+    directory: Path | None,
+    as_json: bool,
+    is_quick: bool,
+    write: Path | None,
+    machine: Machine | None = None,
+) -> int:
+    """The exit code. ProfileError for a profile that cannot be read, UsageError for options that do not go together."""
+    machine = machine or Machine()
+    _require_options(profile, overrides, write)
+    lint, variables = environment.lint(machine.environment)
+    resolved = _resolve(profile, overrides, variables, directory)
+    with Progress() as progress:
+        examination = _Examination(progress, as_json=as_json)
+        with examination.at_most(QUICK_WORK_S if is_quick else None):
+            examination.group("environment", _each(lint))
+            sizing, unsized = _size(resolved)
+            subject = Subject(
+                machine, _directory(resolved, directory), resolved, sizing, is_quick=is_quick, say=progress.say
+            )
+            settings = examination.group("disk", disk.checks(subject), about=_shown(subject.directory))
+            examination.group("memory", memory.checks(subject))
+            examination.group("tiers", _each(unsized or tiers.checks(subject)))
+            examination.group("ports", ports.checks(subject))
+            examination.group("engine", engine.checks(subject))
+            examination.group("self test", self_test.checks(subject))
+    return _end(examination.groups, subject, settings, as_json=as_json)
+
+
+def _require_options(profile: str | None, overrides: Sequence[str], write: Path | None) -> None:
+    if profile is None and (write is not None or overrides):
+        what = "--write" if write is not None else "--set"
+        raise UsageError(f"`{what}` needs a profile", hint="`--profile PROFILE`")
+    if write is not None and os.path.lexists(write):
+        raise UsageError(f"`{write}` exists", hint="name a file that does not")
+
+
+def _resolve(
+    profile: str | None, overrides: Sequence[str], variables: Mapping[str, str], directory: Path | None
+) -> ResolvedProfile | None:
+    """The profile under the variables that mean something, with the directory of the command line if it has a disk."""
+    from kvbm.config.load import load
+    from kvbm_cli.shipped import profiles_directory
+
+    if profile is None:
+        return None
+    places = [profiles_directory()]
+    resolved = load(profile, directories=places, variables=variables, overrides=overrides)
+    if directory is None or resolved.profile.tiers.disk is None:
+        return resolved
+    options = {DIRECTORY_KEY: ("--dir", f"'{_absolute(directory)}'")}
+    return load(profile, directories=places, variables=variables, overrides=overrides, options=options)
+
+
+def _absolute(directory: Path) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(directory)))
+
+
+def _directory(resolved: ResolvedProfile | None, given: Path | None) -> Path | None:
+    from kvbm.config.schema import DiskTier
+
+    if given is not None:
+        return _absolute(given)
+    if resolved is None:
+        return _absolute(Path(DiskTier.model_fields["directory"].default))
+    disk = resolved.profile.tiers.disk
+    return None if disk is None else _absolute(Path(disk.directory))
+
+
+def _shown(directory: Path | None) -> str | None:
+    return None if directory is None else str(directory)
+
+
+def _size(resolved: ResolvedProfile | None) -> tuple[Sizing | None, list[Check]]:
+    """The sizes, or None; and what is wrong with them."""
+    from kvbm.sizing import SizeUnknown
+    from kvbm_cli.size import size_of
+
+    if resolved is None:
+        return None, []
+    try:
+        return size_of(resolved), []
+    except SizeUnknown as unknown:
+        return None, [skipped("size", unknown.message, unknown.hint)]
+    except ProfileError as error:
+        return None, [failure("size", error.message.splitlines()[0], error.hint)]
+
+
+def _each(found: Sequence[Check] | Iterator[Check]) -> Generator[Check, None, None]:
+    yield from found
+
+
+class _TimeIsUp(BaseException):
+    """Not an Exception, so that no check takes it for its own."""
+
+
+class _Examination:
+    """Groups of checks, shown one by one unless JSON is wanted."""
+
+    def __init__(self, progress: Progress, *, as_json: bool) -> None:
+        self._progress = progress
+        self._as_json = as_json
+        self._is_at_work = False
+        self._is_over = False
+        self.groups: dict[str, list[Check]] = {}
+
+    @contextlib.contextmanager
+    def at_most(self, seconds: float | None) -> Iterator[None]:
+        if seconds is None:
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, self._alarm)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _alarm(self, *ignored: object) -> None:
+        self._is_over = True
+        if self._is_at_work:
+            raise _TimeIsUp
+
+    def group(
+        self, name: str, checks: Generator[Check, None, Returned] | Iterator[Check], *, about: str | None = None
+    ) -> Returned | None:
+        """Shows the checks below `name` and what they are about.
+
+        Returns what their generator returns, None if the time is up before.
+        """
+        self.groups[name] = []
+        if not self._as_json:
+            self._progress.clear()
+            show_group(name, about, is_first=len(self.groups) == 1)
+        self._progress.say(name)
+        try:
+            self._is_at_work = not self._is_over
+            while self._is_at_work:
+                self._add(name, next(checks))
+        except StopIteration as end:
+            self._is_at_work = False
+            return end.value  # type: ignore[no-any-return]
+        except _TimeIsUp:
+            self._is_at_work = False
+        self._add(name, skipped("the rest", f"--quick allows {QUICK_S:.0f} s", "`kvbm doctor` without --quick"))
+        return None
+
+    def _add(self, group: str, check: Check) -> None:
+        self.groups[group].append(check)
+        if not self._as_json:
+            self._progress.clear()
+            show_check(check)
+
+
+def _keys(settings: Settings) -> dict[str, object]:
+    return {f"tiers.disk.{name}": value for name, value in asdict(settings).items()}
+
+
+def _end(groups: Mapping[str, Sequence[Check]], subject: Subject, settings: Settings | None, *, as_json: bool) -> int:
+    checks = [check for of in groups.values() for check in of]
+    exit_code = int(any(check.state is State.FAILURE for check in checks))
+    if as_json:
+        print_json(
+            {
+                "profile": None if subject.resolved is None else subject.resolved.name,
+                "directory": _shown(subject.directory),
+                "checks": as_data(groups),
+                "recommended": None
+                if settings is None
+                else {f"tiers.disk.{k}": v for k, v in asdict(settings).items()},
+                "exit_code": exit_code,
+            }
+        )
+    else:
+        if settings is not None:
+            print_data(f"\nrecommended for {subject.directory}")
+            for key, value in _keys(settings).items():
+                print_data(f"  {key}: {str(value).lower()}")
+        print_data(f"\n{summary(checks)}")
+    return exit_code

@@ -1,0 +1,25 @@
+"""Addresses and ports that the engine's server needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvbm.errors import EnvironmentProblem
+from kvbm_cli.doctor.result import Check, failure, ok, skipped
+from kvbm_cli.doctor.subject import Subject
+from kvbm_cli.process import choose_port
+
+
+def checks(subject: Subject) -> Iterator[Check]:
+    """The block manager itself needs none: results travel through shared memory."""
+    if subject.resolved is None:
+        yield skipped("server", "a profile says where the engine listens", "`--profile PROFILE`")
+        return
+    server = subject.resolved.profile.server
+    try:
+        choose_port(server.host, server.port)
+    except EnvironmentProblem as error:
+        yield failure("server", error.message, f"`server.port: 0`, or {error.hint}")
+    else:
+        port = f"port {server.port} is free" if server.port else "a free port is chosen at the start"
+        yield ok("server", f"{server.host}, {port}", host=server.host, port=server.port)

@@ -1,0 +1,43 @@
+"""Check: one thing that was looked at, what was found, and what to do about it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Fact = str | int | float | bool | None
+
+
+class State(enum.Enum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILURE = "failure"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`finding` and `remedy` are a line each; the remedy is a command or a key of the profile. `facts` are for JSON."""
+
+    name: str
+    state: State
+    finding: str
+    remedy: str | None = None
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+
+def ok(name: str, finding: str, /, **facts: Fact) -> Check:
+    return Check(name, State.OK, finding, None, facts)
+
+
+def warning(name: str, finding: str, remedy: str | None = None, /, **facts: Fact) -> Check:
+    return Check(name, State.WARNING, finding, remedy, facts)
+
+
+def failure(name: str, finding: str, remedy: str | None = None, /, **facts: Fact) -> Check:
+    return Check(name, State.FAILURE, finding, remedy, facts)
+
+
+def skipped(name: str, finding: str, remedy: str | None = None) -> Check:
+    return Check(name, State.SKIPPED, finding, remedy)

@@ -1,0 +1,88 @@
+"""A machine whose facts a test chooses: files of /proc and /sys in a directory, and answers that are written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvbm.disk.probe import Alignment, Direct, Mount, Outcome, Report, Settings, Speed
+from kvbm.host_memory import HostMemory
+from kvbm_cli.doctor.machine import Machine, NoAnswer
+
+WORKS = Outcome(True)
+DIRECT = Direct(True, None, 512, False)
+GOOD = Report(
+    mount=Mount("ext4", "/dev/nvme0n1p1", "/data", False),
+    total_bytes=2 * 10**12,
+    free_bytes=10**12,
+    file_limit_bytes=None,
+    write=WORKS,
+    has_unnamed_files=True,
+    fallocate=WORKS,
+    punch_hole=WORKS,
+    claimed=Alignment(512, 512),
+    by_open=DIRECT,
+    by_fcntl=DIRECT,
+    io_uring=WORKS,
+    aio=WORKS,
+    settings=Settings("default", True, False),
+    speed=Speed(131072, 1 << 30, 4, 2.5e9, 3.2e9, 2.4e9, 2.9e9, 0.0002),
+)
+ANSWERS: Mapping[str, Mapping[str, Any]] = {
+    "connector": {"seconds": 0.7, "error": None},
+    "cuda": {"torch": "2.13.0", "cuda": "13.0", "driver": "580.65.06", "devices": 2, "error": None},
+    "nixl": {"version": "1.5.1", "plugins": {"POSIX (io_uring)": None, "POSIX (aio)": None, "OBJ": "not found"}},
+}
+MEMINFO = """\
+MemTotal:       65536000 kB
+MemAvailable:   48828125 kB
+HugePages_Free:        0
+HugePages_Rsvd:        0
+Hugepagesize:       2048 kB
+"""
+
+
+def machine(
+    root: Path,
+    *,
+    report: Report | str = GOOD,
+    answers: Mapping[str, Mapping[str, Any] | str] = ANSWERS,
+    meminfo: str = MEMINFO,
+    shmem: str = "always within_size [advise] never deny force",
+    gpus: Mapping[str, int] | None = None,
+    nodes: int = 1,
+    touch_rate: float = 4e9,
+    **changes: Any,
+) -> Machine:
+    """`report` and `answers` are found, or text: then nobody answers, and it says why. `gpus` are addresses, nodes."""
+    write(root / "proc/meminfo", meminfo)
+    write(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled", shmem)
+    (root / "dev").mkdir()
+    for node in range(nodes):
+        (root / f"sys/devices/system/node/node{node}").mkdir(parents=True)
+    for address, at in (gpus or {}).items():
+        for name, text in (("vendor", "0x10de"), ("class", "0x030200"), ("numa_node", str(at))):
+            write(root / "sys/bus/pci/devices" / address / name, text)
+        write(root / "dev/nvidiactl", "")
+
+    def ask(python: str, program: str, arguments: Any = (), *, timeout_s: float) -> dict[str, Any]:
+        return dict(_known(answers[program]))
+
+    def probe(directory: Path, **how: Any) -> Report:
+        return _known(report)
+
+    base = Machine({}, HostMemory(root / "proc", root / "sys"), root / "dev", True, None, None, ask, probe)
+    return replace(base, touch_rate=lambda byte_count: touch_rate, **changes)
+
+
+def _known(answer: Any) -> Any:
+    if isinstance(answer, str):
+        raise NoAnswer(answer)
+    return answer
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

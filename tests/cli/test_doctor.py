@@ -1,0 +1,150 @@
+"""`kvbm doctor` on machines whose facts are written down: the whole text, the exit code, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
+from terminal import Outcome, assert_snapshot, kvbm
+
+from kvbm.disk.probe import Direct, Mount, Settings
+from kvbm.disk.probe import Outcome as Tried
+from kvbm.disk.quota import Quota
+from kvbm_cli.doctor.command import doctor
+
+PROFILE = """\
+engine:
+  model: synthetic:tiny
+  arguments: {num_blocks: 64}
+tiers:
+  host: {capacity: 64MiB}
+  disk:
+    capacity: 1GiB       # on the drive of the node
+    directory: %s
+server:
+  port: 0
+"""
+REFUSED = Direct(False, "EINVAL")
+ENOTSUP = Tried(False, "ENOTSUP")
+MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
+    "good": dict,
+    "gpus": lambda: {"gpus": {"0000:1b:00.0": 0, "0000:9a:00.0": 1}, "nodes": 2},
+    "poor_disk": lambda: {
+        "report": replace(
+            GOOD,
+            mount=Mount("fuse.sshfs", "host:/data", "/data", False),
+            free_bytes=10**8,
+            fallocate=ENOTSUP,
+            punch_hole=ENOTSUP,
+            claimed=None,
+            by_open=REFUSED,
+            by_fcntl=Direct(True, None, 512, False),
+            io_uring=Tried(False, "EPERM"),
+            settings=Settings("default", False, True),
+            speed=None,
+            reason="a tenth of the free space holds 2 blocks of 131072 bytes",
+        )
+    },
+    "quota": lambda: {
+        "report": replace(GOOD, quotas=(Quota("user", 2**29, 2**28),), file_limit_bytes=2**20),
+    },
+    "hanging_disk": lambda: {"report": "no answer within 9 s"},
+    "little_memory": lambda: {
+        "meminfo": MEMINFO.replace("48828125", "32768"),
+        "shmem": "always [never]",
+        "lockable_bytes": 2**23,
+        "is_root": False,
+        "touch_rate": 1e6,
+    },
+    "broken_engine": lambda: {
+        "answers": {
+            "connector": {"seconds": 0.1, "error": "ModuleNotFoundError: No module named 'torch'"},
+            "cuda": {"torch": "2.13.0", "cuda": "13.0", "driver": "470.1", "devices": 0, "error": None},
+            "nixl": {"version": "1.5.1", "plugins": {"POSIX (io_uring)": "EPERM", "POSIX (aio)": "EPERM"}},
+        },
+        "gpus": {"0000:1b:00.0": -1},
+        "nodes": 2,
+        "rival": "1.6.1",
+    },
+    "variables": lambda: {
+        "environment": {
+            "DYN_KVBM_DISK_CACHE_GBB": "1",
+            "DYN_KVBM_CPU_CACHE_GB": "0.05",
+            "DYN_KVBM_DISK_ZEROFILL_FALLBACK": "false",
+            "DYN_KVBM_METRICS_PORT": "6880",
+            "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "many",
+        }
+    },
+}
+FAILING = {"poor_disk", "quota", "hanging_disk", "little_memory", "broken_engine", "variables"}
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(PROFILE % (tmp_path / "cache"))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> Outcome:
+    chosen = {"directory": None, "as_json": False, "is_quick": False, "write": None, **options}
+    code = doctor(*arguments, [], **chosen)
+    captured = capsys.readouterr()
+    return Outcome(code, captured.out, captured.err)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_report(name: str, tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", **MACHINES[name]()))
+    assert outcome.exit_code == (name in FAILING)
+    assert_snapshot(f"doctor_{name}", outcome.text("kvbm doctor --profile ./mine.yaml"))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run(capsys, None, directory=tmp_path, machine=machine(tmp_path / "machine"))
+    assert outcome.exit_code == 0
+    assert_snapshot("doctor_without_a_profile", outcome.text("kvbm doctor --dir ."))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_json_says_the_same(name: str, tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run(capsys, str(profile), as_json=True, machine=machine(tmp_path / "machine", **MACHINES[name]()))
+    data = json.loads(outcome.stdout)
+    assert outcome.exit_code == data["exit_code"] == (name in FAILING)
+    assert any(check["state"] == "failure" for check in data["checks"]) == (name in FAILING)
+    assert all(set(check) == {"group", "name", "state", "finding", "remedy", "facts"} for check in data["checks"])
+    assert all(check["remedy"] for check in data["checks"] if check["state"] == "failure")
+
+
+def test_leftovers_of_others_are_named(tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "cache" / "dynamo-kvbm-disk-cache-a1b2c3", "x" * 8192)
+    outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine"))
+    assert "1 of NVIDIA's block manager, 8.0 KiB" in outcome.stdout
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["dynamo-kvbm-disk-cache-a1b2c3"]
+    assert outcome.exit_code == 0
+
+
+MISTAKES = {
+    "doctor_write_without_a_profile": "doctor --write new.yaml",
+    "doctor_set_without_a_profile": "doctor --set server.port=0",
+    "doctor_write_over_a_file": "doctor --profile ./mine.yaml --write ./mine.yaml",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_on_the_command_line(name: str, tmp_path: Path, profile: Path) -> None:
+    outcome = kvbm(*MISTAKES[name].split(), home=tmp_path)
+    assert (outcome.exit_code, outcome.stdout) == (2, "")
+    assert_snapshot(f"mistake_{name}", outcome.text(f"kvbm {MISTAKES[name]}"))
+
+
+def test_answers_cover_every_program() -> None:
+    from kvbm_cli.doctor.machine import ASKED
+
+    assert {path.stem for path in ASKED.glob("*.py")} - {"__init__"} == set(ANSWERS)
