@@ -33,9 +33,12 @@ def root(namespace: bytes, *, salt: str | None = None) -> bytes:
     """Return the parent of a request's first block. No salt and an empty salt are different worlds."""
     if salt is None:
         return blake2b(namespace, digest_size=HASH_BYTES, person=b"kvbm root").digest()
-    # Salts come from users' requests, where JSON allows a lone surrogate.
-    salt_bytes = salt.encode("utf-8", "surrogatepass")
-    return blake2b(namespace + salt_bytes, digest_size=HASH_BYTES, person=b"kvbm salted root").digest()
+    return blake2b(namespace + _salt_bytes(salt), digest_size=HASH_BYTES, person=b"kvbm salted root").digest()
+
+
+def tenant(salt: str | None) -> bytes:
+    """Kept beside a block on disk, to find a tenant's again; does not give the salt away. Empty without one."""
+    return b"" if salt is None else blake2b(_salt_bytes(salt), digest_size=HASH_BYTES, person=b"kvbm tenant").digest()
 
 
 def extend(hashes: list[bytes], token_ids: Sequence[int], *, block_size: int, root: bytes) -> None:
@@ -52,6 +55,11 @@ def extend(hashes: list[bytes], token_ids: Sequence[int], *, block_size: int, ro
     for start in range(0, len(payload), block_bytes):
         parent = blake2b(parent + payload[start : start + block_bytes], digest_size=HASH_BYTES).digest()
         hashes.append(parent)
+
+
+def _salt_bytes(salt: str) -> bytes:
+    """Salts come from users' requests, where JSON allows a lone surrogate."""
+    return salt.encode("utf-8", "surrogatepass")
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:

@@ -67,6 +67,15 @@ def test_salt_isolates():
     assert len({sequence_hash for hashes in first_hashes for sequence_hash in hashes}) == 10
 
 
+def test_tenant_is_named_by_its_salt_without_giving_it_away():
+    salts = [None, "", "a", "b", "\ud800"]
+    tenants = [hashing.tenant(salt) for salt in salts]
+    assert len(set(tenants)) == len(salts)
+    assert tenants[0] == b""
+    assert hashing.tenant("a" * 40) == hashing.tenant("a" * 40)
+    assert b"aaaa" not in hashing.tenant("a" * 40)
+
+
 def test_namespace_isolates_and_ignores_the_order_of_facts():
     assert hashing.namespace({"a": 1, "b": [2]}) == hashing.namespace({"b": [2], "a": 1})
     worlds = [{}, {"a": 1}, {"a": "1"}, {"a": True}, {"a": None}, {"a": 1.5}, {"a": [1]}, {"a": {"a": 1}}, {"b": 1}]
