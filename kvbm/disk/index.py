@@ -28,6 +28,18 @@ BUSY_TIMEOUT_S = 5.0
 SEED_BYTES = 8
 SIDE_FILES = ("-wal", "-shm", "-journal")
 
+PRIMARY_CODE = 0xFF
+DAMAGE = {
+    sqlite3.SQLITE_ERROR,  # other tables or columns
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_FORMAT,
+    sqlite3.SQLITE_SCHEMA,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_INTERNAL,
+}
+
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
     slot INTEGER PRIMARY KEY,
@@ -157,6 +169,11 @@ class BlockIndex:
         finally:
             self._connection.execute("PRAGMA synchronous=NORMAL")
 
+    def prove(self) -> None:
+        """Commit something. Raises sqlite3.Error."""
+        with _Transaction(self._connection):
+            self._connection.execute("PRAGMA user_version = 1")
+
     def close(self) -> None:
         with suppress(sqlite3.Error):
             self._connection.close()
@@ -192,6 +209,12 @@ class _Transaction:
             if self._connection.in_transaction:
                 with suppress(sqlite3.Error):
                     self._connection.execute("ROLLBACK")
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error speaks of what is in the file, and not of the machine around it."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # ours have none
+    return code & PRIMARY_CODE in DAMAGE or code == sqlite3.SQLITE_IOERR_SHORT_READ
 
 
 def index_files(path: Path) -> list[Path]:

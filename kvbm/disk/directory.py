@@ -1,0 +1,262 @@
+"""The directory of the disk tier: which caches lie there, who uses them, and which one an engine gets.
+
+    <directory>/<namespace>/<instance>/lock           held (flock) by the process that uses the instance
+                                       superblock     what it is
+                                       arena          the bytes of its blocks
+                                       index.sqlite   which block lies where
+
+Every engine has an instance of its own. One that nobody holds is taken over by the next engine of the same namespace,
+the one used last before the others. Nothing here is changed without holding its lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import sqlite3
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm.disk.files import make_private_directory, open_private, problem
+from kvbm.disk.index import BlockIndex, remove_index
+from kvbm.disk.superblock import FORMAT, OtherFormat, Superblock, read_superblock
+from kvbm.errors import EnvironmentProblem
+
+LOCK, SUPERBLOCK, ARENA, INDEX = "lock", "superblock", "arena", "index.sqlite"
+NAMESPACE_NAME = re.compile(r"[0-9a-f]{2,128}")
+INSTANCE_NAME = re.compile(r"[0-9a-f]{16}")
+LOCK_ATTEMPTS = 4
+LOCK_PAUSE_S = 0.05  # somebody who only looks holds a lock for less
+
+logger = logging.getLogger(__name__)
+
+
+class InstanceLock:
+    """Held until `release` or the end of this process, whichever way; a forked child does not keep it."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+        _HELD.add(self)
+
+    @classmethod
+    def take(cls, instance: Path) -> InstanceLock | None:
+        """None if somebody else has it, or the instance has just gone. Raises EnvironmentProblem."""
+        for attempt in range(LOCK_ATTEMPTS):
+            if attempt:
+                time.sleep(LOCK_PAUSE_S)
+            try:
+                fd = open_private(instance / LOCK, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise problem(f"{instance / LOCK} cannot be opened", error) from error
+            if _lock(fd, fcntl.LOCK_EX) and _is_same_file(fd, instance / LOCK):
+                return cls(instance, fd)
+            os.close(fd)
+        return None
+
+    def touch(self) -> None:
+        """Remember that the instance is in use now."""
+        with suppress(OSError):
+            os.utime(self._fd)
+
+    def release(self) -> None:
+        """May be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """One instance, as it lies on the disk. None is what cannot be told, and `problem` says why.
+
+    `is_locked` tells that an engine uses it, and `last_used` when one opened or closed it, in seconds since 1970.
+    """
+
+    path: Path
+    namespace: str
+    is_locked: bool
+    last_used: float
+    arena_bytes: int
+    superblock: Superblock | None
+    block_count: int | None
+    last_written: float | None
+    problem: str | None
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        return {} if self.superblock is None else self.superblock.facts
+
+
+def list_caches(directory: Path) -> list[CacheFacts]:
+    """All instances, the one used last first; changes nothing but what SQLite keeps beside an index that is read."""
+    return [_facts_of(instance) for instance in reversed(_instances(directory))]
+
+
+def claim(directory: Path, namespace: str) -> InstanceLock:
+    """An instance of this namespace that nobody else uses: the one used last, or a new one. Raises OtherFormat where
+    an instance that could be taken over is of another format, and EnvironmentProblem."""
+    home = directory / namespace
+    make_private_directory(home)
+    for instance in reversed(_instances_of(home)):
+        make_private_directory(instance)
+        if (lock := InstanceLock.take(instance)) is not None:
+            try:
+                read_superblock(instance / SUPERBLOCK)
+            except BaseException:
+                lock.release()
+                raise
+            return lock
+    while True:
+        instance = home / secrets.token_hex(8)
+        make_private_directory(instance)
+        if (lock := InstanceLock.take(instance)) is not None:
+            return lock
+
+
+def reclaim_oldest(directory: Path) -> bool:
+    """Remove the instance that was used longest ago of those that nobody uses, whatever its namespace; never one of
+    another format. False if there is none."""
+    for instance in _instances(directory):
+        with suppress(EnvironmentProblem):
+            lock = InstanceLock.take(instance)
+            if lock is None:
+                continue
+            try:
+                read_superblock(instance / SUPERBLOCK)  # of another format: not ours
+                size = _arena_bytes(instance)
+                remove_instance(lock)
+            finally:
+                lock.release()
+            logger.warning("removed the disk cache %s, %d bytes, which nobody uses, to make room", instance, size)
+            return True
+    return False
+
+
+def remove_instance(lock: InstanceLock) -> None:
+    """Everything of it, its lock last. Raises EnvironmentProblem."""
+    instance = lock.path
+    try:
+        remove_index(instance / INDEX)
+        for name in (ARENA, SUPERBLOCK, SUPERBLOCK + ".new", LOCK):
+            with suppress(FileNotFoundError):
+                os.unlink(instance / name)
+        os.rmdir(instance)
+        with suppress(OSError):  # other instances
+            os.rmdir(instance.parent)
+    except OSError as error:
+        raise problem(f"{instance} cannot be removed", error) from error
+
+
+def _instances(directory: Path) -> list[Path]:
+    """Of all namespaces, the one used longest ago first."""
+    homes = [home for home in _directories(directory) if NAMESPACE_NAME.fullmatch(home.name)]
+    return sorted((instance for home in homes for instance in _instances_of(home)), key=_last_used)
+
+
+def _instances_of(home: Path) -> list[Path]:
+    found = [instance for instance in _directories(home) if INSTANCE_NAME.fullmatch(instance.name)]
+    return sorted(found, key=_last_used)
+
+
+def _directories(directory: Path) -> Iterator[Path]:
+    try:
+        with os.scandir(directory) as entries:
+            yield from (Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise problem(f"{directory} cannot be read", error) from error
+
+
+def _facts_of(instance: Path) -> CacheFacts:
+    superblock, why = None, None
+    try:
+        superblock = read_superblock(instance / SUPERBLOCK)
+        why = "no superblock, or a damaged one" if superblock is None else None
+    except OtherFormat as error:
+        why = f"not of format {FORMAT}: {error.message}"
+    except EnvironmentProblem as error:
+        why = error.message
+    block_count = last_written = None
+    if superblock is not None:
+        try:
+            index = BlockIndex.open_to_read(instance / INDEX)
+            try:
+                block_count, last_written = index.block_count(), index.last_written()
+            finally:
+                index.close()
+        except sqlite3.Error as error:
+            why = f"its index cannot be read: {error}"
+    return CacheFacts(
+        path=instance,
+        namespace=instance.parent.name,
+        is_locked=_is_locked(instance),
+        last_used=_last_used(instance),
+        arena_bytes=_arena_bytes(instance),
+        superblock=superblock,
+        block_count=block_count,
+        last_written=last_written,
+        problem=why,
+    )
+
+
+def _last_used(instance: Path) -> float:
+    with suppress(OSError):
+        return os.lstat(instance / LOCK).st_mtime
+    return 0.0
+
+
+def _arena_bytes(instance: Path) -> int:
+    """What it takes on the disk."""
+    with suppress(OSError):
+        return os.lstat(instance / ARENA).st_blocks * 512
+    return 0
+
+
+def _is_locked(instance: Path) -> bool:
+    """Looks by a shared lock, for an instant."""
+    try:
+        fd = open_private(instance / LOCK, os.O_RDONLY)
+    except (OSError, EnvironmentProblem):
+        return False
+    try:
+        return not _lock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_same_file(fd: int, path: Path) -> bool:
+    """Whether the lock still has its name: an instance can be removed between opening and locking."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    return False
+
+
+_HELD: weakref.WeakSet[InstanceLock] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A lock belongs to the open file, which a forked child shares: it would outlive the engine in it."""
+    for lock in _HELD:
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,275 @@
+"""Files of the disk tier: private, with their space taken in advance, read and written past the page cache.
+
+Private means: directories 0700, files 0600, our own, reached without following a link in the last step. Whatever the
+file system refuses is an EnvironmentProblem that names the path, the error and, where there is one, the setting.
+Space that was taken for something that then failed is given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm.disk.settings import Progress
+from kvbm.errors import EnvironmentProblem
+
+PAGE_BYTES = 4096
+FALLOCATE_BYTES = 1 << 30
+ZERO_BYTES = 4 << 20
+ZERO_FLUSH_BYTES = 256 << 20
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+STATX_DIOALIGN = 0x2000  # Linux 6.1
+AT_EMPTY_PATH = 0x1000
+STATX_BYTES = 256
+DIO_MEMORY_ALIGN_AT = 152
+DIO_OFFSET_ALIGN_AT = 156
+
+UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+class NoRoom(EnvironmentProblem):
+    """The file system, a quota or a limit of the process does not give that much space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What direct I/O asks of addresses, and of offsets and lengths."""
+
+    memory: int
+    offset: int
+
+
+def make_private_directory(path: Path) -> None:
+    """Create it, or make sure that the one that is there is ours alone. Raises EnvironmentProblem."""
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+            sync_directory(path.parent)
+        found = os.lstat(path)
+    except OSError as error:
+        raise problem(f"directory {path} cannot be made", error) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise EnvironmentProblem(f"{path} is no directory (links are not followed)")
+    _require_private(path, found)
+
+
+def open_private(path: Path, flags: int) -> int:
+    """A file descriptor of a plain file that is ours alone. Raises OSError, and EnvironmentProblem if it is not."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise EnvironmentProblem(f"{path} is no plain file with one name")
+        _require_private(path, found)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def require_usable_parent(directory: Path) -> None:
+    """The directory of the profile: made if it is not there. It may belong to others, but they must not be able to
+    rename what is ours in it. Raises EnvironmentProblem."""
+    try:
+        if not directory.exists():
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(directory)
+    except OSError as error:
+        raise problem(f"directory {directory} cannot be made", error, hint="`tiers.disk.directory`") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise EnvironmentProblem(
+            f"{directory} is no directory (links are not followed)",
+            hint="name the directory itself in `tiers.disk.directory`",
+        )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise EnvironmentProblem(
+            f"{directory} may be written by everyone (mode {stat.S_IMODE(found.st_mode):04o})",
+            hint=f"chmod o-w {directory}",
+        )
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def problem(what: str, error: OSError, *, hint: str | None = None) -> EnvironmentProblem:
+    """An OSError in our words, with its name."""
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    return EnvironmentProblem(f"{what}: {error.strerror or error} ({name})", hint=hint)
+
+
+class Arena:
+    """The file that holds the blocks' bytes. Whoever opened it closes it; `sync` may be called by any thread."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self.is_direct = False
+
+    @classmethod
+    def open(cls, path: Path) -> Arena:
+        """Open or create, empty. Raises EnvironmentProblem."""
+        try:
+            return cls(path, open_private(path, os.O_RDWR | os.O_CREAT))
+        except OSError as error:
+            raise problem(f"{path} cannot be opened", error) from error
+
+    @classmethod
+    def open_unnamed(cls, directory: Path) -> Arena:
+        """A file that is gone with the last process that has it open. Raises EnvironmentProblem."""
+        try:
+            with suppress(OSError):  # not every file system has files without a name
+                return cls(directory, os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            path = directory / f".kvbm-{secrets.token_hex(8)}"
+            fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            os.unlink(path)
+            return cls(directory, fd)
+        except OSError as error:
+            raise problem(f"no file can be made in {directory}", error) from error
+
+    def length(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def resize(self, length: int, *, zerofill: bool, progress: Progress | None) -> None:
+        """Take the space up to `length`, or give back what is behind. Raises NoRoom or EnvironmentProblem, and then
+        the file is as long as before."""
+        before = self.length()
+        try:
+            if length < before:
+                os.ftruncate(self.fd, length)
+            else:
+                _take_space(self.fd, before, length, zerofill=zerofill, progress=progress)
+            os.fsync(self.fd)
+        except BaseException as error:
+            with suppress(OSError):
+                os.ftruncate(self.fd, min(before, length))
+            if not isinstance(error, OSError):
+                raise
+            if error.errno in NO_ROOM:
+                why = problem(f"{self.path}: no room for {length} bytes ({length / 2**30:.2f} GiB)", error)
+                raise NoRoom(why.message, hint="lower `tiers.disk.capacity`, or allow `tiers.disk.reclaim`") from error
+            raise problem(f"{self.path} cannot be brought to {length} bytes", error) from error
+
+    def alignment(self) -> Alignment:
+        """What direct I/O asks for here; a page where the kernel does not say."""
+        told = dio_alignment(self.fd)
+        return Alignment(PAGE_BYTES, PAGE_BYTES) if told is None else told
+
+    def use_direct_io(self, allocator: str) -> None:
+        """Past the page cache from here on, either by a flag of the open file or by opening it anew. Raises OSError."""
+        if allocator == "open-direct":
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            os.close(self.fd)
+            self.fd = fd
+        else:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
+        self.is_direct = True
+
+    def prove(self, offset: int) -> None:
+        """Write a page there and read it back. Raises OSError."""
+        with mmap.mmap(-1, 2 * PAGE_BYTES) as memory, memoryview(memory) as view:
+            view[:PAGE_BYTES] = secrets.token_bytes(PAGE_BYTES)
+            with view[:PAGE_BYTES] as written, view[PAGE_BYTES:] as found:
+                count = os.pwritev(self.fd, [written], offset)
+                if count != PAGE_BYTES or os.preadv(self.fd, [found], offset) != PAGE_BYTES or written != found:
+                    raise OSError(errno.EIO, "what was written is not what was read")
+
+    def sync(self) -> None:
+        """All finished writes are on the disk when it returns. Raises OSError."""
+        os.fdatasync(self.fd)
+        if not self.is_direct:
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def is_linked(self) -> bool:
+        """Whether the file still has its name."""
+        with suppress(OSError):
+            found, own = os.lstat(self.path), os.fstat(self.fd)
+            return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+        return False
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """fallocate(2) itself: the C library's own stand-in writes one byte per block. Raises OSError."""
+    while _LIBC.fallocate(fd, mode, offset, length) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def dio_alignment(fd: int) -> Alignment | None:
+    """STATX_DIOALIGN: None where kernel or file system do not tell."""
+    if not hasattr(_LIBC, "statx"):
+        return None
+    found = ctypes.create_string_buffer(STATX_BYTES)
+    if _LIBC.statx(fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, found) != 0:
+        return None
+
+    def word(at: int) -> int:
+        return int.from_bytes(found.raw[at : at + 4], sys.byteorder)
+
+    memory, offset = word(DIO_MEMORY_ALIGN_AT), word(DIO_OFFSET_ALIGN_AT)
+    return Alignment(memory, offset) if word(0) & STATX_DIOALIGN and memory and offset else None
+
+
+def _take_space(fd: int, start: int, end: int, *, zerofill: bool, progress: Progress | None) -> None:
+    try:
+        for at in range(start, end, FALLOCATE_BYTES):
+            fallocate(fd, 0, at, min(FALLOCATE_BYTES, end - at))
+            if progress is not None:
+                progress(min(at + FALLOCATE_BYTES, end), end)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        if not zerofill:
+            raise EnvironmentProblem(
+                f"this file system cannot take space in advance: {error.strerror}",
+                hint="set `tiers.disk.zerofill: true`, which writes zeros",
+            ) from error
+        _write_zeros(fd, start, end, progress)
+
+
+def _write_zeros(fd: int, start: int, end: int, progress: Progress | None) -> None:
+    zeros = memoryview(bytes(ZERO_BYTES))
+    flushed = at = start
+    while at < end:
+        at += os.pwrite(fd, zeros[: end - at], at)
+        if at - flushed >= ZERO_FLUSH_BYTES or at == end:
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, flushed, at - flushed, os.POSIX_FADV_DONTNEED)
+            flushed = at
+        if progress is not None:
+            progress(at, end)
+
+
+def _require_private(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise EnvironmentProblem(f"{path} belongs to user {found.st_uid}, and this process to {os.geteuid()}")
+    if found.st_mode & OTHERS:
+        raise EnvironmentProblem(
+            f"{path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o})", hint=f"chmod go-rwx {path}"
+        )

@@ -1,0 +1,111 @@
+"""Health: whether the disk works, and what it has done. Shared by the owner's thread and the disk's, under one lock.
+
+Several errors in a row, or I/O that hangs, turn the disk off; a probe that works turns it on again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sqlite3
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a disk is given up, and how long something may take."""
+
+    errors_until_off: int = 5
+    stall_s: float = 10.0
+    probe_interval_s: float = 5.0
+    clear_timeout_s: float = 30.0
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """Since opening. Bytes are payload; `io_errors` by name (EIO, ENOSPC, ..., "index" for SQLite's); seconds are those
+    that threads spent, together. `flushes` are those of the arena."""
+
+    blocks_read: int = 0
+    blocks_written: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    flushes: int = 0
+    flush_seconds: float = 0.0
+    checksum_misses: int = 0
+    io_errors: Counter[str] = field(default_factory=Counter)
+    times_off: int = 0
+    damaged_superblocks: int = 0
+    damaged_indexes: int = 0
+    dropped_rows: int = 0
+
+
+class Health:
+    """See the module's text. `counters` is written under `lock`, and read without it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.lock = threading.Lock()
+        self.counters = DiskCounters()
+        self.off_because: str | None = None
+        self._errors_in_a_row = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self.off_because is None
+
+    def count_read(self, blocks: int, bytes_each: int, misses: int, seconds: float) -> None:
+        with self.lock:
+            self._errors_in_a_row = 0
+            self.counters.blocks_read += blocks - misses
+            self.counters.bytes_read += blocks * bytes_each
+            self.counters.checksum_misses += misses
+            self.counters.read_seconds += seconds
+
+    def count_write(self, blocks: int, bytes_each: int, seconds: float) -> None:
+        with self.lock:
+            self._errors_in_a_row = 0
+            self.counters.blocks_written += blocks
+            self.counters.bytes_written += blocks * bytes_each
+            self.counters.write_seconds += seconds
+
+    def count_flush(self, seconds: float) -> None:
+        with self.lock:
+            self.counters.flushes += 1
+            self.counters.flush_seconds += seconds
+
+    def count_error(self, error: BaseException) -> None:
+        with self.lock:
+            self.counters.io_errors[error_name(error)] += 1
+            self._errors_in_a_row += 1
+            is_too_many = self._errors_in_a_row >= self.limits.errors_until_off
+        if is_too_many:
+            self.turn_off(f"{self.limits.errors_until_off} errors in a row, the last one: {error}")
+
+    def turn_off(self, why: str) -> None:
+        with self.lock:
+            if self.off_because is not None:
+                return
+            self.off_because = why
+            self.counters.times_off += 1
+        logger.warning("the disk tier is off: %s", why)
+
+    def turn_on(self) -> None:
+        with self.lock:
+            self.off_because = None
+            self._errors_in_a_row = 0
+        logger.warning("the disk tier is on again")
+
+
+def error_name(error: BaseException) -> str:
+    """Few and fixed: a label of a metric."""
+    if isinstance(error, sqlite3.Error):
+        return "index"
+    number = error.errno if isinstance(error, OSError) else None
+    return errno.errorcode.get(number or 0, "other")

@@ -1,0 +1,340 @@
+"""IndexThread: the one thread that uses the index, and so decides when a block is on the disk.
+
+A write goes through it twice. First the rows of its slots are deleted, and only after that commit do the slots' bytes
+change; when the bytes are written, one flush of the arena covers all writes that have come so far, and one commit names
+their blocks. Forgetting goes the same way, in the order of submission. What cannot be deleted now is kept and deleted
+with the next commit that works; a write whose rows cannot be deleted fails before it changes a byte.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import secrets
+import sqlite3
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from kvbm.disk.block_io import BlockIO, Run
+from kvbm.disk.files import PAGE_BYTES
+from kvbm.disk.health import Health
+from kvbm.disk.index import Row, is_damage
+from kvbm.disk.instance import Instance
+from kvbm.disk.transfers import Transfer, TransferThreads
+
+LOOK_INTERVAL_S = 1.0  # for whether the arena still has its name
+
+logger = logging.getLogger(__name__)
+
+
+class Clear:
+    """Forget all, or one tenant's, blocks that were submitted before. `error` is set before `done`."""
+
+    def __init__(self, tenant: bytes | None) -> None:
+        self.tenant = tenant
+        self.done = threading.Event()
+        self.error: str | None = None
+        self.last_generation: int | None = None
+
+    def drop(self, transfer: Transfer) -> None:
+        """A write that was submitted before."""
+        positions = (p for p, tenant in enumerate(transfer.tenants) if self.tenant in (None, tenant))
+        transfer.dropped.update(positions)
+
+
+class Forget:
+    """These slots hold nothing any more."""
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        self.slots = slots
+
+    def drop(self, transfer: Transfer) -> None:
+        slots = set(self.slots)
+        transfer.dropped.update(p for p, slot in enumerate(transfer.disk_slots) if slot in slots)
+
+
+Command = Transfer | Forget | Clear
+
+
+class IndexThread:
+    """See the module's text. `checksums` is written here and read by the owner, which waits for the write's end."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        io: BlockIO,
+        health: Health,
+        checksums: array[int],
+        *,
+        first_generation: int,
+        on_end: Callable[[Transfer], None],
+    ) -> None:
+        self._instance = instance
+        self._io = io
+        self._health = health
+        self._checksums = checksums
+        self._on_end = on_end
+        # Owned by everyone, under the lock of `_changed`.
+        self._changed = threading.Condition()
+        self._commands: deque[Command] = deque()
+        self._written: list[Transfer] = []
+        self._is_closing = False
+        self._busy_since: float | None = None
+        # Owned by the thread.
+        self._generations = itertools.count(first_generation)
+        self._generation = first_generation - 1
+        self._in_flight: dict[int, Transfer] = {}
+        self._slots_to_delete: set[int] = set()
+        self._clears_to_repeat: list[Clear] = []
+        self._next_look_s = 0.0
+        self._next_probe_s = 0.0
+
+    def start(self, threads: TransferThreads) -> None:
+        """They do the I/O of writes, and call `written` at its end."""
+        self._threads = threads
+        self._thread = threading.Thread(target=self._work, name="kvbm-disk-index", daemon=True)
+        self._thread.start()
+
+    def order(self, command: Command) -> None:
+        with self._changed:
+            self._commands.append(command)
+            self._changed.notify()
+
+    def written(self, transfer: Transfer) -> None:
+        """The I/O of a write has ended."""
+        with self._changed:
+            self._written.append(transfer)
+            self._changed.notify()
+
+    def withdraw(self, ticket: int) -> Transfer | None:
+        """Take back a write that has not begun; None if it has."""
+        with self._changed:
+            for command in self._commands:
+                if isinstance(command, Transfer) and command.ticket == ticket:
+                    self._commands.remove(command)
+                    return command
+        return None
+
+    def take_waiting(self) -> list[Transfer]:
+        """Take back all writes that have not begun."""
+        with self._changed:
+            waiting = [command for command in self._commands if isinstance(command, Transfer)]
+            others = [command for command in self._commands if not isinstance(command, Transfer)]
+            self._commands = deque(others)
+        return waiting
+
+    def busy_since(self) -> float | None:
+        """Since when it has been at work, perhaps with a disk that hangs."""
+        with self._changed:
+            return self._busy_since
+
+    def close(self) -> None:
+        """Writes that have not begun fail; what else was ordered is done, and then the thread ends."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+
+    def join(self, deadline_s: float) -> bool:
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (work := self._take()) is not None:
+            commands, written = work
+            try:
+                self._advance(commands, written)
+            except BaseException as error:  # whatever it was, no ticket is lost, and nobody waits for ever
+                logger.exception("the disk tier's index thread")
+                self._health.count_error(error)
+                self._give_up(commands, written, str(error) or type(error).__name__)
+            with self._changed:
+                self._busy_since = None
+
+    def _take(self) -> tuple[list[Command], list[Transfer]] | None:
+        with self._changed:
+            while not (self._commands or self._written):
+                if self._is_closing and not self._in_flight:
+                    return None
+                if not self._changed.wait(self._health.limits.probe_interval_s):
+                    break
+            commands, written = list(self._commands), self._written
+            self._commands.clear()
+            self._written = []
+            self._busy_since = time.monotonic()
+            return commands, written
+
+    def _give_up(self, commands: Sequence[Command], written: Sequence[Transfer], why: str) -> None:
+        for order in (*written, *commands):
+            if isinstance(order, Clear):
+                order.error = order.error or why
+                order.done.set()
+            elif isinstance(order, Forget):
+                self._slots_to_delete.update(order.slots)
+            elif not order.has_ended and (order in written or order.ticket not in self._in_flight):
+                self._finish(order, why)
+
+    def _advance(self, commands: Sequence[Command], written: Sequence[Transfer]) -> None:
+        self._look(has_clears=any(isinstance(command, Clear) for command in commands))
+        self._flush(written)
+        begun, forgotten, clears = self._sort(commands, written)
+        slots = self._slots_to_delete.union(*(transfer.disk_slots for transfer in begun), *(f.slots for f in forgotten))
+        rows = [row for transfer in written for row in self._rows(transfer)]
+        error = self._commit(rows, slots)
+        self._slots_to_delete = slots if error else set()
+        for transfer in written:
+            self._finish(transfer, error)
+        for transfer in begun:
+            if error is None:
+                self._in_flight[transfer.ticket] = transfer
+                self._threads.submit(transfer)
+            else:
+                self._finish(transfer, error)
+        self._clear([*self._clears_to_repeat, *clears])
+
+    def _look(self, *, has_clears: bool) -> None:
+        """Turn off without the arena's name, on again when nothing is left to clear and a probe works."""
+        now = time.monotonic()
+        if now >= self._next_look_s and self._instance.index is not None:
+            self._next_look_s = now + LOOK_INTERVAL_S
+            if not self._instance.arena.is_linked():
+                self._health.turn_off(f"{self._instance.arena.path} is gone")
+        if not self._health.is_on and now >= self._next_probe_s:
+            if not (has_clears or self._clears_to_repeat or self._is_any_overdue(now)) and self._probe():
+                self._health.turn_on()
+            self._next_probe_s = time.monotonic() + self._health.limits.probe_interval_s
+
+    def _is_any_overdue(self, now: float) -> bool:
+        since = self._threads.busy_since()
+        return since is not None and now - since >= self._health.limits.stall_s
+
+    def _flush(self, written: Sequence[Transfer]) -> None:
+        """Bytes before rows; without an index nothing needs to survive."""
+        if self._instance.index is None or not any(any(transfer.is_good) for transfer in written):
+            return
+        started = time.monotonic()
+        try:
+            self._instance.arena.sync()
+        except OSError as error:
+            self._health.count_error(error)
+            for transfer in written:
+                transfer.fail(f"flush: {error}")
+        self._health.count_flush(time.monotonic() - started)
+
+    def _sort(
+        self, commands: Sequence[Command], written: Sequence[Transfer]
+    ) -> tuple[list[Transfer], list[Forget], list[Clear]]:
+        """Writes that may begin, and what is to be forgotten; that applies to every write that came before."""
+        begun: list[Transfer] = []
+        forgotten: list[Forget] = []
+        clears: list[Clear] = []
+        for command in commands:
+            if isinstance(command, Transfer):
+                begun.append(command)
+                continue
+            for transfer in (*self._in_flight.values(), *written, *begun):
+                command.drop(transfer)
+            if isinstance(command, Forget):
+                forgotten.append(command)
+            else:
+                clears.append(command)
+        with self._changed:
+            why_not = "closed" if self._is_closing else self._health.off_because
+        for transfer in begun:
+            if why_not is not None:
+                self._finish(transfer, why_not)
+        return [] if why_not is not None else begun, forgotten, clears
+
+    def _rows(self, transfer: Transfer) -> Iterator[Row]:
+        now = time.time()
+        for position, is_good in enumerate(transfer.is_good):
+            if is_good and position not in transfer.dropped:
+                self._generation = next(self._generations)
+                yield Row(
+                    slot=transfer.disk_slots[position],
+                    hash=transfer.hashes[position],
+                    generation=self._generation,
+                    length=self._instance.shape.payload_bytes,
+                    checksum=transfer.checksums[position],
+                    tenant=transfer.tenants[position],
+                    written=now,
+                )
+
+    def _commit(self, rows: Sequence[Row], slots: set[int]) -> str | None:
+        """Returns what went wrong; then nothing has changed, or the index is a new one."""
+        index = self._instance.index
+        if index is None or not (rows or slots):
+            return None
+        try:
+            index.change(rows, sorted(slots))
+        except sqlite3.Error as error:
+            self._index_failed(error)
+            return f"index: {error}"
+        return None
+
+    def _index_failed(self, error: sqlite3.Error) -> bool:
+        """Whether there is a new and empty index instead."""
+        self._health.count_error(error)
+        if not is_damage(error):
+            return False
+        logger.warning("the index of %s is damaged (%s): it starts anew", self._instance.path, error)
+        with self._health.lock:
+            self._health.counters.damaged_indexes += 1
+        try:
+            self._instance.renew_index()
+        except (sqlite3.Error, OSError) as again:
+            self._health.count_error(again)
+            self._health.turn_off(f"no new index can be made: {again}")
+            return False
+        return True
+
+    def _finish(self, transfer: Transfer, error: str | None) -> None:
+        self._in_flight.pop(transfer.ticket, None)
+        transfer.has_ended = True
+        if error is not None:
+            transfer.fail(error)
+        for position in transfer.dropped:
+            transfer.is_good[position] = 0
+            transfer.error = transfer.error or "forgotten meanwhile"
+        for position, is_good in enumerate(transfer.is_good):
+            if is_good:
+                self._checksums[transfer.disk_slots[position]] = transfer.checksums[position]
+        self._on_end(transfer)
+
+    def _clear(self, clears: Sequence[Clear]) -> None:
+        self._clears_to_repeat = []
+        for clear in clears:
+            if clear.last_generation is None:
+                clear.last_generation = self._generation
+            try:
+                if self._instance.index is not None:
+                    self._instance.index.clear(clear.tenant, last_generation=clear.last_generation)
+            except sqlite3.Error as error:
+                if not self._index_failed(error):
+                    clear.error = str(error)
+                    self._clears_to_repeat.append(clear)
+                    self._health.turn_off(f"a clear is not on the disk yet: {error}")
+            clear.done.set()
+
+    def _probe(self) -> bool:
+        """Whether the arena takes a page and gives it back, and the index a commit."""
+        shape = self._instance.shape
+        offset = shape.slot_count * shape.slot_bytes
+        pages = np.frombuffer(mmap.mmap(-1, 2 * PAGE_BYTES), np.uint8).reshape(2, PAGE_BYTES)
+        pages[0] = np.frombuffer(secrets.token_bytes(PAGE_BYTES), np.uint8)
+        try:
+            self._io.write([Run(offset, [pages[0]])])
+            self._instance.arena.sync()
+            self._io.read([Run(offset, [pages[1]])])
+            if self._instance.index is not None:
+                self._instance.index.prove()
+                return bool((pages[0] == pages[1]).all()) and self._instance.arena.is_linked()
+        except Exception as error:
+            logger.info("the disk tier stays off: %s", error)
+            return False
+        return bool((pages[0] == pages[1]).all())

@@ -1,0 +1,289 @@
+"""Instance: one cache on disk, opened: its lock, its arena, its index, and what was found in them.
+
+Opening ends with a cache that can be used, or with an EnvironmentProblem. Damage is no such problem: what does not fit
+is dropped, counted in `Losses` and logged, and in the worst case the cache starts empty. The superblock is written
+last, so that an instance whose making was cut short counts as damaged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvbm.disk.directory import ARENA, INDEX, SUPERBLOCK, InstanceLock, claim, reclaim_oldest, remove_instance
+from kvbm.disk.files import PAGE_BYTES, Arena, NoRoom, open_private, problem, require_usable_parent, sync_directory
+from kvbm.disk.index import BlockIndex, Recovered, is_damage, remove_index
+from kvbm.disk.settings import DiskSettings, Namespace, Progress
+from kvbm.disk.superblock import Superblock, read_superblock, write_superblock
+from kvbm.errors import EnvironmentProblem
+
+PROBE_BYTES = PAGE_BYTES  # behind the last slot, for trying whether the disk works
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Losses:
+    """What opening found damaged."""
+
+    damaged_superblocks: int = 0
+    damaged_indexes: int = 0
+    dropped_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What decides how long an arena is."""
+
+    payload_bytes: int
+    hash_bytes: int
+    slot_bytes: int
+    slot_count: int
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.slot_count * self.slot_bytes + PROBE_BYTES
+
+
+class Instance:
+    """See the module's text. `index` and `lock` are None where nothing is to survive."""
+
+    def __init__(self, path: Path, arena: Arena, shape: Shape) -> None:
+        self.path = path
+        self.arena = arena
+        self.shape = shape
+        self.lock: InstanceLock | None = None
+        self.index: BlockIndex | None = None
+        self.recovered: Recovered | None = None
+        self.losses = Losses()
+
+    @classmethod
+    def open(
+        cls,
+        settings: DiskSettings,
+        namespace: Namespace,
+        *,
+        payload_bytes: int,
+        hash_bytes: int,
+        progress: Progress | None = None,
+    ) -> Instance:
+        """Raises EnvironmentProblem."""
+        require_usable_parent(settings.directory)
+        if not settings.persist:
+            return cls._open_unnamed(settings, payload_bytes, hash_bytes, progress)
+        lock = claim(settings.directory, namespace.digest.hex())
+        try:
+            return cls._open_locked(lock, settings, namespace, payload_bytes, hash_bytes, progress)
+        except BaseException:
+            if not (lock.path / SUPERBLOCK).exists():
+                with suppress(EnvironmentProblem):
+                    remove_instance(lock)
+            lock.release()
+            raise
+
+    @classmethod
+    def _open_unnamed(
+        cls, settings: DiskSettings, payload_bytes: int, hash_bytes: int, progress: Progress | None
+    ) -> Instance:
+        arena = Arena.open_unnamed(settings.directory)
+        try:
+            shape = _shape(arena, settings, payload_bytes, hash_bytes)
+            _take_space(arena, shape, settings, progress)
+        except BaseException:
+            arena.close()
+            raise
+        return cls(settings.directory, arena, shape)
+
+    @classmethod
+    def _open_locked(
+        cls,
+        lock: InstanceLock,
+        settings: DiskSettings,
+        namespace: Namespace,
+        payload_bytes: int,
+        hash_bytes: int,
+        progress: Progress | None,
+    ) -> Instance:
+        lock.touch()
+        arena = Arena.open(lock.path / ARENA)
+        try:
+            instance = cls(lock.path, arena, _shape(arena, settings, payload_bytes, hash_bytes))
+            instance.lock = lock
+            instance._recover(settings, namespace, progress)
+        except BaseException:
+            arena.close()
+            raise
+        return instance
+
+    def renew_index(self) -> None:
+        """Start with an empty one: this one is damaged. What it named is forgotten. Raises sqlite3.Error or OSError."""
+        assert self.index is not None
+        self.index.close()
+        remove_index(self.path / INDEX)
+        sync_directory(self.path)
+        self.index = _open_index(self.path / INDEX)
+
+    def close(self) -> None:
+        """Nobody reads or writes any more."""
+        if self.index is not None:
+            self.index.close()
+        self.arena.close()
+        if self.lock is not None:
+            self.lock.touch()
+            self.lock.release()
+
+    def _recover(self, settings: DiskSettings, namespace: Namespace, progress: Progress | None) -> None:
+        """Bring superblock, index and arena to one state, in an order that can be cut anywhere."""
+        shape, path = self.shape, self.path
+        former = self._read_superblock()
+        if former is None or not _is_compatible(former, shape):
+            if former is not None:
+                logger.warning("%s holds blocks of %d bytes: it starts empty", path, former.payload_bytes)
+            _unlink(path / SUPERBLOCK)
+            _remove_index(path / INDEX)
+            self.arena.resize(0, zerofill=False, progress=None)
+        intact_bytes = min(self.arena.length(), shape.arena_bytes)
+        self.recovered = self._load_index(intact_bytes // shape.slot_bytes)
+        try:
+            _take_space(self.arena, shape, settings, progress)
+            self._write_superblock(namespace, former)
+        except BaseException:
+            assert self.index is not None
+            self.index.close()
+            raise
+
+    def _read_superblock(self) -> Superblock | None:
+        superblock = read_superblock(self.path / SUPERBLOCK)
+        if superblock is None and (self.path / INDEX).exists():
+            self.losses.damaged_superblocks += 1
+            logger.warning("the superblock of the disk cache %s is damaged: it starts empty", self.path)
+        return superblock
+
+    def _write_superblock(self, namespace: Namespace, former: Superblock | None) -> None:
+        shape = self.shape
+        superblock = Superblock(
+            namespace=namespace.digest.hex(),
+            facts=dict(namespace.facts),
+            hash_bytes=shape.hash_bytes,
+            payload_bytes=shape.payload_bytes,
+            slot_bytes=shape.slot_bytes,
+            slot_count=shape.slot_count,
+            created=time.time() if former is None else former.created,
+        )
+        try:
+            write_superblock(self.path / SUPERBLOCK, superblock)
+        except OSError as error:
+            raise problem(f"{self.path / SUPERBLOCK} cannot be written", error) from error
+
+    def _load_index(self, slot_count: int) -> Recovered:
+        """Its rows that can be good: one slot each, within the arena, one hash each, of the right lengths."""
+        path = self.path / INDEX
+        try:
+            self.index = _open_index(path)
+            return self._drop_misfits(self.index.load(), slot_count)
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise EnvironmentProblem(f"{path} cannot be opened: {error}") from error
+            logger.warning("the index %s is damaged (%s): the disk cache starts empty", path, error)
+        except OSError as error:
+            raise problem(f"{path} cannot be opened", error) from error
+        self.losses.damaged_indexes += 1
+        if self.index is not None:
+            self.index.close()
+        _remove_index(path)
+        try:
+            self.index = _open_index(path)
+            return self.index.load()
+        except sqlite3.Error as error:
+            raise EnvironmentProblem(f"{path} cannot be made: {error}") from error
+
+    def _drop_misfits(self, found: Recovered, slot_count: int) -> Recovered:
+        """Raises sqlite3.Error."""
+        assert self.index is not None
+        if len(np.unique(found.slots)) < len(found.slots) or len(set(found.hashes)) < len(found.hashes):
+            raise sqlite3.DatabaseError("a slot or a hash is there twice")
+        fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
+        hash_lengths = np.fromiter(map(len, found.hashes), np.int64, len(found.hashes))
+        fits &= (hash_lengths == self.shape.hash_bytes) & (found.generations >= 0)
+        if fits.all():
+            return found
+        misfits = found.slots[~fits].tolist()
+        logger.warning("%d blocks of the disk cache %s do not fit its arena and are dropped", len(misfits), self.path)
+        self.losses.dropped_rows += len(misfits)
+        self.index.delete(misfits)
+        kept = np.flatnonzero(fits)
+        return Recovered(
+            slots=found.slots[kept],
+            generations=found.generations[kept],
+            lengths=found.lengths[kept],
+            checksums=found.checksums[kept],
+            hashes=[found.hashes[position] for position in kept.tolist()],
+        )
+
+
+def _shape(arena: Arena, settings: DiskSettings, payload_bytes: int, hash_bytes: int) -> Shape:
+    unit = max(PAGE_BYTES, arena.alignment().offset)
+    slot_bytes = -(-payload_bytes // unit) * unit
+    slot_count = settings.block_count
+    if slot_count is None:
+        slot_count = (settings.capacity_bytes or 0) // slot_bytes
+    if slot_count < 1:
+        raise EnvironmentProblem(
+            f"a disk tier of {settings.capacity_bytes} bytes holds no block of {slot_bytes} bytes",
+            hint="raise `tiers.disk.capacity`",
+        )
+    return Shape(payload_bytes, hash_bytes, slot_bytes, slot_count)
+
+
+def _is_compatible(former: Superblock, shape: Shape) -> bool:
+    return (former.payload_bytes, former.hash_bytes, former.slot_bytes) == (
+        shape.payload_bytes,
+        shape.hash_bytes,
+        shape.slot_bytes,
+    )
+
+
+def _take_space(arena: Arena, shape: Shape, settings: DiskSettings, progress: Progress | None) -> None:
+    """All of the arena's length, then direct I/O, proven by a page that is written and read back."""
+    while True:
+        try:
+            arena.resize(shape.arena_bytes, zerofill=settings.zerofill, progress=progress)
+            break
+        except NoRoom:
+            if not settings.reclaim or not reclaim_oldest(settings.directory):
+                raise
+    try:
+        if settings.o_direct:
+            arena.use_direct_io(settings.allocator)
+        arena.prove(shape.arena_bytes - PROBE_BYTES)
+    except OSError as error:
+        what = f"{arena.path} cannot be written and read{' with O_DIRECT' if settings.o_direct else ''}"
+        raise problem(what, error, hint="set `tiers.disk.o_direct: false`" if settings.o_direct else None) from error
+
+
+def _open_index(path: Path) -> BlockIndex:
+    """Raises sqlite3.Error or OSError."""
+    os.close(open_private(path, os.O_RDWR | os.O_CREAT))
+    return BlockIndex.open(path)
+
+
+def _remove_index(path: Path) -> None:
+    try:
+        remove_index(path)
+    except OSError as error:
+        raise problem(f"{path} cannot be removed", error) from error
+
+
+def _unlink(path: Path) -> None:
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    except OSError as error:
+        raise problem(f"{path} cannot be removed", error) from error

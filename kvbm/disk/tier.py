@@ -1,0 +1,296 @@
+"""DiskTier: blocks between host slots and the slots of an arena on disk, verified, and there again after a restart.
+
+One thread owns it; only `open`, `clear` and `close` wait. A ticket ends in `poll`, once, when none of its I/O is
+running any more; its host slots belong to the disk until then. Every block of it is good, which means that its bytes
+and its hash fit the checksum (read) or that it will be found after a restart (write), or it is not, and a counter says
+so. Nothing that the disk does comes out as an exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm.disk.block_io import BlockIO, ThreadsIO
+from kvbm.disk.health import DiskCounters as DiskCounters
+from kvbm.disk.health import Health
+from kvbm.disk.health import Limits as Limits
+from kvbm.disk.index_thread import Clear, Forget, IndexThread
+from kvbm.disk.instance import Instance
+from kvbm.disk.settings import DiskSettings as DiskSettings
+from kvbm.disk.settings import Namespace as Namespace
+from kvbm.disk.settings import Progress
+from kvbm.disk.transfers import Geometry, Transfer, TransferThreads
+from kvbm.disk.wear import Wear, WearMeter
+from kvbm.errors import EnvironmentProblem, InvariantError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskResult:
+    """The end of one ticket. `error` tells the first of what went wrong besides checksums."""
+
+    ticket: int
+    kind: str  # "read" | "write"
+    is_good: tuple[bool, ...]
+    error: str | None
+
+
+class DiskTier:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        io: BlockIO,
+        shards: Sequence[NDArray[np.uint8]],
+        *,
+        threads: int = 4,
+        limits: Limits | None = None,
+    ) -> None:
+        """*Consumes* the instance."""
+        self.slot_count = instance.shape.slot_count
+        self._host_slot_count = min(len(shard) for shard in shards)
+        self._instance = instance
+        self._io = io
+        self._health = Health(limits or Limits())
+        self._wear = WearMeter(instance.path)
+        self._checksums = array("Q", bytes(8 * self.slot_count))
+        self._slots_being_written: set[int] = set()
+        self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
+        self._recovered: tuple[list[int], list[bytes]] = ([], [])
+        last_generation = self._recover()
+        self._index_thread = IndexThread(
+            instance,
+            io,
+            self._health,
+            self._checksums,
+            first_generation=last_generation + 1,
+            on_end=self._finished.append,
+        )
+        geometry = Geometry(shards, instance.shape.slot_bytes)
+        self._threads = TransferThreads(threads, io, geometry, self._health, self._transfer_ended)
+        self._index_thread.start(self._threads)
+
+    @classmethod
+    def open(
+        cls,
+        settings: DiskSettings,
+        namespace: Namespace,
+        shards: Sequence[NDArray[np.uint8]],
+        *,
+        hash_bytes: int,
+        progress: Progress | None = None,
+    ) -> DiskTier:
+        """`shards[r][s]` is the payload of host slot s in rank r's segment, whole pages at the start of a page.
+        `progress(done_bytes, total_bytes)` while space is taken. Raises EnvironmentProblem."""
+        payload_bytes = sum(shard.shape[1] for shard in shards)
+        instance = Instance.open(
+            settings, namespace, payload_bytes=payload_bytes, hash_bytes=hash_bytes, progress=progress
+        )
+        try:
+            _require_aligned(instance, shards)
+            return cls(instance, _open_io(settings, instance, shards), shards, threads=settings.threads)
+        except BaseException:
+            instance.close()
+            raise
+
+    @property
+    def counters(self) -> DiskCounters:
+        return self._health.counters
+
+    @property
+    def is_on(self) -> bool:
+        """False after repeated errors or while I/O hangs; every ticket then ends as failed at once."""
+        return self._health.is_on
+
+    @property
+    def off_because(self) -> str | None:
+        return self._health.off_because
+
+    @property
+    def io_name(self) -> str:
+        return self._io.name
+
+    def wear(self) -> Wear:
+        """What this has done to the drive."""
+        return self._wear.measure(self.counters.bytes_written)
+
+    def recovered(self) -> tuple[list[int], list[bytes]]:
+        """(slots, hashes) of the blocks that were there at opening, the one written longest ago first. Once only."""
+        found, self._recovered = self._recovered, ([], [])
+        return found
+
+    def write(
+        self,
+        ticket: int,
+        hashes: Sequence[bytes],
+        host_slots: Sequence[int],
+        disk_slots: Sequence[int],
+        tenants: Sequence[bytes],
+    ) -> None:
+        """The disk slots are this ticket's until `poll` returns it; what they held is forgotten first."""
+        self._check(hashes, host_slots, disk_slots)
+        if len(tenants) != len(hashes):
+            raise InvariantError(f"{len(hashes)} blocks of {len(tenants)} tenants")
+        if not self._slots_being_written.isdisjoint(disk_slots) or len(set(disk_slots)) != len(disk_slots):
+            raise InvariantError(f"ticket {ticket} writes disk slots that are being written")
+        self._slots_being_written.update(disk_slots)
+        self._begin(Transfer(ticket, hashes, disk_slots, host_slots, tenants=tenants))
+
+    def read(self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]) -> None:
+        self._check(hashes, host_slots, disk_slots)
+        transfer = Transfer(ticket, hashes, disk_slots, host_slots)
+        for position, slot in enumerate(disk_slots):
+            transfer.checksums[position] = self._checksums[slot]
+        self._begin(transfer)
+
+    def forget(self, disk_slots: Sequence[int]) -> None:
+        """Durable soon, in the order of submission with writes; also while the disk is off, when it is on again."""
+        self._check((), (), disk_slots)
+        if disk_slots:
+            self._index_thread.order(Forget(tuple(disk_slots)))
+
+    def clear(self, tenant: bytes | None = None) -> None:
+        """Forget all blocks, or one tenant's, and every write that `poll` has not returned. Durable when it returns.
+
+        Raises EnvironmentProblem if it is not: the tier is off then until it is, and tries again as long as it is open.
+        """
+        clear = Clear(tenant)
+        for transfer in tuple(self._finished):
+            if transfer.is_write:
+                clear.drop(transfer)
+        self._index_thread.order(clear)
+        is_done = clear.done.wait(self._health.limits.clear_timeout_s)
+        for transfer in tuple(self._finished):  # those that ended before the order came
+            if transfer.is_write:
+                clear.drop(transfer)
+        if not is_done or clear.error is not None:
+            why = clear.error or f"not within {self._health.limits.clear_timeout_s:g} s"
+            self._health.turn_off(f"a clear is not on the disk yet: {why}")
+            raise EnvironmentProblem(
+                f"the disk cache {self._instance.path} is not cleared durably: {why}",
+                hint=f"remove {self._instance.path} before the next start",
+            )
+
+    def withdraw(self, ticket: int) -> bool:
+        """True: none of its I/O runs and none will, no result comes. False: it comes out of `poll`."""
+        if self._threads.withdraw(ticket):
+            return True
+        transfer = self._index_thread.withdraw(ticket)
+        if transfer is None:
+            return False
+        self._slots_being_written.difference_update(transfer.disk_slots)
+        return True
+
+    def poll(self) -> list[DiskResult]:
+        """The tickets that have ended since the last call."""
+        self._threads.replace_dead_threads()
+        self._notice_stall()
+        results = []
+        while self._finished:
+            transfer = self._finished.popleft()
+            if transfer.is_write:
+                self._slots_being_written.difference_update(transfer.disk_slots)
+            is_good = tuple(
+                good == 1 and position not in transfer.dropped for position, good in enumerate(transfer.is_good)
+            )
+            results.append(
+                DiskResult(transfer.ticket, "write" if transfer.is_write else "read", is_good, transfer.error)
+            )
+        return results
+
+    def close(self, timeout_s: float) -> None:
+        """Fail what has not begun, wait at most `timeout_s` for what runs, and give the directory to others.
+
+        Where I/O still hangs then, its files stay open, and the directory locked, until the process ends.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self._threads.close()
+        self._index_thread.close()
+        has_ended = self._threads.join(deadline_s)
+        has_ended &= self._index_thread.join(deadline_s)
+        if not has_ended:
+            logger.warning("the disk tier %s still waits for its disk: it stays locked", self._instance.path)
+            return
+        self._io.close()
+        self._instance.close()
+
+    def _begin(self, transfer: Transfer) -> None:
+        why_not = self._health.off_because
+        if why_not is not None:
+            transfer.fail(f"off: {why_not}")
+            self._finished.append(transfer)
+        elif transfer.is_write:
+            self._index_thread.order(transfer)
+        else:
+            self._threads.submit(transfer)
+
+    def _transfer_ended(self, transfer: Transfer) -> None:
+        if transfer.is_write:
+            self._index_thread.written(transfer)
+        else:
+            self._finished.append(transfer)
+
+    def _notice_stall(self) -> None:
+        """I/O that hangs turns the disk off, and what waits behind it ends."""
+        since = [at for at in (self._threads.busy_since(), self._index_thread.busy_since()) if at is not None]
+        if not since or time.monotonic() - min(since) < self._health.limits.stall_s:
+            return
+        self._health.turn_off(f"I/O has been running for more than {self._health.limits.stall_s:g} s")
+        self._threads.fail_waiting("the disk hangs")
+        for transfer in self._index_thread.take_waiting():
+            transfer.fail("the disk hangs")
+            self._finished.append(transfer)
+
+    def _recover(self) -> int:
+        """Returns the last generation that was used."""
+        losses, counters = self._instance.losses, self.counters
+        counters.damaged_superblocks = losses.damaged_superblocks
+        counters.damaged_indexes = losses.damaged_indexes
+        counters.dropped_rows = losses.dropped_rows
+        found, self._instance.recovered = self._instance.recovered, None
+        if found is None or not found.hashes:
+            return 0
+        np.frombuffer(self._checksums, np.uint64)[found.slots] = found.checksums
+        order = np.argsort(found.generations, kind="stable")
+        self._recovered = found.slots[order].tolist(), [found.hashes[position] for position in order.tolist()]
+        return int(found.generations[order[-1]])
+
+    def _check(self, hashes: Sequence[bytes], host_slots: Sequence[int], disk_slots: Sequence[int]) -> None:
+        """A wrong number would silently mean another slot."""
+        if hashes and not len(hashes) == len(host_slots) == len(disk_slots):
+            raise InvariantError(f"{len(hashes)} blocks, {len(host_slots)} host slots, {len(disk_slots)} disk slots")
+        for name, slots, count in (("host", host_slots, self._host_slot_count), ("disk", disk_slots, self.slot_count)):
+            if slots and not 0 <= min(slots) <= max(slots) < count:
+                raise InvariantError(f"{name} slots {min(slots)}..{max(slots)} of {count}")
+
+
+def _require_aligned(instance: Instance, shards: Sequence[NDArray[np.uint8]]) -> None:
+    if not instance.arena.is_direct:
+        return
+    needed = instance.arena.alignment()
+    for rank, shard in enumerate(shards):
+        if shard.shape[1] % needed.offset or shard.ctypes.data % needed.memory or shard.strides[0] % needed.memory:
+            raise EnvironmentProblem(
+                f"{instance.arena.path} asks for I/O in units of {needed.offset} bytes, and a block of rank {rank} has "
+                f"{shard.shape[1]}",
+                hint="set `tiers.disk.o_direct: false`",
+            )
+
+
+def _open_io(settings: DiskSettings, instance: Instance, shards: Sequence[NDArray[np.uint8]]) -> BlockIO:
+    arena = instance.arena
+    if settings.io == "threads":
+        return ThreadsIO(arena.fd, is_direct=arena.is_direct)
+    from kvbm.disk.choose_io import open_io
+
+    return open_io(settings.io, arena.fd, path=arena.path, shards=shards, is_direct=arena.is_direct)

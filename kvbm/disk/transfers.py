@@ -1,0 +1,285 @@
+"""Transfers between host slots and disk slots, cut into pieces, and the threads that run the pieces.
+
+A piece is what one thread does in one go: some blocks of one transfer, neighbours on disk together. Pieces of reads go
+before pieces of writes, and otherwise what was submitted first runs first. When the last piece of a transfer has ended,
+`on_end` is called with it, in the thread that ran that piece; from then on nothing touches its host slots. A read that
+fails as a whole is done again block by block, so that a bad place on the disk costs the blocks in it and no other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm.disk.block_io import BlockIO, Run
+from kvbm.disk.health import Health
+from kvbm.disk.index import checksum
+
+PIECE_BYTES = 4 << 20
+
+
+class Transfer:
+    """One ticket. `checksums` are what a read must find, and what a write has found; `is_good` is per block.
+
+    Between submission and end only the disk's threads write to it, each to the blocks of its own piece.
+    """
+
+    __slots__ = (
+        "checksums",
+        "disk_slots",
+        "dropped",
+        "error",
+        "has_ended",
+        "hashes",
+        "host_slots",
+        "is_good",
+        "is_write",
+        "pieces_left",
+        "pieces_running",
+        "tenants",
+        "ticket",
+    )
+
+    def __init__(
+        self,
+        ticket: int,
+        hashes: Sequence[bytes],
+        disk_slots: Sequence[int],
+        host_slots: Sequence[int],
+        *,
+        tenants: Sequence[bytes] | None = None,
+    ) -> None:
+        self.ticket = ticket
+        self.hashes = hashes
+        self.disk_slots = disk_slots
+        self.host_slots = host_slots
+        self.is_write = tenants is not None
+        self.tenants = tenants or ()
+        self.checksums = array("Q", bytes(8 * len(hashes)))
+        self.is_good = bytearray(len(hashes))
+        self.error: str | None = None
+        self.dropped: set[int] = set()  # positions that were forgotten meanwhile; written by the index's thread
+        self.has_ended = False  # for the index's thread
+        self.pieces_left = 0
+        self.pieces_running = 0
+
+    def fail(self, why: str) -> None:
+        """No block of it is good."""
+        self.is_good = bytearray(len(self.hashes))
+        self.error = self.error or why
+
+
+class Geometry:
+    """Where a block's bytes lie: `shards[r][slot]` in host memory, one shard after the other in a slot of the arena."""
+
+    def __init__(self, shards: Sequence[NDArray[np.uint8]], slot_bytes: int) -> None:
+        self.shards = shards
+        self.payload_bytes = sum(shard.shape[1] for shard in shards)
+        self.slot_bytes = slot_bytes
+
+    def buffers(self, host_slot: int) -> list[NDArray[np.uint8]]:
+        return [shard[host_slot] for shard in self.shards]
+
+    def runs(self, transfer: Transfer, positions: Sequence[int]) -> list[Run]:
+        """Blocks that are neighbours on disk become one run, unless slots have padding between them."""
+        runs: list[Run] = []
+        buffers: list[NDArray[np.uint8]] = []
+        previous = -2
+        for position in positions:
+            slot = transfer.disk_slots[position]
+            if slot != previous + 1 or self.payload_bytes != self.slot_bytes:
+                buffers = []
+                runs.append(Run(slot * self.slot_bytes, buffers))
+            buffers += self.buffers(transfer.host_slots[position])
+            previous = slot
+        return runs
+
+
+Piece = tuple[Transfer, list[int]]
+
+
+class TransferThreads:
+    """See the module's text. One thread owns it; `submit` may be called by any."""
+
+    def __init__(
+        self, thread_count: int, io: BlockIO, geometry: Geometry, health: Health, on_end: Callable[[Transfer], None]
+    ) -> None:
+        self._io = io
+        self._geometry = geometry
+        self._health = health
+        self._on_end = on_end
+        self._thread_count = thread_count
+        self._cores = allowed_cores()
+        # Owned by everyone, under the lock of `_changed`; of running pieces, when each began.
+        self._changed = threading.Condition()
+        self._reads: deque[Piece] = deque()
+        self._writes: deque[Piece] = deque()
+        self._running: dict[threading.Thread, tuple[Piece, float]] = {}
+        self._is_closed = False
+        self._threads = [self._start_thread() for _ in range(thread_count)]
+
+    def submit(self, transfer: Transfer) -> None:
+        """Ends as failed at once if closed."""
+        pieces = self._cut(transfer)
+        with self._changed:
+            transfer.pieces_left = len(pieces)
+            if not self._is_closed and pieces:
+                (self._writes if transfer.is_write else self._reads).extend(pieces)
+                self._changed.notify(len(pieces))
+                return
+        if pieces:
+            transfer.fail("closed")
+        self._on_end(transfer)
+
+    def withdraw(self, ticket: int) -> bool:
+        """Take back a read of which no piece runs: what is left of it never will, and `on_end` is not called."""
+        with self._changed:
+            pieces = [piece for piece in self._reads if piece[0].ticket == ticket]
+            if not pieces or pieces[0][0].pieces_running:
+                return False
+            self._reads = deque(piece for piece in self._reads if piece[0].ticket != ticket)
+        return True
+
+    def fail_waiting(self, why: str) -> None:
+        """Pieces that have not begun never will."""
+        with self._changed:
+            pieces = [*self._reads, *self._writes]
+            self._reads.clear()
+            self._writes.clear()
+        for piece in pieces:
+            self._end(piece, why)
+
+    def busy_since(self) -> float | None:
+        """When the oldest piece that runs began."""
+        with self._changed:
+            return min((since for _, since in self._running.values()), default=None)
+
+    def replace_dead_threads(self) -> None:
+        """A thread can die of an exception that is set from outside, or of lack of memory."""
+        if self._is_closed or all(thread.is_alive() for thread in self._threads):
+            return
+        for index, thread in enumerate(self._threads):
+            if not thread.is_alive():
+                with self._changed:
+                    piece, _ = self._running.pop(thread, (None, 0.0))
+                if piece is not None:
+                    self._end(piece, f"thread {thread.name} died", has_run=True)
+                try:
+                    self._threads[index] = self._start_thread()
+                except RuntimeError:  # no thread to be had now; the next call tries again
+                    return
+
+    def close(self) -> None:
+        """Fail what has not begun; threads end after what they run."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self.fail_waiting("closed")
+
+    def join(self, deadline_s: float) -> bool:
+        """Whether all threads have ended before a moment of `time.monotonic`."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _cut(self, transfer: Transfer) -> list[Piece]:
+        """Neighbours together, no more bytes than one I/O should have, and work for every thread."""
+        count = len(transfer.hashes)
+        order = sorted(range(count), key=transfer.disk_slots.__getitem__)
+        most = max(1, PIECE_BYTES // self._geometry.slot_bytes)
+        size = max(1, min(most, -(-count // self._thread_count)))
+        return [(transfer, order[start : start + size]) for start in range(0, count, size)]
+
+    def _start_thread(self) -> threading.Thread:
+        thread = threading.Thread(target=self._work, name="kvbm-disk", daemon=True)
+        thread.start()
+        return thread
+
+    def _work(self) -> None:
+        os.sched_setaffinity(0, self._cores)  # of this thread alone
+        me = threading.current_thread()
+        while (piece := self._take(me)) is not None:
+            why = None
+            try:
+                (self._write if piece[0].is_write else self._read)(*piece)
+            except BaseException as error:  # a piece may end its thread, but not its ticket
+                self._health.count_error(error)
+                why = str(error) or type(error).__name__
+            with self._changed:
+                del self._running[me]
+                if why is not None and self._try_again(piece):
+                    continue
+            self._end(piece, why, has_run=True)
+
+    def _try_again(self, piece: Piece) -> bool:
+        """Under the lock: put the blocks of a read that failed back, one by one, if there is hope."""
+        transfer, positions = piece
+        if transfer.is_write or len(positions) == 1 or self._is_closed or not self._health.is_on:
+            return False
+        transfer.pieces_running -= 1
+        transfer.pieces_left += len(positions) - 1
+        self._reads.extendleft((transfer, [position]) for position in reversed(positions))
+        self._changed.notify(len(positions))
+        return True
+
+    def _take(self, me: threading.Thread) -> Piece | None:
+        with self._changed:
+            while not (self._reads or self._writes or self._is_closed):
+                self._changed.wait()
+            if not (self._reads or self._writes):
+                return None
+            piece = (self._reads or self._writes).popleft()
+            piece[0].pieces_running += 1
+            self._running[me] = piece, time.monotonic()
+            return piece
+
+    def _end(self, piece: Piece, why: str | None, *, has_run: bool = False) -> None:
+        transfer, positions = piece
+        with self._changed:
+            if why is not None:
+                transfer.error = transfer.error or why
+                for position in positions:
+                    transfer.is_good[position] = 0
+            transfer.pieces_running -= has_run
+            transfer.pieces_left -= 1
+            is_last = transfer.pieces_left == 0
+        if is_last:
+            self._on_end(transfer)
+
+    def _read(self, transfer: Transfer, positions: Sequence[int]) -> None:
+        started = time.monotonic()
+        self._io.read(self._geometry.runs(transfer, positions))
+        misses = 0
+        for position in positions:
+            found = checksum(transfer.hashes[position], self._geometry.buffers(transfer.host_slots[position]))
+            is_good = found == transfer.checksums[position]
+            transfer.is_good[position] = is_good
+            misses += not is_good
+        self._health.count_read(len(positions), self._geometry.payload_bytes, misses, time.monotonic() - started)
+
+    def _write(self, transfer: Transfer, positions: Sequence[int]) -> None:
+        started = time.monotonic()
+        for position in positions:
+            buffers = self._geometry.buffers(transfer.host_slots[position])
+            transfer.checksums[position] = checksum(transfer.hashes[position], buffers)
+        self._io.write(self._geometry.runs(transfer, positions))
+        for position in positions:
+            transfer.is_good[position] = 1
+        self._health.count_write(len(positions), self._geometry.payload_bytes, time.monotonic() - started)
+
+
+def allowed_cores() -> set[int]:
+    """The cores that this process or its parent may use: an engine binds itself to those it computes on, and a disk's
+    thread that inherited this would wait for them."""
+    cores = os.sched_getaffinity(0)
+    try:
+        return cores | os.sched_getaffinity(os.getppid())
+    except OSError:  # a parent in another namespace, or none
+        return cores
