@@ -19,22 +19,26 @@ preemption or a reset needs no waiting, and a hung copy costs the blocks that it
 from __future__ import annotations
 
 import logging
+import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvbm.core.groups import Group, longest_hit
 from kvbm.core.store import BlockStore
-from kvbm.metrics import Counters
-from kvbm.plan import Offload, Onboard, StepPlan
-from kvbm.region import LANES, Region
+from kvbm.disk_side import Disk, DiskPolicy, DiskSide
+from kvbm.errors import EnvironmentProblem
+from kvbm.loads import Load, Loads
+from kvbm.metrics import Counters, TierBlocks
+from kvbm.plan import Offload, StepPlan
+from kvbm.region import Region
 from kvbm.types import SegmentInfo, SlotState, Tier
 
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.core.blocks import MutableBlocks, PinnedBlocks
+    from kvbm.core.blocks import MutableBlocks
+    from kvbm.core.store import StoreCounts
     from kvbm.events import Event
 
 CHECKED_SLOTS_PER_STEP = 4
@@ -64,6 +68,7 @@ class LeaderSettings:
     overdue_steps: int = 2000
     groups: tuple[Group, ...] = ()
     gives_up_blocks: bool = False
+    disk: DiskPolicy = field(default_factory=DiskPolicy)
 
     @classmethod
     def of(
@@ -85,12 +90,13 @@ class LeaderSettings:
             offload_generated=config.offload.generated,
             groups=groups,
             gives_up_blocks=gives_up_blocks,
+            disk=DiskPolicy.of(config),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The end of one request's onboard: its G1 blocks may be read, except `failed_block_ids`.
+    """The end of one request's load: its G1 blocks may be read, except `failed_block_ids`.
 
     `is_live`: the request has neither ended nor been preempted since it asked.
     """
@@ -111,12 +117,15 @@ class _Request:
     left_out: list[int]
     fresh_until: list[int]
     has_blocks: bool = False
+    has_asked: bool = False
     awaited: int = 0
     may_onboard: bool = True
     may_offload: bool = True
     is_waiting: bool = False
     asked_blocks: int = 0
     hit_blocks: int = 0
+    disk_hit_blocks: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -128,22 +137,12 @@ class _OffloadInFlight:
     is_void: bool = False
 
 
-@dataclass(slots=True)
-class _OnboardInFlight:
-    order: Onboard
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """Who asked for a load. A request that was preempted and came back under its id is another one."""
+
     request_id: str
     request: _Request
-    source: PinnedBlocks
-    tokens: int
-    born_step: int
-    is_void: bool = False
-    is_given_up: bool = False
-
-
-@dataclass(slots=True)
-class _Orders:
-    offloads: list[Offload] = field(default_factory=list)
-    onboards: list[Onboard] = field(default_factory=list)
 
 
 class Leader:
@@ -161,6 +160,8 @@ class Leader:
         hold: Callable[[Sequence[int]], None],
         release: Callable[[Sequence[int]], None],
         hash_bytes: int = 16,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert settings.overdue_steps > 1, "a transfer is one step old when its order goes out"
         self._region = region
@@ -172,17 +173,44 @@ class Leader:
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
         self._requests: dict[str, _Request] = {}
         self._departing: dict[bytes, int] = {}
-        self._arriving: dict[bytes, int] = {}
         self._offloads: dict[int, _OffloadInFlight] = {}
-        self._onboards: dict[int, _OnboardInFlight] = {}
         self._in_flight_blocks = 0
-        self._orders = _Orders()
+        self._orders: list[Offload] = []
         self._unreported: list[LoadResult] = []
-        self._lanes = deque(range(LANES))
         self._generation = 0
         self._step = 0
         self._checked_slots = 0
         self.counters = Counters()
+        self._disk: DiskSide | None = (
+            None
+            if disk is None
+            else DiskSide(
+                disk,
+                settings.disk,
+                host=self._store,
+                region=region,
+                slot_generations=self._slot_generations,
+                next_generation=self._next_generation,
+                block_tokens=settings.block_tokens,
+                block_bytes=settings.block_bytes,
+                counters=self.counters,
+                hash_bytes=hash_bytes,
+                clock=clock,
+            )
+        )
+        self._loads: Loads[_Asking] = Loads(
+            self._store,
+            region,
+            disk=self._disk,
+            slot_generations=self._slot_generations,
+            next_generation=self._next_generation,
+            hold=hold,
+            release=release,
+            overdue_steps=settings.overdue_steps,
+            batch_blocks=settings.disk.batch_blocks,
+            disk_timeout_s=settings.disk.timeout_s,
+            clock=clock,
+        )
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
 
@@ -193,14 +221,15 @@ class Leader:
         last token of the request, unless the engine computes that one again. None means that another request is
         bringing this very prefix into G1, where this one will then find it.
         """
-        return self._match(request_id, hashes, start, lambda: self._store.match(hashes, start))
+        return self._match(request_id, hashes, start, lambda: self._prefix(hashes, start))
 
     def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
         """The same for an engine with several KV cache groups, in tokens: `chains[g]` are the hashes of group g,
         `start` tokens are in G1 already, and a hit ends after `end` tokens at most."""
 
         def search() -> int:
-            return longest_hit(self._store.contains, self._groups, chains, start=start, end=end) - start
+            contains = self._store.contains if self._disk is None else self._contains
+            return longest_hit(contains, self._groups, chains, start=start, end=end) - start
 
         return self._match(request_id, chains[0], start // self._groups[0].block_tokens, search)
 
@@ -220,23 +249,22 @@ class Leader:
         """
         request = self._live(request_id)
         request.has_blocks = True
-        source = self._store.pin(hashes[start : start + len(block_ids)]) if self._can_onboard() else None
-        if source is None:
-            self._fail_load(request, request_id, tuple(block_ids))
-            return
-        self._generation += 1
-        order = Onboard(
-            generation=self._generation,
-            lane=self._lanes.popleft(),
-            slots=tuple(source.slots),
-            slot_generations=tuple(self._slot_generations[slot] for slot in source.slots),
-            block_ids=tuple(block_ids),
-        )
-        self._hold(order.block_ids)
+        wanted = hashes[start : start + len(block_ids)]
         worth = len(block_ids) * self._settings.block_tokens if tokens is None else tokens
-        self._onboards[order.generation] = _OnboardInFlight(order, request_id, request, source, worth, self._step)
-        self._arriving.update(dict.fromkeys(source.hashes, order.generation))
-        self._orders.onboards.append(order)
+        asking = _Asking(request_id, request)
+        load = self._loads.begin(asking, wanted, block_ids, worth) if self._loads.can_begin() else None
+        if load is None:
+            self._fail_load(asking, tuple(block_ids))
+            return
+        request.disk_tokens = load.disk_tokens
+        if self._disk is not None:
+            self._disk.hit(wanted)
+
+    def note_step(self, tokens: int, seconds: float) -> None:
+        """The engine has computed so many tokens in a step of that length: whether to load or to compute is decided by
+        it."""
+        if self._disk is not None:
+            self._disk.rates.note_step(tokens, seconds)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -294,15 +322,17 @@ class Leader:
     def step(self) -> StepPlan:
         """Hand out the orders collected since the last step. Call exactly once per engine step."""
         self._step += 1
+        if self._disk is not None:
+            self._disk.step()
         plan = StepPlan(
             step=self._step,
-            offloads=tuple(self._orders.offloads),
-            onboards=tuple(self._orders.onboards),
+            offloads=tuple(self._orders),
+            onboards=self._loads.step(),
             overdue_offloads=tuple(f.order for f in self._offloads.values() if self._is_overdue(f.born_step)),
-            overdue_onboards=tuple(f.order for f in self._onboards.values() if self._is_overdue(f.born_step)),
+            overdue_onboards=self._loads.overdue(),
         )
         self.counters.overdue_transfers += len(plan.overdue_offloads) + len(plan.overdue_onboards)
-        self._orders = _Orders()
+        self._orders = []
         self._check_some()
         return plan
 
@@ -312,10 +342,13 @@ class Leader:
             self._disable()
         for offload in reversed(self._reported_offloads()):  # tails first, so that heads end up more recent
             self._settle_offload(offload)
-        for onboard in self._reported_onboards():
-            self._settle_onboard(onboard)
-        if self._settings.gives_up_blocks:
-            self._give_up_overdue()
+        if self._disk is not None:
+            self._loads.fetched(self._disk.settle())
+        for load in self._loads.settle(gives_up_blocks=self._settings.gives_up_blocks):
+            if load.is_failed:
+                self._fail_load(load.owner, load.block_ids)
+            else:
+                self._succeed_load(load)
         results, self._unreported = self._unreported, []
         return results
 
@@ -324,11 +357,11 @@ class Leader:
 
         What has been overdue twice is not waited for: an engine that wants to rest must not be kept awake for ever.
         """
-        if self._unreported:
+        patience = 2 * self._settings.overdue_steps
+        if self._unreported or self._loads.is_under_way(within_steps=patience):
             return True
-        youngest = [next(reversed(self._offloads.values())).born_step] if self._offloads else []
-        youngest += [next(reversed(self._onboards.values())).born_step] if self._onboards else []
-        return any(self._step - born_step <= 2 * self._settings.overdue_steps for born_step in youngest)
+        youngest = next(reversed(self._offloads.values()), None)
+        return youngest is not None and self._step - youngest.born_step <= patience
 
     def has_unreported(self) -> bool:
         """Whether `settle` would return something now."""
@@ -346,25 +379,30 @@ class Leader:
         if request is None:
             return
         for considered, hashes in zip(request.considered, chains, strict=True):
-            self._store.touch(hashes[: max(considered, request.hit_blocks)])
+            used = hashes[: max(considered, request.hit_blocks)]
+            self._store.touch(used)
+            if self._disk is not None:
+                self._disk.touch(used)
         self.counters.offload_skipped_blocks += sum(request.left_out)
         if request.asked_blocks:
-            self.counters.hit_window.append((request.hit_blocks, request.asked_blocks))
+            host_blocks = request.hit_blocks - request.disk_hit_blocks
+            self.counters.hit_window.append((host_blocks, request.disk_hit_blocks, request.asked_blocks))
             self.counters.finished_requests += 1
 
     def reset(self) -> None:
-        """Forget every block. What is in flight ends as failed; live requests computed with the old state offload
-        nothing more."""
-        self._store.reset()
-        self.counters.resets += 1
-        for offload in self._offloads.values():
-            offload.is_void = True
-        for onboard in self._onboards.values():
-            onboard.is_void = True
-        self._departing.clear()
-        self._arriving.clear()
-        for request in self._requests.values():
-            request.may_offload = not request.has_blocks
+        """Forget every block, in every tier. What is in flight ends as failed; live requests computed with the old
+        state offload nothing more."""
+        self._forget_all()
+        if self._disk is not None:
+            try:
+                self._disk.reset()
+            except EnvironmentProblem as error:
+                log.error("%s: the disk tier stays off until it has forgotten its blocks", error.message)
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Write what only host memory has to disk, if there is one, as far as the time allows. For the end."""
+        if self._disk is not None:
+            self._disk.close(timeout_s)
 
     # -- what others may see -------------------------------------------------------------------------------------------
 
@@ -372,25 +410,32 @@ class Leader:
         """Blocks stored in and removed from G2 since the last call, in order."""
         return self._store.take_events()
 
-    def host_blocks(self) -> dict[str, int]:
-        """G2 slots by state."""
-        counts = self._store.counts()
-        return {
-            "free": counts.free,
-            "moving": counts.mutable + counts.complete,
-            "pinned": counts.pinned,
-            "evictable": counts.inactive,
-        }
+    def blocks(self) -> TierBlocks:
+        """The slots of each tier by state."""
+        stores = (
+            {Tier.HOST: self._store} if self._disk is None else {Tier.HOST: self._store, Tier.DISK: self._disk.store}
+        )
+        return {tier: _by_state(store.counts()) for tier, store in stores.items()}
+
+    def wear(self) -> dict[str, float]:
+        """What the disk tier does to its drive, by the names of metrics, as far as it is known."""
+        return {} if self._disk is None else self._disk.wear()
+
+    def disk_tokens(self, request_id: str) -> int:
+        """Of the tokens that were last promised to this request, those on disk."""
+        request = self._requests.get(request_id)
+        return 0 if request is None else request.disk_tokens
 
     def check(self) -> None:
         """Raise InvariantError unless the whole bookkeeping is consistent. For tests; takes time at scale."""
         self._store.check()
         held = sum(len(f.order.block_ids) for f in self._offloads.values())
         assert held == self._in_flight_blocks, (held, self._in_flight_blocks)
-        assert len(self._lanes) + len(self._onboards) == LANES, (len(self._lanes), len(self._onboards))
+        self._loads.check()
+        if self._disk is not None:
+            self._disk.check()
         in_flight = {h for f in self._offloads.values() if not f.is_void for h in f.hashes}
         assert in_flight == set(self._departing), (len(in_flight), len(self._departing))
-        assert set(self._arriving.values()) <= set(self._onboards), (self._arriving, list(self._onboards))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -404,10 +449,13 @@ class Leader:
     def _match(self, request_id: str, hashes: Sequence[bytes], start: int, search: Callable[[], int]) -> int | None:
         """What `search` finds from `hashes[start]` on, if this request may load and no other one brings just that."""
         request = self._live(request_id)
+        if self._disk is not None and not request.has_asked:
+            self._disk.hit(hashes[:start])
+        request.has_asked = True
         request.asked_blocks = max(request.asked_blocks, len(hashes) - start)
-        if not request.may_onboard or not self._can_onboard():
+        if not request.may_onboard or self.counters.disabled or not self._loads.can_begin():
             return 0
-        arriving = self._arriving.get(hashes[start]) if start < len(hashes) else None
+        arriving = self._loads.arriving(hashes[start]) if start < len(hashes) else None
         if arriving is not None and request.awaited in (0, arriving):
             request.is_waiting, request.awaited = True, arriving
             return None
@@ -415,6 +463,26 @@ class Leader:
             request.is_waiting = False
             self.counters.onboard_shared_requests += 1
         return search()
+
+    def _prefix(self, hashes: Sequence[bytes], start: int) -> int:
+        """How many of `hashes[start:]` are in host memory or on disk and worth a load, up to the first that is not."""
+        end = start + self._store.match(hashes, start)
+        if self._disk is None or end == len(hashes):
+            return end - start
+        spans = [(False, end - start)]
+        while count := self._disk.match(hashes, end):
+            in_host = self._store.match(hashes, end + count)
+            end += count + in_host
+            spans += [(True, count), (False, in_host)]
+        return self._disk.worthwhile(spans)
+
+    def _contains(self, sequence_hash: bytes) -> bool:
+        assert self._disk is not None
+        return self._store.contains(sequence_hash) or self._disk.contains(sequence_hash)
+
+    def _next_generation(self) -> int:
+        self._generation += 1
+        return self._generation
 
     def _evictions_after(self, count: int) -> int:
         """How many blocks will have been evicted when `count` more are in."""
@@ -425,11 +493,6 @@ class Leader:
         self._store.touch(hashes)
         request.fresh_until[group] = self.counters.evicted_blocks + self._region.slot_count // FRESH_SHARE
 
-    def _can_onboard(self) -> bool:
-        oldest = next(iter(self._onboards.values()), None)
-        is_stuck = oldest is not None and self._step - oldest.born_step >= self._settings.overdue_steps
-        return bool(self._lanes) and not self.counters.disabled and not is_stuck
-
     def _is_overdue(self, born_step: int) -> bool:
         age = self._step - born_step
         return age > 0 and age % self._settings.overdue_steps == 0
@@ -439,6 +502,8 @@ class Leader:
         counts = self._store.counts()
         room = min(self._settings.max_in_flight_blocks - self._in_flight_blocks, counts.free + counts.inactive)
         wanted = absent[: max(0, room)]
+        if self._disk is not None:
+            self._disk.evicting(len(wanted) - counts.free)
         self.counters.evicted_blocks += max(0, len(wanted) - counts.free)
         for first in range(0, len(wanted), self._settings.batch_blocks):
             batch = wanted[first : first + self._settings.batch_blocks]
@@ -448,13 +513,12 @@ class Leader:
     def _order_offload(self, hashes: list[bytes], block_ids: tuple[int, ...]) -> None:
         target = self._store.allocate(len(hashes))
         assert target is not None, (len(hashes), self._store.counts())
-        self._generation += 1
-        order = Offload(generation=self._generation, block_ids=block_ids, slots=tuple(target.slots))
+        order = Offload(generation=self._next_generation(), block_ids=block_ids, slots=tuple(target.slots))
         self._hold(block_ids)
         self._offloads[order.generation] = _OffloadInFlight(order, target, hashes, self._step)
         self._departing.update(dict.fromkeys(hashes, order.generation))
         self._in_flight_blocks += len(block_ids)
-        self._orders.offloads.append(order)
+        self._orders.append(order)
 
     def _reported_offloads(self) -> list[_OffloadInFlight]:
         """One look at one word of each: behind a hanging copy there may be thousands."""
@@ -463,23 +527,6 @@ class Leader:
             return flights
         reported = self._region.are_reported([f.order.slots[0] for f in flights], list(self._offloads))
         return [flight for flight, is_reported in zip(flights, reported, strict=True) if is_reported]
-
-    def _reported_onboards(self) -> list[_OnboardInFlight]:
-        flights = list(self._onboards.values())
-        if not flights:
-            return flights
-        reported = self._region.are_lanes_reported([f.order.lane for f in flights], list(self._onboards))
-        return [flight for flight, is_reported in zip(flights, reported, strict=True) if is_reported]
-
-    def _give_up_overdue(self) -> None:
-        """Tell the engine that an overdue load has failed; its blocks stay held until its copier has stopped."""
-        for flight in self._onboards.values():
-            if self._step - flight.born_step < self._settings.overdue_steps:
-                return
-            if not flight.is_given_up:
-                flight.is_given_up = True
-                self._forget_arriving(flight)
-                self._fail_load(flight.request, flight.request_id, flight.order.block_ids)
 
     def _settle_offload(self, flight: _OffloadInFlight) -> None:
         results = self._region.slot_results(flight.order.slots, flight.order.generation)
@@ -504,57 +551,53 @@ class Leader:
         for slot in proven.slots:
             self._slot_generations[slot] = order.generation
         proven.stage(hashes).register().release()
+        if self._disk is not None:
+            self._disk.registered(hashes)
         self.counters.offload_blocks += len(hashes)
         self.counters.offload_bytes += len(hashes) * self._settings.block_bytes
 
-    def _settle_onboard(self, flight: _OnboardInFlight) -> None:
-        result = self._region.lane_result(flight.order.lane, flight.order.generation)
-        if result is not SlotState.EMPTY:
-            self._end_onboard(flight, is_ready=result is SlotState.READY and not flight.is_void)
-
-    def _end_onboard(self, flight: _OnboardInFlight, *, is_ready: bool) -> None:
-        order = flight.order
-        del self._onboards[order.generation]
-        self._lanes.append(order.lane)
-        self._forget_arriving(flight)
-        self._release(order.block_ids[::-1])
-        if not is_ready and not flight.is_void:
-            self._store.forget(flight.source.hashes)
-        if is_ready and not flight.is_given_up:
-            self._succeed_load(flight)
-        elif not flight.is_given_up:
-            self._fail_load(flight.request, flight.request_id, order.block_ids)
-        flight.source.release()
-
-    def _forget_arriving(self, flight: _OnboardInFlight) -> None:
-        for block_hash in flight.source.hashes:
-            if self._arriving.get(block_hash) == flight.order.generation:
-                del self._arriving[block_hash]
-
-    def _succeed_load(self, flight: _OnboardInFlight) -> None:
-        count = len(flight.order.block_ids)
+    def _succeed_load(self, load: Load[_Asking]) -> None:
+        count = len(load.block_ids)
         self.counters.onboard_blocks += count
         self.counters.onboard_bytes += count * self._settings.block_bytes
-        flight.request.hit_blocks += flight.tokens // self._settings.block_tokens
-        is_live = self._requests.get(flight.request_id) is flight.request
+        self.counters.onboard_disk_blocks += load.disk_blocks
+        request, request_id = load.owner.request, load.owner.request_id
+        request.hit_blocks += load.tokens // self._settings.block_tokens
+        request.disk_hit_blocks += load.disk_tokens // self._settings.block_tokens
+        is_live = self._requests.get(request_id) is request
         if is_live:
-            self.counters.matched_tokens += flight.tokens
-        self._unreported.append(LoadResult(flight.request_id, flight.order.block_ids, (), is_live))
+            self.counters.matched_tokens += load.tokens
+        self._unreported.append(LoadResult(request_id, load.block_ids, (), is_live))
 
-    def _fail_load(self, request: _Request, request_id: str, block_ids: tuple[int, ...]) -> None:
+    def _fail_load(self, asking: _Asking, block_ids: tuple[int, ...]) -> None:
         """The request must recompute: it is not offered a load again, so that nothing can loop."""
         self.counters.onboard_failed_blocks += len(block_ids)
-        request.may_onboard = False
-        is_live = self._requests.get(request_id) is request
-        self._unreported.append(LoadResult(request_id, block_ids, block_ids, is_live))
+        asking.request.may_onboard = False
+        is_live = self._requests.get(asking.request_id) is asking.request
+        self._unreported.append(LoadResult(asking.request_id, block_ids, block_ids, is_live))
+
+    def _forget_all(self) -> None:
+        self._store.reset()
+        self.counters.resets += 1
+        for offload in self._offloads.values():
+            offload.is_void = True
+        self._loads.reset()
+        self._departing.clear()
+        for request in self._requests.values():
+            request.may_offload = not request.has_blocks
 
     def _disable(self) -> None:
         """A rank is gone: forget everything and stay out of the engine's way. What the other ranks still copy ends
         as failed, when they have reported."""
-        self.reset()
+        self._forget_all()
         self.counters.disabled = 1
         log.error("the process of a rank has ended: the engine goes on without the cache until it is started again")
 
     def _check_some(self) -> None:
         self._store.check(self._checked_slots, CHECKED_SLOTS_PER_STEP)
         self._checked_slots = (self._checked_slots + CHECKED_SLOTS_PER_STEP) % self._region.slot_count
+
+
+def _by_state(counts: StoreCounts) -> dict[str, int]:
+    moving = counts.mutable + counts.complete
+    return {"free": counts.free, "moving": moving, "pinned": counts.pinned, "evictable": counts.inactive}

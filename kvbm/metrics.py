@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvbm.types import Tier
+
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
@@ -39,13 +41,35 @@ class Counters:
     resets: int = 0
     finished_requests: int = 0
     disabled: int = 0
-    hit_window: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HIT_RATE_WINDOW_REQUESTS))
+    onboard_disk_blocks: int = 0
+    disk_offload_blocks: int = 0
+    disk_offload_bytes: int = 0
+    disk_fetched_blocks: int = 0
+    disk_failed_blocks: int = 0
+    disk_declined_blocks: int = 0
+    disk_late_blocks: int = 0
+    disk_dropped_blocks: int = 0
+    disk_filter_admitted_blocks: int = 0
+    disk_filter_rejected_blocks: int = 0
+    disk_checksum_failures: int = 0
+    disk_io_errors: int = 0
+    disk_flushes: int = 0
+    disk_times_off: int = 0
+    hit_window: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=HIT_RATE_WINDOW_REQUESTS))
 
-    def host_hit_rate(self) -> float:
-        """Share of the prompt blocks asked for that came from G2, over the last finished requests; 0 to 1."""
+    def hits(self) -> tuple[int, int, int]:
+        """Of the prompt blocks of the last finished requests: (came from G2, came from G3, asked for)."""
         window = tuple(self.hit_window)
-        asked = sum(queried for _, queried in window)
-        return sum(hit for hit, _ in window) / asked if asked else 0.0
+        return (
+            sum(host for host, _, _ in window),
+            sum(disk for _, disk, _ in window),
+            sum(asked for _, _, asked in window),
+        )
+
+    def hit_rate(self, tier: Tier) -> float:
+        """Share of the prompt blocks asked for that came from host or disk, over the last finished requests; 0 to 1."""
+        host, disk, asked = self.hits()
+        return (disk if tier is Tier.DISK else host) / asked if asked else 0.0
 
 
 # metric name -> (attribute of Counters, help). The first three names are NVIDIA's.
@@ -55,6 +79,29 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kvbm_onboard_blocks_h2d": ("onboard_blocks", "blocks copied from host to device and given to the engine"),
     "kvbm_offload_bytes_d2h": ("offload_bytes", "bytes copied from device to host, of registered blocks"),
     "kvbm_onboard_bytes_h2d": ("onboard_bytes", "bytes copied from host to device, of blocks given to the engine"),
+    "kvbm_offload_blocks_h2d": ("disk_offload_blocks", "blocks copied from host to disk and registered there"),
+    "kvbm_onboard_blocks_d2d": (
+        "onboard_disk_blocks",
+        "blocks of disk given to the engine; they are part of kvbm_onboard_blocks_h2d too",
+    ),
+    "kvbm_offload_bytes_h2d": ("disk_offload_bytes", "bytes copied from host to disk, of registered blocks"),
+    "kvbm_disk_fetched_blocks": ("disk_fetched_blocks", "blocks read from disk, proven and registered in host"),
+    "kvbm_disk_failed_blocks": (
+        "disk_failed_blocks",
+        "blocks whose write or read failed, or whose bytes were not those written; they are forgotten",
+    ),
+    "kvbm_disk_declined_blocks": ("disk_declined_blocks", "blocks on disk not read, as computing them was faster"),
+    "kvbm_disk_late_blocks": ("disk_late_blocks", "blocks on disk computed after all, as reading took too long"),
+    "kvbm_disk_dropped_blocks": ("disk_dropped_blocks", "blocks due for disk that left host before they were written"),
+    "kvbm_disk_filter_admitted_blocks": ("disk_filter_admitted_blocks", "blocks that the frequency filter let through"),
+    "kvbm_disk_filter_rejected_blocks": (
+        "disk_filter_rejected_blocks",
+        "blocks that the frequency filter kept from disk when they came to host",
+    ),
+    "kvbm_disk_checksum_failures": ("disk_checksum_failures", "blocks read whose bytes were not those written"),
+    "kvbm_disk_io_errors": ("disk_io_errors", "reads and writes that the disk refused or cut short"),
+    "kvbm_disk_flushes": ("disk_flushes", "times that written blocks were made durable"),
+    "kvbm_disk_times_off": ("disk_times_off", "times that the disk tier turned itself off after repeated errors"),
     "kvbm_offload_failed_blocks": (
         "offload_failed_blocks",
         "blocks whose copy to host failed; they were not registered",
@@ -75,27 +122,49 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kvbm_disabled": ("disabled", "1 after a rank was lost: the engine runs on without the cache"),
 }
 
-HIT_RATE = (
-    "kvbm_host_cache_hit_rate",
-    f"share of prompt blocks found in host, last {HIT_RATE_WINDOW_REQUESTS} requests",
-)
-HOST_BLOCKS = ("kvbm_host_blocks", "blocks of the host tier by `state`: free, moving, pinned or evictable")
+HIT_RATES = {
+    tier: (
+        f"kvbm_{name}_cache_hit_rate",
+        f"share of prompt blocks that came from {name}, last {HIT_RATE_WINDOW_REQUESTS} requests",
+    )
+    for tier, name in ((Tier.HOST, "host"), (Tier.DISK, "disk"))
+}
+BLOCKS = {
+    tier: (f"kvbm_{name}_blocks", f"blocks of the {name} tier by `state`: free, moving, pinned or evictable")
+    for tier, name in ((Tier.HOST, "host"), (Tier.DISK, "disk"))
+}
+DISK_GAUGES: dict[str, str] = {
+    "kvbm_disk_write_amplification": "bytes that reached the drive for each byte of blocks written, by everybody on it",
+    "kvbm_disk_drive_writes_per_day": "how often the drive would be written over in a day at the present rate",
+}
+
+TierBlocks = dict[Tier, dict[str, int]]
 
 
 class KvbmCollector:
-    """A prometheus_client collector over one leader's counters and the state of its host tier."""
+    """A prometheus_client collector over one leader's counters and the state of its tiers; `wear` gives the values of
+    DISK_GAUGES that are known."""
 
-    def __init__(self, counters: Counters, host_blocks: Callable[[], dict[str, int]]) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        blocks: Callable[[], TierBlocks],
+        wear: Callable[[], dict[str, float]] = dict,
+    ) -> None:
         self._counters = counters
-        self._host_blocks = host_blocks
+        self._blocks = blocks
+        self._wear = wear
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily, UnknownMetricFamily
 
         for name, (attribute, description) in COUNTERS.items():
             yield UnknownMetricFamily(name, description, value=getattr(self._counters, attribute))
-        yield GaugeMetricFamily(*HIT_RATE, value=self._counters.host_hit_rate())
-        blocks = GaugeMetricFamily(*HOST_BLOCKS, labels=["state"])
-        for state, count in self._host_blocks().items():
-            blocks.add_metric([state], count)
-        yield blocks
+        for tier, states in self._blocks().items():
+            yield GaugeMetricFamily(*HIT_RATES[tier], value=self._counters.hit_rate(tier))
+            blocks = GaugeMetricFamily(*BLOCKS[tier], labels=["state"])
+            for state, count in states.items():
+                blocks.add_metric([state], count)
+            yield blocks
+        for name, value in self._wear().items():
+            yield GaugeMetricFamily(name, DISK_GAUGES[name], value=value)

@@ -5,13 +5,14 @@ ends. Slot s of all segments together is block s.
 
     | slot 0 | slot 1 | ... | slot n-1 | word of slot 0..n-1 | word of lane 0..LANES-1 | padding to a page |
 
-A control word is `generation << 8 | state`, 64 bits, aligned, written by one store. It is how a rank proves bytes: it
-belongs to the rank's process alone, the leader only reads it. The order is payload first, word last, and a reader looks
-at the word first. On x86 that is enough: stores appear to everyone in program order, and libc ends copies that bypass
+A control word is `generation << 8 | state`, 64 bits, aligned, written by one store. It is how whoever wrote a slot
+proves its bytes: the rank that copied them out of device memory, or the leader for those that were read from disk. The
+leader decides who may write a slot, never two at a time. The order is payload first, word last, and a reader looks at
+the word first. On x86 that is enough: stores appear to everyone in program order, and libc ends copies that bypass
 the cache with a fence. Elsewhere (ARM) a memory barrier is made before words are written and after they are read.
 
 `Segment` is the rank's side: its owner thread writes words, and copying threads read and write slots. `Region` is the
-leader's side.
+leader's side, in whose process disk threads read and write slots too.
 """
 
 from __future__ import annotations
@@ -143,10 +144,11 @@ class Segment:
 
 
 class Region:
-    """Every rank's segment, as the leader maps it to read control words. The leader's thread owns it."""
+    """Every rank's segment, as the leader maps it. The leader's thread owns it; `shards[r][s]` is slot s of rank r."""
 
     def __init__(self, segments: Sequence[_MappedSegment]) -> None:
         self.slot_count = min(segment.info.slot_count for segment in segments)
+        self.shards: list[NDArray[np.uint8]] = [segment.payload for segment in segments]
         self._slot_words = [segment.slot_words for segment in segments]
         self._lane_words = [segment.lane_words for segment in segments]
         fds = {segment.process_fd: position for position, segment in enumerate(segments)}
@@ -164,6 +166,13 @@ class Region:
         if not infos or len(set(ranks)) != len(ranks):
             raise InvariantError(f"segments of ranks {ranks}")
         return cls([_MappedSegment.open(info) for info in infos])
+
+    def write_slots(self, slots: Sequence[int], generation: int, state: SlotState) -> None:
+        """Prove (or deny, or open) slots in the place of every rank: for what comes from elsewhere than G1."""
+        word, indexes = _word(generation, state), _indexes(slots, self.slot_count)
+        _order_memory()
+        for words in self._slot_words:
+            words[indexes] = word
 
     def slot_results(self, slots: Sequence[int], generation: int) -> list[SlotState]:
         """What transfer `generation` did to each slot.
@@ -212,6 +221,7 @@ class Region:
         """Unmap. May be called twice."""
         self._slot_words.clear()
         self._lane_words.clear()
+        self.shards.clear()
         while self._process_fds:
             fd, _ = self._process_fds.popitem()
             self._poll.unregister(fd)
@@ -220,9 +230,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class _MappedSegment:
-    """One rank's control words, and a descriptor that turns readable when its process ends (None: our own)."""
+    """One rank's memory, and a descriptor that turns readable when its process ends (None: our own)."""
 
     info: SegmentInfo
+    payload: NDArray[np.uint8]
     slot_words: NDArray[np.uint64]
     lane_words: NDArray[np.uint64]
     process_fd: int | None
@@ -242,8 +253,10 @@ class _MappedSegment:
             process_fd = None if info.pid == os.getpid() else os.pidfd_open(info.pid)
         except OSError as error:
             raise EnvironmentProblem(f"the segment of rank {info.rank} cannot be mapped: {error}") from error
-        slot_words, lane_words = _Geometry(info.slot_count, info.slot_stride).words(mapping)
-        return cls(info, slot_words, lane_words, process_fd)
+        geometry = _Geometry(info.slot_count, info.slot_stride)
+        slot_words, lane_words = geometry.words(mapping)
+        payload = np.frombuffer(mapping, np.uint8, geometry.payload_bytes)
+        return cls(info, payload.reshape(info.slot_count, info.slot_stride), slot_words, lane_words, process_fd)
 
 
 def _word(generation: int, state: SlotState) -> np.uint64:

@@ -18,7 +18,8 @@ SHARED = ("kvbm.types", "kvbm.errors")
 LOGICAL = ("kvbm.core", "kvbm.hashing", "kvbm.events")
 PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "kvbm.shared_memory")
 SEAMS = ("kvbm.core.groups", "kvbm.events", "kvbm.layout", "kvbm.region")  # what an engine's facts are translated into
-ORCHESTRATION = ("kvbm.leader", "kvbm.worker", "kvbm.plan", "kvbm.metrics")
+DECIDING = ("kvbm.leader", "kvbm.loads", "kvbm.disk_side", "kvbm.rates")
+ORCHESTRATION = (*DECIDING, "kvbm.worker", "kvbm.plan", "kvbm.metrics")
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ TABLE = (
     ),
     Layer(("kvbm.disk",), (*SHARED, "kvbm.disk"), never=("pydantic", *ENGINES)),
     Layer(
-        ("kvbm.leader",),
-        (*SHARED, *LOGICAL, *PHYSICAL, "kvbm.plan", "kvbm.metrics", "kvbm.config.schema"),
+        DECIDING,
+        (*SHARED, *DECIDING, *LOGICAL, *PHYSICAL, "kvbm.disk", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema"),
         never=ENGINES,
     ),
     Layer(

@@ -138,7 +138,10 @@ class Offload(Section):
         default=600.0, gt=0, allow_inf_nan=False, description="Seconds after which every count loses 1."
     )
     frequency_entries: int = Field(
-        default=1_000_000, ge=1, le=2**32, description="Blocks that are counted; of more, the one not asked for longest is forgotten."
+        default=1_000_000,
+        ge=1,
+        le=2**32,
+        description="Blocks that are counted; of more, the one not asked for longest is forgotten.",
     )
 
     def require_priorities_from(self, engine: str) -> None:

@@ -145,7 +145,7 @@ class KvbmScheduler:
         return True
 
     def metrics(self) -> KvbmCollector:
-        return KvbmCollector(self.leader.counters, self.leader.host_blocks)
+        return KvbmCollector(self.leader.counters, self.leader.blocks, self.leader.wear)
 
     def shutdown(self) -> None:
         if self._region is not None:

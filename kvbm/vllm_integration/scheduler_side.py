@@ -184,6 +184,10 @@ class SchedulerSide:
         self.leader.onboard(request.request_id, hashes, 0, block_ids, tokens=external_tokens)
         self._loading.add(request.request_id)
 
+    def disk_tokens(self, request: Request) -> int:
+        """Of the tokens that this request was last promised, those on disk."""
+        return 0 if self.leader is None else self.leader.disk_tokens(request.request_id)
+
     def end_request(self, request: Request) -> None:
         tracked = self._requests.pop(request.request_id, None)
         if self.leader is not None and tracked is not None:

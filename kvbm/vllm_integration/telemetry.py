@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvbm.metrics import Counters, KvbmCollector
+from kvbm.metrics import Counters, KvbmCollector, TierBlocks
+from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.leader import Leader
 
 _NUMBERS = tuple(field.name for field in fields(Counters) if field.name != "hit_window")
-WINDOW, BLOCKS = "hit_window_blocks", "host_blocks"
+WINDOW, BLOCKS, WEAR = "hit_window_blocks", "blocks", "wear"
 
 
 class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there when types are checked
@@ -35,9 +36,11 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there wh
 
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log line."""
-        hit, asked = self.data[WINDOW]
+        host, disk, asked = self.data[WINDOW]
+        has_disk = {"disk hit rate": round(disk / asked, 3) if asked else 0.0} if Tier.DISK in self.data[BLOCKS] else {}
         return {
-            "host hit rate": round(hit / asked, 3) if asked else 0.0,
+            "host hit rate": round(host / asked, 3) if asked else 0.0,
+            **has_disk,
             "matched tokens": self.data["matched_tokens"],
             "offloaded blocks": self.data["offload_blocks"],
             "onboarded blocks": self.data["onboard_blocks"],
@@ -56,10 +59,9 @@ class StatsSource:
         if numbers == self._told:
             return None
         self._told = numbers
-        window = tuple(leader.counters.hit_window)
-        hit_and_asked = [sum(hit for hit, _ in window), sum(asked for _, asked in window)]
-        data = {**dict(zip(_NUMBERS, numbers, strict=True)), WINDOW: hit_and_asked, BLOCKS: leader.host_blocks()}
-        return KvbmStats(data=data)
+        totals = dict(zip(_NUMBERS, numbers, strict=True))
+        blocks = {tier.value: states for tier, states in leader.blocks().items()}
+        return KvbmStats(data={**totals, WINDOW: list(leader.counters.hits()), BLOCKS: blocks, WEAR: leader.wear()})
 
 
 class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -69,21 +71,31 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(*arguments, **keywords)
         self._latest: dict[int, dict[str, Any]] = {}
         self._counters = Counters()
-        _register(KvbmCollector(self._counters, self._host_blocks))
+        _register(KvbmCollector(self._counters, self._blocks, self._wear))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         self._latest[engine_idx] = transfer_stats_data
         for name in _NUMBERS:
             setattr(self._counters, name, sum(data[name] for data in self._latest.values()))
         self._counters.hit_window.clear()
-        self._counters.hit_window.extend((data[WINDOW][0], data[WINDOW][1]) for data in self._latest.values())
+        self._counters.hit_window.extend(tuple(data[WINDOW]) for data in self._latest.values())
 
-    def _host_blocks(self) -> dict[str, int]:
-        states: dict[str, int] = {}
+    def _blocks(self) -> TierBlocks:
+        totals: TierBlocks = {}
         for data in self._latest.values():
-            for state, count in data[BLOCKS].items():
-                states[state] = states.get(state, 0) + count
-        return states
+            for tier, states in data[BLOCKS].items():
+                known = totals.setdefault(Tier(tier), {})
+                for state, count in states.items():
+                    known[state] = known.get(state, 0) + count
+        return totals
+
+    def _wear(self) -> dict[str, float]:
+        """Engines that share a drive measure the same, and those on several are not to be added: the worst is shown."""
+        found: dict[str, float] = {}
+        for data in self._latest.values():
+            for name, value in data[WEAR].items():
+                found[name] = max(value, found.get(name, 0.0))
+        return found
 
 
 _registered: KvbmCollector | None = None

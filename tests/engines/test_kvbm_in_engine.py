@@ -13,6 +13,7 @@ import pytest
 from kvbm_engine import assert_same, prompt, running
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.types import Tier
 
 HOMES = [(False, "block_first"), (False, "layer_first"), (True, "block_first")]
 
@@ -187,7 +188,7 @@ def test_aborting_in_every_state_leaves_nothing_behind():
         engine.settle()
         pool = engine.engine.blocks
         assert engine.engine._order(lambda: pool.check() or pool.used_count == 0)
-        assert engine.leader.host_blocks()["pinned"] == engine.leader.host_blocks()["moving"] == 0
+        assert engine.leader.blocks()[Tier.HOST]["pinned"] == engine.leader.blocks()[Tier.HOST]["moving"] == 0
         assert not engine.leader._requests
 
 

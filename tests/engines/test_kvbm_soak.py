@@ -9,6 +9,8 @@ import psutil
 import pytest
 from kvbm_engine import assert_same, prompt, running
 
+from kvbm.types import Tier
+
 pytestmark = pytest.mark.soak
 USERS = 8
 TURNS = 40
@@ -47,5 +49,5 @@ def test_hundreds_of_requests_under_failing_copies(kv_layout):
         counters = engine.counters
         assert counters.onboard_blocks > 1000
         assert counters.offload_failed_blocks + counters.onboard_failed_blocks > 0
-        assert engine.leader.host_blocks()["pinned"] == engine.leader.host_blocks()["moving"] == 0
+        assert engine.leader.blocks()[Tier.HOST]["pinned"] == engine.leader.blocks()[Tier.HOST]["moving"] == 0
         assert memory_bytes[-1] < memory_bytes[1] + 16 * 2**20, memory_bytes

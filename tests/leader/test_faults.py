@@ -8,7 +8,7 @@ from rig import Rig, chain
 
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.transfer.pool import TransferPool
-from kvbm.types import SlotState
+from kvbm.types import SlotState, Tier
 
 FAILING = [fault for fault in FAULTS if fault not in ("hold", "lost")]
 
@@ -39,7 +39,7 @@ def test_blocks_of_a_failed_offload_are_not_registered_and_the_next_offload_work
     assert rig.leader.match("x", hashes, 0) == 0
     assert rig.leader.counters.offload_failed_blocks == 3
     assert rig.leader.counters.offload_blocks == 0
-    assert rig.leader.host_blocks()["free"] == 8
+    assert rig.leader.blocks()[Tier.HOST]["free"] == 8
     rig.finish("r", hashes, blocks)
     rig.fill("a", 3)
     assert rig.leader.match("y", hashes, 0) == 3
@@ -59,10 +59,10 @@ def test_slots_of_a_failed_rank_are_not_reused_while_another_rank_still_copies(t
     two_ranks.order()
     two_ranks.ranks[0].run_all()
     two_ranks.settle()
-    assert two_ranks.leader.host_blocks()["moving"] == 2
+    assert two_ranks.leader.blocks()[Tier.HOST]["moving"] == 2
     two_ranks.ranks[1].run_all()
     two_ranks.settle()
-    assert two_ranks.leader.host_blocks()["moving"] == 0
+    assert two_ranks.leader.blocks()[Tier.HOST]["moving"] == 0
 
 
 def test_one_failing_batch_leaves_the_others_in_order():

@@ -7,6 +7,7 @@ from rig import Rig, chain
 
 from kvbm.core.groups import Group
 from kvbm.leader import NO_BLOCK
+from kvbm.types import Tier
 
 
 @pytest.fixture
@@ -205,7 +206,7 @@ def test_match_starts_nothing_and_counts_per_block(rig):
     assert rig.leader.match("r", hashes + chain("b", 1), 2) == 2
     assert rig.leader.match("r", chain("b", 3), 0) == 0
     assert rig.order().is_empty()
-    assert rig.leader.host_blocks() == {"free": 4, "moving": 0, "pinned": 0, "evictable": 4}
+    assert rig.leader.blocks()[Tier.HOST] == {"free": 4, "moving": 0, "pinned": 0, "evictable": 4}
 
 
 def test_a_block_under_onboard_cannot_be_evicted(rig):
@@ -215,7 +216,7 @@ def test_a_block_under_onboard_cannot_be_evicted(rig):
     other = chain("b", 8)
     sources = rig.compute("flood", other)
     rig.order()
-    assert rig.leader.host_blocks()["pinned"] == 4
+    assert rig.leader.blocks()[Tier.HOST]["pinned"] == 4
     rig.ranks[0].run_all()
     rig.settle()
     assert all(rig.g1.holds(block, h) for block, h in zip(blocks, hashes, strict=True))
@@ -300,7 +301,7 @@ def test_reset_forgets_and_fails_what_is_in_flight_in_both_directions(rig):
     assert list(result.failed_block_ids) == blocks
     assert rig.leader.match("x", hashes, 0) == 0
     assert rig.leader.match("x", chain("b", 2), 0) == 0
-    assert rig.leader.host_blocks() == {"free": 8, "moving": 0, "pinned": 0, "evictable": 0}
+    assert rig.leader.blocks()[Tier.HOST] == {"free": 8, "moving": 0, "pinned": 0, "evictable": 0}
 
 
 def test_a_request_that_lives_through_a_reset_offloads_nothing_of_its_old_state(rig):
@@ -361,7 +362,7 @@ def test_hit_rate_counts_finished_requests(rig):
     rig.finish("hit", hashes, blocks)
     rig.leader.match("miss", chain("b", 4), 0)
     rig.leader.finish("miss", chain("b", 4))
-    assert rig.leader.counters.host_hit_rate() == pytest.approx(4 / 8)
+    assert rig.leader.counters.hit_rate(Tier.HOST) == pytest.approx(4 / 8)
 
 
 def test_replayed_events_equal_what_match_finds(rig):

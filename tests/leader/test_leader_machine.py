@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rig import Rig, chain
 
+from kvbm.types import Tier
+
 LENGTH = 4
 CHAINS = {name: chain("root", 2) + chain(name, LENGTH - 2) for name in "abc"}
 
@@ -55,8 +57,8 @@ class LeaderMachine(RuleBasedStateMachine):
             self.settle()
         assert not self.rig.leader.has_pending()
         assert not +self.rig.g1.references
-        assert self.rig.leader.host_blocks()["pinned"] == 0
-        assert self.rig.leader.host_blocks()["moving"] == 0
+        assert self.rig.leader.blocks()[Tier.HOST]["pinned"] == 0
+        assert self.rig.leader.blocks()[Tier.HOST]["moving"] == 0
         self.rig.close()
 
     # -- the toy engine ------------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvbm.metrics import COUNTERS, HIT_RATE, HOST_BLOCKS, Counters, KvbmCollector
+from kvbm.metrics import BLOCKS, COUNTERS, HIT_RATES, Counters, KvbmCollector
+from kvbm.types import Tier
 
 
 def scrape(counters: Counters) -> str:
     registry = CollectorRegistry()
-    registry.register(KvbmCollector(counters, lambda: {"free": 3, "pinned": 1}))
+    registry.register(KvbmCollector(counters, lambda: {Tier.HOST: {"free": 3, "pinned": 1}}))
     return generate_latest(registry).decode()
 
 
@@ -26,11 +27,11 @@ def test_every_counter_is_exported_and_belongs_to_one_attribute():
     assert sorted(attributes) == sorted(name for name in Counters.__slots__ if name != "hit_window")
     text = scrape(Counters())
     assert all(f"\n{name} " in text for name in COUNTERS)
-    assert all(name in text for name, _ in (HIT_RATE, HOST_BLOCKS))
+    assert all(name in text for name, _ in (HIT_RATES[Tier.HOST], BLOCKS[Tier.HOST]))
 
 
 def test_hit_rate_is_zero_before_the_first_request_and_then_a_share_of_blocks():
     counters = Counters()
-    assert counters.host_hit_rate() == 0.0
-    counters.hit_window.extend([(3, 4), (0, 4)])
-    assert counters.host_hit_rate() == 3 / 8
+    assert counters.hit_rate(Tier.HOST) == 0.0
+    counters.hit_window.extend([(3, 1, 4), (0, 0, 4)])
+    assert (counters.hit_rate(Tier.HOST), counters.hit_rate(Tier.DISK)) == (3 / 8, 1 / 8)

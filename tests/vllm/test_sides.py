@@ -271,8 +271,11 @@ class CountingLeader(Leader):
     def __init__(self):
         self.counters = Counters()
 
-    def host_blocks(self):
-        return {"free": 3}
+    def blocks(self):
+        return {Tier.HOST: {"free": 3}}
+
+    def wear(self):
+        return {}
 
 
 def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
@@ -280,7 +283,7 @@ def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
     first = source.take(leader)
     assert source.take(leader) is None
     leader.counters.offload_blocks = 5
-    leader.counters.hit_window.append((3, 4))
+    leader.counters.hit_window.append((3, 0, 4))
     second = source.take(leader)
     assert first.aggregate(second).reduce() == {
         "host hit rate": 0.75,

@@ -1,0 +1,81 @@
+"""Rates: how fast this engine computes tokens and how fast its disk brings blocks, measured while both run.
+
+From them follows whether blocks on disk are worth reading, how many of a chain, and when a read has become hopeless.
+One thread owns it. Both rates are those of recent work: older work counts less, so that a disk that has become slow, or
+an engine that has more to do, is noticed within some requests.
+
+While nothing is known of the disk, or nothing new has been for long, reading is tried: what a trial can cost is bounded
+by `is_hopeless`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+MIN_STEP_TOKENS = 64  # a step that computes fewer is bound by its fixed cost
+KEPT = 0.8  # weight of what was known before, per sample
+TRIAL_INTERVAL_S = 30.0
+GRACE = 0.1  # part of the time of computing that a read may take before anything is asked of it
+
+
+class Rates:
+    """See the module's text. `clock` gives seconds."""
+
+    def __init__(self, *, block_tokens: int, clock: Callable[[], float]) -> None:
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._tokens, self._computing_s = 0.0, 0.0
+        self._blocks, self._reading_s = 0.0, 0.0
+        self._sampled_s = float("-inf")
+
+    def note_step(self, tokens: int, seconds: float) -> None:
+        """The engine has computed so many tokens in one step."""
+        if tokens >= MIN_STEP_TOKENS and seconds > 0:
+            self._tokens = KEPT * self._tokens + tokens
+            self._computing_s = KEPT * self._computing_s + seconds
+
+    def note_read(self, blocks: int, seconds: float) -> None:
+        """So many blocks have come from disk for one request, which waited this long for them."""
+        self._blocks = KEPT * self._blocks + blocks
+        self._reading_s = KEPT * self._reading_s + seconds
+        self._sampled_s = self._clock()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 while it is not known."""
+        return self._tokens / self._computing_s if self._computing_s else 0.0
+
+    @property
+    def blocks_per_s(self) -> float:
+        """Of the disk; 0 while it is not known, or hopeless."""
+        return self._blocks / self._reading_s if self._reading_s else 0.0
+
+    def worthwhile(self, spans: Sequence[tuple[bool, int]]) -> int:
+        """How many blocks of a chain to load: the beginning that saves most. Spans are (are on disk, blocks)."""
+        total = sum(count for _, count in spans)
+        if not any(is_on_disk for is_on_disk, _ in spans) or not self._is_known():
+            return total
+        read_s = self._reading_s / self._blocks if self._blocks else float("inf")
+        compute_s = self._block_tokens / self.tokens_per_s
+        best_s, best, saved_s, end = 0.0, 0, 0.0, 0
+        for is_on_disk, count in spans:
+            saved_s += count * (compute_s - read_s if is_on_disk else compute_s)
+            end += count
+            if saved_s > best_s:
+                best_s, best = saved_s, end
+        if best < total and self._clock() - self._sampled_s > TRIAL_INTERVAL_S:
+            self._sampled_s = self._clock()  # one trial at a time
+            return total
+        return best
+
+    def is_hopeless(self, *, waited_s: float, blocks: int, of_blocks: int) -> bool:
+        """Whether a request that has waited so long, and has got `blocks` of its `of_blocks`, had better compute."""
+        if not self._computing_s:
+            return False
+        compute_s = of_blocks * self._block_tokens / self.tokens_per_s
+        if waited_s <= GRACE * compute_s:
+            return False
+        return waited_s * of_blocks > blocks * compute_s
+
+    def _is_known(self) -> bool:
+        return self._computing_s > 0 and self._reading_s > 0
