@@ -266,16 +266,19 @@ class IndexThread:
                 )
 
     def _commit(self, rows: Sequence[Row], slots: set[int]) -> str | None:
-        """Returns what went wrong; then nothing has changed, or the index is a new one."""
-        index = self._instance.index
-        if index is None or not (rows or slots):
-            return None
-        try:
-            index.change(rows, sorted(slots))
-        except sqlite3.Error as error:
-            self._index_failed(error)
-            return f"index: {error}"
-        return None
+        """Returns what went wrong, and then nothing has changed. A damaged index is replaced by a new one before that."""
+        for _ in range(2):
+            index = self._instance.index
+            if index is None or not (rows or slots):
+                return None
+            try:
+                index.change(rows, sorted(slots))
+                return None
+            except sqlite3.Error as error:
+                why = f"index: {error}"
+                if not self._index_failed(error):
+                    break
+        return why
 
     def _index_failed(self, error: sqlite3.Error) -> bool:
         """Whether there is a new and empty index instead."""

@@ -1,0 +1,254 @@
+"""Every kind of damage ends as a miss and a counter, never as a wrong byte and never as an exception."""
+
+import os
+import shutil
+import sqlite3
+
+import pytest
+from disk_rig import HASH_BYTES, NAMESPACE, assembled, instance_of, make_hash, opened, settings_for
+from xxhash import xxh3_64_hexdigest
+
+from kvbm.disk.instance import Instance
+from kvbm.errors import EnvironmentProblem
+
+BLOCKS = 12
+SLOT_BYTES = 8192 + 4096
+
+
+def write_cache(directory):
+    with opened(directory) as rig:
+        assert all(rig.write(range(BLOCKS), range(BLOCKS)).is_good)
+    return instance_of(directory)
+
+
+def recovered_and_good(directory):
+    """(numbers recovered, those that read well, the counters): of a tier that is in order after it."""
+    with opened(directory) as rig:
+        found = rig.recovered()
+        result = rig.read(found, found.values())
+        good = {number for number, is_good in zip(found, result.is_good, strict=True) if is_good}
+        assert result.error is None
+        assert rig.write([77], [13]).is_good == (True,)
+        assert rig.read([77], [13]).is_good == (True,)
+        assert rig.tier.is_on
+        return set(found), good, rig.tier.counters
+
+
+def change_bytes(path, offset, content):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def flip_bit(path, offset, bit=0):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 8191, 8192, SLOT_BYTES - 1])
+def test_flipped_bit_in_the_arena_costs_its_block(tmp_path, offset):
+    flip_bit(write_cache(tmp_path) / "arena", 5 * SLOT_BYTES + offset, bit=offset % 8)
+    found, good, counters = recovered_and_good(tmp_path)
+    assert found - good == {5}
+    assert counters.checksum_misses == 1
+
+
+def test_zeroed_page_costs_its_block(tmp_path):
+    change_bytes(write_cache(tmp_path) / "arena", 3 * SLOT_BYTES + 4096, bytes(4096))
+    found, good, counters = recovered_and_good(tmp_path)
+    assert found - good == {3}
+    assert counters.checksum_misses == 1
+
+
+def test_swapped_slots_cost_both(tmp_path):
+    arena = write_cache(tmp_path) / "arena"
+    content = arena.read_bytes()
+    change_bytes(arena, 2 * SLOT_BYTES, content[7 * SLOT_BYTES : 8 * SLOT_BYTES])
+    change_bytes(arena, 7 * SLOT_BYTES, content[2 * SLOT_BYTES : 3 * SLOT_BYTES])
+    found, good, _ = recovered_and_good(tmp_path)
+    assert found - good == {2, 7}
+
+
+def test_truncated_arena_keeps_what_is_in_front(tmp_path):
+    os.truncate(write_cache(tmp_path) / "arena", 5 * SLOT_BYTES + 100)
+    found, good, counters = recovered_and_good(tmp_path)
+    assert found == good == set(range(5))
+    assert counters.dropped_rows == BLOCKS - 5
+
+
+def test_missing_arena_is_an_empty_cache(tmp_path):
+    (write_cache(tmp_path) / "arena").unlink()
+    found, _, counters = recovered_and_good(tmp_path)
+    assert found == set()
+    assert counters.dropped_rows == BLOCKS
+
+
+def test_arena_truncated_under_a_running_tier_is_a_miss(tmp_path):
+    with assembled(tmp_path) as rig:
+        rig.write(range(BLOCKS), range(BLOCKS))
+        os.truncate(instance_of(tmp_path) / "arena", 5 * SLOT_BYTES)
+        assert rig.read(range(4, 6), range(4, 6)).is_good == (True, False)
+        assert rig.tier.counters.io_errors["ENODATA"] > 0
+        assert rig.write([99], [11]).is_good == (True,)
+        assert rig.read([99], [11]).is_good == (True,)
+
+
+def test_rows_of_two_blocks_exchanged(tmp_path):
+    """As a damaged page may do: each hash is there, and names the other's slot and checksum."""
+    path = write_cache(tmp_path) / "index.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE blocks SET hash = ? WHERE slot = 4", [b"x" * HASH_BYTES])
+        connection.execute("UPDATE blocks SET hash = ? WHERE slot = 5", [make_hash(4)])
+        connection.execute("UPDATE blocks SET hash = ? WHERE slot = 4", [make_hash(5)])
+    connection.close()
+    found, good, counters = recovered_and_good(tmp_path)
+    assert found - good == {4, 5}
+    assert counters.checksum_misses == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ("UPDATE blocks SET slot = 16 WHERE slot = 6", {6}),
+        ("UPDATE blocks SET slot = -1 WHERE slot = 6", {6}),
+        ("UPDATE blocks SET length = 4096 WHERE slot = 6", {6}),
+        ("UPDATE blocks SET hash = x'0011' WHERE slot = 6", {6}),
+        ("UPDATE blocks SET generation = -5 WHERE slot = 6", {6}),
+        ("DELETE FROM blocks WHERE slot = 6", set()),
+    ],
+)
+def test_row_that_cannot_be_is_dropped(tmp_path, change, lost):
+    path = write_cache(tmp_path) / "index.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute(change)
+    connection.close()
+    found, good, counters = recovered_and_good(tmp_path)
+    assert found == good == set(range(BLOCKS)) - {6}
+    assert counters.dropped_rows == len(lost)
+    assert counters.damaged_indexes == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE blocks SET checksum = 'a text' WHERE slot = 6",
+        "UPDATE blocks SET hash = 'a text' WHERE slot = 6",
+        "UPDATE blocks SET generation = 1.5e300 WHERE slot = 6",
+        "ALTER TABLE blocks RENAME COLUMN hash TO other",
+        "DROP TABLE blocks; CREATE TABLE blocks (slot INTEGER)",
+        "DROP TABLE blocks; CREATE VIEW blocks AS SELECT 1",
+    ],
+)
+def test_index_of_wrong_contents_is_an_empty_cache(tmp_path, change):
+    path = write_cache(tmp_path) / "index.sqlite"
+    connection = sqlite3.connect(path)
+    connection.executescript(change)
+    connection.close()
+    found, _, counters = recovered_and_good(tmp_path)
+    assert found == set()
+    assert counters.damaged_indexes == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"no database", bytes(100), os.urandom(8192)])
+def test_index_of_anything_is_an_empty_cache(tmp_path, content):
+    (write_cache(tmp_path) / "index.sqlite").write_bytes(content)
+    found, _, counters = recovered_and_good(tmp_path)
+    assert found == set()
+    assert counters.damaged_indexes == (1 if content else 0)  # an empty file is an empty index
+
+
+def test_every_byte_of_the_index_may_be_wrong(tmp_path):
+    """Whatever it does to the rows: what is still read well is right, and the cache is in order afterwards."""
+    instance = write_cache(tmp_path / "whole")
+    length = (instance / "index.sqlite").stat().st_size
+    outcomes = set()
+    for at in [*range(0, 200, 5), *range(200, length, 997)]:
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path / "whole", copy)
+        flip_bit(instance_of(copy) / "index.sqlite", at, bit=at % 8)
+        found, good, _ = recovered_and_good(copy)
+        assert good <= set(range(BLOCKS))
+        outcomes.add((len(found), len(good)))
+        shutil.rmtree(copy)
+    assert (0, 0) in outcomes
+    assert (BLOCKS, BLOCKS) in outcomes
+
+
+@pytest.mark.parametrize("length", [0, 100, 4096, 5000, 8192])
+def test_truncated_index_is_an_empty_cache_or_a_whole_one(tmp_path, length):
+    os.truncate(write_cache(tmp_path) / "index.sqlite", length)
+    found, good, _ = recovered_and_good(tmp_path)
+    assert found == good
+
+
+def test_stale_index_costs_what_has_changed_since(tmp_path):
+    instance = write_cache(tmp_path)
+    stale = (instance / "index.sqlite").read_bytes()
+    with opened(tmp_path) as rig:
+        rig.write([50, 51, 52], [0, 1, 2])
+        rig.tier.forget([3])
+    (instance / "index.sqlite").write_bytes(stale)
+    found, good, counters = recovered_and_good(tmp_path)
+    assert found == set(range(BLOCKS))
+    assert good == set(range(3, BLOCKS))
+    assert counters.checksum_misses == 3
+
+
+def test_index_damaged_under_a_running_tier_starts_anew(tmp_path):
+    with assembled(tmp_path) as rig:
+        rig.write(range(8), range(8))
+        index = instance_of(tmp_path) / "index.sqlite"
+        rig.tier._instance.index._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        change_bytes(index, 4096, os.urandom(index.stat().st_size - 4096))
+        rig.tier._instance.index._connection.execute("PRAGMA shrink_memory")  # and not from its cache
+        rig.write([20], [10])
+        rig.write([21], [11])
+        assert rig.tier.counters.damaged_indexes == 1
+        assert rig.read(range(8), range(8)).is_good == (True,) * 8
+        assert rig.write([22], [12]).is_good == (True,)
+    found, good, _ = recovered_and_good(tmp_path)
+    assert 22 in good
+    assert found == good
+
+
+def superblock_of(instance):
+    return instance / "superblock"
+
+
+@pytest.mark.parametrize("content", [b"", b"anything", b"\xff" * 300, None])
+def test_superblock_of_anything_is_an_empty_cache(tmp_path, content):
+    path = superblock_of(write_cache(tmp_path))
+    path.unlink() if content is None else path.write_bytes(content)
+    found, _, counters = recovered_and_good(tmp_path)
+    assert found == set()
+    assert counters.damaged_superblocks == 1
+
+
+def test_every_bit_of_the_superblock_may_be_wrong(tmp_path):
+    instance = write_cache(tmp_path / "whole")
+    content = superblock_of(instance).read_bytes()
+    for at in range(len(content) - 1):  # the last one ends the line
+        changed = bytearray(content)
+        changed[at] ^= 1 << at % 7
+        superblock_of(instance).write_bytes(changed)
+        found = Instance.open(
+            settings_for(tmp_path / "whole"), NAMESPACE, payload_bytes=SLOT_BYTES, hash_bytes=HASH_BYTES
+        )
+        try:
+            assert found.losses.damaged_superblocks == 1, f"byte {at}"
+            assert not found.recovered.hashes
+        finally:
+            found.close()
+
+
+def test_cache_of_another_format_is_refused_and_left_as_it_is(tmp_path):
+    instance = write_cache(tmp_path)
+    title = "kvbm disk cache format 2"
+    superblock_of(instance).write_text(f"{title} {xxh3_64_hexdigest(title.encode())}\nwhatever comes then\n")
+    before = {path.name: path.read_bytes() for path in instance.iterdir()}
+    with pytest.raises(EnvironmentProblem, match="format 2"), opened(tmp_path):
+        pass
+    assert {path.name: path.read_bytes() for path in instance.iterdir()} == before

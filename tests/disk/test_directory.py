@@ -1,0 +1,384 @@
+"""Which cache an engine gets, what it costs, and that nobody else can read it."""
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from disk_rig import HASH_BYTES, NAMESPACE, instance_of, make_shards, opened, settings_for
+from xxhash import xxh3_64_hexdigest
+
+from kvbm.disk import files
+from kvbm.disk import instance as instance_module
+from kvbm.disk.directory import InstanceLock, list_caches, reclaim_oldest
+from kvbm.disk.files import Alignment, Arena, NoRoom, dio_alignment
+from kvbm.disk.index import BlockIndex
+from kvbm.disk.tier import DiskTier, Namespace
+from kvbm.errors import EnvironmentProblem
+
+OTHER = Namespace(bytes(16), {"model": "another model"})
+
+
+def fill(directory, count=4, **keys):
+    with opened(directory, **keys) as rig:
+        assert all(rig.write(range(count), range(count)).is_good)
+
+
+# whose it is
+
+
+def test_everything_is_private_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        with opened(tmp_path / "cache") as rig:
+            rig.write([1], [0])
+            paths = sorted((tmp_path / "cache").rglob("*"))
+            assert {path.name for path in paths} >= {"arena", "index.sqlite", "index.sqlite-wal", "lock", "superblock"}
+            for path in (tmp_path / "cache", *paths):
+                found = path.stat()
+                assert stat.S_IMODE(found.st_mode) == (0o700 if path.is_dir() else 0o600), path
+                assert found.st_uid == os.geteuid()
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("name", ["arena", "index.sqlite", "superblock", "lock"])
+def test_file_that_is_a_link_is_refused(tmp_path, name):
+    fill(tmp_path / "cache")
+    path = instance_of(tmp_path / "cache") / name
+    target = tmp_path / "of-somebody"
+    os.rename(path, target)
+    path.symlink_to(target)
+    before = target.read_bytes()
+    with pytest.raises(EnvironmentProblem), opened(tmp_path / "cache"):
+        pass
+    assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["arena", "index.sqlite", "superblock", "lock"])
+def test_file_with_two_names_is_refused(tmp_path, name):
+    fill(tmp_path / "cache")
+    os.link(instance_of(tmp_path / "cache") / name, tmp_path / "other")
+    with pytest.raises(EnvironmentProblem, match="one name"), opened(tmp_path / "cache"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["arena", "index.sqlite", "superblock", "lock", "."])
+def test_what_others_may_read_is_refused(tmp_path, name):
+    fill(tmp_path)
+    path = instance_of(tmp_path) / name
+    path.chmod(0o755)
+    with pytest.raises(EnvironmentProblem, match=r"mode 0755") as caught, opened(tmp_path):
+        pass
+    assert caught.value.hint == f"chmod go-rwx {path}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("name", ["arena", "lock", "."])
+def test_what_belongs_to_others_is_refused(tmp_path, name):
+    fill(tmp_path)
+    os.chown(instance_of(tmp_path) / name, 65534, -1)
+    with pytest.raises(EnvironmentProblem, match="belongs to user 65534"), opened(tmp_path):
+        pass
+
+
+def test_directory_that_is_a_link_or_open_to_all_is_refused(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(EnvironmentProblem, match="links are not followed"), opened(tmp_path / "link"):
+        pass
+    (tmp_path / "real").chmod(0o777)
+    with pytest.raises(EnvironmentProblem, match="written by everyone"), opened(tmp_path / "real"):
+        pass
+    (tmp_path / "real").chmod(0o1777)
+    with opened(tmp_path / "real"):
+        pass
+
+
+# who gets which
+
+
+def test_instance_used_last_is_taken_over_first(tmp_path):
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        first.write([1], [0])
+        second.write([2], [0])
+        older, newer = first.tier._instance.path, second.tier._instance.path
+    os.utime(older / "lock", (1, 1))
+    with opened(tmp_path) as rig:
+        assert rig.tier._instance.path == newer
+        assert rig.recovered() == {2: 0}
+
+
+def test_another_namespace_is_another_cache(tmp_path):
+    fill(tmp_path)
+    with opened(tmp_path, namespace=OTHER) as rig:
+        assert rig.recovered() == {}
+    assert len(list_caches(tmp_path)) == 2
+
+
+def test_lock_ends_with_its_process_but_not_with_its_children(tmp_path):
+    """An engine is killed, and a child that it forked lives on: the cache is free."""
+    script = """
+        import os, pathlib, sys
+        from kvbm.disk.directory import InstanceLock
+        lock = InstanceLock.take(pathlib.Path(sys.argv[1]))
+        assert lock is not None
+        if os.fork() == 0:
+            sys.stdin.read()
+            os._exit(0)
+        print("held", flush=True)
+        sys.stdin.readline()
+        os.kill(os.getpid(), 9)
+    """
+    fill(tmp_path)
+    instance = instance_of(tmp_path)
+    command = [sys.executable, "-c", textwrap.dedent(script), str(instance)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        assert InstanceLock.take(instance) is None
+        assert [cache.is_locked for cache in list_caches(tmp_path)] == [True]
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.wait()
+        lock = InstanceLock.take(instance)
+        assert lock is not None
+        lock.release()
+        process.stdin.close()
+
+
+def test_blocks_of_another_size_are_not_recovered(tmp_path):
+    fill(tmp_path)
+    with opened(tmp_path, shard_bytes=(4096, 4096)) as rig:
+        assert rig.recovered() == {}
+        assert rig.write([1], [0]).is_good == (True,)
+
+
+# how much it takes
+
+
+def test_growing_keeps_all_blocks(tmp_path):
+    fill(tmp_path, 12)
+    with opened(tmp_path, block_count=40) as rig:
+        found = rig.recovered()
+        assert found == {number: number for number in range(12)}
+        assert all(rig.read(found, found.values()).is_good)
+        assert rig.write([90], [39]).is_good == (True,)
+    assert (instance_of(tmp_path) / "arena").stat().st_size == 40 * 12288 + 4096
+
+
+def test_shrinking_keeps_what_is_in_front_and_gives_space_back(tmp_path):
+    fill(tmp_path, 12)
+    with opened(tmp_path, block_count=5) as rig:
+        found = rig.recovered()
+        assert found == {number: number for number in range(5)}
+        assert all(rig.read(found, found.values()).is_good)
+    assert (instance_of(tmp_path) / "arena").stat().st_size == 5 * 12288 + 4096
+    with opened(tmp_path, block_count=12) as rig:
+        assert set(rig.recovered()) == set(range(5))
+
+
+def test_capacity_in_bytes_is_rounded_down_and_a_count_wins(tmp_path):
+    with opened(tmp_path / "a", block_count=None, capacity_bytes=3 * 12288 + 12287) as rig:
+        assert rig.tier.slot_count == 3
+    with opened(tmp_path / "b", block_count=2, capacity_bytes=1 << 40) as rig:
+        assert rig.tier.slot_count == 2
+    with pytest.raises(EnvironmentProblem, match="holds no block"), opened(tmp_path / "c", block_count=None):
+        pass
+
+
+def test_space_is_taken_in_advance_with_progress(tmp_path):
+    seen = []
+    shards = make_shards(4, 4096)
+    settings = settings_for(tmp_path, block_count=100)
+    tier = DiskTier.open(
+        settings, NAMESPACE, shards, hash_bytes=HASH_BYTES, progress=lambda *amounts: seen.append(amounts)
+    )
+    tier.close(10)
+    arena = instance_of(tmp_path) / "arena"
+    assert arena.stat().st_blocks * 512 >= 100 * 4096
+    assert seen[-1] == (arena.stat().st_size, arena.stat().st_size)
+
+
+def break_fallocate(monkeypatch, number, after=0):
+    """fallocate that fails, and the real one before that."""
+    calls, real = [], files.fallocate
+
+    def fallocate(*arguments):
+        calls.append(arguments)
+        if len(calls) > after:
+            raise OSError(number, os.strerror(number))
+        real(*arguments)
+
+    monkeypatch.setattr(files, "fallocate", fallocate)
+
+
+def test_without_fallocate_the_setting_is_named_and_zeros_are_written_when_it_is_set(tmp_path, monkeypatch):
+    break_fallocate(monkeypatch, errno.EOPNOTSUPP)
+    with pytest.raises(EnvironmentProblem) as caught, opened(tmp_path):
+        pass
+    assert "tiers.disk.zerofill" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+    fill(tmp_path, zerofill=True)
+    arena = instance_of(tmp_path) / "arena"
+    assert arena.stat().st_blocks * 512 >= 16 * 12288
+
+
+def test_failed_start_gives_all_space_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvbm.disk.files.FALLOCATE_BYTES", 64 << 10)
+    break_fallocate(monkeypatch, errno.ENOSPC, after=2)
+    with pytest.raises(NoRoom, match="ENOSPC") as caught, opened(tmp_path):
+        pass
+    assert "tiers.disk.capacity" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_growth_leaves_the_cache_as_it_was(tmp_path, monkeypatch):
+    fill(tmp_path, 12)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbm.disk.files.FALLOCATE_BYTES", 64 << 10)
+        break_fallocate(patch, errno.EDQUOT, after=2)
+        with pytest.raises(NoRoom, match="EDQUOT"), opened(tmp_path, block_count=400):
+            pass
+    assert (instance_of(tmp_path) / "arena").stat().st_size == 16 * 12288 + 4096
+    with opened(tmp_path) as rig:
+        found = rig.recovered()
+        assert set(found) == set(range(12))
+        assert all(rig.read(found, found.values()).is_good)
+
+
+def test_oldest_unused_caches_make_room_only_if_that_is_allowed(tmp_path, monkeypatch, caplog):
+    fill(tmp_path)
+    oldest = instance_of(tmp_path)
+    fill(tmp_path, namespace=OTHER)
+    os.utime(oldest / "lock", (1, 1))
+    real = files.fallocate
+
+    def room_for_two(*arguments):
+        if len(list(tmp_path.glob("*/*/arena"))) > 2:
+            raise OSError(errno.ENOSPC, "full")
+        real(*arguments)
+
+    monkeypatch.setattr(files, "fallocate", room_for_two)
+    third = Namespace(b"\1" * 16, {})
+    with pytest.raises(NoRoom) as caught, opened(tmp_path, namespace=third):
+        pass
+    assert "tiers.disk.reclaim" in caught.value.hint
+    assert len(list_caches(tmp_path)) == 2
+    with opened(tmp_path, namespace=third, reclaim=True):
+        assert not oldest.exists()
+        assert len(list_caches(tmp_path)) == 2
+    assert f"removed the disk cache {oldest}" in caplog.text
+
+
+def test_locked_caches_and_those_of_another_format_are_never_reclaimed(tmp_path):
+    fill(tmp_path)
+    title = "kvbm disk cache format 7"
+    superblock = instance_of(tmp_path) / "superblock"
+    superblock.write_text(f"{title} {xxh3_64_hexdigest(title.encode())}\n")
+    with opened(tmp_path, namespace=OTHER):
+        assert not reclaim_oldest(tmp_path)
+    assert reclaim_oldest(tmp_path)
+    assert [cache.path for cache in list_caches(tmp_path)] == [superblock.parent]
+
+
+# direct I/O
+
+
+def test_alignment_is_what_the_kernel_tells(tmp_path):
+    with opened(tmp_path) as rig:
+        told = dio_alignment(rig.tier._instance.arena.fd)
+        assert told is None or (told.memory > 0 and told.offset > 0)
+
+
+def test_slots_keep_to_a_larger_alignment(tmp_path, monkeypatch):
+    monkeypatch.setattr(Arena, "alignment", lambda self: Alignment(512, 8192))
+    with opened(tmp_path, o_direct=False) as rig:
+        assert all(rig.write(range(4), [3, 4, 5, 0]).is_good)
+        assert all(rig.read(range(4), [3, 4, 5, 0]).is_good)
+    assert (instance_of(tmp_path) / "arena").stat().st_size == 16 * 16384 + 4096
+    with pytest.raises(EnvironmentProblem, match="units of 8192") as caught, opened(tmp_path):
+        pass
+    assert "tiers.disk.o_direct" in caught.value.hint
+
+
+@pytest.mark.parametrize("allocator", ["default", "open-direct"])
+def test_refused_direct_io_names_the_setting(tmp_path, monkeypatch, allocator):
+    def refuse(self, allocator):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(Arena, "use_direct_io", refuse)
+    with pytest.raises(EnvironmentProblem, match=r"O_DIRECT.*EINVAL") as caught, opened(tmp_path, allocator=allocator):
+        pass
+    assert "tiers.disk.o_direct" in caught.value.hint
+    with opened(tmp_path, allocator=allocator, o_direct=False):
+        pass
+
+
+def test_direct_io_that_lies_is_found_by_the_first_page(tmp_path, monkeypatch):
+    real = os.preadv
+
+    def lie(fd, buffers, offset):
+        count = real(fd, buffers, offset)
+        memoryview(buffers[0])[0] ^= 1
+        return count
+
+    monkeypatch.setattr("kvbm.disk.files.os.preadv", lie)
+    with pytest.raises(EnvironmentProblem, match="what was written is not what was read"), opened(tmp_path):
+        pass
+
+
+# what `kvbm cache` sees
+
+
+def test_list_tells_what_is_there_while_an_engine_uses_it(tmp_path):
+    fill(tmp_path, 3)
+    with opened(tmp_path) as rig:
+        rig.write([8], [8])
+        (cache,) = list_caches(tmp_path)
+        assert cache.is_locked
+        assert (cache.block_count, cache.superblock.slot_count, cache.superblock.payload_bytes) == (4, 16, 12288)
+        assert cache.facts == {"model": "a model"}
+        assert cache.problem is None
+        assert cache.arena_bytes >= 16 * 12288
+        assert cache.last_written >= cache.superblock.created
+    (cache,) = list_caches(tmp_path)
+    assert not cache.is_locked
+    assert list_caches(tmp_path / "nothing") == []
+
+
+def test_list_tells_of_damage(tmp_path):
+    fill(tmp_path)
+    (instance_of(tmp_path) / "index.sqlite").write_bytes(b"nothing like it")
+    (cache,) = list_caches(tmp_path)
+    assert cache.block_count is None
+    assert "index" in cache.problem
+    (instance_of(tmp_path) / "superblock").write_bytes(b"nothing like it")
+    (cache,) = list_caches(tmp_path)
+    assert cache.superblock is None
+    assert "superblock" in cache.problem
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    with opened(tmp_path) as rig:
+        rig.write([1, 2], [5, 4], [b"a", b""])
+        index = BlockIndex.open_to_read(instance_of(tmp_path) / "index.sqlite")
+        rows = list(index.rows())
+        index.close()
+    assert [(row.slot, row.tenant, row.length, row.generation) for row in rows] == [
+        (4, b"", 12288, 2),
+        (5, b"a", 12288, 1),
+    ]
+    assert all(0 <= row.checksum < 1 << 64 for row in rows)
+
+
+def test_start_that_is_interrupted_leaves_no_new_cache(tmp_path, monkeypatch):
+    def interrupt(*arguments, **keys):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(instance_module, "write_superblock", interrupt)
+    with pytest.raises(KeyboardInterrupt), opened(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
