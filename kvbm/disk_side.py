@@ -30,6 +30,7 @@ from kvbm.types import SlotState, Tier
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
+    from kvbm.disk.health import DiskCounters
     from kvbm.disk.tier import DiskResult
     from kvbm.disk.wear import Wear
     from kvbm.metrics import Counters
@@ -49,6 +50,8 @@ class Disk(Protocol):
     def slot_count(self) -> int: ...
     @property
     def is_on(self) -> bool: ...
+    @property
+    def counters(self) -> DiskCounters: ...
     def recovered(self) -> tuple[list[int], list[bytes]]: ...
     def write(
         self,
@@ -282,6 +285,7 @@ class DiskSide:
                     fetch.blocks.release()
                 elif not fetch.is_abandoned:
                     ended.append(fetch)
+        self._copy_counters()
         return ended
 
     def is_writing(self) -> bool:
@@ -345,6 +349,13 @@ class DiskSide:
     def _enqueue(self, hashes: Sequence[bytes]) -> None:
         absent = [hashes[index] for index in self.store.missing(hashes) if hashes[index] not in self._departing]
         self._counters.disk_dropped_blocks += self._queue.add(absent)
+
+    def _copy_counters(self) -> None:
+        known, counters = self._disk.counters, self._counters
+        counters.disk_checksum_failures = known.checksum_misses
+        counters.disk_io_errors = known.io_errors.total()
+        counters.disk_flushes = known.flushes
+        counters.disk_times_off = known.times_off
 
     def _clean(self) -> None:
         """Keep the old end of host memory written, once blocks are about to be evicted."""

@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from faults import FaultyCopier
 
+from kvbm.disk.health import DiskCounters
+from kvbm.disk.tier import DiskResult
+from kvbm.disk.wear import Wear
 from kvbm.layout import BlockLayout, Piece
 from kvbm.leader import Leader, LeaderSettings, LoadResult
 from kvbm.plan import StepPlan
@@ -91,6 +94,86 @@ class G1:
         return self.storages[rank][piece].numpy()[block * PIECE_BYTES : (block + 1) * PIECE_BYTES]
 
 
+class FakeDisk:
+    """A disk in memory: transfers wait until a test runs them, and can fail, hang, or bring other bytes.
+
+    What it `keeps` stays when another leader is made on it.
+    """
+
+    def __init__(self, slot_count: int) -> None:
+        self.slot_count = slot_count
+        self.is_on = True
+        self.counters = DiskCounters()
+        self.kept: dict[int, tuple[bytes, list[np.ndarray]]] = {}
+        self.waiting: list[tuple[str, int, tuple[bytes, ...], list[int], list[int]]] = []
+        self.cleared = 0
+        self.shards: list[np.ndarray] = []
+        self.is_closed = False
+        self._ended: list[DiskResult] = []
+
+    def recovered(self):
+        return list(self.kept), [sequence_hash for sequence_hash, _ in self.kept.values()]
+
+    def write(self, ticket, hashes, host_slots, disk_slots, tenants):
+        assert len(hashes) == len(host_slots) == len(disk_slots) == len(tenants)
+        for slot in disk_slots:
+            self.kept.pop(slot, None)
+        self.waiting.append(("write", ticket, tuple(hashes), list(disk_slots), list(host_slots)))
+
+    def read(self, ticket, hashes, disk_slots, host_slots):
+        self.waiting.append(("read", ticket, tuple(hashes), list(disk_slots), list(host_slots)))
+
+    def withdraw(self, ticket):
+        before = len(self.waiting)
+        self.waiting = [one for one in self.waiting if one[1] != ticket]
+        return len(self.waiting) < before
+
+    def forget(self, disk_slots):
+        for slot in disk_slots:
+            self.kept.pop(slot, None)
+
+    def clear(self):
+        self.cleared += 1
+        self.kept.clear()
+
+    def poll(self):
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wear(self):
+        return Wear(None, None, None)
+
+    def close(self, timeout_s):
+        self.is_closed = True
+
+    def run(self, kind: str, fault: str | None = None) -> bool:
+        """Run the oldest waiting transfer of this kind, if there is one. A fault of `fail` fails its last block and
+        leaves its bytes half written; `fail-all` fails it whole."""
+        chosen = next((one for one in self.waiting if one[0] == kind), None)
+        if chosen is None:
+            return False
+        self.waiting.remove(chosen)
+        _, ticket, hashes, disk_slots, host_slots = chosen
+        good = [fault is None or (fault == "fail" and index + 1 < len(hashes)) for index in range(len(hashes))]
+        for sequence_hash, disk_slot, host_slot, is_good in zip(hashes, disk_slots, host_slots, good, strict=True):
+            if kind == "write" and is_good:
+                self.kept[disk_slot] = (sequence_hash, [shard[host_slot].copy() for shard in self.shards])
+            elif kind == "read":
+                kept_hash, shards = self.kept.get(disk_slot, (b"", []))
+                is_same = kept_hash == sequence_hash
+                for shard, kept in zip(self.shards, shards, strict=False):
+                    shard[host_slot] = kept if is_good and is_same else GARBAGE
+        if kind == "read":
+            present = [self.kept.get(slot, (b"",))[0] == name for slot, name in zip(disk_slots, hashes, strict=True)]
+            good = [is_good and is_there for is_good, is_there in zip(good, present, strict=True)]
+        self._ended.append(DiskResult(ticket, kind, tuple(good), None if all(good) else "fault"))
+        return True
+
+    def run_all(self) -> None:
+        while self.run("read") or self.run("write"):
+            pass
+
+
 class Rank:
     """One worker with pools that the test steps, and a copier that fails on request."""
 
@@ -124,14 +207,25 @@ class Rank:
 class Rig:
     """Leader, ranks and G1 together; `step` is one engine step."""
 
-    def __init__(self, *, slots: int = 8, blocks: int = 16, ranks: int = 1, onboard_parts: int = 1, **settings) -> None:
+    def __init__(
+        self, *, slots: int = 8, blocks: int = 16, ranks: int = 1, onboard_parts: int = 1, fake_disk=None, **settings
+    ) -> None:
         self.g1 = G1(blocks, ranks)
         self.ranks = [Rank(rank, self.g1, slots, onboard_parts) for rank in range(ranks)]
         self.departed: list[LoadResult] = []
         self.region = Region.map([rank.worker.info for rank in self.ranks])
+        self.disk: FakeDisk | None = FakeDisk(fake_disk) if isinstance(fake_disk, int) else fake_disk
+        if self.disk is not None:
+            self.disk.shards = self.region.shards
+        self.now_s = 0.0
         defaults = {"block_tokens": 16, "block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
         self.leader = Leader(
-            self.region, LeaderSettings(**(defaults | settings)), hold=self.g1.hold, release=self.g1.release
+            self.region,
+            LeaderSettings(**(defaults | settings)),
+            hold=self.g1.hold,
+            release=self.g1.release,
+            disk=self.disk,
+            clock=lambda: self.now_s,
         )
 
     def close(self) -> None:
@@ -163,6 +257,8 @@ class Rig:
     def step(self) -> list[LoadResult]:
         """A whole step in which every copy that is waiting runs."""
         self.order()
+        if self.disk is not None:
+            self.disk.run_all()
         for rank in self.ranks:
             rank.run_all()
         return self.settle()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rig import Rig, chain
 
+from kvbm.disk_side import DiskPolicy
 from kvbm.types import Tier
 
 LENGTH = 4
@@ -49,8 +50,10 @@ class LeaderMachine(RuleBasedStateMachine):
             return
         for request_id in list(self.live):
             self.drop(request_id)
-        for _ in range(8):
+        for _ in range(12):
             self.rig.order()
+            if self.rig.disk is not None:
+                self.rig.disk.run_all()
             for rank in self.rig.ranks:
                 rank.copier.heal()
                 rank.run_all()
@@ -105,6 +108,8 @@ class LeaderMachine(RuleBasedStateMachine):
     @rule()
     def whole_step(self):
         self.rig.order()
+        if self.rig.disk is not None:
+            self.rig.disk.run_all()
         for rank in self.rig.ranks:
             rank.run_all()
         self.settle()
@@ -197,7 +202,72 @@ class LeaderMachine(RuleBasedStateMachine):
             self.rig.leader.check()
 
 
-LeaderMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class DiskMachine(LeaderMachine):
+    """The same with a disk behind a host memory that is too small for everything."""
+
+    @initialize(
+        ranks=st.integers(1, 2),
+        host=st.integers(1, 6),
+        disk=st.integers(1, 9),
+        to_disk=st.sampled_from(["always", "frequency", "on_evict"]),
+        batch=st.integers(1, 3),
+        gives_up=st.booleans(),
+    )
+    def build(self, ranks, host, disk, to_disk, batch, gives_up):
+        self.options = {
+            "slots": host,
+            "blocks": 12,
+            "ranks": ranks,
+            "overdue_steps": 3,
+            "onboard_parts": 2,
+            "gives_up_blocks": gives_up,
+            "disk": DiskPolicy(to_disk=to_disk, batch_blocks=batch, timeout_s=10.0, frequency_decay_s=5.0),
+        }
+        self.rig = Rig(fake_disk=disk, **self.options)
+        self.live: dict[str, Live] = {}
+        self.names = iter(range(10**6))
+
+    @rule(kind=st.sampled_from(["read", "write"]), fault=st.sampled_from([None, None, "fail", "fail-all"]))
+    def disk_transfer(self, kind, fault):
+        self.rig.disk.run(kind, fault)
+
+    @rule(seconds=st.sampled_from([0.1, 4.0, 11.0]))
+    def time_passes(self, seconds):
+        self.rig.now_s += seconds
+
+    @rule(is_on=st.booleans())
+    def disk_turns(self, is_on):
+        self.rig.disk.is_on = is_on
+
+    @rule(tokens=st.sampled_from([64, 4096]), seconds=st.sampled_from([0.01, 1.0]))
+    def engine_has_computed(self, tokens, seconds):
+        self.rig.leader.note_step(tokens, seconds)
+
+    @rule()
+    def restart(self):
+        """The engine ends in the middle of whatever it does; only what the disk keeps is there for the next one."""
+        disk = self.rig.disk
+        disk.waiting.clear()
+        disk.poll()
+        disk.is_on = True
+        self.rig.close()
+        self.live.clear()
+        self.rig = Rig(fake_disk=disk, **self.options)
+
+    @invariant()
+    def what_the_leader_would_find_is_on_disk(self):
+        if hasattr(self, "rig"):
+            leader = self.rig.leader
+            under_way = {slot for _, _, _, slots, _ in self.rig.disk.waiting for slot in slots}
+            for name in "abc":
+                for sequence_hash in CHAINS[name]:
+                    slots = [s for s, (kept, _) in self.rig.disk.kept.items() if kept == sequence_hash]
+                    assert slots or under_way or not leader._disk.store.contains(sequence_hash)
+
+
+for machine in (LeaderMachine, DiskMachine):
+    machine.TestCase.settings = settings(
+        max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 test_any_order_of_events_keeps_every_byte_right = LeaderMachine.TestCase
+test_any_order_of_events_with_a_disk_keeps_every_byte_right = DiskMachine.TestCase

@@ -1,0 +1,388 @@
+"""What goes to disk, what comes back from it, and what happens when it fails: stories with a disk in memory."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from rig import FakeDisk, Rig, chain
+
+from kvbm.disk_side import DiskPolicy
+from kvbm.rates import GRACE, TRIAL_INTERVAL_S, Rates
+from kvbm.types import Tier
+
+
+def make(disk=16, *, slots=8, to_disk="always", **options):
+    policy = {"batch_blocks": 2, "timeout_s": 10.0, **options.pop("policy", {})}
+    return Rig(slots=slots, fake_disk=disk, disk=DiskPolicy(to_disk=to_disk, **policy), **options)
+
+
+@pytest.fixture
+def rig():
+    rig = make()
+    yield rig
+    rig.close()
+
+
+def settled(rig, steps=4):
+    """Some steps in which everything that waits runs."""
+    return [result for _ in range(steps) for result in rig.step()]
+
+
+def on_disk(rig):
+    return {sequence_hash for sequence_hash, _ in rig.disk.kept.values()}
+
+
+def restarted(rig, **options):
+    """Another engine with the disk of this one."""
+    disk = rig.disk
+    disk.waiting.clear()
+    rig.close()
+    return make(disk, **options)
+
+
+def asked_again(rig, hashes, request_id="again"):
+    """A request that finds all of it in G1."""
+    rig.leader.match(request_id, hashes, len(hashes))
+    rig.leader.finish(request_id, hashes)
+
+
+# -- what goes there ---------------------------------------------------------------------------------------------------
+
+
+def test_every_block_goes_to_disk_when_that_is_wanted(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    assert on_disk(rig) == set(hashes)
+    assert rig.leader.counters.disk_offload_blocks == 4
+    assert rig.leader.blocks()[Tier.DISK] == {"free": 12, "moving": 0, "pinned": 0, "evictable": 4}
+
+
+def test_a_block_goes_to_disk_at_its_first_hit_wherever_that_is():
+    rig = make(to_disk="frequency")
+    device, host = rig.fill("a", 2), rig.fill("b", 2)
+    settled(rig)
+    assert on_disk(rig) == set()
+    assert rig.leader.counters.disk_filter_rejected_blocks == 4
+    asked_again(rig, device)
+    rig.load("r", host)
+    settled(rig)
+    assert on_disk(rig) == {*device, *host}
+    assert rig.leader.counters.disk_filter_admitted_blocks == 4
+    rig.close()
+
+
+def test_a_count_that_has_decayed_does_not_bring_a_block_to_disk():
+    rig = make(to_disk="frequency", policy={"frequency_decay_s": 5.0})
+    hashes = rig.fill("a", 2)
+    rig.now_s = 6.0
+    settled(rig)
+    asked_again(rig, hashes)
+    settled(rig)
+    assert on_disk(rig) == set()
+    rig.close()
+
+
+def test_the_old_end_of_host_memory_is_written_before_it_is_evicted():
+    rig = make(to_disk="on_evict", slots=4)
+    first = rig.fill("a", 3)
+    settled(rig)
+    assert on_disk(rig) == set(first)
+    rig.fill("b", 3)
+    assert rig.leader.counters.disk_dropped_blocks == 0
+    assert rig.leader.match("r", first, 0) == 3
+    rig.close()
+
+
+def test_what_could_not_be_written_in_time_is_counted():
+    rig = make(to_disk="on_evict", slots=4)
+    rig.disk.is_on = False
+    rig.fill("a", 4)
+    rig.fill("b", 3)
+    assert rig.leader.counters.disk_dropped_blocks >= 3
+    rig.close()
+
+
+def test_a_block_that_failed_to_be_written_is_not_found():
+    rig = make(slots=4)
+    hashes = rig.fill("a", 2)
+    rig.order()
+    rig.disk.run("write", "fail")
+    rig.settle()
+    assert rig.leader.counters.disk_failed_blocks >= 1
+    assert len(on_disk(rig)) == rig.leader.blocks()[Tier.DISK]["evictable"] < len(hashes)
+    rig.close()
+
+
+def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
+    rig = make(3, to_disk="frequency")
+    old, new = rig.fill("a", 2), rig.fill("b", 2)
+    written = []
+    run = rig.disk.poll
+
+    def poll():
+        written.extend(name for kind, _, names, _, _ in rig.disk.waiting if kind == "write" for name in names)
+        rig.disk.run_all()
+        return run()
+
+    rig.disk.poll = poll
+    rig.leader._disk._clock = time.monotonic
+    rig.leader.close(5.0)
+    assert set(written[:2]) == set(new)
+    assert set(written) == {*old, *new}
+    assert rig.disk.is_closed
+    rig.close()
+
+
+# -- what comes back ---------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_an_engine_that_has_ended_come_back(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    assert [(result.request_id, result.failed_block_ids) for result in settled(rig)] == [("r", ())]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
+    rig.finish("r", hashes, blocks)
+    counters = rig.leader.counters
+    assert (counters.onboard_blocks, counters.onboard_disk_blocks, counters.disk_fetched_blocks) == (4, 4, 4)
+    assert (counters.hit_rate(Tier.HOST), counters.hit_rate(Tier.DISK)) == (0.0, 1.0)
+    assert rig.leader.match("next", hashes, 0) == 4
+    assert rig.leader.blocks()[Tier.HOST]["evictable"] == 4  # they stay in host memory
+    rig.close()
+
+
+def test_a_chain_may_lie_here_and_there(rig):
+    hashes = rig.fill("a", 5)
+    settled(rig)
+    rig = restarted(rig)
+    for index in (0, 3):
+        blocks = rig.compute(f"part-{index}", hashes[index : index + 1])
+        rig.step()
+        rig.finish(f"part-{index}", hashes[index : index + 1], blocks)
+    blocks = rig.load("r", hashes)
+    assert len(blocks) == 5
+    assert rig.leader.disk_tokens("r") == 3 * 16
+    assert [result.failed_block_ids for result in settled(rig)] == [()]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
+    rig.close()
+
+
+def test_a_load_larger_than_host_memory_passes_through_it(rig):
+    hashes = rig.fill("a", 8)
+    settled(rig)
+    rig = restarted(rig, slots=2)
+    blocks = rig.load("r", hashes)
+    assert len(blocks) == 8
+    assert [result.failed_block_ids for result in settled(rig, 12)] == [()]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
+    rig.close()
+
+
+def test_two_requests_for_one_prefix_read_it_once(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    rig.load("first", hashes)
+    assert rig.leader.match("second", hashes, 0) is None
+    settled(rig)
+    assert rig.leader.match("second", hashes, 0) == 4
+    assert rig.leader.counters.disk_fetched_blocks == 4
+    rig.close()
+
+
+def test_nothing_is_copied_to_the_engine_before_its_bytes_have_come(rig):
+    hashes = rig.fill("a", 2)
+    settled(rig)
+    rig = restarted(rig)
+    rig.load("r", hashes)
+    assert rig.order().onboards == ()
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == 2
+    rig.disk.run("read")
+    assert rig.settle() == []
+    assert [len(order.slots) for order in rig.order().onboards] == [2]
+    rig.close()
+
+
+@pytest.mark.parametrize("fault", ["fail", "fail-all"])
+def test_a_load_whose_read_fails_is_computed_and_the_block_forgotten(rig, fault):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.run("read")
+    rig.disk.run("read", fault)
+    results = rig.settle() + settled(rig)
+    assert [(result.request_id, len(result.failed_block_ids)) for result in results] == [("r", 4)]
+    assert rig.leader.match("r", hashes, 0) == 0, "a failed load is not tried again by the same request"
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references
+    assert rig.leader.match("next", hashes, 0) == (3 if fault == "fail" else 2)
+    assert rig.leader.counters.disk_failed_blocks == (1 if fault == "fail" else 2)
+    rig.close()
+
+
+def test_a_disk_that_is_off_is_not_asked(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    rig.disk.is_on = False
+    assert rig.leader.match("r", hashes, 0) == 0
+    rig.disk.is_on = True
+    assert rig.leader.match("r", hashes, 0) == 4
+    rig.close()
+
+
+def test_a_read_that_hangs_is_given_up_and_its_slots_stay_taken_until_it_ends(rig):
+    hashes = rig.fill("a", 2)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.withdraw = lambda ticket: False  # it has begun
+    rig.now_s = 11.0
+    rig.order()
+    assert [len(result.failed_block_ids) for result in rig.settle()] == [2]
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references, "nothing will write to these blocks"
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == 2
+    rig.disk.run("read")
+    rig.settle()
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
+    assert rig.leader.counters.disk_late_blocks == 2
+    rig.close()
+
+
+def test_a_request_that_ends_while_its_blocks_are_read_holds_them_until_nothing_writes_there(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.finish("r", hashes, blocks)
+    assert sum((+rig.g1.references).values()) == 4
+    settled(rig)
+    assert not +rig.g1.references
+    rig.close()
+
+
+# -- forgetting --------------------------------------------------------------------------------------------------------
+
+
+def test_a_reset_forgets_the_disk_and_what_is_on_its_way_there(rig):
+    hashes = rig.fill("a", 4)
+    rig.order()
+    rig.leader.reset()
+    assert rig.disk.cleared == 1
+    settled(rig)
+    assert rig.leader.match("r", hashes, 0) == 0
+    assert rig.leader.blocks()[Tier.DISK]["evictable"] == 0
+
+
+def test_a_reset_while_blocks_are_read_fails_the_load(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    rig.load("r", hashes)
+    rig.order()
+    rig.leader.reset()
+    assert [len(result.failed_block_ids) for result in settled(rig)] == [4]
+    assert rig.leader.match("next", hashes, 0) == 0
+    assert rig.leader.blocks()[Tier.HOST]["free"] == 8
+    rig.close()
+
+
+def test_a_lost_rank_forgets_host_memory_and_not_the_disk(rig):
+    hashes = rig.fill("a", 2)
+    settled(rig)
+    rig.region.has_lost_rank = lambda: True
+    rig.settle()
+    assert rig.leader.match("r", hashes, 0) == 0
+    assert rig.disk.cleared == 0
+    assert on_disk(rig) == set(hashes)
+
+
+# -- load or compute ---------------------------------------------------------------------------------------------------
+
+
+def known(*, tokens_per_s, blocks_per_s):
+    rig = make()
+    hashes = rig.fill("a", 6)
+    settled(rig)
+    rig = restarted(rig)
+    rig.leader.note_step(1000, 1000 / tokens_per_s)
+    rig.leader._disk.rates.note_read(100, 100 / blocks_per_s)
+    return rig, hashes
+
+
+def test_blocks_are_read_where_that_is_faster_than_computing_them():
+    rig, hashes = known(tokens_per_s=160, blocks_per_s=20)  # a block of 16 tokens: 0.1 s to compute, 0.05 s to read
+    assert rig.leader.match("r", hashes, 0) == 6
+    rig.close()
+
+
+def test_blocks_are_computed_where_that_is_faster_than_reading_them():
+    rig, hashes = known(tokens_per_s=160, blocks_per_s=5)
+    assert rig.leader.match("r", hashes, 0) == 0
+    assert rig.leader.counters.disk_declined_blocks == 6
+    rig.now_s += TRIAL_INTERVAL_S + 1
+    assert rig.leader.match("r2", hashes, 0) == 6, "a disk that may have become faster is tried"
+    assert rig.leader.match("r3", hashes, 0) == 0, "by one request"
+    rig.close()
+
+
+def test_a_policy_of_always_reads_whatever_it_takes():
+    rig = make(policy={"reads_always": True})
+    hashes = rig.fill("a", 6)
+    settled(rig)
+    rig = restarted(rig, policy={"reads_always": True})
+    rig.leader.note_step(1000, 0.001)
+    rig.leader._disk.rates.note_read(1, 100.0)
+    assert rig.leader.match("r", hashes, 0) == 6
+    rig.close()
+
+
+def test_a_load_is_given_up_as_soon_as_it_will_take_longer_than_computing():
+    rig, hashes = known(tokens_per_s=160, blocks_per_s=100)  # 0.6 s to compute all
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.now_s += 0.6 * GRACE * 0.9
+    rig.order()
+    assert rig.settle() == []
+    rig.now_s += 0.6 * GRACE * 0.2
+    rig.order()
+    assert [result.failed_block_ids for result in rig.settle()] == [tuple(blocks)]
+    rig.close()
+
+
+def test_of_a_mixed_chain_the_part_is_loaded_that_saves_most():
+    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates.note_step(1600, 10.0)  # 0.1 s a block
+    rates.note_read(10, 3.0)  # 0.3 s a block
+    assert rates.worthwhile([(False, 10), (True, 5)]) == 10
+    assert rates.worthwhile([(False, 10), (True, 5), (False, 100)]) == 115
+    assert rates.worthwhile([(True, 5), (False, 5)]) == 0
+
+
+def test_small_steps_say_nothing_of_how_fast_prompts_are_computed():
+    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates.note_step(1, 1.0)
+    assert rates.tokens_per_s == 0.0
+
+
+def test_recent_work_counts_most():
+    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    for _ in range(20):
+        rates.note_read(10, 1.0)
+    for _ in range(10):
+        rates.note_read(10, 50.0)
+    assert rates.blocks_per_s < 0.3
+
+
+def test_blocks_of_another_disk_are_refused_when_they_do_not_fit():
+    disk = FakeDisk(2)
+    disk.kept = {0: (chain("a", 1)[0], []), 1: (chain("a", 1)[0], [])}
+    with pytest.raises(Exception, match="restored"):
+        make(disk)
