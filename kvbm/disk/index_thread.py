@@ -42,10 +42,9 @@ class Clear:
         self.error: str | None = None
         self.last_generation: int | None = None
 
-    def drop(self, transfer: Transfer) -> None:
-        """A write that was submitted before."""
-        positions = (p for p, tenant in enumerate(transfer.tenants) if self.tenant in (None, tenant))
-        transfer.dropped.update(positions)
+    def positions(self, transfer: Transfer) -> set[int]:
+        """What it forgets of a write that was submitted before."""
+        return {p for p, tenant in enumerate(transfer.tenants) if self.tenant in (None, tenant)}
 
 
 class Forget:
@@ -54,9 +53,9 @@ class Forget:
     def __init__(self, slots: Sequence[int]) -> None:
         self.slots = slots
 
-    def drop(self, transfer: Transfer) -> None:
+    def positions(self, transfer: Transfer) -> set[int]:
         slots = set(self.slots)
-        transfer.dropped.update(p for p, slot in enumerate(transfer.disk_slots) if slot in slots)
+        return {p for p, slot in enumerate(transfer.disk_slots) if slot in slots}
 
 
 Command = Transfer | Forget | Clear
@@ -92,6 +91,7 @@ class IndexThread:
         self._in_flight: dict[int, Transfer] = {}
         self._slots_to_delete: set[int] = set()
         self._clears_to_repeat: list[Clear] = []
+        self._has_made_last_try = False
         self._next_look_s = 0.0
         self._next_probe_s = 0.0
 
@@ -160,7 +160,10 @@ class IndexThread:
         with self._changed:
             while not (self._commands or self._written):
                 if self._is_closing and not self._in_flight:
-                    return None
+                    if self._has_made_last_try or not (self._slots_to_delete or self._clears_to_repeat):
+                        return None
+                    self._has_made_last_try = True
+                    break
                 if not self._changed.wait(self._health.limits.probe_interval_s):
                     break
             commands, written = list(self._commands), self._written
@@ -172,7 +175,7 @@ class IndexThread:
     def _give_up(self, commands: Sequence[Command], written: Sequence[Transfer], why: str) -> None:
         for order in (*written, *commands):
             if isinstance(order, Clear):
-                order.error = order.error or why
+                self._owe(order, why)
                 order.done.set()
             elif isinstance(order, Forget):
                 self._slots_to_delete.update(order.slots)
@@ -238,7 +241,7 @@ class IndexThread:
                 begun.append(command)
                 continue
             for transfer in (*self._in_flight.values(), *written, *begun):
-                command.drop(transfer)
+                transfer.dropped |= command.positions(transfer)
             if isinstance(command, Forget):
                 forgotten.append(command)
             else:
@@ -266,7 +269,7 @@ class IndexThread:
                 )
 
     def _commit(self, rows: Sequence[Row], slots: set[int]) -> str | None:
-        """Returns what went wrong, and then nothing has changed. A damaged index is replaced by a new one before that."""
+        """Returns what went wrong, and then nothing has changed. A damaged index is first replaced by a new one."""
         for _ in range(2):
             index = self._instance.index
             if index is None or not (rows or slots):
@@ -310,7 +313,6 @@ class IndexThread:
         self._on_end(transfer)
 
     def _clear(self, clears: Sequence[Clear]) -> None:
-        self._clears_to_repeat = []
         for clear in clears:
             if clear.last_generation is None:
                 clear.last_generation = self._generation
@@ -319,10 +321,19 @@ class IndexThread:
                     self._instance.index.clear(clear.tenant, last_generation=clear.last_generation)
             except sqlite3.Error as error:
                 if not self._index_failed(error):
-                    clear.error = str(error)
-                    self._clears_to_repeat.append(clear)
-                    self._health.turn_off(f"a clear is not on the disk yet: {error}")
+                    self._owe(clear, str(error))
+                    clear.done.set()
+                    continue
+            if clear in self._clears_to_repeat:
+                self._clears_to_repeat.remove(clear)
             clear.done.set()
+
+    def _owe(self, clear: Clear, why: str) -> None:
+        """Until it is done nothing may be read or written."""
+        clear.error = why
+        self._health.turn_off(f"a clear is not on the disk yet: {why}")
+        if clear not in self._clears_to_repeat:
+            self._clears_to_repeat.append(clear)
 
     def _probe(self) -> bool:
         """Whether the arena takes a page and gives it back, and the index a commit."""

@@ -64,6 +64,7 @@ class DiskTier:
         self._health = Health(limits or Limits())
         self._wear = WearMeter(instance.path)
         self._checksums = array("Q", bytes(8 * self.slot_count))
+        self._writes: dict[int, Transfer] = {}  # that `poll` has not returned
         self._slots_being_written: set[int] = set()
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
         self._recovered: tuple[list[int], list[bytes]] = ([], [])
@@ -144,7 +145,8 @@ class DiskTier:
         if not self._slots_being_written.isdisjoint(disk_slots) or len(set(disk_slots)) != len(disk_slots):
             raise InvariantError(f"ticket {ticket} writes disk slots that are being written")
         self._slots_being_written.update(disk_slots)
-        self._begin(Transfer(ticket, hashes, disk_slots, host_slots, tenants=tenants))
+        transfer = self._writes[ticket] = Transfer(ticket, hashes, disk_slots, host_slots, tenants=tenants)
+        self._begin(transfer)
 
     def read(self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]) -> None:
         self._check(hashes, host_slots, disk_slots)
@@ -165,14 +167,10 @@ class DiskTier:
         Raises EnvironmentProblem if it is not: the tier is off then until it is, and tries again as long as it is open.
         """
         clear = Clear(tenant)
-        for transfer in tuple(self._finished):
-            if transfer.is_write:
-                clear.drop(transfer)
+        for transfer in self._writes.values():
+            transfer.cleared |= clear.positions(transfer)
         self._index_thread.order(clear)
         is_done = clear.done.wait(self._health.limits.clear_timeout_s)
-        for transfer in tuple(self._finished):  # those that ended before the order came
-            if transfer.is_write:
-                clear.drop(transfer)
         if not is_done or clear.error is not None:
             why = clear.error or f"not within {self._health.limits.clear_timeout_s:g} s"
             self._health.turn_off(f"a clear is not on the disk yet: {why}")
@@ -188,7 +186,7 @@ class DiskTier:
         transfer = self._index_thread.withdraw(ticket)
         if transfer is None:
             return False
-        self._slots_being_written.difference_update(transfer.disk_slots)
+        self._forget_write(transfer)
         return True
 
     def poll(self) -> list[DiskResult]:
@@ -199,13 +197,8 @@ class DiskTier:
         while self._finished:
             transfer = self._finished.popleft()
             if transfer.is_write:
-                self._slots_being_written.difference_update(transfer.disk_slots)
-            is_good = tuple(
-                good == 1 and position not in transfer.dropped for position, good in enumerate(transfer.is_good)
-            )
-            results.append(
-                DiskResult(transfer.ticket, "write" if transfer.is_write else "read", is_good, transfer.error)
-            )
+                self._forget_write(transfer)
+            results.append(_result_of(transfer))
         return results
 
     def close(self, timeout_s: float) -> None:
@@ -223,6 +216,10 @@ class DiskTier:
             return
         self._io.close()
         self._instance.close()
+
+    def _forget_write(self, transfer: Transfer) -> None:
+        del self._writes[transfer.ticket]
+        self._slots_being_written.difference_update(transfer.disk_slots)
 
     def _begin(self, transfer: Transfer) -> None:
         why_not = self._health.off_because
@@ -285,6 +282,11 @@ def _require_aligned(instance: Instance, shards: Sequence[NDArray[np.uint8]]) ->
                 f"{shard.shape[1]}",
                 hint="set `tiers.disk.o_direct: false`",
             )
+
+
+def _result_of(transfer: Transfer) -> DiskResult:
+    is_good = tuple(good == 1 and position not in transfer.cleared for position, good in enumerate(transfer.is_good))
+    return DiskResult(transfer.ticket, "write" if transfer.is_write else "read", is_good, transfer.error)
 
 
 def _open_io(settings: DiskSettings, instance: Instance, shards: Sequence[NDArray[np.uint8]]) -> BlockIO:

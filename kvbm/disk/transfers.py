@@ -33,6 +33,7 @@ class Transfer:
 
     __slots__ = (
         "checksums",
+        "cleared",
         "disk_slots",
         "dropped",
         "error",
@@ -65,7 +66,9 @@ class Transfer:
         self.checksums = array("Q", bytes(8 * len(hashes)))
         self.is_good = bytearray(len(hashes))
         self.error: str | None = None
-        self.dropped: set[int] = set()  # positions that were forgotten meanwhile; written by the index's thread
+        # Positions of blocks that were forgotten meanwhile: as the index's thread knows, and as the tier's owner does.
+        self.dropped: set[int] = set()
+        self.cleared: set[int] = set()
         self.has_ended = False  # for the index's thread
         self.pieces_left = 0
         self.pieces_running = 0
