@@ -29,6 +29,8 @@ app = typer.Typer(
 )
 profile_app = typer.Typer(help="List, show and check profiles.", rich_markup_mode=None)
 app.add_typer(profile_app, name="profile")
+cache_app = typer.Typer(help="List, verify and clear the caches of the disk tier.", rich_markup_mode=None)
+app.add_typer(cache_app, name="cache")
 
 ProfileOption = Annotated[
     str, typer.Option("--profile", "-p", metavar="NAME|PATH", help="A shipped profile by name, or a file.")
@@ -37,6 +39,14 @@ ProfileArgument = Annotated[str, typer.Argument(metavar="NAME|PATH", help="A shi
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the profile; may be repeated."),
+]
+CacheDirectoryOption = Annotated[
+    Path | None,
+    typer.Option("--dir", metavar="DIR", help="Directory of the caches; without it the profile's, or ~/.cache/kvbm."),
+]
+CacheProfileOption = Annotated[
+    str | None,
+    typer.Option("--profile", "-p", metavar="NAME|PATH", help="The profile whose `tiers.disk.directory` is meant."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
@@ -63,6 +73,11 @@ def _options(
 
 @profile_app.callback(invoke_without_command=True)
 def _profile(context: typer.Context) -> None:
+    _help_without_command(context)
+
+
+@cache_app.callback(invoke_without_command=True)
+def _cache(context: typer.Context) -> None:
     _help_without_command(context)
 
 
@@ -171,6 +186,57 @@ def profile_check(profile: ProfileArgument, set_: SetOption = None) -> None:
     from kvbm_cli.profiles import check_profile
 
     check_profile(profile, set_ or [])
+
+
+@cache_app.command("ls")
+def cache_ls(dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False) -> None:
+    """List caches: blocks, bytes, age, last use, and who uses them."""
+    from kvbm_cli.cache import list_caches
+
+    list_caches(dir_, profile, as_json=json)
+
+
+@cache_app.command("verify")
+def cache_verify(
+    dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False
+) -> int:
+    """Read every block and drop those that are damaged; ends with 1 if there are any."""
+    from kvbm_cli.cache import verify_caches
+
+    return verify_caches(dir_, profile, as_json=json)
+
+
+@cache_app.command("clear")
+def cache_clear(
+    dir_: CacheDirectoryOption = None,
+    profile: CacheProfileOption = None,
+    salt: Annotated[
+        str | None,
+        typer.Option(
+            "--salt", metavar="SALT", help="Only the blocks of requests with this cache salt, from every cache."
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
+) -> int:
+    """Remove all caches of a directory, or one tenant's blocks; not while an engine uses them."""
+    from kvbm_cli.cache import clear_caches
+
+    return clear_caches(dir_, profile, salt=salt, is_sure=yes)
+
+
+@cache_app.command("export-stats")
+def cache_export_stats(
+    dir_: CacheDirectoryOption = None,
+    profile: CacheProfileOption = None,
+    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="json or csv.")] = "json",
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Where it goes; without it to stdout.")
+    ] = None,
+) -> None:
+    """Write everything that is known of each cache, for other programs."""
+    from kvbm_cli.cache import export_stats
+
+    export_stats(dir_, profile, form=format_, output=output)
 
 
 def main() -> None:

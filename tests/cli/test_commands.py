@@ -14,7 +14,10 @@ from terminal import PROGRAM, assert_snapshot, environment, kvbm
 
 from kvbm_cli.show_error import show_error
 
-HELPS = ["", "serve", "bench", "size", "doctor", "profile", "profile list", "profile show", "profile check"]
+HELPS = [
+    *("", "serve", "bench", "size", "doctor", "profile", "profile list", "profile show", "profile check"),
+    *("cache", "cache ls", "cache verify", "cache clear", "cache export-stats"),
+]
 OUTPUTS = {
     "version": "--version",
     "size": "size --profile ./mine.yaml",
