@@ -7,8 +7,9 @@ It owns the metadata of G3 and moves no bytes: a `DiskTier` does, in threads. Th
     step                        begin the writes that are due
     settle                      what has ended: written blocks become findable, read ones are registered in G2
 
-A block on its way to disk is pinned in G2, one on its way back is pinned in G3 and has a G2 slot of its own that nobody
-finds before its bytes are proven. A G2 slot whose read overruns stays taken until the read has ended.
+A block on its way to disk is pinned in G2, and is not registered in G3 unless the control words of its slot were still
+right when all of it had been written: a rank may have ended meanwhile. One on its way back is pinned in G3 and has a G2
+slot of its own that nobody finds before its bytes are proven. A G2 slot whose read overruns stays taken until it ends.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.core.admission import FrequencyFilter
@@ -60,6 +62,8 @@ class Disk(Protocol):
         host_slots: Sequence[int],
         disk_slots: Sequence[int],
         tenants: Sequence[bytes],
+        *,
+        is_intact: Callable[[], bool],
     ) -> None: ...
     def read(
         self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]
@@ -173,6 +177,7 @@ class DiskSide:
         self._queue = _Queue(host.capacity_blocks)
         self._cleaned = 0  # how much had come and gone when the old end of host memory was last looked at
         self._departing: set[bytes] = set()
+        self._tenants: dict[int, bytes] = {}  # of the G2 slots whose blocks belong to one
         self._writes: dict[int, _Write] = {}
         self._fetches: dict[int, Fetch] = {}
         self._tickets = itertools.count(1)
@@ -180,8 +185,9 @@ class DiskSide:
 
     # -- what happens in host memory -----------------------------------------------------------------------------------
 
-    def registered(self, hashes: Sequence[bytes]) -> None:
-        """These blocks have come to host memory from device memory."""
+    def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
+        """These blocks of a tenant have come to these slots of host memory from device memory."""
+        self._note_tenant(slots, tenant)
         if self._policy.to_disk == "always":
             self._enqueue(hashes)
         elif self._policy.to_disk == "frequency":
@@ -236,8 +242,9 @@ class DiskSide:
         """Keep these blocks on disk until they have been fetched; None if one has gone."""
         return self.store.pin(hashes) if self._disk.is_on else None
 
-    def fetch(self, hashes: Sequence[bytes]) -> Fetch | None:
-        """Begin to read blocks that are held into host memory; None while there is no room. `settle` tells the end."""
+    def fetch(self, hashes: Sequence[bytes], tenant: bytes) -> Fetch | None:
+        """Begin to read blocks that are held, and are a tenant's, into host memory; None while there is no room.
+        `settle` tells the end."""
         counts = self._host.counts()
         self.evicting(len(hashes) - counts.free)
         target = self._host.allocate(len(hashes))
@@ -247,6 +254,7 @@ class DiskSide:
         source = self.store.pin(hashes)
         assert source is not None, "blocks to be fetched are held"
         ticket = next(self._tickets)
+        self._note_tenant(target.slots, tenant)
         fetch = Fetch(source, target, self._next_generation())
         self._region.write_slots(target.slots, fetch.generation, SlotState.EMPTY)
         self._fetches[ticket] = fetch
@@ -342,6 +350,13 @@ class DiskSide:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _note_tenant(self, slots: Sequence[int], tenant: bytes) -> None:
+        if tenant:
+            self._tenants.update(dict.fromkeys(slots, tenant))
+        elif self._tenants:
+            for slot in slots:
+                self._tenants.pop(slot, None)
+
     def _admit(self, hashes: Sequence[bytes]) -> None:
         self._counters.disk_filter_admitted_blocks += len(hashes)
         self._enqueue(hashes)
@@ -383,7 +398,13 @@ class DiskSide:
             ticket = next(self._tickets)
             self._writes[ticket] = _Write(source, target)
             self._departing.update(source.hashes)
-            self._disk.write(ticket, source.hashes, source.slots, target.slots, [b""] * len(source.slots))
+            is_intact = partial(
+                self._region.slots_carry,
+                tuple(source.slots),
+                tuple(self._slot_generations[slot] for slot in source.slots),
+            )
+            tenants = [self._tenants.get(slot, b"") for slot in source.slots]
+            self._disk.write(ticket, source.hashes, source.slots, target.slots, tenants, is_intact=is_intact)
 
     def _end_write(self, write: _Write, is_good: Sequence[bool]) -> None:
         hashes = write.source.hashes

@@ -133,6 +133,7 @@ class _OffloadInFlight:
     order: Offload
     target: MutableBlocks
     hashes: list[bytes]
+    tenant: bytes
     born_step: int
     is_void: bool = False
 
@@ -149,7 +150,8 @@ class Leader:
     """Decides what moves; see the module's text for who calls what. Not thread-safe: one thread owns it.
 
     `hold(block_ids)` and `release(block_ids)` count references in the engine's block pool: a held G1 block is not
-    given to anybody else, whatever happens to its request.
+    given to anybody else, whatever happens to its request. `disk` moves blocks of G3, if there is one; `tenant_of` says
+    whose the blocks of a request are.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class Leader:
         release: Callable[[Sequence[int]], None],
         hash_bytes: int = 16,
         disk: Disk | None = None,
+        tenant_of: Callable[[str], bytes] = lambda request_id: b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert settings.overdue_steps > 1, "a transfer is one step old when its order goes out"
@@ -169,6 +172,7 @@ class Leader:
         self._groups = settings.groups or (Group(settings.block_tokens),)
         self._hold = hold
         self._release = release
+        self._tenant_of = tenant_of
         self._store = BlockStore(region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes)
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
         self._requests: dict[str, _Request] = {}
@@ -252,7 +256,9 @@ class Leader:
         wanted = hashes[start : start + len(block_ids)]
         worth = len(block_ids) * self._settings.block_tokens if tokens is None else tokens
         asking = _Asking(request_id, request)
-        load = self._loads.begin(asking, wanted, block_ids, worth) if self._loads.can_begin() else None
+        load = None
+        if self._loads.can_begin():
+            load = self._loads.begin(asking, wanted, block_ids, worth, tenant=self._tenant(request_id))
         if load is None:
             self._fail_load(asking, tuple(block_ids))
             return
@@ -309,7 +315,7 @@ class Leader:
         if self._evictions_after(len(absent)) > request.fresh_until[group]:
             self._make_recent(request, group, hashes[:end])  # so that no block is evicted for its own tail
         can_wait = self._groups[group].looks_back_over_all
-        ordered = self._order_offloads(fresh, sources, absent if can_wait else absent[::-1])
+        ordered = self._order_offloads(request_id, fresh, sources, absent if can_wait else absent[::-1])
         if can_wait and ordered < len(absent):
             request.left_out[group] = len(absent) - ordered
             request.considered[group] = considered + absent[ordered]
@@ -497,7 +503,10 @@ class Leader:
         age = self._step - born_step
         return age > 0 and age % self._settings.overdue_steps == 0
 
-    def _order_offloads(self, fresh: list[bytes], block_ids: Sequence[int], absent: list[int]) -> int:
+    def _tenant(self, request_id: str) -> bytes:
+        return b"" if self._disk is None else self._tenant_of(request_id)
+
+    def _order_offloads(self, request_id: str, fresh: list[bytes], block_ids: Sequence[int], absent: list[int]) -> int:
         """Order copies of as many of `absent` as there is room for, in batches, from the front; return how many."""
         counts = self._store.counts()
         room = min(self._settings.max_in_flight_blocks - self._in_flight_blocks, counts.free + counts.inactive)
@@ -505,17 +514,18 @@ class Leader:
         if self._disk is not None:
             self._disk.evicting(len(wanted) - counts.free)
         self.counters.evicted_blocks += max(0, len(wanted) - counts.free)
+        tenant = self._tenant(request_id)
         for first in range(0, len(wanted), self._settings.batch_blocks):
             batch = wanted[first : first + self._settings.batch_blocks]
-            self._order_offload([fresh[index] for index in batch], tuple(block_ids[index] for index in batch))
+            self._order_offload([fresh[index] for index in batch], tuple(block_ids[index] for index in batch), tenant)
         return len(wanted)
 
-    def _order_offload(self, hashes: list[bytes], block_ids: tuple[int, ...]) -> None:
+    def _order_offload(self, hashes: list[bytes], block_ids: tuple[int, ...], tenant: bytes) -> None:
         target = self._store.allocate(len(hashes))
         assert target is not None, (len(hashes), self._store.counts())
         order = Offload(generation=self._next_generation(), block_ids=block_ids, slots=tuple(target.slots))
         self._hold(block_ids)
-        self._offloads[order.generation] = _OffloadInFlight(order, target, hashes, self._step)
+        self._offloads[order.generation] = _OffloadInFlight(order, target, hashes, tenant, self._step)
         self._departing.update(dict.fromkeys(hashes, order.generation))
         self._in_flight_blocks += len(block_ids)
         self._orders.append(order)
@@ -545,14 +555,15 @@ class Leader:
         proven, failed = flight.target.split(is_ready)
         failed.release()
         self.counters.offload_failed_blocks += is_ready.count(False)
-        self._register(proven, [h for h, ready in zip(flight.hashes, is_ready, strict=True) if ready], flight.order)
+        self._register(proven, [h for h, ready in zip(flight.hashes, is_ready, strict=True) if ready], flight)
 
-    def _register(self, proven: MutableBlocks, hashes: list[bytes], order: Offload) -> None:
-        for slot in proven.slots:
-            self._slot_generations[slot] = order.generation
+    def _register(self, proven: MutableBlocks, hashes: list[bytes], flight: _OffloadInFlight) -> None:
+        slots = tuple(proven.slots)
+        for slot in slots:
+            self._slot_generations[slot] = flight.order.generation
         proven.stage(hashes).register().release()
         if self._disk is not None:
-            self._disk.registered(hashes)
+            self._disk.registered(hashes, slots, flight.tenant)
         self.counters.offload_blocks += len(hashes)
         self.counters.offload_bytes += len(hashes) * self._settings.block_bytes
 

@@ -54,6 +54,7 @@ class Load(Generic[Owner]):
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     tokens: int
+    tenant: bytes
     born_s: float
     waiting: deque[_Part] = field(default_factory=deque)
     kept: PinnedBlocks | None = None
@@ -125,8 +126,10 @@ class Loads(Generic[Owner]):
         """The number of the load that brings this block, if one does."""
         return self._arriving.get(sequence_hash)
 
-    def begin(self, owner: Owner, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int) -> Load[Owner] | None:
-        """Bring `hashes[i]` into G1 block `block_ids[i]`. None if one of them has gone since the match."""
+    def begin(
+        self, owner: Owner, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int, *, tenant: bytes = b""
+    ) -> Load[Owner] | None:
+        """Bring `hashes[i]` of a tenant into G1 block `block_ids[i]`. None if one of them has gone since the match."""
         on_disk = set(self._store.missing(hashes))
         in_host = _Part(*_parted(hashes, block_ids, [i for i in range(len(hashes)) if i not in on_disk]))
         source = self._store.pin(in_host.hashes)
@@ -139,7 +142,7 @@ class Loads(Generic[Owner]):
                 source.release()
                 return None
         number = self._next_generation()
-        load = Load(number, owner, tuple(hashes), tuple(block_ids), tokens, self._clock(), kept=kept)
+        load = Load(number, owner, tuple(hashes), tuple(block_ids), tokens, tenant, self._clock(), kept=kept)
         self._hold(load.block_ids)
         self._arriving.update(dict.fromkeys(load.hashes, number))
         if in_host.hashes:
@@ -245,7 +248,7 @@ class Loads(Generic[Owner]):
                 if len(self._fetches) >= FETCHES_AT_A_TIME or len(self._lanes) <= len(self._fetches):
                     return
                 assert self._disk is not None
-                fetch = self._disk.fetch(load.waiting[0].hashes)
+                fetch = self._disk.fetch(load.waiting[0].hashes, load.tenant)
                 if fetch is None:
                     return
                 self._fetches[fetch] = (load, load.waiting.popleft())

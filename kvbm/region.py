@@ -129,10 +129,9 @@ class Segment:
 
     def slots_carry(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
         """Whether every slot is READY with exactly its generation."""
-        wanted = np.array(generations, np.uint64) << np.uint64(STATE_BITS) | np.uint64(SlotState.READY)
         found = self._slot_words[_indexes(slots, self.info.slot_count)]
         _order_memory()
-        return bool(np.array_equal(found, wanted))
+        return bool(np.array_equal(found, _ready_words(generations)))
 
     def lane_carries(self, lane: int, generation: int) -> bool:
         """Whether this rank has reported transfer `generation` as READY in this lane."""
@@ -173,6 +172,14 @@ class Region:
         _order_memory()
         for words in self._slot_words:
             words[indexes] = word
+
+    def slots_carry(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
+        """Whether every slot is READY with exactly its generation on every rank. Any thread may ask. Memory that a rank
+        has given back reads as zeros, its words too."""
+        wanted, indexes = _ready_words(generations), _indexes(slots, self.slot_count)
+        found = [words[indexes] for words in self._slot_words]
+        _order_memory()
+        return bool(found) and all(bool(np.array_equal(words, wanted)) for words in found)
 
     def slot_results(self, slots: Sequence[int], generation: int) -> list[SlotState]:
         """What transfer `generation` did to each slot.
@@ -263,6 +270,10 @@ def _word(generation: int, state: SlotState) -> np.uint64:
     if not 0 <= generation < 1 << (64 - STATE_BITS):
         raise InvariantError(f"generation {generation} does not fit a control word")
     return np.uint64(generation << STATE_BITS | state)
+
+
+def _ready_words(generations: Sequence[int]) -> NDArray[np.uint64]:
+    return np.array(generations, np.uint64) << np.uint64(STATE_BITS) | np.uint64(SlotState.READY)
 
 
 def _indexes(numbers: Sequence[int], count: int) -> NDArray[np.int64]:

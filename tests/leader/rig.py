@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -107,6 +107,8 @@ class FakeDisk:
         self.kept: dict[int, tuple[bytes, list[np.ndarray]]] = {}
         self.waiting: list[tuple[str, int, tuple[bytes, ...], list[int], list[int]]] = []
         self.cleared = 0
+        self.intact: dict[int, Callable[[], bool]] = {}
+        self.tenants: dict[int, bytes] = {}
         self.shards: list[np.ndarray] = []
         self.is_closed = False
         self._ended: list[DiskResult] = []
@@ -114,10 +116,12 @@ class FakeDisk:
     def recovered(self):
         return list(self.kept), [sequence_hash for sequence_hash, _ in self.kept.values()]
 
-    def write(self, ticket, hashes, host_slots, disk_slots, tenants):
+    def write(self, ticket, hashes, host_slots, disk_slots, tenants, *, is_intact):
         assert len(hashes) == len(host_slots) == len(disk_slots) == len(tenants)
         for slot in disk_slots:
             self.kept.pop(slot, None)
+        self.intact[ticket] = is_intact
+        self.tenants.update(zip(disk_slots, tenants, strict=True))
         self.waiting.append(("write", ticket, tuple(hashes), list(disk_slots), list(host_slots)))
 
     def read(self, ticket, hashes, disk_slots, host_slots):
@@ -154,6 +158,8 @@ class FakeDisk:
             return False
         self.waiting.remove(chosen)
         _, ticket, hashes, disk_slots, host_slots = chosen
+        if kind == "write" and not self.intact.pop(ticket)():
+            fault = "fail-all"
         good = [fault is None or (fault == "fail" and index + 1 < len(hashes)) for index in range(len(hashes))]
         for sequence_hash, disk_slot, host_slot, is_good in zip(hashes, disk_slots, host_slots, good, strict=True):
             if kind == "write" and is_good:
@@ -225,6 +231,7 @@ class Rig:
             hold=self.g1.hold,
             release=self.g1.release,
             disk=self.disk,
+            tenant_of=lambda request_id: request_id.partition("@")[2].encode(),
             clock=lambda: self.now_s,
         )
 

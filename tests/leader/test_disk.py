@@ -134,6 +134,27 @@ def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
     rig.close()
 
 
+def test_memory_that_a_rank_has_given_back_is_not_written_as_blocks(rig):
+    rig.fill("a", 4)
+    rig.order()
+    rig.ranks[0].segment.close()  # its memory reads as zeros now
+    rig.disk.run("write")
+    rig.settle()
+    assert on_disk(rig) == set()
+    assert rig.leader.blocks()[Tier.DISK]["evictable"] == 0
+
+
+def test_blocks_on_disk_know_whose_they_are(rig):
+    hashes = chain("a", 2)
+    blocks = rig.compute("r@tenant", hashes)
+    rig.step()
+    rig.finish("r@tenant", hashes, blocks)
+    rig.fill("b", 1)
+    settled(rig)
+    whose = {rig.disk.kept[slot][0]: tenant for slot, tenant in rig.disk.tenants.items() if slot in rig.disk.kept}
+    assert whose == {**dict.fromkeys(hashes, b"tenant"), chain("b", 1)[0]: b""}
+
+
 # -- what comes back ---------------------------------------------------------------------------------------------------
 
 
