@@ -1,9 +1,10 @@
 """IndexThread: the one thread that uses the index, and so decides when a block is on the disk.
 
 A write goes through it twice. First the rows of its slots are deleted, and only after that commit do the slots' bytes
-change; when the bytes are written, one flush of the arena covers all writes that have come so far, and one commit names
-their blocks. Forgetting goes the same way, in the order of submission. What cannot be deleted now is kept and deleted
-with the next commit that works; a write whose rows cannot be deleted fails before it changes a byte.
+change. When the bytes are written, and the host slots still hold what they held, one flush of the arena covers all
+writes that have come so far, and one commit names their blocks. Forgetting goes the same way, in the order of
+submission. What cannot be deleted now is kept and deleted with the next commit that works; a write whose rows cannot be
+deleted fails before it changes a byte.
 """
 
 from __future__ import annotations
@@ -184,6 +185,9 @@ class IndexThread:
 
     def _advance(self, commands: Sequence[Command], written: Sequence[Transfer]) -> None:
         self._look(has_clears=any(isinstance(command, Clear) for command in commands))
+        for transfer in written:
+            if transfer.is_intact is not None and not transfer.is_intact():
+                transfer.fail("the host slots have lost what they held")
         self._flush(written)
         begun, forgotten, clears = self._sort(commands, written)
         slots = self._slots_to_delete.union(*(transfer.disk_slots for transfer in begun), *(f.slots for f in forgotten))

@@ -12,7 +12,7 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,15 +137,22 @@ class DiskTier:
         host_slots: Sequence[int],
         disk_slots: Sequence[int],
         tenants: Sequence[bytes],
+        is_intact: Callable[[], bool] | None = None,
     ) -> None:
-        """The disk slots are this ticket's until `poll` returns it; what they held is forgotten first."""
+        """The disk slots are this ticket's until `poll` returns it; what they held is forgotten first.
+
+        `is_intact` is asked by a thread of the disk when the payload has been read for the last time: False means that
+        the host slots no longer hold what they held, and no block of the ticket is good.
+        """
         self._check(hashes, host_slots, disk_slots)
         if len(tenants) != len(hashes):
             raise InvariantError(f"{len(hashes)} blocks of {len(tenants)} tenants")
         if not self._slots_being_written.isdisjoint(disk_slots) or len(set(disk_slots)) != len(disk_slots):
             raise InvariantError(f"ticket {ticket} writes disk slots that are being written")
         self._slots_being_written.update(disk_slots)
-        transfer = self._writes[ticket] = Transfer(ticket, hashes, disk_slots, host_slots, tenants=tenants)
+        transfer = self._writes[ticket] = Transfer(
+            ticket, hashes, disk_slots, host_slots, tenants=tenants, is_intact=is_intact
+        )
         self._begin(transfer)
 
     def read(self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]) -> None:

@@ -41,6 +41,7 @@ class Transfer:
         "hashes",
         "host_slots",
         "is_good",
+        "is_intact",
         "is_write",
         "pieces_left",
         "pieces_running",
@@ -56,6 +57,7 @@ class Transfer:
         host_slots: Sequence[int],
         *,
         tenants: Sequence[bytes] | None = None,
+        is_intact: Callable[[], bool] | None = None,
     ) -> None:
         self.ticket = ticket
         self.hashes = hashes
@@ -63,6 +65,7 @@ class Transfer:
         self.host_slots = host_slots
         self.is_write = tenants is not None
         self.tenants = tenants or ()
+        self.is_intact = is_intact
         self.checksums = array("Q", bytes(8 * len(hashes)))
         self.is_good = bytearray(len(hashes))
         self.error: str | None = None

@@ -444,3 +444,28 @@ def test_hash_of_another_block_does_not_fit(rig):
     ticket = rig.last_ticket = rig.last_ticket + 1
     rig.tier.read(ticket, [make_hash(2)], [1], [0])
     assert rig.wait(ticket).is_good == (False,)
+
+
+def test_host_slots_that_have_lost_their_bytes_leave_no_row(tmp_path, faults):
+    """As when a rank ends and its memory reads as zeros: asked after the payload was read, before the rows."""
+    order = []
+    with assembled(tmp_path, change=faults.put_into) as rig:
+        real_write, real_change = faults.io.write._call, faults.index.change._call
+        faults.io.write._call = lambda runs: (order.append("payload"), real_write(runs))
+        faults.index.change._call = lambda rows, slots: (order.append(len(rows)), real_change(rows, slots))
+        for is_intact in (False, True):
+            rig.fill(0, make_hash(1))
+            rig.last_ticket += 1
+            rig.tier.write(
+                rig.last_ticket,
+                [make_hash(1)],
+                [0],
+                [4],
+                [b""],
+                is_intact=lambda answer=is_intact: (order.append("asked"), answer)[1],
+            )
+            assert rig.wait(rig.last_ticket).is_good == (is_intact,)
+            rig.wait_until(lambda: rig.tier._index_thread.busy_since() is None)
+    assert [step for step in order if step != 0] == ["payload", "asked", "payload", "asked", 1]
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {1: 4}
