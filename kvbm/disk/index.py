@@ -110,7 +110,16 @@ class BlockIndex:
         return cls(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None))
 
     def load(self) -> Recovered:
-        """Everything. Raises sqlite3.Error, also where SQLite finds a type that cannot be."""
+        """Everything, as of one moment. Raises sqlite3.Error, also where SQLite finds a type that cannot be."""
+        self._connection.execute("BEGIN")
+        try:
+            return self._load()
+        finally:
+            if self._connection.in_transaction:
+                with suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+
+    def _load(self) -> Recovered:
         count = self.block_count()
         numbers = np.empty((count, 4), np.int64)
         hashes: list[bytes] = []

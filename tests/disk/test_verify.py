@@ -1,0 +1,39 @@
+"""Reading a cache that somebody else is writing to."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from kvbm.disk.index import BlockIndex, Row
+
+
+def row(slot: int) -> Row:
+    return Row(slot, slot.to_bytes(16, "little"), slot, 4096, slot, b"", 0.0)
+
+
+def test_index_is_loaded_as_of_one_moment_while_rows_come_and_go(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    writer = BlockIndex.open(path)
+    writer.change([row(slot) for slot in range(5000)], ())
+    is_over = threading.Event()
+
+    def write() -> None:
+        slot = 5000
+        while not is_over.is_set():
+            writer.change([row(slot)], [slot - 2] if slot % 2 else ())
+            slot += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        reader = BlockIndex.open_to_read(path)
+        for _ in range(40):
+            found = reader.load()
+            assert len(found.hashes) == len(found.slots) >= 5000
+            assert found.slots.tolist() == [int.from_bytes(name, "little") for name in found.hashes]
+        reader.close()
+    finally:
+        is_over.set()
+        thread.join()
+        writer.close()
