@@ -49,6 +49,7 @@ BUFFERED_BYTES_PER_S = 256 << 20  # what the page cache takes in a moment, a slo
 FLUSHES = 9
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+UNKNOWN_SPACE_BYTES = 16 << 20  # where a filesystem does not say how large it is, such as ramfs
 CACHED_SHARE = 0.5
 UNSUPPORTED = frozenset({errno.errorcode[errno.EOPNOTSUPP], errno.errorcode[errno.ENOSYS]})
 
@@ -127,13 +128,14 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that was found. What could not be tried is None, and `reason` says why."""
+    """All that was found. What could not be tried is None, and `reason` says why. Some filesystems have no
+    `total_bytes`, 0 then."""
 
     mount: Mount
     total_bytes: int
     free_bytes: int
     file_limit_bytes: int | None
-    write: Outcome
+    write: Outcome | None
     has_unnamed_files: bool
     quotas: tuple[Quota, ...] = ()
     fallocate: Outcome | None = None
@@ -218,7 +220,7 @@ class _Probe:
         except OSError as error:
             return self._base(Outcome(False, name_of(error)), has_unnamed_files=False)
 
-    def _base(self, write: Outcome, *, has_unnamed_files: bool) -> Report:
+    def _base(self, write: Outcome | None, *, has_unnamed_files: bool) -> Report:
         return Report(
             self._mount,
             self._total_bytes,
@@ -234,7 +236,7 @@ class _Probe:
     def _abilities(self, file: ProbeFile) -> Report:
         room = self._room()
         if room < AREA_BYTES:
-            found = self._base(Outcome(True), has_unnamed_files=file.is_unnamed)
+            found = self._base(None, has_unnamed_files=file.is_unnamed)
             return _with(found, reason=f"the trial takes {AREA_BYTES >> 10} KiB, and {room >> 10} KiB may be taken")
         fallocate = attempt(lambda: allocate(file.fd, AREA_BYTES))
         write = _write_and_compare(file.fd)
@@ -257,7 +259,8 @@ class _Probe:
         """Bytes that the trial may take."""
         limits = [quota.left_bytes // SHARE_OF_FREE for quota in self._quotas]
         limits += [self._limit] if self._limit is not None else []
-        return min(self._free_bytes // SHARE_OF_FREE, *limits, MAX_FILE_BYTES)
+        free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES
+        return min(free, *limits, MAX_FILE_BYTES)
 
     def _speed(
         self, file: ProbeFile, found: Report, block_bytes: int, seconds: float

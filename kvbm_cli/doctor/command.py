@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kvbm.errors import ProfileError, UsageError
-from kvbm_cli.console import print_data, print_json
+from kvbm_cli.console import print_data, print_json, print_note
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
 from kvbm_cli.doctor.machine import Machine
 from kvbm_cli.doctor.result import Check, State, failure, skipped
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 QUICK_S = 20.0
 QUICK_WORK_S = 16.0  # the rest is for clearing away
+FAILED = 1
 DIRECTORY_KEY = "tiers.disk.directory"
 
 Returned = TypeVar("Returned")
@@ -62,8 +63,11 @@ def doctor(
             examination.group("tiers", _each(unsized or tiers.checks(subject)))
             examination.group("ports", ports.checks(subject))
             examination.group("engine", engine.checks(subject))
-            examination.group("self test", self_test.checks(subject))
-    return _end(examination.groups, subject, settings, as_json=as_json)
+            examination.group("self test", self_test.checks(subject, settings))
+    exit_code = _end(examination.groups, subject, settings, as_json=as_json)
+    if write is not None:
+        exit_code = max(exit_code, _write(resolved, settings, write))
+    return exit_code
 
 
 def _require_options(profile: str | None, overrides: Sequence[str], write: Path | None) -> None:
@@ -192,7 +196,19 @@ class _Examination:
             show_check(check)
 
 
-def _keys(settings: Settings) -> dict[str, object]:
+def _write(resolved: ResolvedProfile | None, settings: Settings | None, target: Path) -> int:
+    from kvbm_cli.doctor.write_profile import write_profile
+
+    assert resolved is not None
+    if settings is None:
+        print_note(f"{target} is not written: nothing is known of the directory")
+        return FAILED
+    write_profile(resolved, _keys(settings), target)
+    print_note(f"written: {target}")
+    return 0
+
+
+def _keys(settings: Settings) -> dict[str, str | bool]:
     return {f"tiers.disk.{name}": value for name, value in asdict(settings).items()}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvbm.config.sizes import format_size
 from kvbm.disk.probe import IN_MEMORY, PAGE_BYTES, Direct, Report, Settings, Speed
 from kvbm_cli.doctor.machine import NoAnswer
-from kvbm_cli.doctor.result import Check, State, failure, ok, skipped, warning
+from kvbm_cli.doctor.result import Check, State, failure, ok, rate, skipped, warning
 from kvbm_cli.doctor.subject import Subject
 from kvbm_cli.doctor.workplace import PREFIX, workplace
 
@@ -42,7 +42,8 @@ def checks(subject: Subject) -> Found:
         yield failure("directory", f"cannot be written: {reason}", _way_out(directory))
         return None
     except NoAnswer as error:
-        yield failure("directory", str(error), ANOTHER)
+        remedy = f"`kvbm doctor` without --quick waits longer; {ANOTHER}" if subject.is_quick else ANOTHER
+        yield failure("directory", str(error), remedy)
         return None
     yield from _about(subject, directory, report)
     return report.settings
@@ -71,7 +72,9 @@ def _slot_bytes(subject: Subject) -> int:
 
 
 def _about(subject: Subject, directory: Path, report: Report) -> Iterator[Check]:
-    if not report.write.works:
+    if report.write is None:
+        yield ok("directory", "files can be created")
+    elif not report.write.works:
         reason = report.write.reason
         yield failure("directory", f"a file cannot be written and read back: {reason}", ANOTHER)
     else:
@@ -82,7 +85,7 @@ def _about(subject: Subject, directory: Path, report: Report) -> Iterator[Check]
         yield skipped("abilities", f"not tried: {report.reason or 'nothing can be written'}")
         return
     yield from _abilities(subject, report, report.settings)
-    yield from _queues(subject, report)
+    yield from queue_checks(subject, report)
     if report.speed is None:
         yield skipped("speed", f"not measured: {report.reason}")
     else:
@@ -112,11 +115,12 @@ def _space(subject: Subject, directory: Path, report: Report) -> Iterator[Check]
     free, total = report.free_bytes, report.total_bytes
     facts = {"free_bytes": free, "total_bytes": total, "needed_bytes": needed, "held_bytes": held}
     finding = f"{format_size(free)} of {format_size(total)} free"
-    if report.mount.kind == "ramfs":
-        yield ok("free space", "no limit but memory", **facts)
+    if not total:
+        yield warning("free space", "the filesystem does not say how much there is", **facts)
+    elif needed is None and report.write is None:
+        yield warning("free space", finding, ANOTHER, **facts)
     elif needed is None:
-        state = warning if report.settings is None else ok
-        yield state("free space", finding, **facts)
+        yield ok("free space", finding, **facts)
     elif needed <= free:
         yield ok("free space", f"{finding}, the tier takes {format_size(needed)}", **facts)
     elif needed <= free + held:
@@ -202,12 +206,13 @@ def _abilities(subject: Subject, report: Report, needs: Settings) -> Iterator[Ch
         yield ok("fallocate", "works")
     elif not needs.zerofill:
         yield failure("fallocate", f"fails: {report.fallocate.reason}", ANOTHER)
-    elif disk is not None and disk.zerofill:
-        yield ok("fallocate", f"{report.fallocate.reason}; `tiers.disk.zerofill` is on")
     else:
-        say = failure if disk is not None else warning
-        finding = f"{report.fallocate.reason}: space can only be taken by writing zeros"
-        yield say("fallocate", finding, "`tiers.disk.zerofill: true`")
+        finding = f"{report.fallocate.reason}: space can only be taken by writing zeros{_zeros_take(subject, report)}"
+        if disk is not None and disk.zerofill:
+            yield ok("fallocate", finding)
+        else:
+            say = failure if disk is not None else warning
+            yield say("fallocate", finding, "`tiers.disk.zerofill: true`")
     yield from _direct(subject, report.by_open, report.by_fcntl, needs)
     yield _alignment(report, report.by_open)
     if report.punch_hole.works:
@@ -216,6 +221,13 @@ def _abilities(subject: Subject, report: Report, needs: Settings) -> Iterator[Ch
         yield warning(
             "punch hole", f"{report.punch_hole.reason}: a cache that shrinks gives nothing back before it ends"
         )
+
+
+def _zeros_take(subject: Subject, report: Report) -> str:
+    needed = _needed_bytes(subject)
+    if needed is None or report.speed is None:
+        return ""
+    return f", {needed / report.speed.sequential_write:.0f} s at the first start"
 
 
 def _direct(subject: Subject, by_open: Direct, by_fcntl: Direct, needs: Settings) -> Iterator[Check]:
@@ -258,7 +270,7 @@ def _alignment(report: Report, way: Direct) -> Check:
     return ok("alignment", f"{found}; statx claims {claimed.offset} (memory {claimed.memory})", **facts)
 
 
-def _queues(subject: Subject, report: Report) -> Iterator[Check]:
+def queue_checks(subject: Subject, report: Report) -> Iterator[Check]:
     """What NIXL needs of the kernel; threads need nothing."""
     assert report.io_uring is not None
     assert report.aio is not None
@@ -283,7 +295,7 @@ def _speed(subject: Subject, speed: Speed) -> Iterator[Check]:
         ("sequential", speed.sequential_read, speed.sequential_write),
         ("random", speed.random_read, speed.random_write),
     ):
-        finding = f"reads {_rate(read)}, writes {_rate(write)} in blocks of {block} by {speed.threads} threads"
+        finding = f"reads {rate(read)}, writes {rate(write)} in blocks of {block} by {speed.threads} threads"
         yield ok(name, finding, read_bytes_per_s=round(read), write_bytes_per_s=round(write), block=speed.block_bytes)
     yield ok("flush", f"fdatasync after a block: {speed.flush_s * 1000:.2f} ms", flush_s=speed.flush_s)
     yield _onboarding(subject, speed)
@@ -300,7 +312,3 @@ def _onboarding(subject: Subject, speed: Speed) -> Check:
         f"it pays where the engine prefills fewer"
     )
     return ok("onboarding", finding, tokens_per_s=round(tokens_per_s))
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvbm_cli.doctor.machine import NoAnswer
-from kvbm_cli.doctor.result import Check, failure, ok, skipped, warning
+from kvbm_cli.doctor.result import Check, State, failure, ok, skipped, warning
 from kvbm_cli.doctor.subject import Subject
 
 IMPORT_TIMEOUT_S = 120.0
@@ -74,6 +74,8 @@ def _asked(
     try:
         return subject.machine.ask(python, program, arguments, timeout_s=timeout_s)
     except NoAnswer as error:
+        if subject.is_quick:
+            return skipped(_NAMES[program], str(error), "`kvbm doctor` without --quick waits longer")
         return failure(_NAMES[program], f"`{python}`: {error}", "check `engine.python`")
 
 
@@ -116,6 +118,6 @@ def _nixl(subject: Subject, python: str) -> Iterator[Check]:
     else:
         say = failure if wanted else warning
         yield say("NIXL", f"{answer['version']}, and POSIX does not load", "`tiers.disk.io: threads`")
-    for name, error in plugins.items():
-        if error is not None:
-            yield skipped("NIXL", f"{name} does not load here: {error}")
+    absent = {name: error for name, error in plugins.items() if error is not None}
+    if absent:
+        yield Check("NIXL", State.SKIPPED, f"without {', '.join(absent)}, which do not load here", None, absent)

@@ -39,7 +39,8 @@ class NoAnswer(Exception):
 def ask(python: str, program: str, arguments: Sequence[str] = (), *, timeout_s: float) -> dict[str, Any]:
     """The answer of `asked/<program>.py`, run by `python`. Raises NoAnswer."""
     command = [python, "-P", str(ASKED / f"{program}.py"), *arguments]
-    return _run(command, timeout_s=timeout_s, environment=os.environ, say=lambda text: None)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} if python == sys.executable else os.environ
+    return _run(command, timeout_s=timeout_s, environment=environment, say=lambda text: None)
 
 
 def probe(directory: Path, *, block_bytes: int | None, phase_s: float, timeout_s: float, say: Say) -> Report:

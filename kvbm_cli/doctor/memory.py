@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm.host_memory import node_of_pci_device
-from kvbm_cli.doctor.result import Check, failure, ok, skipped, warning
+from kvbm_cli.doctor.result import Check, failure, ok, rate, skipped, warning
 from kvbm_cli.doctor.subject import Subject
 
 TOUCH_BYTES, QUICK_TOUCH_BYTES = 1 << 30, 128 << 20
@@ -97,19 +97,19 @@ def _start(subject: Subject, needed: int | None) -> Iterator[Check]:
     tried = min(QUICK_TOUCH_BYTES if subject.is_quick else TOUCH_BYTES, room // SHARE_OF_ROOM)
     subject.say("taking host memory")
     try:
-        rate = subject.machine.touch_rate(tried)
+        speed = subject.machine.touch_rate(tried)
     except EnvironmentProblem as error:
         yield failure("touch rate", error.message, error.hint)
         return
-    finding = f"{format_size(tried)} taken at {rate / 1e9:.1f} GB/s"
-    facts = {"bytes_per_s": round(rate), "start_s": None if needed is None else needed / rate}
+    finding = f"{format_size(tried)} taken at {rate(speed)}"
+    facts = {"bytes_per_s": round(speed), "start_s": None if needed is None else needed / speed}
     if needed is None:
         yield ok("touch rate", finding, **facts)
-    elif needed / rate > SLOW_START_S:
-        finding += f": the start takes {needed / rate:.0f} s for G2"
+    elif needed / speed > SLOW_START_S:
+        finding += f": the start takes {needed / speed:.0f} s for G2"
         yield warning("touch rate", finding, "huge pages, as above", **facts)
     else:
-        yield ok("touch rate", f"{finding}: the start takes {needed / rate:.1f} s for G2", **facts)
+        yield ok("touch rate", f"{finding}: the start takes {needed / speed:.1f} s for G2", **facts)
 
 
 def _gpus(subject: Subject) -> list[str]:

@@ -27,6 +27,11 @@ class Check:
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
 
+def rate(bytes_per_s: float) -> str:
+    """As a drive's maker writes it."""
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
+
+
 def ok(name: str, finding: str, /, **facts: Fact) -> Check:
     return Check(name, State.OK, finding, None, facts)
 

@@ -15,6 +15,8 @@ from kvbm_cli.doctor.result import Check, State
 
 STATE_WIDTH = max(len(state.value) for state in State)
 NAME_WIDTH = 17
+COLUMN = 2 + STATE_WIDTH + 2 + NAME_WIDTH + 2
+INDENT = " " * COLUMN
 SILENCE_S = 2.0
 TICK_S = 0.5
 LINE_INTERVAL_S = 5.0
@@ -28,15 +30,16 @@ def show_group(name: str, about: str | None, *, is_first: bool) -> None:
 def show_check(check: Check) -> None:
     """State, name and finding in columns; the remedy below the finding."""
     head = f"  {check.state.value:{STATE_WIDTH}}  {check.name:{NAME_WIDTH}}"
-    print_data(f"{head}  {_beside(check.finding, len(head) + 2)}")
+    print_data(
+        f"{head}  {_beside(check.finding)}" if len(head) < COLUMN else f"{head}\n{INDENT}{_beside(check.finding)}"
+    )
     if check.remedy is not None:
-        print_data(f"{' ' * len(head)}  remedy: {check.remedy}")  # in one line: some are commands to copy
+        print_data(f"{INDENT}remedy: {check.remedy}")  # in one line: some are commands to copy
 
 
-def _beside(text: str, column: int) -> str:
-    """The text in lines that begin at `column`; a word that is too long for one, such as a path, stays whole."""
-    lines = textwrap.wrap(text, WIDTH - column, break_long_words=False, break_on_hyphens=False)
-    return ("\n" + " " * column).join(lines)
+def _beside(text: str) -> str:
+    """The text in lines that begin at COLUMN; a word that is too long for one, such as a path, stays whole."""
+    return f"\n{INDENT}".join(textwrap.wrap(text, WIDTH - COLUMN, break_long_words=False, break_on_hyphens=False))
 
 
 def summary(checks: Sequence[Check]) -> str:

@@ -63,6 +63,7 @@ MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "broken_engine": lambda: {
         "answers": {
+            "round_trip": "ModuleNotFoundError: No module named 'kvbm'",
             "connector": {"seconds": 0.1, "error": "ModuleNotFoundError: No module named 'torch'"},
             "cuda": {"torch": "2.13.0", "cuda": "13.0", "driver": "470.1", "devices": 0, "error": None},
             "nixl": {"version": "1.5.1", "plugins": {"POSIX (io_uring)": "EPERM", "POSIX (aio)": "EPERM"}},
@@ -142,6 +143,13 @@ def test_mistake_on_the_command_line(name: str, tmp_path: Path, profile: Path) -
     outcome = kvbm(*MISTAKES[name].split(), home=tmp_path)
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert_snapshot(f"mistake_{name}", outcome.text(f"kvbm {MISTAKES[name]}"))
+
+
+def test_profile_without_a_disk_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run(capsys, "demo", machine=machine(tmp_path / "machine"))
+    assert outcome.exit_code == 0
+    assert "  skipped  directory          the profile has no `tiers.disk`" in outcome.stdout
+    assert "recommended" not in outcome.stdout
 
 
 def test_answers_cover_every_program() -> None:

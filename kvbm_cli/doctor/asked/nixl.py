@@ -2,107 +2,98 @@
 
 The arguments name the plugins, else all that NIXL lists, most of which need hardware or libraries. Each is tried in a
 process of its own with a time limit, because creating one can hang for ever (GDS without /proc/modules), and a process
-that has loaded UCX may crash when it ends.
+that has loaded UCX may crash when it ends. Fresh processes, because a fork of one that has threads may hang as well.
 """
 
-import contextlib
+from __future__ import annotations
+
 import importlib
 import json
 import os
-import select
-import signal
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+TRY = "--try"
 TRY_TIMEOUT_S = 15.0
 DISTRIBUTIONS = {"nixl": "nixl", "nixl-cu13": "nixl_cu13", "nixl-cu12": "nixl_cu12"}
 NEEDS_GPU = ("GDS", "GPUNETIO")
 VARIANTS = {"POSIX": {"POSIX (io_uring)": {"use_uring": "true"}, "POSIX (aio)": {"use_aio": "true"}}}
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
 
 
 def main() -> None:
-    found = _module()
-    if found is None:
-        print(json.dumps({"version": None, "plugins": {}}), flush=True)
-        os._exit(0)
-    held, api = found
+    if sys.argv[1:2] == [TRY]:
+        _answer(*_try(sys.argv[2]))
+    held = next((found for name in DISTRIBUTIONS if (found := _version(name)) is not None), None)
     plugins: dict[str, str | None] = {}
-    for name in sys.argv[1:] or _listed(api):
-        if name.startswith(NEEDS_GPU) and not os.path.exists("/dev/nvidiactl"):
-            plugins[name] = "there is no GPU"
-            continue
-        for shown, parameters in VARIANTS.get(name, {name: {}}).items():
-            plugins[shown] = _tried(api, name, parameters)
-    print(json.dumps({"version": held, "plugins": plugins}), flush=True)
-    os._exit(0)  # past the libraries' own clearing away, in which UCX can crash
+    if held is not None:
+        for name in sys.argv[1:] or _in_a_process([TRY, ""]):
+            plugins |= _tried(name)
+    _answer({"version": held, "plugins": plugins})
 
 
-def _module() -> tuple[str, Any] | None:
-    for distribution, package in DISTRIBUTIONS.items():
-        try:
-            held = version(distribution)
-            with _quiet():
-                return held, importlib.import_module(f"{package}._api")
-        except (PackageNotFoundError, ImportError):
-            continue
-    return None
+def _answer(*lines: Any) -> None:
+    """Past the libraries' own clearing away, in which UCX can crash."""
+    for line in lines:
+        print(json.dumps(line), flush=True)
+    os._exit(0)
 
 
-@contextlib.contextmanager
-def _quiet() -> Any:
-    """NIXL writes to both streams."""
-    kept = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _version(distribution: str) -> str | None:
     try:
-        sys.stdout.flush()
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
-def _listed(api: Any) -> list[str]:
-    with _quiet():
-        agent = api.nixl_agent("doctor-lists", api.nixl_agent_config(backends=[]))
-        return sorted(agent.get_plugin_list())
+def _tried(name: str) -> dict[str, str | None]:
+    if name.startswith(NEEDS_GPU) and not os.path.exists("/dev/nvidiactl"):
+        return {name: "there is no GPU"}
+    variants = list(VARIANTS.get(name, {name: {}}))
+    with ThreadPoolExecutor(len(variants)) as threads:
+        answers = list(threads.map(lambda shown: _in_a_process([TRY, shown]), variants))
+    hung = f"crashes, or hangs for {TRY_TIMEOUT_S:.0f} s"
+    return {shown: lines[0] if lines else hung for shown, lines in zip(variants, answers, strict=True)}
 
 
-def _tried(api: Any, name: str, parameters: dict[str, str]) -> str | None:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _die_with_parent()
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        try:
-            api.nixl_agent("doctor", api.nixl_agent_config(backends=[])).create_backend(name, parameters)
-            os.write(writer, b"+")
-        except Exception as error:
-            os.write(writer, f"{type(error).__name__}: {error}".splitlines()[0].encode())
-        os._exit(0)
-    os.close(writer)
-    answer = _answer(reader)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(reader)
-    return None if answer == "+" else answer
+def _in_a_process(arguments: list[str]) -> list[Any]:
+    """The objects that this program prints with other arguments; none if it crashes or hangs."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", __file__, *arguments], capture_output=True, text=True, timeout=TRY_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    return [json.loads(line) for line in done.stdout.splitlines() if line[:1] in ('"', "n")]
 
 
-def _die_with_parent() -> None:
+def _try(shown: str) -> list[Any]:
+    """Of a plugin or a variant of it: what is wrong, or None. Without a name: the names of all plugins."""
     import ctypes
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+    name = shown.partition(" ")[0]
+    try:
+        api = _api()
+        agent = api.nixl_agent("doctor", api.nixl_agent_config(backends=[]))
+        if not name:
+            return sorted(agent.get_plugin_list())
+        agent.create_backend(name, VARIANTS.get(name, {}).get(shown, {}))
+    except Exception as error:
+        return [] if not name else [f"{type(error).__name__}: {error}".splitlines()[0]]
+    return [None]
 
 
-def _answer(reader: int) -> str:
-    if not select.select([reader], [], [], TRY_TIMEOUT_S)[0]:
-        return f"hangs for more than {TRY_TIMEOUT_S:.0f} s"
-    return os.read(reader, 4096).decode(errors="replace") or "it crashes"
+def _api() -> Any:
+    for package in DISTRIBUTIONS.values():
+        try:
+            return importlib.import_module(f"{package}._api")
+        except ImportError:
+            continue
+    raise ImportError("NIXL is installed, and cannot be imported")
 
 
 if __name__ == "__main__":

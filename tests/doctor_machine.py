@@ -33,6 +33,12 @@ GOOD = Report(
 ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "connector": {"seconds": 0.7, "error": None},
     "cuda": {"torch": "2.13.0", "cuda": "13.0", "driver": "580.65.06", "devices": 2, "error": None},
+    "round_trip": {
+        "legs": [
+            {"name": name, "seconds": 0.01, "error": None, "hint": None}
+            for name in ("device to host", "through the disk", "host to device")
+        ]
+    },
     "nixl": {"version": "1.5.1", "plugins": {"POSIX (io_uring)": None, "POSIX (aio)": None, "OBJ": "not found"}},
 }
 MEMINFO = """\

@@ -1,0 +1,158 @@
+"""A copy of a profile with what a directory needs: the same text with its comments, and other values.
+
+Where the text cannot be changed so that it means exactly that, the copy is a few lines that extend the original. Which
+of the two, is tried: what was written is read back, and compared with the profile that is wanted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, UsageError
+from kvbm_cli.shipped import profiles_directory
+
+if TYPE_CHECKING:
+    from kvbm.config.document import Document, Source
+    from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import Profile
+
+SECTION = "tiers.disk"
+_PLAIN = re.compile(r"[A-Za-z~/][\w./~-]*|[0-9][\w.]*")
+
+Value = str | bool
+
+
+def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, Value], target: Path) -> None:
+    """Writes `target`, which must not exist. UsageError if the profile has no disk tier, EnvironmentProblem if the
+    file cannot be written."""
+    if resolved.profile.tiers.disk is None:
+        raise UsageError("the profile has no `tiers.disk`, so there is nothing to write", hint="leave `--write` out")
+    keys = {**_from_elsewhere(resolved), **recommended}
+    wanted = _load(resolved.path, keys)
+    for text in _texts(resolved, keys, target):
+        _write(target, text)
+        if _means(target, wanted):
+            return
+        target.unlink()
+    raise InvariantError(f"no copy of {resolved.path} means what it should: {keys}")
+
+
+def _texts(resolved: ResolvedProfile, keys: Mapping[str, Value], target: Path) -> Iterator[str]:
+    text = _edited(resolved.path, keys)
+    if text is not None:
+        yield text
+    yield _extending(resolved, keys)
+
+
+def _from_elsewhere(resolved: ResolvedProfile) -> dict[str, Value]:
+    """Keys of the tier that the command line or a variable gave."""
+    disk = resolved.profile.tiers.disk
+    assert disk is not None
+    values = disk.model_dump(mode="json")
+    return {
+        key: values[key.rpartition(".")[2]]
+        for key, source in resolved.sources.items()
+        if key.startswith(f"{SECTION}.") and source.line is None
+    }
+
+
+def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
+    """The profile of a file under `keys`, without any variable."""
+    from kvbm.config.load import load
+
+    options = {key: (key, _quoted(value)) for key, value in keys.items()}
+    return load(_as_path(path), directories=[profiles_directory()], options=options).profile
+
+
+def _quoted(value: Value) -> str:
+    return f"'{value}'" if isinstance(value, str) else _written(value)
+
+
+def _as_path(path: Path) -> str:
+    return str(path.resolve())
+
+
+def _means(target: Path, wanted: Profile) -> bool:
+    try:
+        return _load(target, {}) == wanted
+    except KvbmError:
+        return False
+
+
+def _write(target: Path, text: str) -> None:
+    try:
+        with open(target, "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise EnvironmentProblem(f"cannot write `{target}`: {reason}") from None
+
+
+def _extending(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> str:
+    is_shipped = resolved.path.parent.resolve() == profiles_directory().resolve()
+    parent = resolved.name if is_shipped else _written(_as_path(resolved.path))
+    lines = [f"    {key.rpartition('.')[2]}: {_written(value)}" for key, value in keys.items()]
+    return "\n".join([f"extends: {parent}", "", "tiers:", "  disk:", *lines, ""])
+
+
+def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
+    """The file's text with the keys in it, None where it has no section for them."""
+    from kvbm.config.document import entry_at, read_file
+
+    document = read_file(path, noun="profile")
+    section = entry_at(document, SECTION.split("."))
+    if section is None or not section.section:
+        return None
+    lines = path.read_text(encoding="utf-8").splitlines()
+    changes = list(_parent_by_its_whole_path(document, path))
+    added: list[str] = []
+    for key, value in keys.items():
+        entry = section.section.get(key.rpartition(".")[2])
+        if entry is None:
+            added.append(f"{key.rpartition('.')[2]}: {_written(value)}")
+        else:
+            changes.append((entry.source, _written(value)))
+    first = next(iter(section.section.values())).key
+    for source, text in sorted(changes, key=lambda change: (change[0].line, change[0].column), reverse=True):
+        _replace(lines, source, text)
+    if first.line == section.key.line:
+        _insert_in_line(lines, first, added)
+    else:
+        _insert_above(lines, first, added)
+    return "\n".join([*lines, ""])
+
+
+def _parent_by_its_whole_path(document: Document, path: Path) -> Iterator[tuple[Source, str]]:
+    """The copy may lie elsewhere, and a path is relative to the file that has it."""
+    extends = document.get("extends")
+    if extends is not None and ("/" in str(extends.value) or str(extends.value).endswith((".yaml", ".yml"))):
+        yield extends.source, _written(_as_path(path.parent / str(extends.value)))
+
+
+def _replace(lines: list[str], source: Source, text: str) -> None:
+    assert source.line is not None
+    line = lines[source.line - 1]
+    lines[source.line - 1] = line[: source.column] + text + line[source.column + source.width :]
+
+
+def _insert_in_line(lines: list[str], first: Source, added: list[str]) -> None:
+    """`disk: {capacity: 1TB}` has its keys in braces, on the line of the first one."""
+    assert first.line is not None
+    line = lines[first.line - 1]
+    lines[first.line - 1] = line[: first.column] + "".join(f"{text}, " for text in added) + line[first.column :]
+
+
+def _insert_above(lines: list[str], first: Source, added: list[str]) -> None:
+    assert first.line is not None
+    lines[first.line - 1 : first.line - 1] = [" " * first.column + text for text in added]
+
+
+def _written(value: Value) -> str:
+    """As YAML; text in quotes unless it is plain."""
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value).lower() if isinstance(value, bool) else str(value)

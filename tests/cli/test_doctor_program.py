@@ -1,0 +1,113 @@
+"""The real command on this machine: what it takes, how long, and that nothing stays behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from terminal import PROGRAM, environment, kvbm
+
+QUICK_S = 20
+PROFILE = """\
+engine:
+  model: synthetic:tiny
+tiers:
+  host: {capacity: 8MiB}
+  disk: {capacity: 16MiB, directory: %s}
+server:
+  port: 0
+"""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(PROFILE % (tmp_path / "a" / "cache"))
+    return path
+
+
+def test_quick_examination_is_quick_and_leaves_nothing(tmp_path: Path, profile: Path) -> None:
+    started = time.monotonic()
+    outcome = kvbm("doctor", "-p", str(profile), "--quick", "--json", home=tmp_path)
+    assert time.monotonic() - started < QUICK_S
+    data = json.loads(outcome.stdout)
+    assert outcome.exit_code == data["exit_code"]
+    failed = [
+        check for check in data["checks"] if check["state"] == "failure" and check["group"] in ("disk", "self test")
+    ]
+    assert not failed
+    assert {check["name"] for check in data["checks"] if check["group"] == "self test"} >= {"through the disk"}
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+def test_what_is_written_is_a_right_profile(tmp_path: Path, profile: Path) -> None:
+    kvbm("doctor", "-p", str(profile), "--quick", "--write", "./new.yaml", home=tmp_path)
+    assert kvbm("profile", "check", "./new.yaml", home=tmp_path).stdout == "new.yaml: no mistake found\n"
+    assert (
+        "{allocator: default, o_direct: true, zerofill: false, capacity: 16MiB," in (tmp_path / "new.yaml").read_text()
+    )
+
+
+@pytest.mark.parametrize("delay_s", [0.15, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_nothing_is_left_by_one_that_is_ended(
+    number: signal.Signals, delay_s: float, tmp_path: Path, profile: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    command = [*PROGRAM, "doctor", "-p", str(profile), "--quick"]
+    child = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL)
+    _wait_for_work(tmp_path / "a" / "cache", child)
+    time.sleep(delay_s)
+    child.send_signal(number)
+    code = child.wait(10)
+    assert code in (130, -number, 0, 1)
+    _wait_until(lambda: not (tmp_path / "a" / "cache").exists())
+    assert list((tmp_path / "a").iterdir()) == []
+    _wait_until(lambda: not _helpers_of(tmp_path))
+
+
+def _wait_for_work(directory: Path, child: subprocess.Popen[bytes]) -> None:
+    _wait_until(lambda: directory.exists() or child.poll() is not None)
+
+
+def _wait_until(is_so: object, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _helpers_of(home: Path) -> list[int]:
+    """Processes whose command line has the test's directory in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(home).encode() in line:
+                found.append(int(entry.name))
+    return found
+
+
+def test_doctor_needs_no_torch_itself(tmp_path: Path) -> None:
+    program = (
+        "import sys; from kvbm_cli.app import run; run(['doctor', '--quick', '--dir', '.']); "
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "nixl"} & set(done.stderr.split())
+
+
+def test_directory_that_others_own(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    outcome = kvbm("doctor", "--quick", "--dir", "/", home=tmp_path)
+    assert outcome.exit_code == 1

@@ -1,0 +1,296 @@
+"""The doctor on real filesystems: what it finds, what it recommends, and that a disk tier works with exactly that.
+
+Needs root, loop devices and the tools of each filesystem; a row that cannot be had here is skipped with the reason. The
+engine and the memory are not what this is about, so those answers are written down (doctor_machine.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doctor_machine import machine
+from filesystems import KINDS, MIB, Unavailable, mounted
+
+from kvbm.config.load import load
+from kvbm.disk.probe import Report, Settings
+from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
+from kvbm.layout import BlockLayout
+from kvbm.region import Segment
+from kvbm_cli.doctor.command import doctor
+from kvbm_cli.doctor.disk import queue_checks
+from kvbm_cli.doctor.machine import probe
+from kvbm_cli.doctor.subject import Subject
+
+ROOT = Path(__file__).resolve().parents[2]
+PROFILE = """\
+engine:
+  model: synthetic:tiny
+tiers:
+  host: {capacity: 8MiB}
+  disk:
+    directory: %s
+    capacity: %s   # as much as fits
+"""
+DIRECT = ("default", True, False)
+DIRECT_ZEROS = ("default", True, True)
+BUFFERED_ZEROS = ("default", False, True)
+BLOCKS = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is expected under the defaults of a profile. `recommended` are allocator, o_direct and zerofill; `states`
+    are those of the checks that are not ok, whose `finding` has such words."""
+
+    kind: str
+    recommended: tuple[str, bool, bool] | None
+    states: Mapping[str, str] = field(default_factory=dict)
+    findings: Mapping[str, str] = field(default_factory=dict)
+    capacity: str = "16MiB"
+
+    @property
+    def exit_code(self) -> int:
+        return int("failure" in self.states.values())
+
+
+LIE = {"filesystem": "warning", "fallocate": "failure", "punch hole": "warning", "alignment": "skipped"}
+TABLE = (
+    Row("ext4", DIRECT, findings={"alignment": "statx claims 512 (memory 512)"}),
+    Row("ext4-1k", DIRECT, findings={"alignment": "statx claims 512 (memory 512)"}),
+    Row("ext4-4096-sectors", DIRECT, findings={"alignment": "statx claims 4096 (memory 512)"}),
+    Row("ext2", DIRECT_ZEROS, {"fallocate": "failure"}, {"fallocate": "ENOTSUP"}),
+    Row("xfs", DIRECT, findings={"alignment": "statx claims 512 (memory 512)"}),
+    Row("xfs-4096-sectors", DIRECT, findings={"alignment": "statx claims 4096 (memory 512)"}),
+    Row("btrfs", DIRECT, findings={"O_DIRECT by open": "the page cache is used all the same"}),
+    Row(
+        "btrfs-quota",
+        DIRECT,
+        {"quota": "failure", "speed": "skipped"},
+        {"quota": "20.0 MiB left", "speed": "a tenth of the free space holds"},
+        capacity="64MiB",
+    ),
+    Row("tmpfs", DIRECT, {"filesystem": "warning"}, {"filesystem": "is memory"}),
+    Row(
+        "ramfs",
+        BUFFERED_ZEROS,
+        {
+            "filesystem": "warning",
+            "free space": "warning",
+            "fallocate": "failure",
+            "O_DIRECT by open": "warning",
+            "O_DIRECT by fcntl": "failure",
+            "alignment": "skipped",
+            "punch hole": "warning",
+        },
+        {"O_DIRECT by open": "EINVAL", "filesystem": "is memory"},
+    ),
+    Row("overlay", DIRECT, {"filesystem": "warning"}, {"filesystem": "the layer of a container"}),
+    Row(
+        "fuse-refuses",
+        BUFFERED_ZEROS,
+        {**LIE, "O_DIRECT by open": "warning", "O_DIRECT by fcntl": "failure"},
+        {"O_DIRECT by open": "EINVAL", "O_DIRECT by fcntl": "open refuses it"},
+    ),
+    Row(
+        "fuse-fails",
+        BUFFERED_ZEROS,
+        {**LIE, "O_DIRECT by open": "warning", "O_DIRECT by fcntl": "failure"},
+        {"O_DIRECT by open": "EINVAL"},
+    ),
+    Row(
+        "fuse-drops",
+        BUFFERED_ZEROS,
+        {**LIE, "O_DIRECT by open": "warning", "O_DIRECT by fcntl": "failure"},
+        {"O_DIRECT by open": "other bytes were read than had been written"},
+    ),
+    Row("full", None, {"directory": "failure"}, {"directory": "no space left on device"}),
+    Row(
+        "nearly-full",
+        None,
+        {"free space": "failure", "abilities": "skipped"},
+        {"free space": "the tier takes 16.0 MiB"},
+    ),
+)
+
+
+@contextlib.contextmanager
+def filesystem(kind: str, directory: Path) -> Iterator[Path]:
+    with contextlib.ExitStack() as stack:
+        try:
+            point = stack.enter_context(mounted(kind, directory))
+        except Unavailable as error:
+            pytest.skip(f"{kind}: {error}")
+        yield point
+
+
+class LeastFree:
+    """The least free space that a filesystem had while a test ran, and what it had at first."""
+
+    def __init__(self, point: Path) -> None:
+        self._point = point
+        self.first = self.least = self._free()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _free(self) -> int:
+        space = os.statvfs(self._point)
+        return space.f_bavail * space.f_frsize
+
+    def _run(self) -> None:
+        while not self._over.wait(0.002):
+            self.least = min(self.least, self._free())
+
+    def __enter__(self) -> LeastFree:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def examine(capsys: Any, tmp_path: Path, directory: Path, capacity: str, **changes: Any) -> dict[str, Any]:
+    """What `kvbm doctor --profile P --write FILE --quick --json` says of the real directory."""
+    profile = tmp_path / "mine.yaml"
+    profile.write_text(PROFILE % (directory, capacity))
+
+    fake = machine(tmp_path / "machine", probe=probe, **changes)
+    options = {"directory": None, "as_json": True, "is_quick": True, "write": tmp_path / "written.yaml"}
+    code = doctor(str(profile), [], machine=fake, **options)
+    data = json.loads(capsys.readouterr().out)
+    assert code == data["exit_code"]
+    return data
+
+
+def disk_checks(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {check["name"]: check for check in data["checks"] if check["group"] == "disk"}
+
+
+def move_blocks(directory: Path, recommended: Mapping[str, Any], *, persist: bool) -> None:
+    """A pattern through a DiskTier with these settings, in a second life of it too if it persists."""
+    layout = BlockLayout.block_contiguous(block_count=2 * BLOCKS, block_bytes=64 << 10)
+    segment = Segment.create(rank=0, layout=layout, slot_count=2 * BLOCKS)
+    pattern = np.random.default_rng(1).integers(0, 256, (BLOCKS, 64 << 10), np.uint8)
+    segment.payload[:BLOCKS] = pattern
+    hashes = [bytes([number]) * 8 for number in range(BLOCKS)]
+    settings = DiskSettings(directory, block_count=BLOCKS, persist=persist, **recommended)
+
+    def opened() -> DiskTier:
+        return DiskTier.open(settings, Namespace(b"matrix", {}), [segment.payload], hash_bytes=8)
+
+    tier = opened()
+    tier.write(1, hashes, range(BLOCKS), range(BLOCKS), [b""] * BLOCKS)
+    assert all(_result(tier).is_good)
+    if persist:
+        tier.close(10)
+        tier = opened()
+        assert sorted(tier.recovered()[1]) == hashes
+    tier.read(2, hashes, range(BLOCKS), range(BLOCKS, 2 * BLOCKS))
+    assert all(_result(tier).is_good)
+    tier.close(10)
+    assert (segment.payload[BLOCKS:] == pattern).all()
+    segment.close()
+
+
+def _result(tier: DiskTier) -> Any:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if found := tier.poll():
+            return found[0]
+        time.sleep(0.001)
+    raise AssertionError("no result")
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.kind)
+def test_verdict_and_what_is_recommended(row: Row, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with filesystem(row.kind, tmp_path) as point:
+        before = sorted(os.listdir(point))
+        with LeastFree(point) as free:
+            data = examine(capsys, tmp_path, point / "cache", row.capacity)
+        assert sorted(os.listdir(point)) == before
+        assert free.least >= free.first * 9 // 10
+        checks = disk_checks(data)
+        states = {name: check["state"] for name, check in checks.items() if check["state"] != "ok"}
+        assert states == row.states
+        for name, words in row.findings.items():
+            assert words in checks[name]["finding"]
+        found = data["recommended"] and tuple(data["recommended"].values())
+        assert found == row.recommended
+        if row.recommended is None:
+            return
+        written = load(str(tmp_path / "written.yaml"), directories=[]).profile.tiers.disk
+        assert (written.allocator, written.o_direct, written.zerofill) == row.recommended
+        assert "# as much as fits" in (tmp_path / "written.yaml").read_text()
+        recommended = dict(zip(("allocator", "o_direct", "zerofill"), row.recommended, strict=True))
+        for persist in (False, True):
+            move_blocks(point / "cache", recommended, persist=persist)
+
+
+def test_limit_on_the_size_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, before[1]))
+    try:
+        data = examine(capsys, tmp_path, tmp_path / "cache", "16MiB")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    check = disk_checks(data)["file size"]
+    assert (check["state"], check["remedy"]) == ("failure", "`ulimit -f unlimited`")
+    assert check["finding"] == "a file of this user has at most 8.0 MiB (RLIMIT_FSIZE), the tier takes 16.0 MiB"
+    assert not (tmp_path / "cache").exists()
+
+
+# Refuses io_uring_setup and io_setup with EPERM, as the default of Docker does with the first, and becomes a program.
+DENYING = """
+import ctypes, os, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+numbers = [int(number) for number in sys.argv[1].split(",")]
+load, equal, deny, allow = 0x20, 0x15, 0x06, 0x06
+steps = [(load, 0, 0, 0)]
+for left, number in enumerate(numbers):
+    steps.append((equal, len(numbers) - left, 0, number))
+steps += [(allow, 0, 0, 0x7FFF0000), (deny, 0, 0, 0x00050001)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+head = ctypes.create_string_buffer(struct.pack("=HxxxxxxQ", len(steps), ctypes.addressof(program)))
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, head, 0, 0) == 0, ctypes.get_errno()
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+SYSCALLS = {"io_uring": 425, "aio": 206}
+DENIED = {
+    "io_uring": (
+        "warning",
+        "io_uring EPERM, aio works: NIXL falls back to aio; `tiers.disk.io: threads` needs neither",
+    ),
+    "io_uring,aio": ("warning", "io_uring EPERM, aio EPERM: NIXL cannot work"),
+}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls are those of x86_64")
+@pytest.mark.parametrize("denied", DENIED)
+def test_denied_io_uring(denied: str, tmp_path: Path) -> None:
+    numbers = ",".join(str(SYSCALLS[name]) for name in denied.split(","))
+    program = "import sys; from kvbm.disk.probe import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", DENYING, numbers, sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    report = Report.from_json(json.loads(done.stdout.splitlines()[-1])["report"])
+    subject = Subject(machine(tmp_path / "machine"), tmp_path, None, None, is_quick=True, say=lambda text: None)
+    (found,) = queue_checks(subject, report)
+    assert (found.state.value, found.finding) == DENIED[denied]
+    assert report.settings == Settings("default", True, False), "threads need neither"
+
+
+def test_every_filesystem_has_its_row() -> None:
+    assert {row.kind for row in TABLE} == set(KINDS)
