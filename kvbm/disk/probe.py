@@ -6,7 +6,7 @@ because some filesystems take O_DIRECT and then drop it. Nothing stays behind, w
 have no name where the filesystem allows that (O_TMPFILE), and elsewhere lose it before anything is written.
 
 At most a tenth of the free space is taken. A filesystem may hang: callers run this as a program
-(`python -m kvbm.disk.probe`), in a process that they can give up. Hence the standard library alone. Lines on stdout are
+(`python -m kvbm.disk.probe`), in a process that they can give up. Lines on stdout are
 JSON: `{"phase": ...}` while it works, then `{"report": ...}`.
 """
 
@@ -27,7 +27,6 @@ import resource
 import secrets
 import signal
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,10 +35,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvbm.disk.files import PAGE_BYTES, UNSUPPORTED, Alignment, dio_alignment, fallocate
 from kvbm.disk.quota import Quota, quotas
 
 PREFIX = ".kvbm-probe-"
-PAGE_BYTES = 4096
 TRIED_ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 AREA_BYTES = 4 * TRIED_ALIGNMENTS[-1]
 SHARE_OF_FREE = 10
@@ -51,12 +50,8 @@ COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 UNKNOWN_SPACE_BYTES = 16 << 20  # where a filesystem does not say how large it is, such as ramfs
 CACHED_SHARE = 0.5
-UNSUPPORTED = frozenset({errno.errorcode[errno.EOPNOTSUPP], errno.errorcode[errno.ENOSYS]})
 
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2
-STATX_DIOALIGN = 0x2000
-AT_FDCWD, AT_EMPTY_PATH = -100, 0x1000
-STATX_BYTES, STATX_MASK_AT, STATX_DIO_MEMORY_AT, STATX_DIO_OFFSET_AT = 256, 0, 152, 156
 SYSCALL_IO_URING_SETUP = 425
 SYSCALLS_IO = {"x86_64": (206, 207), "aarch64": (0, 1)}  # io_setup, io_destroy
 
@@ -83,14 +78,6 @@ class Direct:
     reason: str | None = None
     alignment: int | None = None
     is_cached: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Alignment:
-    """What the kernel claims for O_DIRECT (STATX_DIOALIGN, Linux 6.1). 0 for `offset` means: not supported."""
-
-    memory: int
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +177,7 @@ def recommend(fallocate: Outcome, by_open: Direct, by_fcntl: Direct) -> Settings
     return Settings(
         allocator="default" if takes_fcntl or not takes_open else "open-direct",
         o_direct=takes_open,
-        zerofill=fallocate.reason in UNSUPPORTED,
+        zerofill=fallocate.reason in map(errno.errorcode.get, UNSUPPORTED),
     )
 
 
@@ -238,21 +225,21 @@ class _Probe:
         if room < AREA_BYTES:
             found = self._base(None, has_unnamed_files=file.is_unnamed)
             return _with(found, reason=f"the trial takes {AREA_BYTES >> 10} KiB, and {room >> 10} KiB may be taken")
-        fallocate = attempt(lambda: allocate(file.fd, AREA_BYTES))
+        allocated = attempt(lambda: fallocate(file.fd, 0, 0, AREA_BYTES))
         write = _write_and_compare(file.fd)
         found = self._base(write, has_unnamed_files=file.is_unnamed)
         if not write.works:
-            return _with(found, fallocate=fallocate)
+            return _with(found, fallocate=allocated)
         by_open, by_fcntl = _direct_by_open(file), _direct_by_fcntl(file)
-        claimed = claimed_alignment(file.fd)
+        claimed = dio_alignment(file.fd)
         return _with(
             found,
-            fallocate=fallocate,
+            fallocate=allocated,
             punch_hole=_punch(file.fd),
             claimed=claimed,
             by_open=by_open,
             by_fcntl=by_fcntl,
-            settings=recommend(fallocate, by_open, by_fcntl),
+            settings=recommend(allocated, by_open, by_fcntl),
         )
 
     def _room(self) -> int:
@@ -415,34 +402,11 @@ def _punch(fd: int) -> Outcome:
 
     def punch() -> None:
         half = AREA_BYTES // 2
-        allocate(fd, half, mode=FALLOC_KEEP_SIZE | FALLOC_PUNCH_HOLE)
+        fallocate(fd, FALLOC_KEEP_SIZE | FALLOC_PUNCH_HOLE, 0, half)
         if os.pread(fd, half, 0) != bytes(half):
             raise OSError(errno.EBADMSG, "a punched hole does not read as zeros")
 
     return attempt(punch)
-
-
-def allocate(fd: int, length: int, *, mode: int = 0) -> None:
-    """fallocate itself: the C library's posix_fallocate would write into every block where it is not supported."""
-    call = ctypes.CDLL(None, use_errno=True).fallocate64
-    _checked(call(fd, mode, ctypes.c_int64(0), ctypes.c_int64(length)))
-
-
-def claimed_alignment(fd: int) -> Alignment | None:
-    """What statx says of O_DIRECT; None where the kernel or the filesystem says nothing."""
-    buffer = ctypes.create_string_buffer(STATX_BYTES)
-    libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        failed = libc.statx(fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, buffer)
-    except AttributeError:  # a C library of before 2018
-        return None
-
-    def word(at: int) -> int:
-        return int.from_bytes(buffer.raw[at : at + 4], sys.byteorder)
-
-    if failed or not word(STATX_MASK_AT) & STATX_DIOALIGN:
-        return None
-    return Alignment(word(STATX_DIO_MEMORY_AT), word(STATX_DIO_OFFSET_AT))
 
 
 def io_uring() -> Outcome:
@@ -542,7 +506,7 @@ class Rates:
                 fd = self._file.direct_fd
             os.ftruncate(fd, 0)
             if not self._settings.zerofill:
-                allocate(fd, self._blocks * self._stride)
+                fallocate(fd, 0, 0, self._blocks * self._stride)
             if self._settings.o_direct and self._settings.allocator == "default":
                 stack.enter_context(_direct_flag(fd))
             return self._measured(fd)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,11 +25,13 @@ from kvbm_cli.doctor.subject import Subject
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import Tiers
     from kvbm.disk.probe import Settings
     from kvbm.sizing import Sizing
 
 QUICK_S = 20.0
-QUICK_WORK_S = 16.0  # the rest is for clearing away
+QUICK_WORK_S = 14.0  # the rest is for clearing away
+OVER = f"--quick allows {QUICK_S:.0f} s"
 FAILED = 1
 DIRECTORY_KEY = "tiers.disk.directory"
 
@@ -50,14 +53,17 @@ def doctor(
     _require_options(profile, overrides, write)
     lint, variables = environment.lint(machine.environment)
     resolved = _resolve(profile, overrides, variables, directory)
+    if resolved is None:
+        tiers_wanted, mistakes = environment.tiers(variables)
+    else:
+        tiers_wanted, mistakes = resolved.profile.tiers, environment.beside(resolved)
     with Progress() as progress:
         examination = _Examination(progress, as_json=as_json)
         with examination.at_most(QUICK_WORK_S if is_quick else None):
-            examination.group("environment", _each(lint))
-            sizing, unsized = _size(resolved)
-            subject = Subject(
-                machine, _directory(resolved, directory), resolved, sizing, is_quick=is_quick, say=progress.say
-            )
+            examination.group("environment", _each(environment.all_or_none([*lint, *mistakes], len(variables))))
+            sizing, unsized = examination.in_time(partial(_size, resolved)) or (None, [skipped("size", OVER)])
+            place = _directory(tiers_wanted, directory)
+            subject = Subject(machine, place, resolved, tiers_wanted, sizing, is_quick=is_quick, say=progress.say)
             settings = examination.group("disk", disk.checks(subject), about=_shown(subject.directory))
             examination.group("memory", memory.checks(subject))
             examination.group("tiers", _each(unsized or tiers.checks(subject)))
@@ -99,15 +105,15 @@ def _absolute(directory: Path) -> Path:
     return Path(os.path.abspath(os.path.expanduser(directory)))
 
 
-def _directory(resolved: ResolvedProfile | None, given: Path | None) -> Path | None:
+def _directory(tiers: Tiers | None, given: Path | None) -> Path | None:
+    """The one of the command line, else of the disk tier, else the default where nothing says which tiers there are."""
     from kvbm.config.schema import DiskTier
 
     if given is not None:
         return _absolute(given)
-    if resolved is None:
+    if tiers is None:
         return _absolute(Path(DiskTier.model_fields["directory"].default))
-    disk = resolved.profile.tiers.disk
-    return None if disk is None else _absolute(Path(disk.directory))
+    return None if tiers.disk is None else _absolute(Path(tiers.disk.directory))
 
 
 def _shown(directory: Path | None) -> str | None:
@@ -165,6 +171,16 @@ class _Examination:
         if self._is_at_work:
             raise _TimeIsUp
 
+    def in_time(self, action: Callable[[], Returned]) -> Returned | None:
+        """What the action returns, None if the time is up before."""
+        try:
+            self._is_at_work = not self._is_over
+            return action() if self._is_at_work else None
+        except _TimeIsUp:
+            return None
+        finally:
+            self._is_at_work = False
+
     def group(
         self, name: str, checks: Generator[Check, None, Returned] | Iterator[Check], *, about: str | None = None
     ) -> Returned | None:
@@ -186,7 +202,7 @@ class _Examination:
             return end.value  # type: ignore[no-any-return]
         except _TimeIsUp:
             self._is_at_work = False
-        self._add(name, skipped("the rest", f"--quick allows {QUICK_S:.0f} s", "`kvbm doctor` without --quick"))
+        self._add(name, skipped("the rest", OVER, "`kvbm doctor` without --quick"))
         return None
 
     def _add(self, group: str, check: Check) -> None:

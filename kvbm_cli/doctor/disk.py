@@ -6,11 +6,14 @@ Where a profile has a disk tier, what that tier would fail at is a failure; what
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from kvbm.config.sizes import format_size
-from kvbm.disk.probe import IN_MEMORY, PAGE_BYTES, Direct, Report, Settings, Speed
+from kvbm.disk.files import PAGE_BYTES, require_usable_parent
+from kvbm.disk.probe import IN_MEMORY, Direct, Report, Settings, Speed
+from kvbm.errors import EnvironmentProblem
 from kvbm_cli.doctor.machine import NoAnswer
 from kvbm_cli.doctor.result import Check, State, failure, ok, rate, skipped, warning
 from kvbm_cli.doctor.subject import Subject
@@ -20,6 +23,7 @@ Found = Generator[Check, None, Settings | None]
 
 BLOCK_BYTES = 1 << 20  # where no profile says
 PHASE_S, QUICK_PHASE_S = 2.0, 0.4
+LOOK_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S, QUICK_PROBE_TIMEOUT_S = 120.0, 9.0
 NVIDIA_FILES = "dynamo-kvbm-disk-cache-*"
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "9p", "virtiofs", "glusterfs"})
@@ -34,12 +38,21 @@ def checks(subject: Subject) -> Found:
         yield skipped("directory", "the profile has no `tiers.disk`", "`--dir DIR` examines a directory all the same")
         return None
     try:
+        subject.machine.ask(sys.executable, "look", [str(directory)], timeout_s=LOOK_TIMEOUT_S)
+    except NoAnswer as error:  # from here on, this process itself waits for the filesystem
+        yield failure("directory", f"the filesystem does not answer: {error}", ANOTHER)
+        return None
+    try:
         yield from _leftovers(directory)
         with workplace(directory) as place:
+            require_usable_parent(directory)
             report = _probe(subject, place)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         yield failure("directory", f"cannot be written: {reason}", _way_out(directory))
+        return None
+    except EnvironmentProblem as error:
+        yield failure("directory", error.message, error.hint or ANOTHER)
         return None
     except NoAnswer as error:
         remedy = f"`kvbm doctor` without --quick waits longer; {ANOTHER}" if subject.is_quick else ANOTHER
@@ -156,9 +169,9 @@ def _limits(report: Report, needed: int | None) -> Iterator[Check]:
 def _needed_bytes(subject: Subject) -> int | None:
     from kvbm_cli.engines import copy_count
 
-    if subject.resolved is None or subject.disk is None:
+    if subject.disk is None:
         return None
-    if subject.sizing is not None and subject.sizing.disk is not None:
+    if subject.resolved is not None and subject.sizing is not None and subject.sizing.disk is not None:
         return subject.sizing.disk.total_bytes * copy_count(subject.resolved.profile)
     return subject.disk.capacity
 

@@ -5,15 +5,19 @@ A mistake here is what every other command of `kvbm` stops at; the doctor names 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from kvbm.config.variables import PREFIX, VARIABLES, Effect, Form, Variable, read_variables
+from kvbm.config.variables import PREFIX, VARIABLES, Effect, Form, Variable, drop_idle_disk, read_variables
 from kvbm.errors import ProfileError
 from kvbm_cli.doctor.result import Check, failure, ok, warning
 
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import Tiers
+
 PRESENCE_ONLY = frozenset({f"{PREFIX}DISK_ZEROFILL_FALLBACK", f"{PREFIX}DISK_DISABLE_O_DIRECT"})
 FALSE = frozenset({"0", "false", "no", "off"})
-PRIORITY = f"{PREFIX}HOST_OFFLOAD_PREFIX_MIN_PRIORITY"
 
 
 def lint(environment: Mapping[str, str]) -> tuple[list[Check], dict[str, str]]:
@@ -30,9 +34,50 @@ def lint(environment: Mapping[str, str]) -> tuple[list[Check], dict[str, str]]:
         usable[name] = environment[name]
         found += [warning(name, text.partition(": ")[2], f"`unset {name}`") for text in warnings]
         found += _misread(name, environment[name])
-    if not found:
-        found = [ok("variables", f"{len(names)} of DYN_KVBM_*, all with a meaning" if names else "no DYN_KVBM_*")]
     return found, usable
+
+
+def all_or_none(found: list[Check], count: int) -> list[Check]:
+    """What is found, or that nothing is, in `count` variables."""
+    shown = f"{count} of DYN_KVBM_*, all with a meaning" if count else "no DYN_KVBM_*"
+    return found or [ok("variables", shown)]
+
+
+def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
+    """The tiers of an engine that is started by its own command line, None if there are none; and what is wrong."""
+    from pydantic import ValidationError
+
+    from kvbm.config.document import plain_values
+    from kvbm.config.mistakes import FileKind, first_mistake
+    from kvbm.config.schema import ConnectorConfig, keys
+
+    document, _ = read_variables(variables)
+    idle = [_idle(text) for text in drop_idle_disk(document)]
+    if "tiers" not in document:
+        return None, idle
+    try:
+        config = ConnectorConfig.model_validate(plain_values(document))
+    except ValidationError as error:
+        mistake = first_mistake(error, document, "variables", FileKind("configuration", keys(ConnectorConfig), {}))
+        return None, [*idle, failure("values", mistake.message.splitlines()[0], mistake.hint or "another value")]
+    return config.tiers, [*idle, *_priority(config.offload.min_priority, warning)]
+
+
+def beside(resolved: ResolvedProfile) -> list[Check]:
+    """What has no effect, or a bad one, with this profile. No engine that it could name sends priorities."""
+    idle = [_idle(text) for text in resolved.warnings if "there is no disk tier" in text]
+    return [*idle, *_priority(resolved.profile.offload.min_priority, failure)]
+
+
+def _priority(threshold: int, say: Callable[[str, str, str], Check]) -> Iterator[Check]:
+    if threshold:
+        finding = f"`offload.min_priority` is {threshold}: an engine that sends no priorities offloads nothing"
+        yield say("priorities", finding, "`offload.min_priority: 0`")
+
+
+def _idle(text: str) -> Check:
+    name = text.split("`")[1]
+    return warning(name, text.partition(": ")[2], f"`unset {name}`")
 
 
 def _misread(name: str, value: str) -> Iterator[Check]:
@@ -44,7 +89,7 @@ def _misread(name: str, value: str) -> Iterator[Check]:
         finding = f"`{value}` is off here; NVIDIA's block manager switched it on, whatever the value"
         yield warning(name, finding, f"`unset {name}`")
     elif _is_fraction(variable, value):
-        finding = f"`{value}` is {value} GB here; NVIDIA's block manager took a fraction for no tier at all in places"
+        finding = f"`{value}` is {value} GB here; a part of NVIDIA's block manager took a fraction for no tier at all"
         yield warning(name, finding, f"nothing to do, or `{variable.key}` in a profile")
 
 

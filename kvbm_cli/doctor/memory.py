@@ -32,12 +32,10 @@ def checks(subject: Subject) -> Iterator[Check]:
 def _needed_bytes(subject: Subject) -> int | None:
     from kvbm_cli.engines import copy_count
 
-    if subject.resolved is None:
-        return None
-    tiers = subject.resolved.profile.tiers
-    if subject.sizing is not None:
+    if subject.resolved is not None and subject.sizing is not None:
         return subject.sizing.host.total_bytes * copy_count(subject.resolved.profile)
-    return tiers.host.capacity if tiers.host is not None else None
+    host = subject.tiers.host if subject.tiers is not None else None
+    return host.capacity if host is not None else None
 
 
 def _room(subject: Subject, needed: int | None) -> Iterator[Check]:

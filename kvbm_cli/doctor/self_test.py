@@ -50,7 +50,7 @@ def _disk_settings(subject: Subject, settings: Settings | None) -> dict[str, Any
     if settings is None:
         return None
     if subject.disk is None:
-        return asdict(settings) if subject.resolved is None else None
+        return asdict(settings)
     return {name: getattr(subject.disk, name) for name in OF_PROFILE}
 
 

@@ -10,21 +10,23 @@ from kvbm_cli.doctor.machine import Machine, Say
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-    from kvbm.config.schema import DiskTier
+    from kvbm.config.schema import DiskTier, Tiers
     from kvbm.sizing import Sizing
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """`sizing` is None where there is no profile, or where only the engine can tell."""
+    """`sizing` is None where there is no profile, or where only the engine can tell. `tiers` are those of the profile,
+    without one those of the variables, as an engine would have them that is started by its own command line."""
 
     machine: Machine
     directory: Path | None
     resolved: ResolvedProfile | None
+    tiers: Tiers | None
     sizing: Sizing | None
     is_quick: bool
     say: Say
 
     @property
     def disk(self) -> DiskTier | None:
-        return self.resolved.profile.tiers.disk if self.resolved is not None else None
+        return self.tiers.disk if self.tiers is not None else None

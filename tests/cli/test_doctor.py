@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from terminal import Outcome, assert_snapshot, kvbm
 from kvbm.disk.probe import Direct, Mount, Settings
 from kvbm.disk.probe import Outcome as Tried
 from kvbm.disk.quota import Quota
+from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
 
 PROFILE = """\
@@ -131,6 +133,38 @@ def test_leftovers_of_others_are_named(tmp_path: Path, profile: Path, capsys: py
     assert outcome.exit_code == 0
 
 
+def test_variables_say_which_tiers_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variables = {
+        "DYN_KVBM_CPU_CACHE_GB": "1",
+        "DYN_KVBM_DISK_CACHE_GB": "2000",
+        "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    outcome = run(capsys, None, machine=machine(tmp_path / "machine", environment=variables))
+    assert outcome.exit_code == 1
+    assert f"disk: {tmp_path}/cache\n" in outcome.stdout
+    assert "failure  free space         931.3 GiB of 1.8 TiB free, the tier takes 1.8 TiB" in outcome.stdout
+    assert "remedy: `tiers.disk.capacity: 900GB`, or another `tiers.disk.directory`" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"DYN_KVBM_DISK_CACHE_DIR": "/x"}, "warning  DYN_KVBM_DISK_CACHE_DIR"),
+        (
+            {"DYN_KVBM_DISK_CACHE_DIR": "x", "DYN_KVBM_DISK_CACHE_GB": "1"},
+            "failure  values",
+        ),
+        ({"DYN_KVBM_CPU_CACHE_GB": "1", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "5"}, "warning  priorities"),
+        ({"DYN_KVBM_CPU_CACHE_GB": "1"}, "ok       variables          1 of DYN_KVBM_*, all with a meaning"),
+    ],
+)
+def test_what_variables_amount_to(
+    variables: dict[str, str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = run(capsys, None, directory=tmp_path, machine=machine(tmp_path / "machine", environment=variables))
+    assert f"\n  {line}" in outcome.stdout
+
+
 MISTAKES = {
     "doctor_write_without_a_profile": "doctor --write new.yaml",
     "doctor_set_without_a_profile": "doctor --set server.port=0",
@@ -150,6 +184,22 @@ def test_profile_without_a_disk_tier(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert outcome.exit_code == 0
     assert "  skipped  directory          the profile has no `tiers.disk`" in outcome.stdout
     assert "recommended" not in outcome.stdout
+
+
+def test_interpreter_that_hangs_does_not_hold_up_a_quick_examination(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "QUICK_WORK_S", 1.0)
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    profile.write_text(f"extends: ./base.yaml\nengine: {{kind: vllm, model: synthetic:vllm-25m, python: {hanging}}}\n")
+    (tmp_path / "base.yaml").write_text("tiers: {host: {capacity: 64MiB}}\n")
+    started = time.monotonic()
+    outcome = run(capsys, str(profile), is_quick=True, machine=machine(tmp_path / "machine"))
+    assert time.monotonic() - started < 5
+    assert "  skipped  the rest           --quick allows 20 s" in outcome.stdout
+    assert outcome.exit_code == 0
 
 
 def test_answers_cover_every_program() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doctor_machine import machine
+from doctor_machine import ANSWERS, machine
 from filesystems import KINDS, MIB, Unavailable, mounted
 
 from kvbm.config.load import load
@@ -31,7 +32,7 @@ from kvbm.layout import BlockLayout
 from kvbm.region import Segment
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.disk import queue_checks
-from kvbm_cli.doctor.machine import probe
+from kvbm_cli.doctor.machine import ask, probe
 from kvbm_cli.doctor.subject import Subject
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,6 +240,36 @@ def test_verdict_and_what_is_recommended(row: Row, tmp_path: Path, capsys: pytes
             move_blocks(point / "cache", recommended, persist=persist)
 
 
+def test_filesystem_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with filesystem("fuse-refuses", tmp_path) as point:
+        (daemon,) = [pid for pid in processes() if b"lying_filesystem.py" in pid[1] and str(point).encode() in pid[1]]
+        os.kill(daemon[0], signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            data = examine(capsys, tmp_path, point / "cache", "16MiB", ask=ask_machine)
+            taken_s = time.monotonic() - started
+        finally:
+            os.kill(daemon[0], signal.SIGCONT)
+        (check,) = disk_checks(data).values()
+        assert (check["state"], check["finding"]) == (
+            "failure",
+            "the filesystem does not answer: no answer within 5 s",
+        )
+        assert taken_s < 20
+
+
+def ask_machine(python: str, program: str, arguments: Any = (), *, timeout_s: float) -> dict[str, Any]:
+    return ask(python, program, arguments, timeout_s=timeout_s) if program == "look" else dict(ANSWERS[program])
+
+
+def processes() -> Iterator[tuple[int, bytes]]:
+    """Every process with its command line."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
+                yield int(entry.name), (entry / "cmdline").read_bytes()
+
+
 def test_limit_on_the_size_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, before[1]))
@@ -286,7 +317,7 @@ def test_denied_io_uring(denied: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", DENYING, numbers, sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     report = Report.from_json(json.loads(done.stdout.splitlines()[-1])["report"])
-    subject = Subject(machine(tmp_path / "machine"), tmp_path, None, None, is_quick=True, say=lambda text: None)
+    subject = Subject(machine(tmp_path / "machine"), tmp_path, None, None, None, is_quick=True, say=lambda text: None)
     (found,) = queue_checks(subject, report)
     assert (found.state.value, found.finding) == DENIED[denied]
     assert report.settings == Settings("default", True, False), "threads need neither"
