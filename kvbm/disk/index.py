@@ -10,10 +10,11 @@ was damaged does not fit its bytes either. One thread at a time uses an index; s
 
 from __future__ import annotations
 
+import gc
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 ROWS_PER_STATEMENT = 256
-ROWS_PER_FETCH = 20_000
+ROWS_PER_FETCH = 2_000
 BUSY_TIMEOUT_S = 5.0
 SEED_BYTES = 8
 SIDE_FILES = ("-wal", "-shm", "-journal")
@@ -111,32 +112,24 @@ class BlockIndex:
 
     def load(self) -> Recovered:
         """Everything, as of one moment. Raises sqlite3.Error, also where SQLite finds a type that cannot be."""
-        self._connection.execute("BEGIN")
-        try:
-            return self._load()
-        finally:
-            if self._connection.in_transaction:
-                with suppress(sqlite3.Error):
-                    self._connection.execute("ROLLBACK")
+        with _no_collection():
+            numbers, hashes = self._load()
+        if set(map(type, hashes)) - {bytes}:
+            raise sqlite3.DatabaseError("a hash that is none")
+        return Recovered(numbers[0], numbers[1], numbers[2], numbers[3].view(np.uint64), hashes)
 
-    def _load(self) -> Recovered:
-        count = self.block_count()
-        numbers = np.empty((count, 4), np.int64)
-        hashes: list[bytes] = []
+    def _load(self) -> tuple[NDArray[np.int64], list[bytes]]:
         cursor = self._connection.execute("SELECT slot, generation, length, checksum, hash FROM blocks")
-        start = 0
+        parts = [np.empty((4, 0), np.int64)]
+        hashes: list[bytes] = []
         while rows := cursor.fetchmany(ROWS_PER_FETCH):
-            slots, generations, lengths, checksums, found = zip(*rows, strict=True)
+            *numbers, found = zip(*rows, strict=True)
             try:
-                numbers[start : start + len(rows)] = np.array((slots, generations, lengths, checksums), np.int64).T
+                parts.append(np.array(numbers, np.int64))
             except (TypeError, ValueError, OverflowError) as error:
                 raise sqlite3.DatabaseError(f"a row of a type that no index holds: {error}") from error
             hashes += found
-            start += len(rows)
-        if start != count or any(type(value) is not bytes for value in hashes):
-            raise sqlite3.DatabaseError(f"{count} rows counted, {start} found, or a hash that is none")
-        columns = np.ascontiguousarray(numbers.T)
-        return Recovered(columns[0], columns[1], columns[2], columns[3].view(np.uint64), hashes)
+        return np.concatenate(parts, axis=1), hashes
 
     def block_count(self) -> int:
         return int(self._connection.execute("SELECT count(*) FROM blocks").fetchone()[0])
@@ -224,6 +217,18 @@ def is_damage(error: sqlite3.Error) -> bool:
     """Whether an error speaks of what is in the file, and not of the machine around it."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # ours have none
     return code & PRIMARY_CODE in DAMAGE or code == sqlite3.SQLITE_IOERR_SHORT_READ
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Rows by the million are no garbage, and walking them again and again costs more than reading them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def index_files(path: Path) -> list[Path]:

@@ -207,11 +207,13 @@ class Instance:
     def _drop_misfits(self, found: Recovered, slot_count: int) -> Recovered:
         """Raises sqlite3.Error."""
         assert self.index is not None
-        if len(np.unique(found.slots)) < len(found.slots) or len(set(found.hashes)) < len(found.hashes):
+        is_twice = np.any(np.diff(np.sort(found.slots)) == 0)
+        if is_twice or len(set(found.hashes)) < len(found.hashes):
             raise sqlite3.DatabaseError("a slot or a hash is there twice")
         fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
-        hash_lengths = np.fromiter(map(len, found.hashes), np.int64, len(found.hashes))
-        fits &= (hash_lengths == self.shape.hash_bytes) & (found.generations >= 0)
+        fits &= found.generations >= 0
+        if set(map(len, found.hashes)) - {self.shape.hash_bytes}:
+            fits &= np.array([len(found_hash) == self.shape.hash_bytes for found_hash in found.hashes])
         if fits.all():
             return found
         misfits = found.slots[~fits].tolist()

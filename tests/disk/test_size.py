@@ -1,0 +1,85 @@
+"""A large cache: ready soon after a restart, and small in memory."""
+
+import gc
+import os
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from disk_rig import HASH_BYTES, NAMESPACE, instance_of, make_hash, make_shards, opened, settings_for
+
+from kvbm.disk import files
+from kvbm.disk.index import ROWS_PER_STATEMENT, BlockIndex
+from kvbm.disk.tier import DiskTier
+
+MILLION = 1_000_000
+READY_S = 3.0
+SMALLER = 200_000  # tracing memory is slow
+BYTES_PER_BLOCK = 16
+
+
+def make_cache(directory, count):
+    """Rows as a tier would leave them, put there in bulk; the arena has no space and fits none of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "fallocate", lambda fd, mode, offset, length: os.ftruncate(fd, offset + length))
+        open_cache(directory, count).close(10)
+    index = BlockIndex.open(instance_of(directory) / "index.sqlite")
+    connection = index._connection
+    connection.execute("PRAGMA synchronous=OFF")
+    connection.execute("BEGIN")
+    connection.executemany(
+        "INSERT INTO blocks VALUES (?, ?, ?, 4096, ?, x'', 0.0)",
+        ((slot, make_hash(slot), count - slot, slot) for slot in range(count)),
+    )
+    connection.execute("COMMIT")
+    index.close()
+
+
+def open_cache(directory, count):
+    settings = settings_for(directory, block_count=count)
+    return DiskTier.open(settings, NAMESPACE, make_shards(4, 4096), hash_bytes=HASH_BYTES)
+
+
+@pytest.mark.slow
+def test_million_blocks_are_ready_within_three_seconds(tmp_path):
+    make_cache(tmp_path, MILLION)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        tier = open_cache(tmp_path, MILLION)
+        slots, hashes = tier.recovered()
+        seconds.append(time.perf_counter() - started)
+        tier.close(10)
+    assert len(slots) == len(hashes) == MILLION
+    assert slots[0] == MILLION - 1  # the one written longest ago
+    assert slots[-1] == 0
+    assert hashes[-1] == make_hash(0)
+    assert min(seconds) < READY_S, seconds
+
+
+@pytest.mark.slow
+def test_block_takes_few_bytes_and_no_object_in_memory(tmp_path):
+    make_cache(tmp_path, SMALLER)
+    gc.collect()
+    objects = len(gc.get_objects())
+    tracemalloc.start()
+    try:
+        tier = open_cache(tmp_path, SMALLER)
+        tier.recovered()
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] / SMALLER < BYTES_PER_BLOCK
+        assert len(gc.get_objects()) - objects < 10_000
+    finally:
+        tracemalloc.stop()
+    tier.close(10)
+
+
+def test_one_statement_takes_many_rows(tmp_path):
+    """Each statement costs the interpreter's lock once, and SQLite has a limit."""
+    with opened(tmp_path, host_slots=2 * ROWS_PER_STATEMENT + 3, block_count=2 * ROWS_PER_STATEMENT + 3) as rig:
+        count = rig.tier.slot_count
+        assert all(rig.write(range(count), np.random.default_rng(1).permutation(count).tolist()).is_good)
+        rig.tier.forget(range(1, count))
+    with opened(tmp_path, block_count=2 * ROWS_PER_STATEMENT + 3) as rig:
+        assert list(rig.recovered().values()) == [0]
