@@ -1,0 +1,127 @@
+"""Parts of the probe that need no mount: what follows from what, and files that have no name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm.disk import probe as module
+from kvbm.disk.probe import Direct, Outcome, ProbeFile, Settings, mount_of, probe, recommend
+from kvbm.disk.quota import limit_of
+
+WORKS, UNSUPPORTED, FULL = Outcome(True), Outcome(False, "ENOTSUP"), Outcome(False, "ENOSPC")
+DIRECT, CACHED, REFUSED = Direct(True, None, 512), Direct(True, None, 512, is_cached=True), Direct(False, "EINVAL")
+IGNORED = Direct(False, "the flag is not kept")
+NEEDS = {
+    "ordinary": ((WORKS, DIRECT, DIRECT), Settings("default", True, False)),
+    "ext2": ((UNSUPPORTED, DIRECT, DIRECT), Settings("default", True, True)),
+    "space_is_short": ((FULL, DIRECT, DIRECT), Settings("default", True, False)),
+    "fcntl_is_ignored": ((WORKS, DIRECT, IGNORED), Settings("open-direct", True, False)),
+    "fcntl_is_buffered": ((WORKS, DIRECT, CACHED), Settings("open-direct", True, False)),
+    "all_is_cached": ((WORKS, CACHED, CACHED), Settings("default", True, False)),
+    "only_fcntl": ((UNSUPPORTED, REFUSED, DIRECT), Settings("default", False, True)),
+    "nothing": ((UNSUPPORTED, REFUSED, REFUSED), Settings("default", False, True)),
+}
+MOUNTS = """\
+21 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+30 21 0:40 / /data rw,noatime shared:5 - xfs /dev/nvme0n1 rw,attr2
+31 30 0:41 / /data/a\\040b ro,noatime - nfs4 host:/x rw
+32 30 0:42 / /data/over rw - tmpfs tmpfs rw
+33 30 0:43 / /data/over rw - ext4 /dev/sdb rw
+34 21 0:44 / /database rw - btrfs /dev/sdc rw
+"""
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_is_recommended(name: str) -> None:
+    found, needed = NEEDS[name]
+    assert recommend(*found) == needed
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "is_read_only"),
+    [
+        ("/home", "ext4", False),
+        ("/data", "xfs", False),
+        ("/data/cache", "xfs", False),
+        ("/data/a b/c", "nfs4", True),
+        ("/data/over/c", "ext4", False),
+        ("/database", "btrfs", False),
+    ],
+)
+def test_mount_of_a_path(path: str, kind: str, is_read_only: bool, tmp_path: Path) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    found = mount_of(Path(path), tmp_path / "mountinfo")
+    assert (found.kind, found.is_read_only) == (kind, is_read_only)
+
+
+@pytest.mark.parametrize(
+    ("hard", "soft", "expected"), [(0, 0, None), (2048, 1024, (2 << 20, 4096)), (0, 1024, (1 << 20, 4096))]
+)
+def test_limit_of_a_user(hard: int, soft: int, expected: tuple[int, int] | None) -> None:
+    assert limit_of(struct.pack("=8QI4x", hard, soft, 4096, 0, 0, 0, 0, 0, 0)) == expected
+
+
+def test_everything_is_found_about_a_directory(tmp_path: Path) -> None:
+    phases: list[str] = []
+    report = probe(tmp_path, block_bytes=65536, seconds=0.02, say=phases.append)
+    assert report.settings is not None
+    assert report.speed is not None
+    assert min(report.speed.sequential_read, report.speed.random_read, report.speed.random_write) > 0
+    assert phases[0] == "what the filesystem can do"
+    assert phases[-1] == "random writes"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR])
+def test_file_loses_its_name_where_it_must_have_one(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def without_unnamed_files(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(module.os, "open", without_unnamed_files)
+    with ProbeFile.create(tmp_path) as file:
+        assert not file.is_unnamed
+        assert list(tmp_path.iterdir()) == []
+        assert os.fstat(file.fd).st_nlink == 0
+
+
+def test_directory_that_takes_no_file_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(module.os, "open", refuse)
+    report = probe(tmp_path)
+    assert report.write == Outcome(False, "EROFS")
+    assert report.settings is None
+
+
+def test_a_tenth_of_the_free_space_bounds_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, block = 64 << 20, 65536
+    most = 0
+    real = os.pwritev
+
+    def watched(fd: int, buffers: Any, offset: int) -> int:
+        nonlocal most
+        done = real(fd, buffers, offset)
+        most = max(most, offset + done)
+        return done
+
+    class Space:
+        f_blocks, f_bavail, f_frsize = 1 << 20, free // 4096, 4096
+
+    monkeypatch.setattr(module.os, "statvfs", lambda path: Space)
+    monkeypatch.setattr(module.os, "pwritev", watched)
+    report = probe(tmp_path, block_bytes=block, seconds=1.0)
+    assert report.speed is not None
+    assert free // 20 < most <= free // 10
