@@ -19,13 +19,15 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
+from kvbm.hashing import namespace
 from kvbm.rates import Rates
 from kvbm.types import SlotState, Tier
 
@@ -33,10 +35,11 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.health import DiskCounters
-    from kvbm.disk.tier import DiskResult
+    from kvbm.disk.tier import DiskResult, DiskTier
     from kvbm.disk.wear import Wear
     from kvbm.metrics import Counters
     from kvbm.region import Region
+    from kvbm.types import SegmentInfo
 
 WRITES_AT_A_TIME = 2
 PINNED_SHARE = 4  # of G2 that writes may pin
@@ -140,6 +143,48 @@ class _Queue:
 
     def take(self, count: int) -> list[bytes]:
         return [self.hashes.popitem(last=False)[0] for _ in range(min(count, len(self.hashes)))]
+
+
+def open_disk(
+    config: ConnectorConfig,
+    region: Region,
+    segments: Sequence[SegmentInfo],
+    *,
+    identity: Mapping[str, object],
+    is_stable: bool,
+    hash_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> DiskTier | None:
+    """The disk of an engine, None where none is configured. Raises EnvironmentProblem.
+
+    `identity` is whatever decides the bytes and the hashes of a block, beside how the ranks lay it out, and has the
+    `model` for people; where that is not stable from start to start, nothing is kept.
+    """
+    section = config.tiers.disk
+    if section is None:
+        return None
+    from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
+
+    layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments]
+    facts = {"layouts": layout, **identity}
+    settings = DiskSettings(
+        directory=Path(section.directory).expanduser(),
+        capacity_bytes=section.capacity,
+        block_count=section.blocks,
+        allocator=section.allocator,
+        zerofill=section.zerofill,
+        o_direct=section.o_direct,
+        io=section.io,
+        threads=section.threads,
+        persist=section.persist and is_stable,
+        reclaim=section.reclaim,
+    )
+    if section.persist and not is_stable:
+        log.warning("kvbm: blocks on disk are not kept for the next start: their names change from start to start")
+    name = Namespace(namespace(facts), facts)
+    disk = DiskTier.open(settings, name, region.shards, hash_bytes=hash_bytes, progress=progress)
+    log.info("kvbm: %d blocks on disk in %s, read and written by %s", disk.slot_count, settings.directory, disk.io_name)
+    return disk
 
 
 class DiskSide:

@@ -191,11 +191,15 @@ class Worker:
         """True while a copy is queued, running, or ended without its word written."""
         return bool(self._onboards or self._offloads)
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the threads and free the segment, unless a copier still runs: then the process's end frees it."""
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop the threads. The segment stays: it is freed when no process maps it any more."""
         self._onboard_pool.close(timeout_s)
         self._offload_pool.close(timeout_s)
         self.poll()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the threads and free the segment, unless a copier still runs: then the process's end frees it."""
+        self.stop(timeout_s)
         if not self.is_busy():
             self._segment.close()
 

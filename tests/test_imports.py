@@ -70,7 +70,7 @@ TABLE = (
     *(
         Layer(
             (f"kvbm.{name}_integration",),
-            (*SHARED, *ORCHESTRATION, *SEAMS, "kvbm.config", f"kvbm.{name}_integration"),
+            (*SHARED, *ORCHESTRATION, *SEAMS, "kvbm.hashing", "kvbm.disk", "kvbm.config", f"kvbm.{name}_integration"),
             never=tuple(engine for engine in ENGINES[2:] if engine != package),
         )
         for name, package in (("vllm", "vllm"), ("trtllm", "tensorrt_llm"), ("sglang", "sglang"))
@@ -78,7 +78,7 @@ TABLE = (
     Layer(("kvbm.embedded.launch",), (*SHARED, "kvbm.config", "kvbm.sizing", "kvbm.embedded.presets"), never=ENGINES),
     Layer(
         ("kvbm.embedded.driver", "kvbm.embedded.worker_home"),
-        (*SHARED, *PHYSICAL, *ORCHESTRATION, "kvbm.events", "kvbm.config", "kvbm.embedded"),
+        (*SHARED, *PHYSICAL, *ORCHESTRATION, "kvbm.events", "kvbm.hashing", "kvbm.config", "kvbm.embedded"),
         never=ENGINES[2:],
     ),
     Layer(("kvbm.embedded",), (*SHARED, *PHYSICAL, "kvbm.hashing", "kvbm.config", "kvbm.embedded"), never=ENGINES[2:]),

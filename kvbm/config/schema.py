@@ -78,6 +78,12 @@ class DiskTier(Section):
     persist: bool = Field(
         default=True, description="Whether the blocks outlive the engine, for the next one with the same model."
     )
+    drain_s: float = Field(
+        default=10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that the engine may take at its end to write to disk what only host memory has.",
+    )
     reclaim: bool = Field(
         default=False,
         description="Whether the oldest caches that no engine uses may be deleted from the directory to make room.",

@@ -9,11 +9,14 @@ file descriptor, so that sharing anything by accident is impossible.
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvbm.disk_side import open_disk
 from kvbm.embedded.worker_home import InlineWorker, ProcessWorker, WorkerHome
+from kvbm.hashing import HASH_BYTES
 from kvbm.leader import Leader, LeaderSettings
 from kvbm.metrics import KvbmCollector
 from kvbm.plan import StepPlan
@@ -47,7 +50,7 @@ def create_connector(
     from kvbm.config.schema import Profile
 
     profile = Profile.model_validate_json(profile_json)
-    scheduler = KvbmScheduler(profile)
+    scheduler = KvbmScheduler(profile, progress)
     worker = KvbmWorker(profile, handshake=scheduler.accept_handshake, worker_process=worker_process, progress=progress)
     return scheduler, worker
 
@@ -55,8 +58,11 @@ def create_connector(
 class KvbmScheduler:
     """The decision half: engine hooks to `Leader` calls."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, progress: Callable[[int, int], None] | None = None) -> None:
         self._profile = profile
+        self._progress = progress
+        self._namespace = b""
+        self._step = (0, 0.0)  # tokens of the step under way, and when it began
         self._pool: BlockPool | None = None
         self._handshake: Handshake | None = None
         self._leader: Leader | None = None
@@ -70,8 +76,9 @@ class KvbmScheduler:
         self._handshake = pickle.loads(message)
         self._create_leader()
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def bind_block_pool(self, pool: BlockPool, namespace: bytes) -> None:
+        """`namespace` names everything in the engine that decides the bytes and the hashes of a block."""
+        self._pool, self._namespace = pool, namespace
         self._create_leader()
 
     @property
@@ -83,14 +90,34 @@ class KvbmScheduler:
         """As soon as both the workers' segments and the engine's block pool are known, whichever comes last."""
         if self._handshake is None or self._pool is None:
             return
-        self._region = Region.map(self._handshake.segments)
+        segments = self._handshake.segments
+        self._region = Region.map(segments)
+        config = self._profile.connector_config()
         settings = LeaderSettings.of(
-            self._profile.connector_config(),
-            self._handshake.segments,
-            g1_blocks=self._pool.block_count,
-            block_tokens=self._handshake.block_tokens,
+            config, segments, g1_blocks=self._pool.block_count, block_tokens=self._handshake.block_tokens
         )
-        self._leader = Leader(self._region, settings, hold=self._pool.hold, release=self._pool.release)
+        disk = open_disk(
+            config,
+            self._region,
+            segments,
+            identity={"engine": "embedded", "model": self._profile.engine.model, "namespace": self._namespace.hex()},
+            is_stable=True,
+            hash_bytes=HASH_BYTES,
+            progress=self._progress,
+        )
+        self._leader = Leader(
+            self._region,
+            settings,
+            hold=self._pool.hold,
+            release=self._pool.release,
+            hash_bytes=HASH_BYTES,
+            disk=disk,
+            tenant_of=self._tenant_of,
+        )
+
+    def _tenant_of(self, request_id: str) -> bytes:
+        request = self._requests.get(request_id)
+        return b"" if request is None else request.tenant
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -125,9 +152,12 @@ class KvbmScheduler:
                 self.leader.finish(request_id, request.block_hashes)
         for request_id, num_scheduled_tokens in output.scheduled:
             self._offload(self._requests[request_id], num_scheduled_tokens)
+        self._step = sum(count for _, count in output.scheduled), time.monotonic()
         return self.leader.step()
 
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:
+        tokens, began_s = self._step
+        self.leader.note_step(tokens, time.monotonic() - began_s)
         for result in self.leader.settle():
             if result.is_live:
                 output.finished_recving.add(result.request_id)
@@ -148,6 +178,10 @@ class KvbmScheduler:
         return KvbmCollector(self.leader.counters, self.leader.blocks, self.leader.wear)
 
     def shutdown(self) -> None:
+        """Before the worker's: what only host memory has is written to disk first."""
+        if self._leader is not None:
+            disk = self._profile.tiers.disk
+            self._leader.close(disk.drain_s if disk is not None else 0.0)
         if self._region is not None:
             self._region.close()
 

@@ -113,7 +113,7 @@ class Engine:
         if worker_side is not None:
             worker_side.register_kv_pool(self.pool)
         if scheduler_side is not None:
-            scheduler_side.bind_block_pool(self.blocks)
+            scheduler_side.bind_block_pool(self.blocks, self.model.namespace)
         return EngineCore(
             Scheduler(self.blocks, _limits(self.config, self.model.device), scheduler_side),
             Runner(self.model, self.pool, worker_side),
@@ -247,6 +247,7 @@ class Engine:
             hash_root=hashing.root(self.model.namespace, salt=params.cache_salt),
             sampling_seed=seed,
             max_output_tokens=min(params.max_tokens, self.max_model_len - len(prompt_token_ids)),
+            tenant=hashing.tenant(params.cache_salt),
         )
 
     def _forgetting(self, on_output: Callable[[RequestOutput], None]) -> Callable[[RequestOutput], None]:
@@ -314,8 +315,8 @@ class Engine:
     def _shut_down(self) -> None:
         if self._connector is not None:
             scheduler_side, worker_side = self._connector
-            worker_side.shutdown()
             scheduler_side.shutdown()
+            worker_side.shutdown()
         self.pool.close()
 
 

@@ -113,6 +113,7 @@ class Request:
     hash_root: bytes
     sampling_seed: int
     max_output_tokens: int
+    tenant: bytes = b""
     arrival_index: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
     first_scheduled_time: float | None = None

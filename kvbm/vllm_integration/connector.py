@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from kvbm.vllm_integration.cache_groups import (
     continues_prompts,
     decline_reason,
 )
+from kvbm.vllm_integration.identity import identity
 from kvbm.vllm_integration.messages import NOTHING
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
@@ -84,6 +86,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 hash_bytes=_hash_bytes(vllm_config),
                 continues_prompts=continues_prompts(vllm_config),
                 gives_up_blocks=KNOWS_FAILED_REQUESTS,
+                identity=partial(identity, vllm_config),
             )
         else:
             self._worker = self.worker_side_class()(

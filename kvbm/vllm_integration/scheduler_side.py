@@ -7,16 +7,20 @@ where their segments lie and vLLM has bound its block pool; until then every hoo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvbm.disk_side import open_disk
 from kvbm.errors import EnvironmentProblem
+from kvbm.hashing import tenant
 from kvbm.leader import NO_BLOCK, Leader, LeaderSettings, LoadResult
 from kvbm.region import Region
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders
+from kvbm.vllm_integration.progress import progress_log
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvbm.config.schema import ConnectorConfig
+    from kvbm.disk.tier import DiskTier
+    from kvbm.types import SegmentInfo
     from kvbm.vllm_integration.cache_groups import CacheGroup
 
 UNLIMITED = 1 << 62
@@ -51,7 +57,8 @@ class _Tracked:
 class SchedulerSide:
     """Hooks of one engine's scheduler. `hash_bytes`: length of vLLM's block hashes; `continues_prompts`: whether the
     engine can compute the rest of a prompt, or only its last token, on top of a hit; `gives_up_blocks`: whether it
-    computes what could not be loaded in other blocks."""
+    computes what could not be loaded in other blocks; `identity` tells what blocks on disk must agree in, and whether
+    the next start will."""
 
     def __init__(
         self,
@@ -62,8 +69,10 @@ class SchedulerSide:
         hash_bytes: int,
         continues_prompts: bool,
         gives_up_blocks: bool,
+        identity: Callable[[], tuple[dict[str, object], bool]],
     ) -> None:
         self._config = config
+        self._identity = identity
         self._groups = groups
         self._rank_count = rank_count
         self._continues_prompts = continues_prompts
@@ -77,6 +86,7 @@ class SchedulerSide:
         self._requests: dict[str, _Tracked] = {}
         self._failed_loads: list[LoadResult] = []
         self._loading: set[str] = set()  # of the step that is being scheduled
+        self._step = (0, 0.0)  # tokens of the step under way, and when it was scheduled
         self._stats = StatsSource()
         self.leader: Leader | None = None
 
@@ -127,9 +137,35 @@ class SchedulerSide:
             gives_up_blocks=self._gives_up_blocks,
         )
         self.leader = Leader(
-            self._region, settings, hold=self._hold, release=self._release, hash_bytes=self._hash_bytes
+            self._region,
+            settings,
+            hold=self._hold,
+            release=self._release,
+            hash_bytes=self._hash_bytes,
+            disk=self._open_disk(segments),
+            tenant_of=self._tenant_of,
         )
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
+
+    def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskTier | None:
+        assert self._region is not None
+        if self._config.tiers.disk is None:
+            return None
+        facts, is_stable = self._identity()
+        groups = [[group.index, repr(group.group)] for group in self._groups]
+        return open_disk(
+            self._config,
+            self._region,
+            segments,
+            identity={**facts, "groups": groups, "ranks": self._rank_count},
+            is_stable=is_stable,
+            hash_bytes=self._hash_bytes,
+            progress=progress_log("of disk space"),
+        )
+
+    def _tenant_of(self, request_id: str) -> bytes:
+        tracked = self._requests.get(request_id)
+        return b"" if tracked is None else tenant(tracked.request.cache_salt)
 
     def _hold(self, block_ids: Sequence[int]) -> None:
         assert self._pool is not None
@@ -220,6 +256,7 @@ class SchedulerSide:
                     table += more
             if computed + scheduled[request_id] >= tracked.due_tokens:
                 self._offload(tracked, computed, output)
+        self._step = output.total_num_scheduled_tokens, time.monotonic()
         failed, self._failed_loads = tuple(self._failed_loads), []
         return StepOrders(self.leader.step(), failed, self.leader.has_unreported())
 
@@ -227,6 +264,8 @@ class SchedulerSide:
         """Loads that have ended well go on at the next step. Failures must come from the workers, one step later."""
         if self.leader is None:
             return
+        tokens, began_s = self._step
+        self.leader.note_step(tokens, time.monotonic() - began_s)
         results = self.leader.settle()
         if not results:
             return
@@ -254,6 +293,10 @@ class SchedulerSide:
             self.leader.reset()
 
     def close(self) -> None:
+        """What only host memory has goes to disk. vLLM has ended its ranks by now; their memory is still mapped here."""
+        if self.leader is not None:
+            disk = self._config.tiers.disk
+            self.leader.close(disk.drain_s if disk is not None else 0.0)
         if self._region is not None:
             self._region.close()
 

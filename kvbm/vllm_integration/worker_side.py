@@ -7,14 +7,14 @@ load only from its workers, so the leader's verdict comes along with a later ste
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.layout import BlockLayout, storages_of
 from kvbm.vllm_integration.cache_groups import CacheGroup, boot_id
 from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders, WordsWritten
+from kvbm.vllm_integration.progress import progress_log
 from kvbm.worker import HostCapacity, Worker
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvbm.config.schema import ConnectorConfig
-
-PROGRESS_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ class WorkerSide:
             rank=self._rank,
             rank_count=self._rank_count,
             thread_count=self._config.transfer.max_concurrent,
-            progress=_log_progress(self._rank),
+            progress=progress_log(f"of host memory for rank {self._rank}"),
         )
 
     def handshake(self) -> Handshake | None:
@@ -113,7 +111,8 @@ class WorkerSide:
 
     def close(self) -> None:
         if self._worker is not None:
-            self._worker.close()
+            # The other side reads this memory once more, to write it to disk; the end of all processes frees it.
+            self._worker.stop() if self._config.tiers.disk is not None else self._worker.close()
 
     def _start(self) -> None:
         if self._worker is not None and not self._orders.plan.is_empty():
@@ -123,18 +122,3 @@ class WorkerSide:
 def _block_dim(tensor: torch.Tensor, block_count: int) -> int:
     """The dimension that counts blocks: the first, or behind one that separates keys from values."""
     return 0 if tensor.shape[0] % block_count == 0 else 1
-
-
-def _log_progress(rank: int) -> Any:
-    """A callback that logs how far the allocation of host memory is, where it takes long."""
-    last = time.monotonic()
-
-    def progress(done_bytes: int, total_bytes: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > PROGRESS_S:
-            last = time.monotonic()
-            log.info(
-                "kvbm: rank %d has taken %.1f of %.1f GB of host memory", rank, done_bytes / 1e9, total_bytes / 1e9
-            )
-
-    return progress

@@ -90,7 +90,7 @@ class HostScheduler:
         self._loads: list[Load] = []
         self._saving: list[bytes] = []
 
-    def bind_block_pool(self, pool) -> None:
+    def bind_block_pool(self, pool, namespace) -> None:
         self.pool = pool
 
     def on_new_request(self, request) -> None:

@@ -55,7 +55,13 @@ def engine(*, disable_cascade_attn=True, **parallel):
 
 def scheduler_side(groups, rank_count=1):
     return SchedulerSide(
-        CONFIG, groups, rank_count=rank_count, hash_bytes=32, continues_prompts=True, gives_up_blocks=True
+        CONFIG,
+        groups,
+        rank_count=rank_count,
+        hash_bytes=32,
+        continues_prompts=True,
+        gives_up_blocks=True,
+        identity=lambda: ({}, True),
     )
 
 
@@ -220,6 +226,9 @@ class Verdicts:
 
     def __init__(self, *results):
         self.results = list(results)
+
+    def note_step(self, tokens, seconds):
+        pass
 
     def settle(self):
         results, self.results = self.results, []
