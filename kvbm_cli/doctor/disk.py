@@ -102,7 +102,8 @@ def _about(subject: Subject, directory: Path, report: Report) -> Iterator[Check]
     if report.speed is None:
         yield skipped("speed", f"not measured: {report.reason}")
     else:
-        yield from _speed(subject, report.speed)
+        yield from _speed(report.speed)
+        yield from _onboarding(subject, report.speed)
 
 
 def _filesystem(report: Report) -> Check:
@@ -302,7 +303,7 @@ def queue_checks(subject: Subject, report: Report) -> Iterator[Check]:
         yield say("kernel queues", f"{shown}: NIXL cannot work", "`tiers.disk.io: threads`", **facts)
 
 
-def _speed(subject: Subject, speed: Speed) -> Iterator[Check]:
+def _speed(speed: Speed) -> Iterator[Check]:
     block = format_size(speed.block_bytes)
     for name, read, write in (
         ("sequential", speed.sequential_read, speed.sequential_write),
@@ -311,17 +312,16 @@ def _speed(subject: Subject, speed: Speed) -> Iterator[Check]:
         finding = f"reads {rate(read)}, writes {rate(write)} in blocks of {block} by {speed.threads} threads"
         yield ok(name, finding, read_bytes_per_s=round(read), write_bytes_per_s=round(write), block=speed.block_bytes)
     yield ok("flush", f"fdatasync after a block: {speed.flush_s * 1000:.2f} ms", flush_s=speed.flush_s)
-    yield _onboarding(subject, speed)
 
 
-def _onboarding(subject: Subject, speed: Speed) -> Check:
-    """Where the disk is as fast as a prefill: the rate of the engine at which both take equally long."""
+def _onboarding(subject: Subject, speed: Speed) -> Iterator[Check]:
+    """Tokens that random reads bring, which is also the rate of an engine to which recomputing is as good."""
     if subject.sizing is None:
-        return skipped("onboarding", "how many tokens that is depends on the model", "`--profile PROFILE`")
+        yield skipped("onboarding", "how many tokens that is depends on the model", "`--profile PROFILE`")
+        return
     tier = subject.sizing.disk or subject.sizing.host
     tokens_per_s = speed.random_read / tier.total_bytes * tier.token_count
-    finding = (
-        f"{tokens_per_s:,.0f} tokens/s, {EXAMPLE_TOKENS} in {EXAMPLE_TOKENS / tokens_per_s:.2f} s: "
-        f"it pays where the engine prefills fewer"
-    )
-    return ok("onboarding", finding, tokens_per_s=round(tokens_per_s))
+    finding = f"{tokens_per_s:,.0f} tokens/s, {EXAMPLE_TOKENS} tokens in {EXAMPLE_TOKENS / tokens_per_s:.2f} s"
+    yield ok("onboarding", finding, tokens_per_s=round(tokens_per_s))
+    finding = f"an engine that prefills more than {tokens_per_s:,.0f} tokens/s is faster without the disk"
+    yield ok("break-even", finding, tokens_per_s=round(tokens_per_s))

@@ -13,7 +13,10 @@ from kvbm_cli.doctor.subject import Subject
 IMPORT_TIMEOUT_S = 120.0
 NIXL_TIMEOUT_S = 90.0
 QUICK_TIMEOUT_S = 8.0
-CONNECTORS = {"vllm": "kvbm.vllm_integration.connector", "embedded": "kvbm.embedded.driver"}
+MODULES = {
+    "vllm": ["kvbm.vllm_integration.connector"],
+    "embedded": ["kvbm.embedded.driver", "kvbm.embedded.engine", "transformers"],
+}
 
 
 def checks(subject: Subject) -> Iterator[Check]:
@@ -57,11 +60,11 @@ def _connector(subject: Subject, python: str, kind: str) -> Check:
     if subject.is_quick and kind == "vllm":
         return skipped("connector", "importing vLLM takes longer than --quick allows")
     subject.say("importing the connector")
-    answer = _asked(subject, python, "connector", [CONNECTORS[kind]], timeout_s=IMPORT_TIMEOUT_S)
+    answer = _asked(subject, python, "connector", MODULES[kind], timeout_s=IMPORT_TIMEOUT_S)
     if isinstance(answer, Check):
         return answer
     if answer["error"] is not None:
-        remedy = f"`{python} -c 'import {CONNECTORS[kind]}'` shows where"
+        remedy = f"`{python} -c 'import {', '.join(MODULES[kind])}'` shows where"
         return failure("connector", f"cannot be imported: {answer['error']}", remedy)
     return ok("connector", f"imported in {answer['seconds']:.1f} s", seconds=answer["seconds"])
 

@@ -1,4 +1,4 @@
-"""Imports the module that its argument names: `{"seconds": ..., "error": null or the last line of what went wrong}`."""
+"""Imports the modules that its arguments name: `{"seconds": ..., "error": null or the first line of what is wrong}`."""
 
 import importlib
 import json
@@ -10,7 +10,8 @@ def main() -> None:
     started = time.monotonic()
     error = None
     try:
-        importlib.import_module(sys.argv[1])
+        for module in sys.argv[1:]:
+            importlib.import_module(module)
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}".splitlines()[0]
     print(json.dumps({"seconds": time.monotonic() - started, "error": error}), flush=True)
