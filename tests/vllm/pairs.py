@@ -87,9 +87,9 @@ class Pair:
         """The tested server must say the same; what it did for that is returned."""
         return self.check_against(self.truth(talks))
 
-    def check_against(self, truth: dict[Request, Answer]) -> tuple[Comparison, Moved]:
+    def check_against(self, truth: dict[Request, Answer], **fields: object) -> tuple[Comparison, Moved]:
         before = self.tested.metrics()
-        answers = repeat(asker(self.tested), list(truth))
+        answers = repeat(asker(self.tested, **fields), list(truth))
         comparison = assert_equal(answers, truth)
         self.settle()
         moved = Moved(before, self.tested.metrics())

@@ -52,6 +52,7 @@ class Variant:
     cores: str = "0"
     faults: dict[str, int] = field(default_factory=dict)
     preempts: bool = False
+    adapter: str | None = None
 
 
 VARIANTS = {
@@ -68,15 +69,29 @@ VARIANTS = {
     "sliding window": Variant("vllm-swa", blocks=100, host=3000),
     "sliding window, copies fail": Variant("vllm-swa", blocks=100, host=3000, faults={"fail_every": 100}),
     "guessed tokens": Variant(arguments=("--speculative-config", json.dumps(GUESS))),
+    "an adapter": Variant(adapter="a"),
+    "an adapter, copies fail": Variant(adapter="a", faults={"fail_every": 100}),
     "batches that overlap": Variant(arguments=("--async-scheduling",)),
     "batches that overlap, copies fail": Variant(arguments=("--async-scheduling",), faults={"fail_every": 100}),
 }
 
 
 @cache
-def truth(preset):
-    with VllmServer(materialise(preset), "--no-enable-prefix-caching", max_model_len=MAX_MODEL_LEN) as server:
-        return hold(asker(server), TALKS)
+def truth(preset, adapter):
+    arguments = ("--no-enable-prefix-caching", *adapter_arguments(adapter))
+    with VllmServer(materialise(preset), *arguments, max_model_len=MAX_MODEL_LEN) as server:
+        return hold(asker(server, **asked_model(adapter)), TALKS)
+
+
+def adapter_arguments(adapter):
+    if adapter is None:
+        return ()
+    directory = materialise(f"vllm-25m-lora-{adapter}")
+    return ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{adapter}={directory}")
+
+
+def asked_model(adapter):
+    return {} if adapter is None else {"model": adapter}
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +113,12 @@ def record():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_hundred_answers_are_those_of_a_server_without_cache(name, record, tmp_path):
     variant, faults = VARIANTS[name], Faults(tmp_path)
-    expected = truth(variant.preset)
+    expected = truth(variant.preset, variant.adapter)
     faults.order(**variant.faults)
     with VllmServer(
         materialise(variant.preset),
         *variant.arguments,
+        *adapter_arguments(variant.adapter),
         blocks=variant.blocks,
         connector=FAULTY_CONNECTOR,
         cores=variant.cores,
@@ -110,7 +126,7 @@ def test_two_hundred_answers_are_those_of_a_server_without_cache(name, record, t
         max_model_len=MAX_MODEL_LEN,
     ) as tested:
         start = monotonic()
-        comparison, moved = Pair(None, tested, faults).check_against(expected)
+        comparison, moved = Pair(None, tested, faults).check_against(expected, **asked_model(variant.adapter))
         elapsed = monotonic() - start
         assert_cache_was_used(moved, at_least_blocks=100)
         assert bool(moved[OFFLOADS_FAILED]) == bool(variant.faults), str(moved)
