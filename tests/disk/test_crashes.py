@@ -170,19 +170,29 @@ def mounted(image, point):
         subprocess.run(["umount", str(point)], check=True)
 
 
-def cut_power(kind, home, images, seed):
-    """Drive a cache on a new file system, copy the image, and verify the cache in the copy."""
-    chance = random.Random(seed)
+def make_image(kind, images):
+    """A new file system, and the path of its copy, as which it comes back after the cut."""
     image, copy = images / f"{kind}.img", images / f"{kind}-copy.img"
     for path in (image, copy):
         path.unlink(missing_ok=True)
     with open(image, "wb") as file:
         file.truncate(IMAGE_BYTES)
-    subprocess.run([f"mkfs.{kind}", "-q", str(image)], check=True)
+    subprocess.run([f"mkfs.{kind}", "-q", str(image)], check=True, stderr=subprocess.DEVNULL)
+    return image, copy
+
+
+def copy_image(image, copy):
+    subprocess.run(["cp", "--sparse=always", str(image), str(copy)], check=True)
+
+
+def cut_power(kind, home, images, seed):
+    """Drive a cache on a new file system, copy the image, and verify the cache in the copy."""
+    chance = random.Random(seed)
+    image, copy = make_image(kind, images)
     with mounted(image, home / "mounted") as point, driver(point / "cache", seed) as process:
         time.sleep(chance.random() * 2)
         process.send_signal(signal.SIGSTOP)  # a copy takes a moment; nothing else is written meanwhile
-        subprocess.run(["cp", "--sparse=always", str(image), str(copy)], check=True)
+        copy_image(image, copy)
         process.kill()
         story = end_of(process)
     with mounted(copy, home / "mounted") as point:
@@ -208,6 +218,24 @@ def test_power_cut_costs_misses_at_most(tmp_path, images, kind):
         pytest.skip(why)
     for number in range(CUTS):
         cut_power(kind, tmp_path, images, 200 + number)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
+def test_clear_and_what_was_there_before_survive_a_power_cut(tmp_path, images, kind):
+    if (why := why_no_images(kind)) is not None:
+        pytest.skip(why)
+    image, copy = make_image(kind, images)
+    with mounted(image, tmp_path / "mounted") as point:
+        with opened(point / "cache") as rig:
+            rig.write(range(8), range(8), [b"a", b"b"] * 4)
+        with opened(point / "cache") as rig:
+            rig.tier.clear(b"a")
+            rig.write([20], [8])
+            copy_image(image, copy)
+    with mounted(copy, tmp_path / "mounted") as point, opened(point / "cache") as rig:
+        found = rig.recovered()
+        assert found.keys() - {20} == {1, 3, 5, 7}
+        assert all(rig.read(found, found.values()).is_good)
 
 
 @pytest.mark.soak
