@@ -18,6 +18,7 @@ SHARED = ("kvbm.types", "kvbm.errors")
 LOGICAL = ("kvbm.core", "kvbm.hashing", "kvbm.events")
 PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "kvbm.shared_memory")
 SEAMS = ("kvbm.core.groups", "kvbm.events", "kvbm.layout", "kvbm.region")  # what an engine's facts are translated into
+DISK_PROCESS = ("kvbm.disk_process", "kvbm.disk_child", "kvbm.disk_channel")
 DECIDING = ("kvbm.leader", "kvbm.loads", "kvbm.disk_side", "kvbm.rates")
 ORCHESTRATION = (*DECIDING, "kvbm.worker", "kvbm.plan", "kvbm.metrics")
 
@@ -46,9 +47,20 @@ TABLE = (
         lazily=("torch",),
     ),
     Layer(("kvbm.disk",), (*SHARED, "kvbm.disk"), never=("pydantic", *ENGINES)),
+    Layer(DISK_PROCESS, (*SHARED, "kvbm.disk", "kvbm.region", *DISK_PROCESS), never=("pydantic", *ENGINES)),
     Layer(
         DECIDING,
-        (*SHARED, *DECIDING, *LOGICAL, *PHYSICAL, "kvbm.disk", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema"),
+        (
+            *SHARED,
+            *DECIDING,
+            *DISK_PROCESS,
+            *LOGICAL,
+            *PHYSICAL,
+            "kvbm.disk",
+            "kvbm.plan",
+            "kvbm.metrics",
+            "kvbm.config.schema",
+        ),
         never=ENGINES,
     ),
     Layer(

@@ -14,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,6 +117,11 @@ class DiskTier:
     @property
     def off_because(self) -> str | None:
         return self._health.off_because
+
+    @property
+    def path(self) -> Path:
+        """Where its files lie; without `persist`, the directory."""
+        return self._instance.path
 
     @property
     def io_name(self) -> str:
