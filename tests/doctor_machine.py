@@ -81,7 +81,7 @@ def machine(
     def probe(directory: Path, **how: Any) -> Report:
         return _known(report)
 
-    base = Machine({}, HostMemory(root / "proc", root / "sys"), root / "dev", True, None, None, ask, probe)
+    base = Machine({}, HostMemory(root / "proc", root / "sys"), root / "dev", root, True, None, None, ask, probe)
     return replace(base, touch_rate=lambda byte_count: touch_rate, **changes)
 
 

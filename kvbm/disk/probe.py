@@ -133,6 +133,7 @@ class Report:
     io_uring: Outcome | None = None
     aio: Outcome | None = None
     settings: Settings | None = None
+    transfers: Outcome | None = None
     speed: Speed | None = None
     reason: str | None = None
 
@@ -146,7 +147,7 @@ class Report:
             "speed": Speed,
             "by_open": Direct,
             "by_fcntl": Direct,
-            **dict.fromkeys(("write", "fallocate", "punch_hole", "io_uring", "aio"), Outcome),
+            **dict.fromkeys(("write", "fallocate", "punch_hole", "io_uring", "aio", "transfers"), Outcome),
         }
         values: dict[str, Any] = {
             key: kinds[key](**value) if key in kinds and value else value for key, value in data.items()
@@ -202,8 +203,7 @@ class _Probe:
                 found = self._abilities(file)
                 if found.settings is None or block_bytes is None:
                     return found
-                speed, reason = self._speed(file, found, block_bytes, seconds)
-                return _with(found, speed=speed, reason=reason)
+                return self._with_speed(file, found, block_bytes, seconds)
         except OSError as error:
             return self._base(Outcome(False, name_of(error)), has_unnamed_files=False)
 
@@ -249,9 +249,7 @@ class _Probe:
         free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES
         return min(free, *limits, MAX_FILE_BYTES)
 
-    def _speed(
-        self, file: ProbeFile, found: Report, block_bytes: int, seconds: float
-    ) -> tuple[Speed | None, str | None]:
+    def _with_speed(self, file: ProbeFile, found: Report, block_bytes: int, seconds: float) -> Report:
         """What is measured is what remains of the tenth after the trial of abilities, whose area is given back."""
         assert found.settings is not None
         room = self._room() * 9 // 10  # the filesystem's own records come on top
@@ -263,11 +261,12 @@ class _Probe:
             room = min(room, int(BUFFERED_BYTES_PER_S * seconds))
         blocks = min(room, MAX_FILE_BYTES) // stride
         if blocks < 4:
-            return None, f"a tenth of the free space holds {blocks} blocks of {stride} bytes"
+            return _with(found, reason=f"a tenth of the free space holds {blocks} blocks of {stride} bytes")
         try:
-            return Rates(file, found.settings, stride, blocks, written, seconds, self._say).measure(), None
+            speed = Rates(file, found.settings, stride, blocks, written, seconds, self._say).measure()
         except OSError as error:
-            return None, f"a transfer failed: {name_of(error)}"
+            return _with(found, transfers=Outcome(False, name_of(error)))
+        return _with(found, transfers=Outcome(True), speed=speed)
 
 
 def _with(report: Report, **changes: object) -> Report:

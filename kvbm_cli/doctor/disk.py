@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvbm.config.sizes import format_size
+from kvbm.disk.directory import CacheFacts, list_caches
 from kvbm.disk.files import PAGE_BYTES, require_usable_parent
 from kvbm.disk.probe import IN_MEMORY, Direct, Report, Settings, Speed
 from kvbm.errors import EnvironmentProblem
@@ -21,6 +23,7 @@ from kvbm_cli.doctor.workplace import PREFIX, workplace
 
 Found = Generator[Check, None, Settings | None]
 
+BLOCKS_BYTES = 512  # of st_blocks
 BLOCK_BYTES = 1 << 20  # where no profile says
 PHASE_S, QUICK_PHASE_S = 2.0, 0.4
 LOOK_TIMEOUT_S = 5.0
@@ -28,6 +31,7 @@ PROBE_TIMEOUT_S, QUICK_PROBE_TIMEOUT_S = 120.0, 9.0
 NVIDIA_FILES = "dynamo-kvbm-disk-cache-*"
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "9p", "virtiofs", "glusterfs"})
 EXAMPLE_TOKENS = 4000
+RECLAIM = "one of the same model is taken over; for others `tiers.disk.reclaim: true`, or `kvbm cache ls`"
 ANOTHER = "`--dir`, or `tiers.disk.directory`, with another directory"
 
 
@@ -43,7 +47,7 @@ def checks(subject: Subject) -> Found:
         yield failure("directory", f"the filesystem does not answer: {error}", ANOTHER)
         return None
     try:
-        yield from _leftovers(directory)
+        yield from _leftovers(subject, directory)
         with workplace(directory) as place:
             require_usable_parent(directory)
             report = _probe(subject, place)
@@ -99,7 +103,10 @@ def _about(subject: Subject, directory: Path, report: Report) -> Iterator[Check]
         return
     yield from _abilities(subject, report, report.settings)
     yield from queue_checks(subject, report)
-    if report.speed is None:
+    if report.transfers is not None and not report.transfers.works:
+        finding = f"many blocks at once fail: {report.transfers.reason}"
+        yield failure("speed", finding, f"a quota or limit of this user, the log of the kernel, or {ANOTHER}")
+    elif report.speed is None:
         yield skipped("speed", f"not measured: {report.reason}")
     else:
         yield from _speed(report.speed)
@@ -125,7 +132,8 @@ def _filesystem(report: Report) -> Check:
 
 def _space(subject: Subject, directory: Path, report: Report) -> Iterator[Check]:
     needed = _needed_bytes(subject)
-    held = _held_bytes(directory)
+    caches = list_caches(directory)
+    held = sum(cache.arena_bytes for cache in caches if not cache.is_locked)
     free, total = report.free_bytes, report.total_bytes
     facts = {"free_bytes": free, "total_bytes": total, "needed_bytes": needed, "held_bytes": held}
     finding = f"{format_size(free)} of {format_size(total)} free"
@@ -138,12 +146,29 @@ def _space(subject: Subject, directory: Path, report: Report) -> Iterator[Check]
     elif needed <= free:
         yield ok("free space", f"{finding}, the tier takes {format_size(needed)}", **facts)
     elif needed <= free + held:
-        finding += f", the tier takes {format_size(needed)}, {format_size(held)} are in caches that are there already"
-        yield warning("free space", finding, "`kvbm cache ls` says whose they are", **facts)
+        finding += f", the tier takes {format_size(needed)}, {format_size(held)} are in caches that nobody uses"
+        say = ok if subject.disk is not None and subject.disk.reclaim else warning
+        yield replace(say("free space", finding, **facts), remedy=None if say is ok else RECLAIM)
     else:
         remedy = f"`tiers.disk.capacity: {_rounded(free * 9 // 10)}`, or another `tiers.disk.directory`"
         yield failure("free space", f"{finding}, the tier takes {format_size(needed)}", remedy, **facts)
+    yield from _caches(directory, caches)
     yield from _limits(report, needed)
+
+
+def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:
+    """What engines have left here to be found again."""
+    if not caches:
+        return
+    taken, used = sum(cache.arena_bytes for cache in caches), sum(cache.is_locked for cache in caches)
+    finding = f"{len(caches)} in the directory, {format_size(taken)}, {used} in use"
+    facts = {"count": len(caches), "bytes": taken, "in_use": used}
+    troubled = [cache for cache in caches if cache.problem is not None]
+    if troubled:
+        finding += f"; {len(troubled)} cannot be used: {troubled[0].problem}"
+        yield warning("caches", finding, f"`kvbm cache ls {directory}`", **facts)
+    else:
+        yield ok("caches", finding, **facts)
 
 
 def _limits(report: Report, needed: int | None) -> Iterator[Check]:
@@ -177,17 +202,6 @@ def _needed_bytes(subject: Subject) -> int | None:
     return subject.disk.capacity
 
 
-def _held_bytes(directory: Path) -> int:
-    """What caches in the directory have taken already."""
-    held = 0
-    for path in directory.glob("*/*/arena"):
-        try:
-            held += path.lstat().st_blocks * 512
-        except OSError:
-            continue
-    return held
-
-
 def _rounded(byte_count: int) -> str:
     """As one writes a capacity: whole units, rounded down."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
@@ -196,18 +210,21 @@ def _rounded(byte_count: int) -> str:
     return f"{byte_count // 1000}KB"
 
 
-def _leftovers(directory: Path) -> Iterator[Check]:
-    """What crashed engines of NVIDIA's block manager, or a doctor whose guard was killed too, have left."""
-    for name, pattern, whose in (
-        ("leftovers", NVIDIA_FILES, "NVIDIA's block manager"),
-        ("leftovers", f"{PREFIX}*", "a doctor that was killed, or is at work"),
-    ):
-        found = sorted(directory.glob(pattern)) if directory.is_dir() else []
-        if found:
-            taken = sum(path.lstat().st_blocks * 512 for path in found)
-            remedy = f"`rm -r {directory / pattern}`, when none is running"
-            finding = f"{len(found)} of {whose}, {format_size(taken)}"
-            yield warning(name, finding, remedy, count=len(found), bytes=taken)
+def _leftovers(subject: Subject, directory: Path) -> Iterator[Check]:
+    """What crashed engines of NVIDIA's block manager, here or where it puts files by itself, have left, or a doctor
+    whose guard was killed too."""
+    for where in dict.fromkeys((directory, subject.machine.nvidia_directory)):
+        yield from _left(where, NVIDIA_FILES, "NVIDIA's block manager")
+    yield from _left(directory, f"{PREFIX}*", "a doctor that was killed, or is at work")
+
+
+def _left(directory: Path, pattern: str, whose: str) -> Iterator[Check]:
+    found = sorted(directory.glob(pattern)) if directory.is_dir() else []
+    if found:
+        taken = sum(path.lstat().st_blocks * BLOCKS_BYTES for path in found)
+        remedy = f"`rm -r {directory / pattern}`, when none is running"
+        finding = f"{len(found)} of {whose} in {directory}, {format_size(taken)}"
+        yield warning("leftovers", finding, remedy, count=len(found), bytes=taken)
 
 
 def _abilities(subject: Subject, report: Report, needs: Settings) -> Iterator[Check]:

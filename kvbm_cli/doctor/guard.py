@@ -2,7 +2,8 @@
 
 Run by path, as `python -I -S guard.py DIRECTORY...`, in a session of its own, so that no terminal signals it; hence the
 standard library alone. It waits for the end of its standard input, a pipe whose other end only the doctor holds. The
-first directory goes with everything in it, the others only where they are empty by then: somebody else may have begun
+first directory goes with everything in it, as soon as that is possible: FUSE keeps files that a dying process still has
+open, under other names. The others go only where they are empty by then: somebody else may have begun
 to use them.
 """
 
@@ -11,6 +12,10 @@ import os
 import shutil
 import signal
 import sys
+import time
+
+PATIENCE_S = 30.0
+INTERVAL_S = 0.02
 
 
 def main() -> None:
@@ -19,7 +24,10 @@ def main() -> None:
     print(flush=True)  # from here on, whatever ends the doctor
     sys.stdin.buffer.read()
     whole, *parents = sys.argv[1:]
-    shutil.rmtree(whole, ignore_errors=True)
+    deadline = time.monotonic() + PATIENCE_S
+    while os.path.lexists(whole) and time.monotonic() < deadline:
+        shutil.rmtree(whole, ignore_errors=True)
+        time.sleep(INTERVAL_S)
     for directory in parents:
         with contextlib.suppress(OSError):
             os.rmdir(directory)

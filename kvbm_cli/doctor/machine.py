@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WRAPPER = ROOT / "kvbm_cli" / "die_with_parent.py"
 ASKED = Path(__file__).with_name("asked")
 DEVICES = Path("/dev")
+NVIDIA_DIRECTORY = Path("/tmp")  # where NVIDIA's block manager keeps blocks unless it is told otherwise
 END_TIMEOUT_S = 1.0
 
 Say = Callable[[str], None]
@@ -151,6 +152,7 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     memory: HostMemory = THIS_MACHINE
     devices: Path = DEVICES
+    nvidia_directory: Path = NVIDIA_DIRECTORY
     is_root: bool = field(default_factory=lambda: os.geteuid() == 0)
     lockable_bytes: int | None = field(default_factory=lockable_bytes)
     rival: str | None = field(default_factory=rival)

@@ -35,7 +35,8 @@ def workplace(directory: Path) -> Iterator[Path]:
     assert guard.stdout is not None
     try:
         guard.stdout.readline()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a file, too; the next call finds out
+            directory.mkdir(mode=0o700, parents=True)
         os.mkdir(place, 0o700)
         yield place
     finally:

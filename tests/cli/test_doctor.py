@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +14,10 @@ import pytest
 from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
 from terminal import Outcome, assert_snapshot, kvbm
 
-from kvbm.disk.probe import Direct, Mount, Settings
+from kvbm.disk.probe import Direct, Mount, Report, Settings
 from kvbm.disk.probe import Outcome as Tried
 from kvbm.disk.quota import Quota
-from kvbm_cli.doctor import command
+from kvbm_cli.doctor import command, show
 from kvbm_cli.doctor.command import doctor
 
 PROFILE = """\
@@ -128,7 +129,9 @@ def test_json_says_the_same(name: str, tmp_path: Path, profile: Path, capsys: py
 def test_leftovers_of_others_are_named(tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "cache" / "dynamo-kvbm-disk-cache-a1b2c3", "x" * 8192)
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine"))
-    assert "1 of NVIDIA's block manager, 8.0 KiB" in outcome.stdout
+    finding = f"1 of NVIDIA's block manager in {tmp_path}/cache, 8.0 KiB"
+    assert finding in " ".join(outcome.stdout.split())
+    assert f"remedy: `rm -r {tmp_path}/cache/dynamo-kvbm-disk-cache-*`, when none is running\n" in outcome.stdout
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["dynamo-kvbm-disk-cache-a1b2c3"]
     assert outcome.exit_code == 0
 
@@ -163,6 +166,66 @@ def test_what_variables_amount_to(
 ) -> None:
     outcome = run(capsys, None, directory=tmp_path, machine=machine(tmp_path / "machine", environment=variables))
     assert f"\n  {line}" in outcome.stdout
+
+
+UNUSABLE = {
+    "a file": (lambda path: path.write_text(""), "cannot be written: not a directory"),
+    "below a file": (lambda path: path.parent.write_text(""), "cannot be written: not a directory"),
+    "a link": (lambda path: path.symlink_to("/tmp"), "is no directory (links are not followed)"),
+    "for everyone": (lambda path: path.mkdir() or path.chmod(0o777), "may be written by everyone (mode 0777)"),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_directory_that_cannot_be_used(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, finding = UNUSABLE[what]
+    path = tmp_path / ("parent/cache" if what == "below a file" else "cache")
+    make(path)
+    outcome = run(capsys, None, directory=path, as_json=True, machine=machine(tmp_path / "machine"))
+    data = json.loads(outcome.stdout)
+    (check,) = [check for check in data["checks"] if check["group"] == "disk"]
+    assert outcome.exit_code == 1
+    assert (check["state"], finding in check["finding"], data["recommended"]) == ("failure", True, None)
+
+
+def test_transfers_that_fail_are_a_failure(tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = replace(GOOD, speed=None, transfers=Tried(False, "EDQUOT"))
+    outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", report=report))
+    assert outcome.exit_code == 1
+    assert "  failure  speed              many blocks at once fail: EDQUOT\n" in outcome.stdout
+
+
+def test_caches_that_are_there_count_as_space(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instance = tmp_path / "cache" / ("ab" * 8) / "0123456789abcdef"
+    instance.mkdir(parents=True, mode=0o700)
+    with open(instance / "arena", "wb") as arena:
+        arena.write(bytes(1 << 20))
+        os.fsync(arena.fileno())
+    report = replace(GOOD, free_bytes=2**30 - 2**20)
+    outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", report=report))
+    assert outcome.exit_code == 0
+    assert "1.0 MiB are in caches that nobody uses" in " ".join(outcome.stdout.split())
+    assert "1 cannot be used: no superblock, or a damaged one" in " ".join(outcome.stdout.split())
+    assert sorted(path.name for path in instance.iterdir()) == ["arena"]
+
+
+def test_what_takes_long_is_named_on_stderr(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(show, "SILENCE_S", 0.2)
+    monkeypatch.setattr(show, "TICK_S", 0.05)
+
+    def slow(directory: Path, *, say: Callable[[str], None], **ignored: object) -> Report:
+        say("random reads")
+        time.sleep(0.6)
+        return GOOD
+
+    outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", probe=slow))
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith("checking    0.")
+    assert line.endswith(" s  random reads")
 
 
 MISTAKES = {

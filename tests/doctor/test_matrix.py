@@ -240,6 +240,24 @@ def test_verdict_and_what_is_recommended(row: Row, tmp_path: Path, capsys: pytes
             move_blocks(point / "cache", recommended, persist=persist)
 
 
+@pytest.mark.parametrize("delay_s", [0.3, 0.8, 1.6])
+def test_kill_leaves_nothing_where_files_have_names(delay_s: float, tmp_path: Path) -> None:
+    with filesystem("fuse-refuses", tmp_path) as point:
+        command = [sys.executable, "-c", "from kvbm_cli.app import main; main()", "doctor", "--quick", "--dir", point]
+        child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 30
+        while not os.listdir(point):
+            assert child.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(delay_s)
+        child.kill()
+        child.wait()
+        while os.listdir(point):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def test_filesystem_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with filesystem("fuse-refuses", tmp_path) as point:
         (daemon,) = [pid for pid in processes() if b"lying_filesystem.py" in pid[1] and str(point).encode() in pid[1]]
