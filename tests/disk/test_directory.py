@@ -122,7 +122,7 @@ def test_another_namespace_is_another_cache(tmp_path):
 def test_lock_ends_with_its_process_but_not_with_its_children(tmp_path):
     """An engine is killed, and a child that it forked lives on: the cache is free."""
     script = """
-        import os, pathlib, sys
+        import os, pathlib, signal, sys
         from kvbm.disk.directory import InstanceLock
         lock = InstanceLock.take(pathlib.Path(sys.argv[1]))
         assert lock is not None
@@ -130,8 +130,7 @@ def test_lock_ends_with_its_process_but_not_with_its_children(tmp_path):
             sys.stdin.read()
             os._exit(0)
         print("held", flush=True)
-        sys.stdin.readline()
-        os.kill(os.getpid(), 9)
+        signal.pause()
     """
     fill(tmp_path)
     instance = instance_of(tmp_path)
@@ -140,8 +139,7 @@ def test_lock_ends_with_its_process_but_not_with_its_children(tmp_path):
         assert process.stdout.readline() == "held\n"
         assert InstanceLock.take(instance) is None
         assert [cache.is_locked for cache in list_caches(tmp_path)] == [True]
-        process.stdin.write("\n")
-        process.stdin.flush()
+        process.kill()
         process.wait()
         lock = InstanceLock.take(instance)
         assert lock is not None
