@@ -176,14 +176,16 @@ class Loads(Generic[Owner]):
     def fetched(self, fetches: Sequence[Fetch]) -> None:
         """These blocks have come from disk, or failed to."""
         for fetch in fetches:
+            if fetch not in self._fetches:  # its load failed with one of those before it
+                if fetch.blocks is not None:
+                    fetch.blocks.release()
+                continue
             load, part = self._fetches.pop(fetch)
             load.open_parts -= 1
-            if fetch.blocks is not None and not load.is_failed:
+            if fetch.blocks is not None:
                 load.fetched_blocks += len(part.hashes)
                 self._order(load, part, fetch.blocks)
             else:
-                if fetch.blocks is not None:
-                    fetch.blocks.release()
                 self._release(part.block_ids[::-1])
                 self._fail(load)
             self._end_if_over(load)

@@ -107,7 +107,8 @@ class FakeDisk:
         self.kept: dict[int, tuple[bytes, list[np.ndarray]]] = {}
         self.waiting: list[tuple[str, int, tuple[bytes, ...], list[int], list[int]]] = []
         self.cleared = 0
-        self.intact: dict[int, Callable[[], bool]] = {}
+        self.slots_carry: Callable[[Sequence[int], Sequence[int]], bool] = lambda slots, generations: True
+        self.generations: dict[int, Sequence[int]] = {}
         self.tenants: dict[int, bytes] = {}
         self.shards: list[np.ndarray] = []
         self.is_closed = False
@@ -116,11 +117,11 @@ class FakeDisk:
     def recovered(self):
         return list(self.kept), [sequence_hash for sequence_hash, _ in self.kept.values()]
 
-    def write(self, ticket, hashes, host_slots, disk_slots, tenants, *, is_intact):
+    def write(self, ticket, hashes, host_slots, disk_slots, tenants, *, generations):
         assert len(hashes) == len(host_slots) == len(disk_slots) == len(tenants)
         for slot in disk_slots:
             self.kept.pop(slot, None)
-        self.intact[ticket] = is_intact
+        self.generations[ticket] = generations
         self.tenants.update(zip(disk_slots, tenants, strict=True))
         self.waiting.append(("write", ticket, tuple(hashes), list(disk_slots), list(host_slots)))
 
@@ -158,7 +159,7 @@ class FakeDisk:
             return False
         self.waiting.remove(chosen)
         _, ticket, hashes, disk_slots, host_slots = chosen
-        if kind == "write" and not self.intact.pop(ticket)():
+        if kind == "write" and not self.slots_carry(host_slots, self.generations.pop(ticket)):
             fault = "fail-all"
         good = [fault is None or (fault == "fail" and index + 1 < len(hashes)) for index in range(len(hashes))]
         for sequence_hash, disk_slot, host_slot, is_good in zip(hashes, disk_slots, host_slots, good, strict=True):
@@ -223,6 +224,7 @@ class Rig:
         self.disk: FakeDisk | None = FakeDisk(fake_disk) if isinstance(fake_disk, int) else fake_disk
         if self.disk is not None:
             self.disk.shards = self.region.shards
+            self.disk.slots_carry = self.region.slots_carry
         self.now_s = 0.0
         defaults = {"block_tokens": 16, "block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
         self.leader = Leader(

@@ -245,6 +245,21 @@ def test_a_load_whose_read_fails_is_computed_and_the_block_forgotten(rig, fault)
     rig.close()
 
 
+def test_a_part_that_comes_together_with_one_that_failed_is_let_go(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.run("read", "fail-all")
+    rig.disk.run("read")
+    assert [len(result.failed_block_ids) for result in rig.settle()] == [4]
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references
+    assert rig.leader.blocks()[Tier.HOST] == {"free": 6, "moving": 0, "pinned": 0, "evictable": 2}
+    rig.close()
+
+
 def test_a_disk_that_is_off_is_not_asked(rig):
     hashes = rig.fill("a", 4)
     settled(rig)

@@ -231,6 +231,11 @@ class DiskMachine(LeaderMachine):
     def disk_transfer(self, kind, fault):
         self.rig.disk.run(kind, fault)
 
+    @rule(faults=st.lists(st.sampled_from([None, "fail", "fail-all"]), min_size=2, max_size=4))
+    def reads_end_together(self, faults):
+        for fault in faults:
+            self.rig.disk.run("read", fault)
+
     @rule(seconds=st.sampled_from([0.1, 4.0, 11.0]))
     def time_passes(self, seconds):
         self.rig.now_s += seconds
