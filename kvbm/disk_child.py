@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -118,6 +119,8 @@ class _Child:
 
 def main() -> int:
     """0 when the leader closed it, 1 when it could not open, and an end in the middle when the leader is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the leader may still have blocks to write, and says when that is over
     log = _Log()
     logging.getLogger("kvbm").addHandler(log)
     logging.getLogger("kvbm").setLevel(logging.INFO)

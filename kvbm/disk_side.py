@@ -1,6 +1,6 @@
 """DiskSide: the leader's part that decides about G3: what is written there, what is read back, and what is forgotten.
 
-It owns the metadata of G3 and moves no bytes: a `DiskTier` does, in threads. The leader's thread owns both and calls
+It owns the metadata of G3 and moves no bytes: a `DiskProcess` does. The leader's thread owns both and calls
 
     registered, hit, touch      what happens to blocks in host memory, from which follows what goes to disk
     match, contains, fetch      what is on disk, and bringing it to host memory
@@ -21,7 +21,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,8 +34,9 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.health import DiskCounters
-    from kvbm.disk.tier import DiskResult, DiskTier
+    from kvbm.disk.tier import DiskResult
     from kvbm.disk.wear import Wear
+    from kvbm.disk_process import DiskProcess
     from kvbm.metrics import Counters
     from kvbm.region import Region
     from kvbm.types import SegmentInfo
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Disk(Protocol):
-    """What moves the bytes: a `DiskTier`, or a test that holds them in memory."""
+    """What moves the bytes: a `DiskProcess`, or a test that holds them in memory."""
 
     @property
     def slot_count(self) -> int: ...
@@ -66,7 +66,7 @@ class Disk(Protocol):
         disk_slots: Sequence[int],
         tenants: Sequence[bytes],
         *,
-        is_intact: Callable[[], bool],
+        generations: Sequence[int],
     ) -> None: ...
     def read(
         self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]
@@ -147,14 +147,13 @@ class _Queue:
 
 def open_disk(
     config: ConnectorConfig,
-    region: Region,
     segments: Sequence[SegmentInfo],
     *,
     identity: Mapping[str, object],
     is_stable: bool,
     hash_bytes: int,
     progress: Callable[[int, int], None] | None = None,
-) -> DiskTier | None:
+) -> DiskProcess | None:
     """The disk of an engine, None where none is configured. Raises EnvironmentProblem.
 
     `identity` is whatever decides the bytes and the hashes of a block, beside how the ranks lay it out, and has the
@@ -163,7 +162,8 @@ def open_disk(
     section = config.tiers.disk
     if section is None:
         return None
-    from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
+    from kvbm.disk.settings import DiskSettings, Namespace
+    from kvbm.disk_process import DiskProcess
 
     layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments]
     facts = {"layouts": layout, **identity}
@@ -182,7 +182,7 @@ def open_disk(
     if section.persist and not is_stable:
         log.warning("kvbm: blocks on disk are not kept for the next start: their names change from start to start")
     name = Namespace(namespace(facts), facts)
-    disk = DiskTier.open(settings, name, region.shards, hash_bytes=hash_bytes, progress=progress)
+    disk = DiskProcess.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
     log.info("kvbm: %d blocks on disk in %s, read and written by %s", disk.slot_count, settings.directory, disk.io_name)
     return disk
 
@@ -443,13 +443,9 @@ class DiskSide:
             ticket = next(self._tickets)
             self._writes[ticket] = _Write(source, target)
             self._departing.update(source.hashes)
-            is_intact = partial(
-                self._region.slots_carry,
-                tuple(source.slots),
-                tuple(self._slot_generations[slot] for slot in source.slots),
-            )
+            generations = [self._slot_generations[slot] for slot in source.slots]
             tenants = [self._tenants.get(slot, b"") for slot in source.slots]
-            self._disk.write(ticket, source.hashes, source.slots, target.slots, tenants, is_intact=is_intact)
+            self._disk.write(ticket, source.hashes, source.slots, target.slots, tenants, generations=generations)
 
     def _end_write(self, write: _Write, is_good: Sequence[bool]) -> None:
         hashes = write.source.hashes

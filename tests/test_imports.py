@@ -20,7 +20,7 @@ PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "
 SEAMS = ("kvbm.core.groups", "kvbm.events", "kvbm.layout", "kvbm.region")  # what an engine's facts are translated into
 DISK_PROCESS = ("kvbm.disk_process", "kvbm.disk_child", "kvbm.disk_channel")
 DECIDING = ("kvbm.leader", "kvbm.loads", "kvbm.disk_side", "kvbm.rates")
-ORCHESTRATION = (*DECIDING, "kvbm.worker", "kvbm.plan", "kvbm.metrics")
+ORCHESTRATION = (*DECIDING, "kvbm.disk_process", "kvbm.worker", "kvbm.plan", "kvbm.metrics")
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,6 @@ class KvbmScheduler:
         )
         disk = open_disk(
             config,
-            self._region,
             segments,
             identity={"engine": "embedded", "model": self._profile.engine.model, "namespace": self._namespace.hex()},
             is_stable=True,
@@ -137,6 +136,9 @@ class KvbmScheduler:
             start = self._starts[request.request_id]
             end = start + num_external_tokens // self._block_tokens
             self.leader.onboard(request.request_id, self._loadable(request), start, block_ids[start:end])
+
+    def disk_tokens(self, request: Request) -> int:
+        return self.leader.disk_tokens(request.request_id)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
         self._requests.pop(request.request_id, None)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.disk.tier import DiskTier
+    from kvbm.disk_process import DiskProcess
     from kvbm.types import SegmentInfo
     from kvbm.vllm_integration.cache_groups import CacheGroup
 
@@ -147,15 +147,13 @@ class SchedulerSide:
         )
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
 
-    def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskTier | None:
-        assert self._region is not None
+    def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskProcess | None:
         if self._config.tiers.disk is None:
             return None
         facts, is_stable = self._identity()
         groups = [[group.index, repr(group.group)] for group in self._groups]
         return open_disk(
             self._config,
-            self._region,
             segments,
             identity={**facts, "groups": groups, "ranks": self._rank_count},
             is_stable=is_stable,
