@@ -82,7 +82,7 @@ class EngineMetrics:
 
     def _count_tokens(self, usage: Usage) -> None:
         self._sources.labels(*self._labels, "local_cache_hit").inc(usage.device_tokens)
-        self._sources.labels(*self._labels, "external_kv_transfer").inc(usage.host_tokens)
+        self._sources.labels(*self._labels, "external_kv_transfer").inc(usage.external_tokens)
         self._sources.labels(*self._labels, "local_compute").inc(usage.computed_tokens)
         self._prompt.inc(usage.prompt_tokens)
         self._generated.inc(usage.completion_tokens)

@@ -2,7 +2,7 @@
 
 A `Piece` is a part of an answer; a whole answer is one piece. The two formats differ in where its text stands. vLLM's
 additions are `token_ids` and `prompt_token_ids` (asked for with `return_token_ids`) and `stop_reason`; ours is
-`cached_tokens_by_tier`, which splits the cached prompt tokens into device (G1) and host (G2).
+`cached_tokens_by_tier`, which splits the cached prompt tokens into device (G1), host (G2) and disk (G3).
 """
 
 from __future__ import annotations
@@ -43,29 +43,39 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request. `device_tokens` and `host_tokens` of the prompt came from G1 and G2."""
+    """Tokens of one request. `device_tokens`, `host_tokens` and `disk_tokens` of the prompt came from G1, G2 and G3."""
 
     prompt_tokens: int
     completion_tokens: int
     device_tokens: int
     host_tokens: int
+    disk_tokens: int = 0
 
     @classmethod
     def of(cls, output: RequestOutput, *, completion_tokens: int) -> Usage:
         """From a request's last output. A cache hit that covers the whole prompt is no more than the prompt."""
         prompt_tokens = output.num_prompt_tokens
         device_tokens = min(output.num_cached_tokens, prompt_tokens)
-        host_tokens = min(output.num_external_tokens, prompt_tokens - device_tokens)
-        return cls(prompt_tokens, completion_tokens, device_tokens, host_tokens)
+        external_tokens = min(output.num_external_tokens, prompt_tokens - device_tokens)
+        disk_tokens = min(output.num_disk_tokens, external_tokens)
+        return cls(prompt_tokens, completion_tokens, device_tokens, external_tokens - disk_tokens, disk_tokens)
 
     @property
     def computed_tokens(self) -> int:
-        return self.prompt_tokens - self.device_tokens - self.host_tokens
+        return self.prompt_tokens - self.device_tokens - self.external_tokens
+
+    @property
+    def external_tokens(self) -> int:
+        return self.host_tokens + self.disk_tokens
 
     def to_json(self) -> Json:
         details = {
-            "cached_tokens": self.device_tokens + self.host_tokens,
-            "cached_tokens_by_tier": {"device": self.device_tokens, "host": self.host_tokens},
+            "cached_tokens": self.device_tokens + self.external_tokens,
+            "cached_tokens_by_tier": {
+                "device": self.device_tokens,
+                "host": self.host_tokens,
+                "disk": self.disk_tokens,
+            },
         }
         return {**token_counts(self.prompt_tokens, self.completion_tokens), "prompt_tokens_details": details}
 

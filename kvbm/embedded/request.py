@@ -6,7 +6,8 @@ because connectors read them. Token positions of one request:
     0 ............ num_cached_tokens ......... + num_external_tokens ......... num_computed_tokens ........ num_tokens
     found in G1    brought by the connector     computed here                   not computed yet
 
-`num_cached_tokens` and `num_external_tokens` describe the first admission and are not counted again after a preemption.
+`num_cached_tokens` and `num_external_tokens` describe the first admission and are not counted again after a preemption;
+`num_disk_tokens` of the latter were on disk.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class RequestOutput:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
+    num_disk_tokens: int = 0
     queue_time_s: float | None = None
     prefill_time_s: float | None = None
 
@@ -126,6 +128,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
+    num_disk_tokens: int = 0
     num_preemptions: int = 0
     registered_blocks: int = 0
     may_register: bool = True
@@ -188,6 +191,7 @@ class Request:
             num_output_tokens=len(self.output_token_ids),
             num_cached_tokens=self.num_cached_tokens,
             num_external_tokens=self.num_external_tokens,
+            num_disk_tokens=min(self.num_disk_tokens, self.num_external_tokens),
             queue_time_s=None if started is None else started - self.arrival_time,
             prefill_time_s=None if started is None or first is None else first - started,
         )

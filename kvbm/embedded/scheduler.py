@@ -284,6 +284,8 @@ class Scheduler:
     def _tell_allocation(self, request: Request, num_external_tokens: int) -> None:
         if self._connector is not None:
             self._connector.update_state_after_alloc(request, list(request.block_ids), num_external_tokens)
+            if num_external_tokens:
+                request.num_disk_tokens = self._connector.disk_tokens(request)
 
     def _local_hit(self, request: Request) -> list[int]:
         """Blocks that G1 has of this request, less the one with its last token, which must be computed."""

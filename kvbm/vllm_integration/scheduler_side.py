@@ -291,7 +291,7 @@ class SchedulerSide:
             self.leader.reset()
 
     def close(self) -> None:
-        """What only host memory has goes to disk. vLLM has ended its ranks by now; their memory is still mapped here."""
+        """What only host memory has goes to disk. vLLM has ended its ranks; their memory is still mapped here."""
         if self.leader is not None:
             disk = self._config.tiers.disk
             self.leader.close(disk.drain_s if disk is not None else 0.0)

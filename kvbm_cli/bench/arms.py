@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.schema import Profile
+from kvbm.errors import EnvironmentProblem
 from kvbm_cli.bench.experiment import FLOOR, KVBM, RECORDING
 from kvbm_cli.bench.run_directory import RunDirectory
 from kvbm_cli.bench.workload import Workload
@@ -49,10 +52,31 @@ class ProfileEngines:
     def __call__(self, arm: str) -> Iterator[StartedEngine]:
         profile = self._roomy_profile if arm in (RECORDING, FLOOR) else self._profile
         port = choose_port(profile.server.host, 0)
-        plan = with_reset(launch_plan(profile, connector=arm == KVBM, port=port), profile)
-        with EngineProcess.start(plan, log_path=self._directory.arm(arm) / "engine.log") as process:
-            process.wait_healthy(profile.transfer.init_timeout_s)
-            yield StartedEngine(process, process.elapsed_s)
+        with fresh_disk(profile) if arm == KVBM else nullcontext(profile) as profile:
+            plan = with_reset(launch_plan(profile, connector=arm == KVBM, port=port), profile)
+            with EngineProcess.start(plan, log_path=self._directory.arm(arm) / "engine.log") as process:
+                process.wait_healthy(profile.transfer.init_timeout_s)
+                yield StartedEngine(process, process.elapsed_s)
+
+
+@contextmanager
+def fresh_disk(profile: Profile) -> Iterator[Profile]:
+    """The same profile with a disk tier that nobody has used, on the file system of its own, and gone afterwards."""
+    disk = profile.tiers.disk
+    if disk is None:
+        yield profile
+        return
+    parent = Path(disk.directory).expanduser()
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        holder = tempfile.TemporaryDirectory(prefix="bench-", dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"no directory for this run in {parent}: {error.strerror or error}", hint="set `tiers.disk.directory`"
+        ) from error
+    with holder as directory:
+        fresh = disk.model_copy(update={"directory": directory, "drain_s": 0.0})
+        yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"disk": fresh})})
 
 
 def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:

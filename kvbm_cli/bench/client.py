@@ -218,7 +218,8 @@ def _take_event(row: Row, event: dict[str, Any], arrived_ms: float) -> None:
         details = usage.get("prompt_tokens_details") or {}
         row.cached_tokens = details.get("cached_tokens")
         if (tiers := details.get("cached_tokens_by_tier")) is not None:
-            row.g1_tokens, row.g2_tokens = tiers.get("device", 0), tiers.get("host", 0)
+            row.g1_tokens = tiers.get("device", 0)
+            row.g2_tokens = tiers.get("host", 0) + tiers.get("disk", 0)  # from disk they come through host memory
 
 
 def _take_tokens(row: Row, token_ids: list[int], arrived_ms: float) -> None:

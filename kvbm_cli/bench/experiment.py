@@ -131,6 +131,13 @@ def _drive_s(group: Sequence[str], plan: Plan, recording: Recording) -> float:
     return max(plan.duration_s, len(plan.requests) * service_s)
 
 
+def _require_empty_disk(before: Metrics) -> None:
+    """A run that finds what an earlier one has written measures that one's work too."""
+    found = sum(before.total("kvbm_disk_blocks", state=state) or 0 for state in ("pinned", "evictable"))
+    if found:
+        raise EngineError(f"the disk tier holds {found:g} blocks before the run, which must start with an empty one")
+
+
 @dataclass(frozen=True, slots=True)
 class _ReadyArm:
     """An arm that is about to be measured: warmed up, its cache empty."""
@@ -194,7 +201,9 @@ class _Run:
                 engine = stack.enter_context(self.engines(name))
                 control = stack.enter_context(Control(engine.base_url, engine.model))
                 self._warm_up(plan.script, engine, control)
-                ready.append(_ReadyArm(name, engine, control, self._keep(control.metrics(), name, "before")))
+                before = self._keep(control.metrics(), name, "before")
+                _require_empty_disk(before)
+                ready.append(_ReadyArm(name, engine, control, before))
             text = f"{', '.join(group)}: {len(plan.requests) * len(group)} requests"
             self.progress.phase(text, expected_s=drive_s, remaining_s=later_s)
             offsets = (position * plan.interval_s / len(group) for position in range(len(group)))

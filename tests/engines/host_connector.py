@@ -153,6 +153,9 @@ class HostScheduler:
     def has_pending_work(self) -> bool:
         return bool(self._loading)
 
+    def disk_tokens(self, request) -> int:
+        return 0
+
     def take_events(self) -> list[object]:
         return []
 

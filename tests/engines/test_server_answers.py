@@ -48,7 +48,10 @@ def test_a_completion_has_text_ending_and_usage_by_tier() -> None:
             "prompt_tokens": 100,
             "completion_tokens": 13,
             "total_tokens": 113,
-            "prompt_tokens_details": {"cached_tokens": 48, "cached_tokens_by_tier": {"device": 16, "host": 32}},
+            "prompt_tokens_details": {
+                "cached_tokens": 48,
+                "cached_tokens_by_tier": {"device": 16, "host": 32, "disk": 0},
+            },
         }
 
     serve(WrittenEngine(), use)
@@ -58,7 +61,7 @@ def test_a_cache_hit_beyond_the_prompt_counts_as_the_prompt() -> None:
     async def use(client: Client) -> None:
         _, body = await client.post(COMPLETIONS, prompt="x" * 40)
         details = body["usage"]["prompt_tokens_details"]
-        assert details == {"cached_tokens": 40, "cached_tokens_by_tier": {"device": 16, "host": 24}}
+        assert details == {"cached_tokens": 40, "cached_tokens_by_tier": {"device": 16, "host": 24, "disk": 0}}
 
     serve(WrittenEngine(), use)
 

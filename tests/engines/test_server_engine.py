@@ -170,7 +170,11 @@ def test_emptying_the_cache_is_seen_by_the_next_request(address: str) -> None:
     async def reset(session: aiohttp.ClientSession) -> None:
         for cached in (0, 96):
             body = await complete(session, "y" * 100, max_tokens=1)
-            assert body["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"] == {"device": cached, "host": 0}
+            assert body["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"] == {
+                "device": cached,
+                "host": 0,
+                "disk": 0,
+            }
         async with session.post("/reset_prefix_cache?reset_external=true") as response:
             assert response.status == 200
         body = await complete(session, "y" * 100, max_tokens=1)

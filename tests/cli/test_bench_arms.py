@@ -1,0 +1,44 @@
+"""Each run of the arm with kvbm has a disk tier of its own."""
+
+import pytest
+
+from kvbm.config.load import load
+from kvbm.errors import EngineError, EnvironmentProblem
+from kvbm_cli.bench.arms import fresh_disk
+from kvbm_cli.bench.control import Metrics
+from kvbm_cli.bench.experiment import _require_empty_disk
+from kvbm_cli.shipped import profiles_directory
+
+
+def profile(directory):
+    overrides = ("tiers.disk.blocks=8", f"tiers.disk.directory={directory}")
+    return load("demo", directories=(profiles_directory(),), overrides=overrides).profile
+
+
+def test_a_run_has_a_directory_of_its_own_on_the_same_file_system_and_leaves_nothing(tmp_path):
+    before = profile(tmp_path / "cache")
+    with fresh_disk(before) as first, fresh_disk(before) as second:
+        directories = {one.tiers.disk.directory for one in (first, second)}
+        assert len(directories) == 2
+        assert all(directory.startswith(str(tmp_path / "cache")) for directory in directories)
+        assert first.tiers.disk.blocks == 8
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_without_a_disk_tier_the_profile_stays_as_it_is():
+    demo = load("demo", directories=(profiles_directory(),)).profile
+    with fresh_disk(demo) as same:
+        assert same is demo
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem, match=r"tmp|file"), fresh_disk(profile(tmp_path / "file")):
+        pass
+
+
+def test_a_disk_that_is_not_empty_before_the_run_ends_it():
+    _require_empty_disk(Metrics.parse('kvbm_disk_blocks{state="free"} 8.0\nkvbm_disk_blocks{state="evictable"} 0.0\n'))
+    _require_empty_disk(Metrics.parse(""))
+    with pytest.raises(EngineError, match="holds 3 blocks"):
+        _require_empty_disk(Metrics.parse('kvbm_disk_blocks{state="evictable"} 3.0\n'))
