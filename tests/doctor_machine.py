@@ -39,7 +39,8 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
         "legs": [
             {"name": name, "seconds": 0.01, "error": None, "hint": None}
             for name in ("device to host", "through the disk", "host to device")
-        ]
+        ],
+        "io": "threads",
     },
     "nixl": {"version": "1.5.1", "plugins": {"POSIX (io_uring)": None, "POSIX (aio)": None, "OBJ": "not found"}},
 }

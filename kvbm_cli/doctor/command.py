@@ -68,8 +68,8 @@ def doctor(
             examination.group("memory", memory.checks(subject))
             examination.group("tiers", _each(unsized or tiers.checks(subject)))
             examination.group("ports", ports.checks(subject))
-            examination.group("engine", engine.checks(subject))
             examination.group("self test", self_test.checks(subject, settings))
+            examination.group("engine", engine.checks(subject))
     exit_code = _end(examination.groups, subject, settings, as_json=as_json)
     if write is not None:
         exit_code = max(exit_code, _write(resolved, settings, write))

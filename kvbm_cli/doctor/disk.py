@@ -32,7 +32,7 @@ NVIDIA_FILES = "dynamo-kvbm-disk-cache-*"
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "9p", "virtiofs", "glusterfs"})
 EXAMPLE_TOKENS = 4000
 RECLAIM = "one of the same model is taken over; for others `tiers.disk.reclaim: true`, or `kvbm cache ls`"
-ANOTHER = "`--dir`, or `tiers.disk.directory`, with another directory"
+ANOTHER = "another directory, by `--dir` or `tiers.disk.directory`"
 
 
 def checks(subject: Subject) -> Found:

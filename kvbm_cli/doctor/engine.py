@@ -57,8 +57,8 @@ def _vllm(subject: Subject) -> Iterator[Check]:
 
 
 def _connector(subject: Subject, python: str, kind: str) -> Check:
-    if subject.is_quick and kind == "vllm":
-        return skipped("connector", "importing vLLM takes longer than --quick allows")
+    if subject.is_quick:
+        return skipped("connector", "importing an engine takes a while", "`kvbm doctor` without --quick")
     subject.say("importing the connector")
     answer = _asked(subject, python, "connector", MODULES[kind], timeout_s=IMPORT_TIMEOUT_S)
     if isinstance(answer, Check):
@@ -105,6 +105,9 @@ def _cuda(subject: Subject, python: str) -> Check:
 def _nixl(subject: Subject, python: str) -> Iterator[Check]:
     """Plugins are listed whether or not they load, so each makes a backend, in a process of its own."""
     wanted = subject.disk is not None and subject.disk.io == "nixl"
+    if subject.is_quick and (subject.disk is None or subject.disk.io == "threads"):
+        yield skipped("NIXL", "not asked for, and it takes a while", "`kvbm doctor` without --quick")
+        return
     subject.say("loading the plugins of NIXL")
     answer = _asked(subject, python, "nixl", ["POSIX"] if subject.is_quick else [], timeout_s=NIXL_TIMEOUT_S)
     if isinstance(answer, Check):

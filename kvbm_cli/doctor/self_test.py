@@ -70,13 +70,14 @@ def _legs(subject: Subject, disk: dict[str, Any] | None, room: int) -> Iterator[
         if subject.is_quick:
             yield skipped("pattern", str(error), "`kvbm doctor` without --quick waits longer")
         else:
-            yield failure("pattern", f"`{python}`: {error}", "see the checks above")
+            yield failure("pattern", f"`{python}`: {error}", "see the checks of the engine")
         return
     for leg in answer["legs"]:
         if leg["error"] is not None:
-            yield failure(leg["name"], leg["error"], leg["hint"] or "see the checks above")
+            yield failure(leg["name"], leg["error"], leg["hint"] or "see the checks of the engine")
         else:
-            what = f"{block_count} blocks of {format_size(block_bytes)} came back equal"
+            by = f", by {answer['io']}" if "disk" in leg["name"] else ""
+            what = f"{block_count} blocks of {format_size(block_bytes)} came back equal{by}"
             yield ok(leg["name"], what, seconds=leg["seconds"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,27 @@ def test_file_loses_its_name_where_it_must_have_one(
         assert not file.is_unnamed
         assert list(tmp_path.iterdir()) == []
         assert os.fstat(file.fd).st_nlink == 0
+
+
+@pytest.mark.parametrize(
+    ("reads", "reason"),
+    [
+        (lambda buffer, done: buffer.__setitem__(77, buffer[77] ^ 1), "other bytes were read than had been written"),
+        (lambda buffer, done: done - 1, f"{module.AREA_BYTES - 1} of {module.AREA_BYTES} bytes read"),
+    ],
+)
+def test_wrong_bytes_and_short_reads_are_noticed(
+    reads: Callable[[Any, int], int | None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def wrong(fd: int, buffers: Any, offset: int) -> int:
+        done = real(fd, buffers, offset)
+        changed = reads(buffers[0], done)
+        return done if changed is None else changed
+
+    monkeypatch.setattr(module.os, "preadv", wrong)
+    assert probe(tmp_path).write == Outcome(False, reason)
 
 
 def test_directory_that_takes_no_file_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """Moves a pattern through the tiers and compares. The argument is JSON, see `Request`.
 
-Answers `{"legs": [{"name": ..., "seconds": ..., "error": null or what is wrong, "hint": ...}]}`, up to the first leg
-that fails. Without torch the first leg is left out, and the pattern starts in host memory.
+Answers `{"legs": [{"name": ..., "seconds": ..., "error": null or what is wrong, "hint": ...}], "io": ...}`, with the legs
+up to the first that fails; `io` is who did the disk's I/O, null for nobody. Without torch the first leg is left out, and
+the pattern starts in host memory.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class RoundTrip:
         is_cuda = request.device == "cuda"
         self._segment = Segment.create(rank=0, layout=self._layout, slot_count=2 * self._count, pin=is_cuda)
         self._near, self._far = list(range(self._count)), list(range(self._count, 2 * self._count))
+        self.io_name: str | None = None
         self._back = self._near  # the slots from which G1 is filled again
 
     def run(self) -> list[dict[str, Any]]:
@@ -99,6 +101,7 @@ class RoundTrip:
         tier = DiskTier.open(
             settings, Namespace(b"doctor", {"model": "kvbm doctor"}), [self._segment.payload], hash_bytes=8
         )
+        self.io_name = tier.io_name
         try:
             hashes = [block.to_bytes(8, "little") for block in self._near]
             elsewhere = self._far[::-1]
@@ -147,7 +150,8 @@ def _timed(name: str, leg: Callable[[], None]) -> dict[str, Any]:
 
 def main() -> None:
     request = Request(**json.loads(sys.argv[1]))
-    print(json.dumps({"legs": RoundTrip(request).run()}), flush=True)
+    trip = RoundTrip(request)
+    print(json.dumps({"legs": trip.run(), "io": trip.io_name}), flush=True)
 
 
 if __name__ == "__main__":
