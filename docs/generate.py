@@ -20,7 +20,7 @@ from kvbm.config.flags import KVBM_SETS
 from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
 from kvbm.config.schema import Key, keys
 from kvbm.config.variables import VARIABLES, Effect
-from kvbm.metrics import COUNTERS, HIT_RATE, HOST_BLOCKS
+from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN, shown
 from kvbm_cli.app import app
 from kvbm_cli.bench.workload import KEYS as WORKLOAD_KEYS
@@ -212,10 +212,13 @@ def variables_page() -> str:
     return "\n".join([*lines, ""])
 
 
+GAUGES = (*HIT_RATES.values(), *BLOCKS.values(), *DISK_GAUGES.items())
+
+
 def metrics_page() -> str:
     lines = [NOTE, "", METRICS_HEAD, "| metric | type | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{name}` | counter | {about} |" for name, (_, about) in COUNTERS.items()]
-    lines += [f"| `{name}` | gauge | {about} |" for name, about in (HIT_RATE, HOST_BLOCKS)]
+    lines += [f"| `{name}` | gauge | {about} |" for name, about in GAUGES]
     return "\n".join([*lines, ""])
 
 
