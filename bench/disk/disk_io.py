@@ -2,11 +2,11 @@
 
     python bench/disk/disk_io.py --output bench/results/<machine>-disk-io.json        # as root, with fio and NIXL
 
-Throughput: ext4 on a loop device on tmpfs; every block of the arena once, in random order. What is timed is DiskTier
-from the first ticket to the last result: cutting, I/O, checksums, results, and for writes also flushes and the index.
-fio moves as many bytes with io_uring and with libaio at a depth of 32, without checksums or flushes; the better of the
-two, by its own clock, is 1.00. Contenders take turns, each round in another order; medians. Host slots are a memfd, as
-in an engine.
+Throughput: ext4 on a loop device on tmpfs; every block of the arena once, in random order. What is timed is the disk
+tier as a leader has it, from the first ticket to the last result: messages to its process and back, cutting, I/O,
+checksums, and for writes also flushes and the index. fio moves as many bytes with io_uring and with libaio at a depth
+of 32, without checksums or flushes; the better of the two, by its own clock, is 1.00. Contenders take turns, each round
+in another order; medians. Host slots are a memfd, as in an engine.
 
 Steps: see gil_steps.py.
 
@@ -29,18 +29,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "vllm"), str(HERE)]
 
+import gil_steps  # noqa: E402
+from engine_side import EngineSide  # noqa: E402
 from facts import facts  # noqa: E402
-from gil_steps import measure_steps  # noqa: E402
 from loop_mount import loop_mount  # noqa: E402
-
-from kvbm.disk.tier import DiskSettings, DiskTier, Namespace  # noqa: E402
-from kvbm.host_memory import THIS_MACHINE  # noqa: E402
-from kvbm.shared_memory import SharedMemory  # noqa: E402
 
 FIO_ENGINES = ("io_uring", "libaio")
 FIO_DEPTH = 32
@@ -61,21 +56,15 @@ class Sample:
 
 
 class Tier:
-    """A DiskTier with host slots, all blocks written, and random tickets for it."""
+    """A disk tier with all blocks written, and random tickets for it."""
 
     def __init__(self, directory: Path, block_bytes: int, io: str) -> None:
         self.block_bytes = block_bytes
         self.count = ARENA_BYTES // block_bytes
-        self._memory = SharedMemory.allocate(
-            "bench", HOST_BYTES, who="bench", node=None, memory=THIS_MACHINE, progress=None
+        self._host_count = HOST_BYTES // block_bytes
+        self._engine = EngineSide(
+            directory, block_bytes=block_bytes, host_slots=self._host_count, disk_slots=self.count, io=io
         )
-        shards = [np.frombuffer(self._memory.mapping, np.uint8).reshape(-1, block_bytes)]
-        shards[0][:] = np.random.default_rng(1).integers(0, 256, block_bytes, np.uint8)
-        self._host_count = len(shards[0])
-        settings = DiskSettings(directory, block_count=self.count, io=io)
-        self.tier = DiskTier.open(settings, Namespace(os.urandom(16), {"model": "bench"}), shards, hash_bytes=16)
-        assert self.tier.io_name == io, self.tier.io_name
-        self._hashes = [os.urandom(16) for _ in range(self.count)]
         self.move("write", list(range(self.count)))
 
     def move_all(self, operation: str, order: random.Random) -> Sample:
@@ -86,34 +75,32 @@ class Tier:
         """Every slot once, a few tickets at a time. Each block must be good."""
         size = max(1, BLOCKS_PER_TICKET_BYTES // self.block_bytes)
         parts = [slots[start : start + size] for start in range(0, len(slots), size)]
-        started, cpu = time.perf_counter(), time.process_time()
+        started, cpu = time.perf_counter(), self._engine.cpu_s()
         begun = ended = 0
         while ended < len(parts):
             while begun < len(parts) and begun - ended < TICKETS_IN_FLIGHT:
                 self._begin(operation, begun, parts[begun])
                 begun += 1
-            results = self.tier.poll()
+            results = self._engine.disk.poll()
             for result in results:
                 assert all(result.is_good), result
             ended += len(results)
             if not results:
                 time.sleep(POLL_S)
-        took, cpu = time.perf_counter() - started, time.process_time() - cpu
+        took, cpu = time.perf_counter() - started, self._engine.cpu_s() - cpu
         moved = len(slots) * self.block_bytes
         return Sample(moved / took / 1e6, cpu / (moved / (1 << 30)))
 
     def _begin(self, operation: str, number: int, slots: list[int]) -> None:
         first = number % TICKETS_IN_FLIGHT * len(slots)
         host_slots = [(first + position) % self._host_count for position in range(len(slots))]
-        hashes = [self._hashes[slot] for slot in slots]
         if operation == "read":
-            self.tier.read(number, hashes, slots, host_slots)
+            self._engine.read(number, slots, host_slots)
         else:
-            self.tier.write(number, hashes, host_slots, slots, [b""] * len(slots))
+            self._engine.write(number, host_slots, slots)
 
     def close(self) -> None:
-        self.tier.close(30)
-        self._memory.close()
+        self._engine.close()
 
 
 def fio(path: Path, operation: str, block_bytes: int, engine: str) -> Sample:
@@ -220,7 +207,7 @@ def main() -> int:
     if arguments.only != "steps":
         for block_bytes in arguments.sizes:
             rows += measure_throughput(block_bytes, rounds, order)
-    steps = [] if arguments.only == "throughput" else measure_steps(is_quick=arguments.quick)
+    steps = [] if arguments.only == "throughput" else gil_steps.measure_steps(is_quick=arguments.quick)
     report = {
         "benchmark": "disk_io",
         "command": f"python bench/disk/{Path(__file__).name} " + " ".join(sys.argv[1:]),
@@ -232,7 +219,7 @@ def main() -> int:
     }
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    failures = missed(rows) + [one["missed"] for one in steps if one["missed"]]
+    failures = missed(rows) + gil_steps.missed(steps)
     for failure in failures:
         print(f"below its aim: {failure}")
     return 0 if arguments.quick or not failures else 1

@@ -1,0 +1,78 @@
+"""A disk tier as an engine has it: host slots in a rank's segment, and the tier in a process of its own, or in ours."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
+from kvbm.disk_process import DiskProcess
+from kvbm.layout import BlockLayout
+from kvbm.region import Region, Segment
+from kvbm.types import SlotState
+
+HASH_BYTES = 16
+GENERATION = 1
+
+
+class EngineSide:
+    """`disk` and the `hashes` of its slots. `is_own_process` as in production; otherwise its threads are ours."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        block_bytes: int,
+        host_slots: int,
+        disk_slots: int,
+        io: str,
+        is_own_process: bool = True,
+    ) -> None:
+        layout = BlockLayout.block_contiguous(block_count=1, block_bytes=block_bytes)
+        self._segment = Segment.create(rank=0, layout=layout, slot_count=host_slots)
+        self.region = Region.map([self._segment.info])
+        self.region.shards[0][:] = 7
+        self.region.write_slots(list(range(host_slots)), GENERATION, SlotState.READY)
+        settings = DiskSettings(directory, block_count=disk_slots, io=io)
+        namespace = Namespace(os.urandom(16), {"model": "bench"})
+        before = set(threading.enumerate())
+        self.disk: DiskProcess | DiskTier
+        if is_own_process:
+            self.disk = DiskProcess.open(settings, namespace, [self._segment.info], hash_bytes=HASH_BYTES)
+        else:
+            self.disk = DiskTier.open(settings, namespace, self.region.shards, hash_bytes=HASH_BYTES)
+        assert self.disk.io_name == io, self.disk.io_name
+        self._own_threads = [thread.native_id for thread in threading.enumerate() if thread not in before]
+        self.hashes = [os.urandom(HASH_BYTES) for _ in range(disk_slots)]
+
+    def write(self, ticket: int, host_slots: list[int], disk_slots: list[int]) -> None:
+        hashes = [self.hashes[slot] for slot in disk_slots]
+        tenants = [b""] * len(hashes)
+        if isinstance(self.disk, DiskProcess):
+            generations = [GENERATION] * len(hashes)
+            self.disk.write(ticket, hashes, host_slots, disk_slots, tenants, generations=generations)
+        else:
+            self.disk.write(ticket, hashes, host_slots, disk_slots, tenants)
+
+    def read(self, ticket: int, disk_slots: list[int], host_slots: list[int]) -> None:
+        self.disk.read(ticket, [self.hashes[slot] for slot in disk_slots], disk_slots, host_slots)
+
+    def threads(self) -> list[int]:
+        """All that move bytes."""
+        if isinstance(self.disk, DiskProcess):
+            return [int(name) for name in os.listdir(f"/proc/{self.disk.pid}/task")]
+        return self._own_threads
+
+    def cpu_s(self) -> float:
+        """What both processes have used."""
+        own = sum(os.times()[:2])
+        if isinstance(self.disk, DiskProcess):
+            fields = Path(f"/proc/{self.disk.pid}/stat").read_text().rpartition(")")[2].split()
+            own += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return own
+
+    def close(self) -> None:
+        self.disk.close(30)
+        self.region.close()
+        self._segment.close()
