@@ -98,7 +98,7 @@ class CacheFacts:
 
 
 def list_caches(directory: Path) -> list[CacheFacts]:
-    """All instances, the one used last first; changes nothing but what SQLite keeps beside an index that is read."""
+    """All instances, the one used last first; changes nothing."""
     return [_facts_of(instance) for instance in reversed(_instances(directory))]
 
 

@@ -1,6 +1,7 @@
 """Health: whether the disk works, and what it has done. Shared by the owner's thread and the disk's, under one lock.
 
-Several errors in a row, or I/O that hangs, turn the disk off; a probe that works turns it on again.
+Several errors of one step in a row (read, write, flush, index), or I/O that hangs, turn the disk off; a probe that
+works turns it on again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Health:
         self.lock = threading.Lock()
         self.counters = DiskCounters()
         self.off_because: str | None = None
-        self._errors_in_a_row = 0
+        self._errors_in_a_row: Counter[str] = Counter()
 
     @property
     def is_on(self) -> bool:
@@ -62,7 +63,7 @@ class Health:
 
     def count_read(self, blocks: int, bytes_each: int, misses: int, seconds: float) -> None:
         with self.lock:
-            self._errors_in_a_row = 0
+            self._errors_in_a_row["read"] = 0
             self.counters.blocks_read += blocks - misses
             self.counters.bytes_read += blocks * bytes_each
             self.counters.checksum_misses += misses
@@ -70,23 +71,28 @@ class Health:
 
     def count_write(self, blocks: int, bytes_each: int, seconds: float) -> None:
         with self.lock:
-            self._errors_in_a_row = 0
+            self._errors_in_a_row["write"] = 0
             self.counters.blocks_written += blocks
             self.counters.bytes_written += blocks * bytes_each
             self.counters.write_seconds += seconds
 
     def count_flush(self, seconds: float) -> None:
         with self.lock:
+            self._errors_in_a_row["flush"] = 0
             self.counters.flushes += 1
             self.counters.flush_seconds += seconds
 
-    def count_error(self, error: BaseException) -> None:
+    def count_commit(self) -> None:
+        with self.lock:
+            self._errors_in_a_row["index"] = 0
+
+    def count_error(self, step: str, error: BaseException) -> None:
         with self.lock:
             self.counters.io_errors[error_name(error)] += 1
-            self._errors_in_a_row += 1
-            is_too_many = self._errors_in_a_row >= self.limits.errors_until_off
+            self._errors_in_a_row[step] += 1
+            is_too_many = self._errors_in_a_row[step] >= self.limits.errors_until_off
         if is_too_many:
-            self.turn_off(f"{self.limits.errors_until_off} errors in a row, the last one: {error}")
+            self.turn_off(f"{self.limits.errors_until_off} errors of {step} in a row, the last one: {error}")
 
     def turn_off(self, why: str) -> None:
         with self.lock:
@@ -99,7 +105,7 @@ class Health:
     def turn_on(self) -> None:
         with self.lock:
             self.off_because = None
-            self._errors_in_a_row = 0
+            self._errors_in_a_row.clear()
         logger.warning("the disk tier is on again")
 
 

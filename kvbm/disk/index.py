@@ -6,17 +6,22 @@ them, which costs a miss where a row is lost, and a miss by the checksum where a
 
 Checksums cover the payload and are seeded with the block's hash (`checksum`), so that a row whose slot or whose hash
 was damaged does not fit its bytes either. One thread at a time uses an index; sqlite3.Error tells what went wrong.
+
+SQLite is kept from mapping files: where a disk is full (btrfs) or fails, a page of such a mapping ends the process with
+SIGBUS. So the index is opened for one connection alone, and who wants to look at one that is in use reads a copy.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +32,9 @@ ROWS_PER_STATEMENT = 256
 ROWS_PER_FETCH = 2_000
 BUSY_TIMEOUT_S = 5.0
 SEED_BYTES = 8
-SIDE_FILES = ("-wal", "-shm", "-journal")
+COPY_ATTEMPTS = 10
+LOG = "-wal"
+SIDE_FILES = (LOG, "-shm", "-journal")
 
 PRIMARY_CODE = 0xFF
 DAMAGE = {
@@ -106,9 +113,30 @@ class BlockIndex:
 
     @classmethod
     def open_to_read(cls, path: Path) -> BlockIndex:
-        """For `kvbm cache`, also while an engine has it open. Raises sqlite3.Error."""
-        uri = f"{path.absolute().as_uri()}?mode=ro"
-        return cls(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None))
+        """As it is now, for `kvbm cache`, also while an engine has it open. Raises sqlite3.Error."""
+        for attempt in range(COPY_ATTEMPTS):
+            with TemporaryDirectory(prefix="kvbm-index-") as directory:
+                copy = Path(directory) / path.name
+                try:
+                    is_still = _copy_at_rest(path, copy)
+                    if not is_still and attempt < COPY_ATTEMPTS - 1:
+                        continue
+                    return cls._open_copy(copy)
+                except OSError as error:
+                    raise sqlite3.OperationalError(f"{path} cannot be read: {error}") from error
+        raise AssertionError("the last attempt returns")
+
+    @classmethod
+    def _open_copy(cls, copy: Path) -> BlockIndex:
+        """Read once, it needs its names no more."""
+        connection = sqlite3.connect(copy, isolation_level=None)
+        try:
+            connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+            connection.execute("SELECT count(*) FROM blocks").fetchone()
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection)
 
     def load(self) -> Recovered:
         """Everything, as of one moment. Raises sqlite3.Error, also where SQLite finds a type that cannot be."""
@@ -145,12 +173,17 @@ class BlockIndex:
             found = Row(*row)
             yield found._replace(checksum=_unsigned(found.checksum))
 
-    def change(self, inserted: Sequence[Row], deleted: Sequence[int]) -> None:
-        """Insert, then delete slots, in one transaction. Raises sqlite3.Error, and then nothing has changed."""
+    def change(self, inserted: Sequence[Row], deleted: Sequence[int]) -> bool:
+        """Insert, then delete slots, in one transaction. Returns whether there was anything to write.
+
+        Raises sqlite3.Error, and then nothing has changed.
+        """
+        before = self._connection.total_changes
         with _Transaction(self._connection):
             for start in range(0, len(inserted), ROWS_PER_STATEMENT):
                 self._insert(inserted[start : start + ROWS_PER_STATEMENT])
             self._delete(deleted)
+        return self._connection.total_changes != before
 
     def delete(self, slots: Sequence[int]) -> None:
         """Raises sqlite3.Error."""
@@ -243,11 +276,19 @@ def remove_index(path: Path) -> None:
             os.unlink(file)
 
 
+def _copy_at_rest(path: Path, copy: Path) -> bool:
+    """Copy a database and its log. False if it changed meanwhile other than by its log's growing. Raises OSError."""
+    before = os.stat(path)
+    shutil.copyfile(path, copy)
+    with suppress(FileNotFoundError):
+        shutil.copyfile(f"{path}{LOG}", f"{copy}{LOG}")
+    after = os.stat(path)
+    return (before.st_ino, before.st_mtime_ns, before.st_size) == (after.st_ino, after.st_mtime_ns, after.st_size)
+
+
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
-    """Without the shared memory that SQLite wants for it where a file system has none; nobody else can read then."""
-    with suppress(sqlite3.OperationalError):
-        if connection.execute("PRAGMA journal_mode=WAL").fetchone()[0] == "wal":
-            return
+    """With its index in memory of this process, which SQLite does where nobody else may open the file."""
+    connection.execute("PRAGMA mmap_size=0")
     connection.execute("PRAGMA locking_mode=EXCLUSIVE")
     mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
     if mode != "wal":

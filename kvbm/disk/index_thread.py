@@ -152,7 +152,7 @@ class IndexThread:
                 self._advance(commands, written)
             except BaseException as error:  # whatever it was, no ticket is lost, and nobody waits for ever
                 logger.exception("the disk tier's index thread")
-                self._health.count_error(error)
+                self._health.count_error("index", error)
                 self._give_up(commands, written, str(error) or type(error).__name__)
             with self._changed:
                 self._busy_since = None
@@ -228,10 +228,11 @@ class IndexThread:
         try:
             self._instance.arena.sync()
         except OSError as error:
-            self._health.count_error(error)
+            self._health.count_error("flush", error)
             for transfer in written:
                 transfer.fail(f"flush: {error}")
-        self._health.count_flush(time.monotonic() - started)
+        else:
+            self._health.count_flush(time.monotonic() - started)
 
     def _sort(
         self, commands: Sequence[Command], written: Sequence[Transfer]
@@ -279,7 +280,8 @@ class IndexThread:
             if index is None or not (rows or slots):
                 return None
             try:
-                index.change(rows, sorted(slots))
+                if index.change(rows, sorted(slots)):
+                    self._health.count_commit()
                 return None
             except sqlite3.Error as error:
                 why = f"index: {error}"
@@ -289,7 +291,7 @@ class IndexThread:
 
     def _index_failed(self, error: sqlite3.Error) -> bool:
         """Whether there is a new and empty index instead."""
-        self._health.count_error(error)
+        self._health.count_error("index", error)
         if not is_damage(error):
             return False
         logger.warning("the index of %s is damaged (%s): it starts anew", self._instance.path, error)
@@ -298,7 +300,7 @@ class IndexThread:
         try:
             self._instance.renew_index()
         except (sqlite3.Error, OSError) as again:
-            self._health.count_error(again)
+            self._health.count_error("index", again)
             self._health.turn_off(f"no new index can be made: {again}")
             return False
         return True

@@ -216,7 +216,7 @@ class TransferThreads:
             try:
                 (self._write if piece[0].is_write else self._read)(*piece)
             except BaseException as error:  # a piece may end its thread, but not its ticket
-                self._health.count_error(error)
+                self._health.count_error("write" if piece[0].is_write else "read", error)
                 why = str(error) or type(error).__name__
             with self._changed:
                 del self._running[me]

@@ -70,11 +70,12 @@ class CrashPoints:
             self.passed("flush-to-commit")
 
         def change_with_points(rows, slots):
-            change(rows, slots)
+            is_written = change(rows, slots)
             if rows:
                 self.passed("commit-to-report")
             if any(slot in OCCUPIED for slot in slots):
                 self.passed("evict-to-overwrite")
+            return is_written
 
         io.write, arena.sync, index.change = write_with_points, sync_with_points, change_with_points
         return parts
