@@ -15,7 +15,7 @@ from kvbm_cli.doctor.machine import Machine, NoAnswer
 WORKS = Outcome(True)
 DIRECT = Direct(True, None, 512, False)
 GOOD = Report(
-    mount=Mount("ext4", "/dev/nvme0n1p1", "/data", False),
+    mount=Mount("ext4", "/dev/nvme0n1p1", "/data"),
     total_bytes=2 * 10**12,
     free_bytes=10**12,
     file_limit_bytes=None,

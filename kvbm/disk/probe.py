@@ -6,8 +6,8 @@ because some filesystems take O_DIRECT and then drop it. Nothing stays behind, w
 have no name where the filesystem allows that (O_TMPFILE), and elsewhere lose it before anything is written.
 
 At most a tenth of the free space is taken. A filesystem may hang: callers run this as a program
-(`python -m kvbm.disk.probe`), in a process that they can give up. Lines on stdout are
-JSON: `{"phase": ...}` while it works, then `{"report": ...}`.
+(`python -m kvbm.disk.probe`), in a process that they can give up. Lines on stdout are JSON: `{"phase": ...}` while it
+works, then `{"report": ...}`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRIED_ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 AREA_BYTES = 4 * TRIED_ALIGNMENTS[-1]
 SHARE_OF_FREE = 10
 MAX_FILE_BYTES = 1 << 30
-MAX_WRITTEN_BYTES = 8 << 30  # what a drive of a year's wear does not notice
+MAX_WRITTEN_BYTES = 8 << 30  # a trial is no reason to wear a drive
 BUFFERED_BYTES_PER_S = 256 << 20  # what the page cache takes in a moment, a slow disk may have to write for long
 FLUSHES = 9
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
@@ -87,7 +87,6 @@ class Mount:
     kind: str
     source: str
     point: str
-    is_read_only: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +256,16 @@ class _Probe:
         written = MAX_WRITTEN_BYTES
         if self._mount.kind in COPY_ON_WRITE:  # an overwritten block is given back some time later
             room, written = room // 4, room
-        if not found.settings.o_direct:
+        assert found.by_open is not None
+        is_cached = not found.settings.o_direct or found.by_open.is_cached
+        if is_cached:
             room = min(room, int(BUFFERED_BYTES_PER_S * seconds))
         blocks = min(room, MAX_FILE_BYTES) // stride
         if blocks < 4:
             return _with(found, reason=f"a tenth of the free space holds {blocks} blocks of {stride} bytes")
         try:
-            speed = Rates(file, found.settings, stride, blocks, written, seconds, self._say).measure()
+            rates = Rates(file, found.settings, stride, blocks, written, seconds, self._say, is_cached=is_cached)
+            speed = rates.measure()
         except OSError as error:
             return _with(found, transfers=Outcome(False, name_of(error)))
         return _with(found, transfers=Outcome(True), speed=speed)
@@ -458,7 +460,7 @@ def name_of(error: OSError) -> str:
 
 def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount:
     """The mount with the longest path that `path` lies below; of several at one place, the last, which covers them."""
-    found = Mount("unknown", "unknown", "/", False)
+    found = Mount("unknown", "unknown", "/")
     try:
         lines = table.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -468,7 +470,7 @@ def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount:
         fields, (kind, source, *_) = before.split(), after.split()
         point = Path(_unescaped(fields[4]))
         if (point == path or point in path.parents) and len(str(point)) >= len(found.point):
-            found = Mount(kind, _unescaped(source), str(point), "ro" in fields[5].split(","))
+            found = Mount(kind, _unescaped(source), str(point))
     return found
 
 
@@ -485,9 +487,18 @@ class Rates:
     THREADS = 4
 
     def __init__(
-        self, file: ProbeFile, settings: Settings, stride: int, blocks: int, written: int, seconds: float, say: Say
+        self,
+        file: ProbeFile,
+        settings: Settings,
+        stride: int,
+        blocks: int,
+        written: int,
+        seconds: float,
+        say: Say,
+        *,
+        is_cached: bool,
     ) -> None:
-        """`written` bytes at most are written in all."""
+        """`written` bytes at most are written in all; `is_cached` tells that the page cache is in between."""
         self._file = file
         self._settings = settings
         self._stride = stride
@@ -495,6 +506,7 @@ class Rates:
         self._to_write = written
         self._seconds = seconds
         self._say = say
+        self._is_cached = is_cached
 
     def measure(self) -> Speed:
         """Raises OSError."""
@@ -539,7 +551,7 @@ class Rates:
 
     def _write(self, fd: int, blocks: Sequence[int], limit: int) -> tuple[float, int]:
         """(rate with the flush at the end, blocks written)."""
-        most = max(len(blocks), 1) if self._is_buffered else limit // self._stride
+        most = max(len(blocks), 1) if self._is_cached else limit // self._stride
         order = itertools.islice(itertools.cycle(blocks), max(1, min(most, limit // self._stride)))
         started = time.monotonic()
         done = self._in_threads(order, lambda buffer, at: os.pwritev(fd, [buffer], at))
@@ -547,16 +559,12 @@ class Rates:
         return done * self._stride / (time.monotonic() - started), done
 
     def _read(self, fd: int, blocks: Sequence[int]) -> float:
-        """Direct reads go round until the time is over; of buffered ones, the second would be of memory."""
-        order: Iterable[int] = blocks if self._is_buffered else itertools.cycle(blocks)
+        """Goes round until the time is over; where the page cache is in between, a second time would be of memory."""
+        order: Iterable[int] = blocks if self._is_cached else itertools.cycle(blocks)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         started = time.monotonic()
         done = self._in_threads(iter(order), lambda buffer, at: os.preadv(fd, [buffer], at))
         return done * self._stride / (time.monotonic() - started)
-
-    @property
-    def _is_buffered(self) -> bool:
-        return not self._settings.o_direct
 
     def _flush(self, fd: int) -> float:
         """Median seconds of one fdatasync after one block."""

@@ -1,27 +1,26 @@
 """`kvbm doctor`: runs every group of checks, shows what each finds at once, and says how it ended.
 
-With --quick an alarm of the kernel ends whatever is at work after QUICK_WORK_S; the checks that did not get their turn
-are skipped.
+With --quick, checks that have not had their turn after QUICK_WORK_S are skipped (examination.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from kvbm.errors import ProfileError, UsageError
 from kvbm_cli.console import print_data, print_json, print_note
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
+from kvbm_cli.doctor.examination import OVER, Examination
 from kvbm_cli.doctor.machine import Machine
 from kvbm_cli.doctor.result import Check, State, failure, skipped
-from kvbm_cli.doctor.show import Progress, as_data, show_check, show_group, summary
+from kvbm_cli.doctor.show import Progress, as_data, summary
 from kvbm_cli.doctor.subject import Subject
+from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -29,13 +28,9 @@ if TYPE_CHECKING:
     from kvbm.disk.probe import Settings
     from kvbm.sizing import Sizing
 
-QUICK_S = 20.0
-QUICK_WORK_S = 14.0  # the rest is for clearing away
-OVER = f"--quick allows {QUICK_S:.0f} s"
+QUICK_WORK_S = 14.0  # of the QUICK_S; the rest is for clearing away
 FAILED = 1
 DIRECTORY_KEY = "tiers.disk.directory"
-
-Returned = TypeVar("Returned")
 
 
 def doctor(
@@ -53,12 +48,14 @@ def doctor(
     _require_options(profile, overrides, write)
     lint, variables = environment.lint(machine.environment)
     resolved = _resolve(profile, overrides, variables, directory)
+    if write is not None:
+        require_disk_tier(resolved)
     if resolved is None:
         tiers_wanted, mistakes = environment.tiers(variables)
     else:
         tiers_wanted, mistakes = resolved.profile.tiers, environment.beside(resolved)
     with Progress() as progress:
-        examination = _Examination(progress, as_json=as_json)
+        examination = Examination(progress, as_json=as_json)
         with examination.at_most(QUICK_WORK_S if is_quick else None):
             examination.group("environment", _each(environment.all_or_none([*lint, *mistakes], len(variables))))
             sizing, unsized = examination.in_time(partial(_size, resolved)) or (None, [skipped("size", OVER)])
@@ -139,82 +136,7 @@ def _each(found: Sequence[Check] | Iterator[Check]) -> Generator[Check, None, No
     yield from found
 
 
-class _TimeIsUp(BaseException):
-    """Not an Exception, so that no check takes it for its own."""
-
-
-class _Examination:
-    """Groups of checks, shown one by one unless JSON is wanted."""
-
-    def __init__(self, progress: Progress, *, as_json: bool) -> None:
-        self._progress = progress
-        self._as_json = as_json
-        self._is_at_work = False
-        self._is_over = False
-        self.groups: dict[str, list[Check]] = {}
-
-    @contextlib.contextmanager
-    def at_most(self, seconds: float | None) -> Iterator[None]:
-        if seconds is None:
-            yield
-            return
-        before = signal.signal(signal.SIGALRM, self._alarm)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-    def _alarm(self, *ignored: object) -> None:
-        self._is_over = True
-        if self._is_at_work:
-            raise _TimeIsUp
-
-    def in_time(self, action: Callable[[], Returned]) -> Returned | None:
-        """What the action returns, None if the time is up before."""
-        try:
-            self._is_at_work = not self._is_over
-            return action() if self._is_at_work else None
-        except _TimeIsUp:
-            return None
-        finally:
-            self._is_at_work = False
-
-    def group(
-        self, name: str, checks: Generator[Check, None, Returned] | Iterator[Check], *, about: str | None = None
-    ) -> Returned | None:
-        """Shows the checks below `name` and what they are about.
-
-        Returns what their generator returns, None if the time is up before.
-        """
-        self.groups[name] = []
-        if not self._as_json:
-            self._progress.clear()
-            show_group(name, about, is_first=len(self.groups) == 1)
-        self._progress.say(name)
-        try:
-            self._is_at_work = not self._is_over
-            while self._is_at_work:
-                self._add(name, next(checks))
-        except StopIteration as end:
-            self._is_at_work = False
-            return end.value  # type: ignore[no-any-return]
-        except _TimeIsUp:
-            self._is_at_work = False
-        self._add(name, skipped("the rest", OVER, "`kvbm doctor` without --quick"))
-        return None
-
-    def _add(self, group: str, check: Check) -> None:
-        self.groups[group].append(check)
-        if not self._as_json:
-            self._progress.clear()
-            show_check(check)
-
-
 def _write(resolved: ResolvedProfile | None, settings: Settings | None, target: Path) -> int:
-    from kvbm_cli.doctor.write_profile import write_profile
-
     assert resolved is not None
     if settings is None:
         print_note(f"{target} is not written: nothing is known of the directory")
@@ -237,9 +159,7 @@ def _end(groups: Mapping[str, Sequence[Check]], subject: Subject, settings: Sett
                 "profile": None if subject.resolved is None else subject.resolved.name,
                 "directory": _shown(subject.directory),
                 "checks": as_data(groups),
-                "recommended": None
-                if settings is None
-                else {f"tiers.disk.{k}": v for k, v in asdict(settings).items()},
+                "recommended": None if settings is None else _keys(settings),
                 "exit_code": exit_code,
             }
         )

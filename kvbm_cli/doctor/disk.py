@@ -1,6 +1,6 @@
-"""The directory of the disk tier (G3): what it can do, whether the tier fits, how fast blocks come back.
+"""The directory of the disk tier (G3): whether it can be used, on what it lies, and whether the tier fits.
 
-Where a profile has a disk tier, what that tier would fail at is a failure; what a directory merely lacks is a warning.
+What it can do then is in disk_abilities.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 from kvbm.config.sizes import format_size
 from kvbm.disk.directory import CacheFacts, list_caches
 from kvbm.disk.files import PAGE_BYTES, require_usable_parent
-from kvbm.disk.probe import IN_MEMORY, Direct, Report, Settings, Speed
+from kvbm.disk.probe import IN_MEMORY, Report, Settings
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.doctor import disk_abilities
 from kvbm_cli.doctor.machine import NoAnswer
-from kvbm_cli.doctor.result import Check, State, failure, ok, rate, skipped, warning
-from kvbm_cli.doctor.subject import Subject
+from kvbm_cli.doctor.result import Check, failure, ok, skipped, warning
+from kvbm_cli.doctor.subject import ANOTHER, Subject
 from kvbm_cli.doctor.workplace import PREFIX, workplace
 
 Found = Generator[Check, None, Settings | None]
@@ -30,9 +31,7 @@ LOOK_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S, QUICK_PROBE_TIMEOUT_S = 120.0, 9.0
 NVIDIA_FILES = "dynamo-kvbm-disk-cache-*"
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "9p", "virtiofs", "glusterfs"})
-EXAMPLE_TOKENS = 4000
 RECLAIM = "one of the same model is taken over; for others `tiers.disk.reclaim: true`, or `kvbm cache ls`"
-ANOTHER = "another directory, by `--dir` or `tiers.disk.directory`"
 
 
 def checks(subject: Subject) -> Found:
@@ -95,22 +94,13 @@ def _about(subject: Subject, directory: Path, report: Report) -> Iterator[Check]
         reason = report.write.reason
         yield failure("directory", f"a file cannot be written and read back: {reason}", ANOTHER)
     else:
-        yield ok("directory", "files can be written and read back")
+        yield ok("directory", "files can be written and read back", unnamed=report.has_unnamed_files)
     yield _filesystem(report)
     yield from _space(subject, directory, report)
     if report.settings is None:
         yield skipped("abilities", f"not tried: {report.reason or 'nothing can be written'}")
         return
-    yield from _abilities(subject, report, report.settings)
-    yield from queue_checks(subject, report)
-    if report.transfers is not None and not report.transfers.works:
-        finding = f"many blocks at once fail: {report.transfers.reason}"
-        yield failure("speed", finding, f"a quota or limit of this user, the log of the kernel, or {ANOTHER}")
-    elif report.speed is None:
-        yield skipped("speed", f"not measured: {report.reason}")
-    else:
-        yield from _speed(report.speed)
-        yield from _onboarding(subject, report.speed)
+    yield from disk_abilities.checks(subject, report, report.settings, _needed_bytes(subject))
 
 
 def _filesystem(report: Report) -> Check:
@@ -153,7 +143,7 @@ def _space(subject: Subject, directory: Path, report: Report) -> Iterator[Check]
         remedy = f"`tiers.disk.capacity: {_rounded(free * 9 // 10)}`, or another `tiers.disk.directory`"
         yield failure("free space", f"{finding}, the tier takes {format_size(needed)}", remedy, **facts)
     yield from _caches(directory, caches)
-    yield from _limits(report, needed)
+    yield from _limits(report, needed, needed if needed is None else needed // _engine_count(subject))
 
 
 def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:
@@ -171,7 +161,8 @@ def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:
         yield ok("caches", finding, **facts)
 
 
-def _limits(report: Report, needed: int | None) -> Iterator[Check]:
+def _limits(report: Report, needed: int | None, arena_bytes: int | None) -> Iterator[Check]:
+    """What is allowed to this user; each engine has one file of `arena_bytes`."""
     for quota in report.quotas:
         finding = f"{quota.kind}: {format_size(quota.left_bytes)} of {format_size(quota.limit_bytes)} left"
         facts = {"left_bytes": quota.left_bytes, "limit_bytes": quota.limit_bytes}
@@ -186,20 +177,24 @@ def _limits(report: Report, needed: int | None) -> Iterator[Check]:
     if limit is None:
         return
     finding = f"a file of this user has at most {format_size(limit)} (RLIMIT_FSIZE)"
-    if needed is not None and needed > limit:
-        yield failure("file size", f"{finding}, the tier takes {format_size(needed)}", "`ulimit -f unlimited`")
+    if arena_bytes is not None and arena_bytes > limit:
+        yield failure("file size", f"{finding}, the tier takes {format_size(arena_bytes)}", "`ulimit -f unlimited`")
     else:
         yield warning("file size", finding, "`ulimit -f unlimited`", limit_bytes=limit)
 
 
-def _needed_bytes(subject: Subject) -> int | None:
+def _engine_count(subject: Subject) -> int:
     from kvbm_cli.engines import copy_count
 
+    return 1 if subject.resolved is None else copy_count(subject.resolved.profile)
+
+
+def _needed_bytes(subject: Subject) -> int | None:
     if subject.disk is None:
         return None
-    if subject.resolved is not None and subject.sizing is not None and subject.sizing.disk is not None:
-        return subject.sizing.disk.total_bytes * copy_count(subject.resolved.profile)
-    return subject.disk.capacity
+    if subject.sizing is not None and subject.sizing.disk is not None:
+        return subject.sizing.disk.total_bytes * _engine_count(subject)
+    return None if subject.disk.capacity is None else subject.disk.capacity * _engine_count(subject)
 
 
 def _rounded(byte_count: int) -> str:
@@ -225,120 +220,3 @@ def _left(directory: Path, pattern: str, whose: str) -> Iterator[Check]:
         remedy = f"`rm -r {directory / pattern}`, when none is running"
         finding = f"{len(found)} of {whose} in {directory}, {format_size(taken)}"
         yield warning("leftovers", finding, remedy, count=len(found), bytes=taken)
-
-
-def _abilities(subject: Subject, report: Report, needs: Settings) -> Iterator[Check]:
-    assert report.fallocate is not None
-    assert report.punch_hole is not None
-    assert report.by_open is not None
-    assert report.by_fcntl is not None
-    disk = subject.disk
-    if report.fallocate.works:
-        yield ok("fallocate", "works")
-    elif not needs.zerofill:
-        yield failure("fallocate", f"fails: {report.fallocate.reason}", ANOTHER)
-    else:
-        finding = f"{report.fallocate.reason}: space can only be taken by writing zeros{_zeros_take(subject, report)}"
-        if disk is not None and disk.zerofill:
-            yield ok("fallocate", finding)
-        else:
-            say = failure if disk is not None else warning
-            yield say("fallocate", finding, "`tiers.disk.zerofill: true`")
-    yield from _direct(subject, report.by_open, report.by_fcntl, needs)
-    yield _alignment(report, report.by_open)
-    if report.punch_hole.works:
-        yield ok("punch hole", "works")
-    else:
-        yield warning(
-            "punch hole", f"{report.punch_hole.reason}: a cache that shrinks gives nothing back before it ends"
-        )
-
-
-def _zeros_take(subject: Subject, report: Report) -> str:
-    needed = _needed_bytes(subject)
-    if needed is None or report.speed is None:
-        return ""
-    return f", {needed / report.speed.sequential_write:.0f} s at the first start"
-
-
-def _direct(subject: Subject, by_open: Direct, by_fcntl: Direct, needs: Settings) -> Iterator[Check]:
-    disk = subject.disk
-    wanted = None if disk is None or not disk.o_direct else disk.allocator
-    remedy = f"`tiers.disk.allocator: {needs.allocator}`" if needs.o_direct else "`tiers.disk.o_direct: false`"
-    for name, way, allocator in (("by open", by_open, "open-direct"), ("by fcntl", by_fcntl, "default")):
-        name = f"O_DIRECT {name}"
-        facts = {"alignment": way.alignment, "is_cached": way.is_cached}
-        is_trap = way.works and not by_open.works
-        if is_trap:
-            finding = "accepted, but open refuses it: fcntl never asked the filesystem"
-        elif not way.works:
-            finding = f"fails: {way.reason}"
-        elif way.is_cached:
-            finding = "accepted, and the page cache is used all the same"
-        else:
-            finding = f"written and read back at an alignment of {way.alignment}"
-        if way.works and not is_trap:
-            state = State.OK
-        else:
-            state = State.FAILURE if wanted == allocator else State.WARNING
-        yield Check(name, state, finding, None if state is State.OK else remedy, facts)
-    if disk is not None and not disk.o_direct and needs.o_direct and not by_open.is_cached:
-        finding = "off, though it works: the page cache will hold every block a second time"
-        yield warning("O_DIRECT", finding, "`tiers.disk.o_direct: true`")
-
-
-def _alignment(report: Report, way: Direct) -> Check:
-    claimed = report.claimed
-    if way.alignment is None:
-        return skipped("alignment", "there is no direct I/O to align")
-    found = f"{way.alignment} works, and a block's slot begins at a multiple of {PAGE_BYTES}"
-    if claimed is None or claimed.offset == 0:
-        return ok("alignment", f"{found}; statx claims nothing", works=way.alignment)
-    facts = {"works": way.alignment, "claimed_offset": claimed.offset, "claimed_memory": claimed.memory}
-    if claimed.offset < way.alignment:
-        finding = f"statx claims {claimed.offset}, and only {way.alignment} works"
-        return warning("alignment", finding, f"nothing to do: kvbm aligns to {PAGE_BYTES}", **facts)
-    return ok("alignment", f"{found}; statx claims {claimed.offset} (memory {claimed.memory})", **facts)
-
-
-def queue_checks(subject: Subject, report: Report) -> Iterator[Check]:
-    """What NIXL needs of the kernel; threads need nothing."""
-    assert report.io_uring is not None
-    assert report.aio is not None
-    wants_nixl = subject.disk is not None and subject.disk.io == "nixl"
-    ways = {"io_uring": report.io_uring, "aio": report.aio}
-    shown = ", ".join(f"{name} {'works' if way.works else way.reason}" for name, way in ways.items())
-    facts = {name: way.works for name, way in ways.items()}
-    if report.io_uring.works:
-        yield ok("kernel queues", shown, **facts)
-    elif report.aio.works:
-        yield warning(
-            "kernel queues", f"{shown}: NIXL falls back to aio; `tiers.disk.io: threads` needs neither", **facts
-        )
-    else:
-        say = failure if wants_nixl else warning
-        yield say("kernel queues", f"{shown}: NIXL cannot work", "`tiers.disk.io: threads`", **facts)
-
-
-def _speed(speed: Speed) -> Iterator[Check]:
-    block = format_size(speed.block_bytes)
-    for name, read, write in (
-        ("sequential", speed.sequential_read, speed.sequential_write),
-        ("random", speed.random_read, speed.random_write),
-    ):
-        finding = f"reads {rate(read)}, writes {rate(write)} in blocks of {block} by {speed.threads} threads"
-        yield ok(name, finding, read_bytes_per_s=round(read), write_bytes_per_s=round(write), block=speed.block_bytes)
-    yield ok("flush", f"fdatasync after a block: {speed.flush_s * 1000:.2f} ms", flush_s=speed.flush_s)
-
-
-def _onboarding(subject: Subject, speed: Speed) -> Iterator[Check]:
-    """Tokens that random reads bring, which is also the rate of an engine to which recomputing is as good."""
-    if subject.sizing is None:
-        yield skipped("onboarding", "how many tokens that is depends on the model", "`--profile PROFILE`")
-        return
-    tier = subject.sizing.disk or subject.sizing.host
-    tokens_per_s = speed.random_read / tier.total_bytes * tier.token_count
-    finding = f"{tokens_per_s:,.0f} tokens/s, {EXAMPLE_TOKENS} tokens in {EXAMPLE_TOKENS / tokens_per_s:.2f} s"
-    yield ok("onboarding", finding, tokens_per_s=round(tokens_per_s))
-    finding = f"an engine that prefills more than {tokens_per_s:,.0f} tokens/s is faster without the disk"
-    yield ok("break-even", finding, tokens_per_s=round(tokens_per_s))

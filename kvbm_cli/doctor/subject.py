@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from kvbm.sizing import Sizing
 
 
+ANOTHER = "another directory, by `--dir` or `tiers.disk.directory`"
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """`sizing` is None where there is no profile, or where only the engine can tell. `tiers` are those of the profile,

@@ -26,11 +26,15 @@ _PLAIN = re.compile(r"[A-Za-z~/][\w./~-]*|[0-9][\w.]*")
 Value = str | bool
 
 
-def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, Value], target: Path) -> None:
-    """Writes `target`, which must not exist. UsageError if the profile has no disk tier, EnvironmentProblem if the
-    file cannot be written."""
-    if resolved.profile.tiers.disk is None:
+def require_disk_tier(resolved: ResolvedProfile | None) -> None:
+    """UsageError for a profile in which there is nothing to write."""
+    if resolved is None or resolved.profile.tiers.disk is None:
         raise UsageError("the profile has no `tiers.disk`, so there is nothing to write", hint="leave `--write` out")
+
+
+def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, Value], target: Path) -> None:
+    """Writes `target`, which must not exist. EnvironmentProblem if it cannot be written."""
+    require_disk_tier(resolved)
     keys = {**_from_elsewhere(resolved), **recommended}
     wanted = _load(resolved.path, keys)
     for text in _texts(resolved, keys, target):

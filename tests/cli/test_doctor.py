@@ -40,7 +40,7 @@ MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
     "poor_disk": lambda: {
         "report": replace(
             GOOD,
-            mount=Mount("fuse.sshfs", "host:/data", "/data", False),
+            mount=Mount("fuse.sshfs", "host:/data", "/data"),
             free_bytes=10**8,
             fallocate=ENOTSUP,
             punch_hole=ENOTSUP,

@@ -31,7 +31,7 @@ from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
 from kvbm.layout import BlockLayout
 from kvbm.region import Segment
 from kvbm_cli.doctor.command import doctor
-from kvbm_cli.doctor.disk import queue_checks
+from kvbm_cli.doctor.disk_abilities import queue_checks
 from kvbm_cli.doctor.machine import ask, probe
 from kvbm_cli.doctor.subject import Subject
 

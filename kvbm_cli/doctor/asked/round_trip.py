@@ -1,8 +1,8 @@
 """Moves a pattern through the tiers and compares. The argument is JSON, see `Request`.
 
-Answers `{"legs": [{"name": ..., "seconds": ..., "error": null or what is wrong, "hint": ...}], "io": ...}`, with the legs
-up to the first that fails; `io` is who did the disk's I/O, null for nobody. Without torch the first leg is left out, and
-the pattern starts in host memory.
+Answers `{"legs": [...], "io": ...}`: each leg has a name, seconds, and null or what is wrong and a hint; after one that
+fails there are no more. `io` is who did the I/O of the disk, null for nobody. Without torch the first leg is left out,
+and the pattern starts in host memory.
 """
 
 from __future__ import annotations
