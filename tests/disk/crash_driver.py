@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 
 from disk_rig import assembled, make_hash
@@ -24,6 +25,7 @@ SLOT_COUNT = 48
 HOST_SLOTS = 48
 SHARD_BYTES = (128 << 10, 64 << 10)
 MAX_BLOCKS = 6
+CLEAR_EVERY_S = 0.1, 3
 POINTS = (
     "before-payload",
     "inside-payload",
@@ -94,6 +96,7 @@ class Load:
         OCCUPIED.update(self.blocks)
         self.next_number = max(self.blocks.values(), default=0) + 1_000  # those in flight at a kill were never told
         self.last_cleared = -1
+        self.next_clear_s = time.monotonic() + self.random.uniform(*CLEAR_EVERY_S)
         self.free_host_slots = set(range(HOST_SLOTS))
         self.writes = {}
         self.reads = {}
@@ -110,8 +113,9 @@ class Load:
                 self.read()
             elif kind < 0.99:
                 self.forget()
-            elif kind < 0.993:
+            elif time.monotonic() >= self.next_clear_s:
                 self.clear()
+                self.next_clear_s = time.monotonic() + self.random.uniform(*CLEAR_EVERY_S)
 
     def some_slots(self, slots):
         slots = sorted(slots)
