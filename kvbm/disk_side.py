@@ -82,9 +82,10 @@ class Disk(Protocol):
 @dataclass(frozen=True, slots=True)
 class DiskPolicy:
     """What the profile decides. `to_disk`: frequency, always or on_evict; `reads_always`: not only where it is faster
-    than computing."""
+    than computing. `is_buffer`: host memory is no tier, blocks only pass through it."""
 
     to_disk: str = "frequency"
+    is_buffer: bool = False
     frequency_threshold: int = 2
     frequency_decay_s: float = 600.0
     frequency_entries: int = 1_000_000
@@ -98,6 +99,7 @@ class DiskPolicy:
         block goes to disk."""
         return cls(
             to_disk="always" if config.tiers.host is None else config.offload.to_disk,
+            is_buffer=config.tiers.host is None,
             frequency_threshold=config.offload.frequency_threshold,
             frequency_decay_s=config.offload.frequency_decay_s,
             frequency_entries=config.offload.frequency_entries,
@@ -250,9 +252,13 @@ class DiskSide:
         """These blocks are in use; what is used in any tier is not evicted from disk."""
         self.store.touch(hashes)
 
-    def evicting(self, count: int) -> None:
-        """So many blocks are about to be evicted from host memory."""
-        if self._policy.to_disk == "on_evict" and count > 0:
+    def evicting(self, count: int, *, keeps_unwritten: bool = False) -> None:
+        """So many blocks are about to be evicted from host memory; if wanted, not those that are due for the disk."""
+        if count <= 0:
+            return
+        if keeps_unwritten:
+            self._host.touch(list(self._queue.hashes))
+        if self._policy.to_disk == "on_evict":
             self._counters.disk_dropped_blocks += len(self.store.missing(self._host.oldest(count)))
 
     # -- what is on disk -----------------------------------------------------------------------------------------------
@@ -342,7 +348,16 @@ class DiskSide:
         return ended
 
     def is_writing(self) -> bool:
-        return bool(self._writes or self._queue.hashes)
+        """Whether something is on its way to a disk that works, or due for it."""
+        return self._disk.is_on and bool(self._writes or self._queue.hashes)
+
+    def must_be_waited_for(self, end: int) -> int | None:
+        """How many blocks a chain of `end` blocks may not evict, as they are still to be written: it passes through
+        host memory, since the disk takes everything. None if it does not, and has to fit in."""
+        is_larger = end > self._host.capacity_blocks
+        if self._policy.to_disk != "always" or not self._disk.is_on or not (is_larger or self._policy.is_buffer):
+            return None
+        return len(self._queue.hashes)
 
     def wear(self) -> dict[str, float]:
         """By the names of metrics, what is known of it."""
@@ -376,7 +391,7 @@ class DiskSide:
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
         self._queue.hashes.clear()
         self._queue.add([sequence_hash for sequence_hash in absent if sequence_hash not in self._departing])
-        while self._disk.is_on and self.is_writing() and self._clock() < deadline_s:
+        while self.is_writing() and self._clock() < deadline_s:
             self._begin_writes()
             time.sleep(0.001)
             self.settle()
@@ -426,13 +441,13 @@ class DiskSide:
 
     def _begin_writes(self) -> None:
         while self._queue.hashes and len(self._writes) < WRITES_AT_A_TIME and self._disk.is_on:
-            limit = max(
-                1, min(self._policy.batch_blocks, self._host.capacity_blocks // PINNED_SHARE // WRITES_AT_A_TIME)
-            )
+            share = 1 if self._policy.is_buffer else PINNED_SHARE
+            limit = max(1, min(self._policy.batch_blocks, self._host.capacity_blocks // share // WRITES_AT_A_TIME))
             due = self._queue.take(limit)
             wanted = [due[index] for index in self.store.missing(due)]
             source = self._host.pin([h for h in wanted if self._host.contains(h)])
             assert source is not None
+            self._counters.disk_dropped_blocks += len(wanted) - len(source.slots)
             target = self.store.allocate(len(source.slots))
             if target is None or not source.slots:
                 self._counters.disk_dropped_blocks += len(source.slots)

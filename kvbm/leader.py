@@ -297,7 +297,10 @@ class Leader:
         """
         request = self._live(request_id)
         request.has_blocks = True
-        end = min(computed_blocks, len(hashes), len(block_ids), self._region.slot_count)
+        end = min(computed_blocks, len(hashes), len(block_ids))
+        kept = None if self._disk is None else self._disk.must_be_waited_for(end)
+        if kept is None:
+            end = min(end, self._region.slot_count)
         if not self._settings.offload_generated:
             end = min(end, prompt_blocks)
         considered = request.considered[group]
@@ -312,10 +315,10 @@ class Leader:
             for index in self._store.missing(fresh)
             if fresh[index] not in self._departing and sources[index] != NO_BLOCK
         ]
-        if self._evictions_after(len(absent)) > request.fresh_until[group]:
+        if kept is None and self._evictions_after(len(absent)) > request.fresh_until[group]:
             self._make_recent(request, group, hashes[:end])  # so that no block is evicted for its own tail
         can_wait = self._groups[group].looks_back_over_all
-        ordered = self._order_offloads(request_id, fresh, sources, absent if can_wait else absent[::-1])
+        ordered = self._order_offloads(request_id, fresh, sources, absent if can_wait else absent[::-1], kept)
         if can_wait and ordered < len(absent):
             request.left_out[group] = len(absent) - ordered
             request.considered[group] = considered + absent[ordered]
@@ -362,9 +365,12 @@ class Leader:
         """True while something is ordered, in flight or unreported: the engine must keep stepping.
 
         What has been overdue twice is not waited for: an engine that wants to rest must not be kept awake for ever.
+        Nor is a disk that is off.
         """
         patience = 2 * self._settings.overdue_steps
         if self._unreported or self._loads.is_under_way(within_steps=patience):
+            return True
+        if self._disk is not None and self._disk.is_writing():
             return True
         youngest = next(reversed(self._offloads.values()), None)
         return youngest is not None and self._step - youngest.born_step <= patience
@@ -506,13 +512,18 @@ class Leader:
     def _tenant(self, request_id: str) -> bytes:
         return b"" if self._disk is None else self._tenant_of(request_id)
 
-    def _order_offloads(self, request_id: str, fresh: list[bytes], block_ids: Sequence[int], absent: list[int]) -> int:
-        """Order copies of as many of `absent` as there is room for, in batches, from the front; return how many."""
+    def _order_offloads(
+        self, request_id: str, fresh: list[bytes], block_ids: Sequence[int], absent: list[int], kept: int | None
+    ) -> int:
+        """Order copies of as many of `absent` as there is room for without evicting `kept` blocks, in batches, from the
+        front; return how many."""
         counts = self._store.counts()
-        room = min(self._settings.max_in_flight_blocks - self._in_flight_blocks, counts.free + counts.inactive)
+        room = min(
+            self._settings.max_in_flight_blocks - self._in_flight_blocks, counts.free + counts.inactive - (kept or 0)
+        )
         wanted = absent[: max(0, room)]
         if self._disk is not None:
-            self._disk.evicting(len(wanted) - counts.free)
+            self._disk.evicting(len(wanted) - counts.free, keeps_unwritten=kept is not None)
         self.counters.evicted_blocks += max(0, len(wanted) - counts.free)
         tenant = self._tenant(request_id)
         for first in range(0, len(wanted), self._settings.batch_blocks):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from kvbm.disk_side import DiskSide, Fetch
 
 FETCHES_AT_A_TIME = 8
+PARTS = 16  # that a read from disk has at least, if it has as many blocks
+SHARES_OF_G2 = 4
 
 Owner = TypeVar("Owner")
 
@@ -151,8 +153,9 @@ class Loads(Generic[Owner]):
             source.release()
         if behind:
             load.disk_blocks = len(behind)
-            for first in range(0, len(behind), self._batch_blocks):
-                batch = behind[first : first + self._batch_blocks]
+            size = self._part_blocks(len(behind))
+            for first in range(0, len(behind), size):
+                batch = behind[first : first + size]
                 load.waiting.append(_Part(*_parted(hashes, block_ids, batch)))
             self._from_disk.append(load)
             self._begin_fetches()
@@ -242,6 +245,11 @@ class Loads(Generic[Owner]):
         load.open_parts += 1
         self._copies[order.generation] = _Copy(order, load, source, self._step)
         self._orders.append(order)
+
+    def _part_blocks(self, count: int) -> int:
+        """How many of `count` blocks are read together: enough parts to see soon whether the disk is fast enough, and
+        none that host memory, of which others hold a part too, may never have room for."""
+        return max(1, min(self._batch_blocks, count // PARTS, self._store.capacity_blocks // SHARES_OF_G2))
 
     def _begin_fetches(self) -> None:
         """First come, first served: a later load does not overtake one that waits for room."""

@@ -7,6 +7,7 @@ import time
 import pytest
 from rig import FakeDisk, Rig, chain
 
+from kvbm import loads
 from kvbm.disk_side import DiskPolicy
 from kvbm.rates import GRACE, TRIAL_INTERVAL_S, Rates
 from kvbm.types import Tier
@@ -15,6 +16,11 @@ from kvbm.types import Tier
 def make(disk=16, *, slots=8, to_disk="always", **options):
     policy = {"batch_blocks": 2, "timeout_s": 10.0, **options.pop("policy", {})}
     return Rig(slots=slots, fake_disk=disk, disk=DiskPolicy(to_disk=to_disk, **policy), **options)
+
+
+@pytest.fixture(autouse=True)
+def _reads_of_two_blocks(monkeypatch):
+    monkeypatch.setattr(loads, "PARTS", 1)
 
 
 @pytest.fixture
@@ -56,6 +62,33 @@ def test_every_block_goes_to_disk_when_that_is_wanted(rig):
     assert on_disk(rig) == set(hashes)
     assert rig.leader.counters.disk_offload_blocks == 4
     assert rig.leader.blocks()[Tier.DISK] == {"free": 12, "moving": 0, "pinned": 0, "evictable": 4}
+
+
+def test_an_engine_that_has_nothing_else_to_do_goes_on_until_everything_is_written(rig):
+    rig.fill("a", 6)
+    for _ in range(20):
+        if not rig.leader.has_pending():
+            break
+        rig.step()
+    assert len(on_disk(rig)) == 6
+    rig.fill("b", 6)
+    rig.disk.is_on = False
+    settled(rig)
+    assert not rig.leader.has_pending(), "it does not wait for a disk that is off"
+
+
+@pytest.mark.parametrize("policy", [{}, {"is_buffer": True}], ids=["tier", "buffer"])
+def test_a_request_larger_than_host_memory_passes_through_it_to_the_disk(policy):
+    rig = make(slots=4, policy=policy)
+    hashes = chain("a", 12)
+    blocks = rig.compute("r", hashes)
+    for _ in range(40):
+        rig.leader.offload("r", hashes, blocks, computed_blocks=12, prompt_blocks=12)
+        rig.step()
+    rig.finish("r", hashes, blocks)
+    assert on_disk(rig) == set(hashes)
+    assert rig.leader.counters.disk_dropped_blocks == 0
+    rig.close()
 
 
 def test_a_block_goes_to_disk_at_its_first_hit_wherever_that_is():
@@ -198,6 +231,18 @@ def test_a_load_larger_than_host_memory_passes_through_it(rig):
     assert len(blocks) == 8
     assert [result.failed_block_ids for result in settled(rig, 12)] == [()]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
+    rig.close()
+
+
+def test_a_load_is_read_in_parts_that_show_how_fast_it_goes(monkeypatch):
+    monkeypatch.setattr(loads, "PARTS", 4)
+    rig = make(slots=16)
+    hashes = rig.fill("a", 8)
+    settled(rig)
+    for slots, sizes in ((16, [2] * 4), (8, [2] * 4), (2, [1, 1])):
+        rig = restarted(rig, slots=slots)
+        rig.load("r", hashes)
+        assert [len(names) for kind, _, names, _, _ in rig.disk.waiting if kind == "read"] == sizes
     rig.close()
 
 
