@@ -46,17 +46,29 @@ class Answer:
 
 
 class KvbmEngine:
-    """An engine with (`host_blocks`) or without the block manager; `copier` fails on request."""
+    """An engine with (`host_blocks`, `disk`: sections of a profile) or without the block manager; `copier` fails on
+    request."""
 
-    def __init__(self, *, host_blocks: int | None, worker_process: bool = False, generated: bool = True, **config):
+    def __init__(
+        self,
+        *,
+        host_blocks: int | None = None,
+        worker_process: bool = False,
+        generated: bool = True,
+        disk: dict | None = None,
+        offload: dict | None = None,
+        onboard: dict | None = None,
+        **config,
+    ):
         defaults = {"model": "synthetic:tiny", "num_blocks": 40, "max_num_batched_tokens": 128, "verify": False}
         self.connector = None
-        if host_blocks is not None:
+        if host_blocks is not None or disk is not None:
             profile = Profile.model_validate(
                 {
                     "engine": {"model": "synthetic:tiny"},
-                    "tiers": {"host": {"blocks": host_blocks}},
-                    "offload": {"generated": generated},
+                    "tiers": {"host": host_blocks and {"blocks": host_blocks}, "disk": disk},
+                    "offload": {"generated": generated, **(offload or {})},
+                    "onboard": onboard or {},
                     "transfer": {"max_concurrent": 2},
                 }
             )

@@ -1,0 +1,386 @@
+"""The disk tier under the real engine: what an earlier engine wrote is found, and never changes an output.
+
+An engine that is killed is played by a copy of its directory, made while it still runs: what a process has written to
+its files is what the next one finds there, whether it ended by itself or not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from kvbm_engine import assert_same, prompt, running
+
+from kvbm.config import schema
+from kvbm.types import Tier
+
+ALWAYS = {"to_disk": "always"}
+READ_ALWAYS = {"policy": "always"}
+POLICIES = ["frequency", "always", "on_evict"]
+LENGTH = 200
+LOADABLE = 192  # whole blocks before the last token
+USERS = 4
+
+
+def disk(directory, blocks=400):
+    return {"directory": str(directory), "blocks": blocks}
+
+
+def engine_on(directory, *, host_blocks=400, blocks=400, to_disk="always", policy="always", **config):
+    return running(
+        host_blocks=host_blocks,
+        disk=disk(directory, blocks),
+        offload={"to_disk": to_disk},
+        onboard={"policy": policy},
+        **config,
+    )
+
+
+def rest(engine):
+    """Wait until nothing moves, to host memory or to disk. It needs no request to go on."""
+    engine.settle()
+
+
+def cut_off(directory, copy):
+    """The files as they are at this moment."""
+    shutil.copytree(directory, copy)
+    return copy
+
+
+def instance_of(directory):
+    (path,) = [lock.parent for lock in directory.glob("*/*/lock")]
+    return path
+
+
+def conversations(engine, *, users=USERS, turns=3):
+    """Chats side by side, of a shared system prompt and the model's own answers."""
+
+    def talk(user):
+        history, said = prompt(user, 180, shared=96), []
+        for turn in range(turns):
+            answer = engine.ask(history, max_tokens=20)
+            said += answer.said()
+            history = history + answer.tokens + prompt(100 * user + turn, 24)
+        return said
+
+    with ThreadPoolExecutor(users) as pool:
+        return list(pool.map(talk, range(users)))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the engine says without a cache: in chats, and to one prompt."""
+    with running() as engine:
+        return conversations(engine), engine.ask(prompt(1, LENGTH)).said()
+
+
+@pytest.fixture
+def written(tmp_path, expected):
+    """A directory in which an engine has left the blocks of one prompt."""
+    directory = tmp_path / "written"
+    with engine_on(directory) as engine:
+        assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
+        rest(engine)
+        assert engine.counters.disk_offload_blocks == LENGTH // 16
+    return directory
+
+
+# -- restart -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_disk", POLICIES)
+def test_an_engine_that_ended_has_left_its_blocks(tmp_path, expected, to_disk):
+    """Also those that the policy had not chosen: at the end everything is written."""
+    with engine_on(tmp_path, to_disk=to_disk) as engine:
+        assert_same(conversations(engine), expected[0])
+    with engine_on(tmp_path, to_disk=to_disk) as engine:
+        assert_same(conversations(engine), expected[0])
+        assert engine.counters.onboard_disk_blocks > 20
+        assert engine.counters.disk_failed_blocks == engine.counters.disk_checksum_failures == 0
+        engine.leader.check()
+
+
+def test_a_killed_engine_has_left_what_was_written(tmp_path, expected):
+    with engine_on(tmp_path / "first") as engine:
+        engine.ask(prompt(1, LENGTH))
+        rest(engine)
+        copy = cut_off(tmp_path / "first", tmp_path / "second")
+    with engine_on(copy) as engine:
+        answer = engine.ask(prompt(1, LENGTH))
+        assert_same([answer.said()], [expected[1]])
+        assert answer.last.num_external_tokens == LOADABLE
+        assert engine.counters.onboard_disk_blocks == LOADABLE // 16
+        assert engine.counters.hit_rate(Tier.DISK) == 1.0
+
+
+def test_only_what_was_asked_for_again_is_on_disk_when_a_frequent_engine_is_killed(tmp_path):
+    with engine_on(tmp_path / "first", to_disk="frequency") as engine:
+        for seed in (1, 2, 1):
+            engine.ask(prompt(seed, LENGTH))
+            rest(engine)
+        copy = cut_off(tmp_path / "first", tmp_path / "second")
+    with engine_on(copy) as engine:
+        assert engine.ask(prompt(2, LENGTH)).last.num_external_tokens == 0
+        assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == LOADABLE
+
+
+def test_a_killed_engine_under_load_has_left_no_wrong_byte(tmp_path, expected):
+    with engine_on(tmp_path / "first", host_blocks=24, blocks=60) as engine, ThreadPoolExecutor(1) as pool:
+        talking = pool.submit(conversations, engine)
+        copies = []
+        while not talking.done() and len(copies) < 4:
+            while not talking.done() and engine.counters.disk_offload_blocks < 20 * (len(copies) + 1):
+                engine.engine.stats()
+            copies.append(cut_off(tmp_path / "first", tmp_path / f"copy-{len(copies)}"))
+        talking.result()
+    for copy in copies:
+        with engine_on(copy, host_blocks=24, blocks=60) as engine:
+            assert_same(conversations(engine), expected[0])
+            assert engine.counters.onboard_disk_blocks > 0
+
+
+# -- three tiers at once -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_disk", POLICIES)
+@pytest.mark.parametrize("host_blocks", [40, 6, None], ids=["small", "smaller than a request", "none"])
+def test_outputs_are_equal_while_blocks_move_between_all_tiers(tmp_path, expected, host_blocks, to_disk, monkeypatch):
+    monkeypatch.setattr(schema, "BOUNCE_BLOCKS", 16)
+    with engine_on(tmp_path, host_blocks=host_blocks, to_disk=to_disk, num_blocks=32) as engine:
+        for _ in range(2):
+            assert_same(conversations(engine), expected[0])
+        rest(engine)
+        engine.leader.check()
+        counters = engine.counters
+        assert counters.disk_offload_blocks > 0
+        if host_blocks != 6:  # whose blocks are those that all chats begin with, which stay in device memory
+            assert counters.onboard_disk_blocks > 0
+        assert counters.onboard_failed_blocks == counters.disk_failed_blocks == counters.disk_io_errors == 0
+        assert all(blocks["pinned"] == blocks["moving"] == 0 for blocks in engine.leader.blocks().values())
+
+
+def test_a_prompt_larger_than_host_memory_passes_through_it(tmp_path, expected):
+    with engine_on(tmp_path, host_blocks=4) as engine:
+        engine.ask(prompt(1, LENGTH), max_tokens=100)  # long enough for all of it to be written
+        rest(engine)
+        engine.forget_g1()
+        answer = engine.ask(prompt(1, LENGTH))
+        assert_same([answer.said()], [expected[1]])
+        assert answer.last.num_external_tokens == LOADABLE
+        assert engine.counters.onboard_disk_blocks >= LOADABLE // 16 - 4
+
+
+def test_with_a_disk_alone_everything_goes_there(tmp_path, expected):
+    with engine_on(tmp_path, host_blocks=None, to_disk="frequency") as engine:
+        engine.ask(prompt(1, LENGTH))
+        rest(engine)
+        assert engine.counters.disk_offload_blocks == LENGTH // 16
+    with engine_on(tmp_path, host_blocks=None) as engine:
+        answer = engine.ask(prompt(1, LENGTH))
+        assert answer.last.num_external_tokens == LOADABLE
+        assert_same([answer.said()], [expected[1]])
+
+
+def test_requests_for_one_prefix_on_disk_read_it_once(written, expected):
+    with engine_on(written) as engine:
+        answers = [engine.submit(prompt(1, LENGTH)) for _ in range(4)]
+        assert_same([answer.wait().said() for answer in answers], [expected[1]] * 4)
+        assert engine.counters.disk_fetched_blocks == LOADABLE // 16
+
+
+# -- whose blocks they are ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other", [{"model": "synthetic:small"}, {"dtype": "bfloat16"}, {"block_size": 32}, {"seed": 1}], ids=str
+)
+def test_another_engine_finds_nothing(written, other):
+    with engine_on(written, blocks=50, **other) as engine:
+        assert engine.leader.blocks()[Tier.DISK]["evictable"] == 0
+        assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == 0
+    with engine_on(written) as engine:
+        assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == LOADABLE, "its blocks are still there"
+
+
+def test_two_engines_share_a_directory_and_each_has_its_own_blocks(written, expected):
+    with engine_on(written) as first, engine_on(written) as second:
+        answers = [engine.ask(prompt(1, LENGTH)) for engine in (first, second)]
+        assert_same([answer.said() for answer in answers], [expected[1]] * 2)
+        assert [answer.last.num_external_tokens for answer in answers] == [LOADABLE, 0]
+
+
+def test_a_salt_keeps_tenants_apart_on_disk_too(tmp_path):
+    with engine_on(tmp_path) as engine:
+        engine.ask(prompt(1, LENGTH), cache_salt="a")
+    with engine_on(tmp_path) as engine:
+        assert engine.ask(prompt(1, LENGTH), cache_salt="b").last.num_external_tokens == 0
+        assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == 0
+        assert engine.ask(prompt(1, LENGTH), cache_salt="a").last.num_external_tokens == LOADABLE
+
+
+# -- a reset is for ever -----------------------------------------------------------------------------------------------
+
+
+def test_a_reset_is_durable_when_it_returns(tmp_path):
+    with engine_on(tmp_path / "first") as engine:
+        engine.ask(prompt(1, LENGTH))
+        rest(engine)
+        before = cut_off(tmp_path / "first", tmp_path / "before")
+        assert engine.engine.reset_prefix_cache()
+        after = cut_off(tmp_path / "first", tmp_path / "after")
+    for copy, tokens in ((before, LOADABLE), (after, 0), (tmp_path / "first", 0)):
+        with engine_on(copy) as engine:
+            assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == tokens
+
+
+def test_a_reset_covers_what_is_on_its_way_to_disk(tmp_path, expected):
+    """Whatever is in the queue, in flight or being copied: nothing that was computed before is found after it."""
+    with engine_on(tmp_path / "first") as engine:
+        copies = []
+        for round_ in range(4):
+            engine.ask(prompt(1, LENGTH), max_tokens=1)  # whose blocks are on their way now
+            assert engine.engine.reset_prefix_cache()
+            copies.append(cut_off(tmp_path / "first", tmp_path / f"copy-{round_}"))
+        rest(engine)
+        copies.append(cut_off(tmp_path / "first", tmp_path / "at-rest"))
+    for copy in copies:
+        with engine_on(copy) as engine:
+            answer = engine.ask(prompt(1, LENGTH))
+            assert answer.last.num_external_tokens == 0
+            assert_same([answer.said()], [expected[1]])
+
+
+def test_resets_under_load_change_no_output(tmp_path, expected):
+    with engine_on(tmp_path, host_blocks=40, num_blocks=32) as engine, ThreadPoolExecutor(1) as pool:
+        conversations(engine)
+        talking = pool.submit(conversations, engine)
+        while not talking.done():
+            engine.engine.reset_prefix_cache()
+            engine.counters.resets and engine.engine.stats()
+        assert_same(talking.result(), expected[0])
+        rest(engine)
+        engine.leader.check()
+
+
+# -- damage between two runs -------------------------------------------------------------------------------------------
+
+
+def change_bytes(path, offset, content):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def flip_bit(instance, slot_bytes):
+    arena = instance / "arena"
+    (byte,) = arena.read_bytes()[3 * slot_bytes + 999 : 3 * slot_bytes + 1000]
+    change_bytes(arena, 3 * slot_bytes + 999, bytes([byte ^ 4]))
+
+
+def zero_page(instance, slot_bytes):
+    change_bytes(instance / "arena", 3 * slot_bytes + 4096, bytes(4096))
+
+
+def swap_slots(instance, slot_bytes):
+    content = (instance / "arena").read_bytes()
+    change_bytes(instance / "arena", 3 * slot_bytes, content[4 * slot_bytes : 5 * slot_bytes])
+    change_bytes(instance / "arena", 4 * slot_bytes, content[3 * slot_bytes : 4 * slot_bytes])
+
+
+def truncate_arena(instance, slot_bytes):
+    os.truncate(instance / "arena", 3 * slot_bytes + 100)
+
+
+def zero_arena(instance, slot_bytes):
+    change_bytes(instance / "arena", 0, bytes(30 * slot_bytes))
+
+
+def exchange_rows(instance, slot_bytes):
+    """The hashes of two blocks change places."""
+    with sqlite3.connect(instance / "index.sqlite") as connection:
+        (three,), (four,) = connection.execute("SELECT hash FROM blocks WHERE slot IN (3, 4) ORDER BY slot").fetchall()
+        for slot, sequence_hash in ((3, b"-" * len(three)), (4, three), (3, four)):
+            connection.execute("UPDATE blocks SET hash = ? WHERE slot = ?", (sequence_hash, slot))
+    connection.close()
+
+
+def spoil_index(instance, slot_bytes):
+    change_bytes(instance / "index.sqlite", 0, bytes(4096))
+
+
+def remove_index(instance, slot_bytes):
+    for path in instance.glob("index.sqlite*"):
+        path.unlink()
+
+
+def spoil_superblock(instance, slot_bytes):
+    change_bytes(instance / "superblock", 60, b"\0\0\0\0")
+
+
+def truncate_superblock(instance, slot_bytes):
+    os.truncate(instance / "superblock", 30)
+
+
+def remove_arena(instance, slot_bytes):
+    (instance / "arena").unlink()
+
+
+# name: (damage, tokens that may still be found at most, the counter that tells)
+DAMAGES = {
+    "flipped bit": (flip_bit, LOADABLE - 16, "disk_checksum_failures"),
+    "zeroed page": (zero_page, LOADABLE - 16, "disk_checksum_failures"),
+    "swapped slots": (swap_slots, LOADABLE - 32, "disk_checksum_failures"),
+    "zeroed arena": (zero_arena, 0, "disk_checksum_failures"),
+    "exchanged rows": (exchange_rows, LOADABLE - 32, "disk_checksum_failures"),
+    "truncated arena": (truncate_arena, 3 * 16, None),
+    "no arena": (remove_arena, 0, None),
+    "spoilt index": (spoil_index, 0, None),
+    "no index": (remove_index, 0, None),
+    "spoilt superblock": (spoil_superblock, 0, None),
+    "truncated superblock": (truncate_superblock, 0, None),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_between_two_runs_changes_no_output(written, expected, name):
+    damage, most_tokens, counter = DAMAGES[name]
+    with engine_on(written) as engine:
+        slot_bytes = engine.leader._settings.block_bytes
+    damage(instance_of(written), slot_bytes)
+    with engine_on(written) as engine:
+        first = engine.ask(prompt(1, LENGTH))
+        assert_same([first.said()], [expected[1]])
+        rest(engine)
+        assert engine.counters.onboard_disk_blocks * 16 <= most_tokens
+        assert counter is None or getattr(engine.counters, counter) > 0
+        engine.forget_g1()
+        again = engine.ask(prompt(1, LENGTH))
+        assert_same([again.said()], [expected[1]])
+        assert again.last.num_external_tokens == LOADABLE, "what was damaged has been written again"
+        rest(engine)
+    with engine_on(written) as engine:
+        answer = engine.ask(prompt(1, LENGTH))
+        assert_same([answer.said()], [expected[1]])
+        assert answer.last.num_external_tokens == LOADABLE
+        assert engine.counters.disk_checksum_failures == 0
+
+
+def test_an_index_older_than_the_arena_costs_hits_and_no_output(tmp_path, expected):
+    """As a restored backup would be: its rows name slots that other blocks lie in."""
+    with engine_on(tmp_path, blocks=13) as engine:
+        engine.ask(prompt(1, LENGTH))
+    instance = instance_of(tmp_path)
+    old = (instance / "index.sqlite").read_bytes()
+    with engine_on(tmp_path, blocks=13) as engine:
+        for seed in (2, 3, 4):
+            engine.ask(prompt(seed, LENGTH))
+            rest(engine)
+    (instance / "index.sqlite").write_bytes(old)
+    with engine_on(tmp_path, blocks=13) as engine:
+        answer = engine.ask(prompt(1, LENGTH))
+        assert_same([answer.said()], [expected[1]])
+        assert answer.last.num_external_tokens < LOADABLE
+        assert engine.counters.disk_checksum_failures > 0
