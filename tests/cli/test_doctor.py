@@ -88,6 +88,12 @@ MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
 FAILING = {"poor_disk", "quota", "hanging_disk", "little_memory", "broken_engine", "variables"}
 
 
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine would be told of as one that takes long."""
+    monkeypatch.setattr(show, "SILENCE_S", 60.0)
+
+
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     path = tmp_path / "mine.yaml"
