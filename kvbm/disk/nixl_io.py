@@ -7,7 +7,8 @@ What the plugin demands, each learnt from a crash or from wrong bytes; `choose_i
   engine. Agents have the strict lock all the same: without it, a second thread ends the process.
 - A handle is released only when it is done or failed. Released earlier, its I/O would go on into the buffers, and later
   transfers would hang. So a call waits as long as the kernel does.
-- Nothing moves unless somebody polls. Sleeping between two polls costs no throughput and spares a core.
+- Nothing is known to have ended unless somebody polls. Polling costs more of a processor than the I/O does, so a call
+  first sleeps for most of the time that its bytes have taken lately.
 - Failures say nothing but that they are some. ThreadsIO does the order again, and either ends it or says why not.
 - The default backend, UCX, would crash the process when it exits; it is never loaded.
 """
@@ -34,6 +35,9 @@ PACKAGES = ("nixl_cu13", "nixl_cu12")
 QUEUES = ("uring", "aio")  # the better one first
 INSTALL = "`pip install 'kvbm-cli[nixl]'`"
 POLL_INTERVAL_S = 0.0002
+LONGEST_SLEEP_S = 0.005
+SHARE_SLEPT = 0.8  # of the time that a transfer is expected to take
+WEIGHT_OF_LAST = 0.2
 MAX_DESCRIPTORS = 512  # of one handle, and half of the pool below: an agent whose pool ran out fails for ever
 POOL_SIZE = 1024
 WHOLE_FILE = 1 << 62  # lengths of files are not looked at
@@ -58,6 +62,7 @@ class NixlIO:
         self._threads = ThreadsIO(fd)
         self._idle = [self._new_agent()]  # any thread's: pop and append of a list are whole
         self._is_off = False
+        self._seconds_per_byte = 0.0
         self.redone_count = 0
 
     def read(self, runs: Sequence[Run]) -> None:
@@ -112,16 +117,21 @@ class NixlIO:
             self._is_off = True
             _never_freed.append((agent, handle))
             return False
-        is_done = state == "DONE" or (state == "PROC" and self._ends_well(agent, handle))
+        is_done = state == "DONE" or (state == "PROC" and self._ends_well(agent, handle, int(memory[:, 1].sum())))
         agent.release_xfer_handle(handle)
         return is_done
 
-    def _ends_well(self, agent: Any, handle: Any) -> bool:
+    def _ends_well(self, agent: Any, handle: Any, byte_count: int) -> bool:
+        started = time.monotonic()
+        sleep_s = min(LONGEST_SLEEP_S, SHARE_SLEPT * self._seconds_per_byte * byte_count)
         try:
             while (state := agent.check_xfer_state(handle)) == "PROC":
-                time.sleep(POLL_INTERVAL_S)
+                time.sleep(max(POLL_INTERVAL_S, sleep_s))
+                sleep_s = 0.0
         except self._nixl.errors:
             return False
+        pace = (time.monotonic() - started) / byte_count
+        self._seconds_per_byte += WEIGHT_OF_LAST * (pace - self._seconds_per_byte)
         return bool(state == "DONE")
 
     def _new_agent(self) -> Any:
