@@ -63,7 +63,7 @@ def doctor(
             subject = Subject(machine, place, resolved, tiers_wanted, sizing, is_quick=is_quick, say=progress.say)
             settings = examination.group("disk", disk.checks(subject), about=_shown(subject.directory))
             examination.group("memory", memory.checks(subject))
-            examination.group("tiers", _each(unsized or tiers.checks(subject)))
+            examination.group("tiers", _each([*unsized, *tiers.checks(subject)]))
             examination.group("ports", ports.checks(subject))
             examination.group("self test", self_test.checks(subject, settings))
             examination.group("engine", engine.checks(subject))

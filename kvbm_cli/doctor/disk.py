@@ -18,7 +18,7 @@ from kvbm.disk.probe import IN_MEMORY, Report, Settings
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.doctor import disk_abilities
 from kvbm_cli.doctor.machine import NoAnswer
-from kvbm_cli.doctor.result import Check, failure, ok, skipped, warning
+from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
 from kvbm_cli.doctor.subject import ANOTHER, Subject
 from kvbm_cli.doctor.workplace import PREFIX, workplace
 
@@ -140,7 +140,7 @@ def _space(subject: Subject, directory: Path, report: Report) -> Iterator[Check]
         say = ok if subject.disk is not None and subject.disk.reclaim else warning
         yield replace(say("free space", finding, **facts), remedy=None if say is ok else RECLAIM)
     else:
-        remedy = f"`tiers.disk.capacity: {_rounded(free * 9 // 10)}`, or another `tiers.disk.directory`"
+        remedy = f"`tiers.disk.capacity: {capacity(free * 9 // 10)}`, or another `tiers.disk.directory`"
         yield failure("free space", f"{finding}, the tier takes {format_size(needed)}", remedy, **facts)
     yield from _caches(directory, caches)
     yield from _limits(report, needed, needed if needed is None else needed // _engine_count(subject))
@@ -167,7 +167,7 @@ def _limits(report: Report, needed: int | None, arena_bytes: int | None) -> Iter
         finding = f"{quota.kind}: {format_size(quota.left_bytes)} of {format_size(quota.limit_bytes)} left"
         facts = {"left_bytes": quota.left_bytes, "limit_bytes": quota.limit_bytes}
         if needed is not None and needed > quota.left_bytes:
-            remedy = f"`tiers.disk.capacity: {_rounded(quota.left_bytes * 9 // 10)}`, or a larger quota"
+            remedy = f"`tiers.disk.capacity: {capacity(quota.left_bytes * 9 // 10)}`, or a larger quota"
             yield failure("quota", f"{finding}, the tier takes {format_size(needed)}", remedy, **facts)
         elif quota.left_bytes < report.free_bytes:
             yield warning("quota", f"{finding}, less than the free space", **facts)
@@ -195,14 +195,6 @@ def _needed_bytes(subject: Subject) -> int | None:
     if subject.sizing is not None and subject.sizing.disk is not None:
         return subject.sizing.disk.total_bytes * _engine_count(subject)
     return None if subject.disk.capacity is None else subject.disk.capacity * _engine_count(subject)
-
-
-def _rounded(byte_count: int) -> str:
-    """As one writes a capacity: whole units, rounded down."""
-    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
-        if byte_count >= 10 * factor:
-            return f"{byte_count // factor}{unit}"
-    return f"{byte_count // 1000}KB"
 
 
 def _leftovers(subject: Subject, directory: Path) -> Iterator[Check]:

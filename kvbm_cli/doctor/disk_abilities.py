@@ -130,7 +130,8 @@ def _speed(speed: Speed) -> Iterator[Check]:
 def _onboarding(subject: Subject, speed: Speed) -> Iterator[Check]:
     """Tokens that random reads bring, which is also the rate of an engine to which recomputing is as good."""
     if subject.sizing is None:
-        yield skipped("onboarding", "how many tokens that is depends on the model", "`--profile PROFILE`")
+        remedy = "`--profile PROFILE`" if subject.resolved is None else None
+        yield skipped("onboarding", "how many tokens that is depends on the size of a block", remedy)
         return
     tier = subject.sizing.disk or subject.sizing.host
     tokens_per_s = speed.random_read / tier.total_bytes * tier.token_count

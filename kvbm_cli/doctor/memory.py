@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm.host_memory import node_of_pci_device
-from kvbm_cli.doctor.result import Check, failure, ok, rate, skipped, warning
+from kvbm_cli.doctor.result import Check, capacity, failure, ok, rate, skipped, warning
 from kvbm_cli.doctor.subject import Subject
 
 TOUCH_BYTES, QUICK_TOUCH_BYTES = 1 << 30, 128 << 20
@@ -47,7 +47,7 @@ def _room(subject: Subject, needed: int | None) -> Iterator[Check]:
     elif needed <= room.available_bytes:
         yield ok("available", f"{finding}, G2 takes {format_size(needed)}", **facts)
     else:
-        remedy = f"`tiers.host.capacity: {room.available_bytes * 9 // 10 // 10**6}MB` at most"
+        remedy = f"`tiers.host.capacity: {capacity(room.available_bytes * 9 // 10)}` at most"
         yield failure("available", f"{finding}, G2 takes {format_size(needed)}", remedy, **facts)
     groups = [
         room

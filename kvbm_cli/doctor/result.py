@@ -32,6 +32,14 @@ def rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
 
 
+def capacity(byte_count: int) -> str:
+    """As one writes a capacity: whole units, rounded down."""
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
+        if byte_count >= 10 * factor:
+            return f"{byte_count // factor}{unit}"
+    return f"{byte_count // 1000}KB"
+
+
 def ok(name: str, finding: str, /, **facts: Fact) -> Check:
     return Check(name, State.OK, finding, None, facts)
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvbm_cli.doctor.result import Check, ok, skipped, warning
+from kvbm.config.sizes import format_size
+from kvbm_cli.doctor.result import Check, capacity, ok, skipped, warning
 from kvbm_cli.doctor.subject import Subject
 
 if TYPE_CHECKING:
+    from kvbm.config.schema import Tiers
     from kvbm.sizing import TierSize
 
 
@@ -19,7 +21,7 @@ def checks(subject: Subject) -> Iterator[Check]:
         yield skipped("order", "a profile says which tiers there are", "`--profile PROFILE`")
         return
     if sizing is None:
-        yield skipped("order", "only the engine can tell how large its blocks are, once it has started")
+        yield from _by_bytes(resolved.profile.tiers)
         return
     if sizing.device is None:
         yield skipped("G1", "the engine decides at its start how many blocks it has")
@@ -29,6 +31,20 @@ def checks(subject: Subject) -> Iterator[Check]:
         yield _pair(above, larger, below, smaller)
     if host is None:
         yield warning("G2", "no host memory: every block passes through a small buffer", "`tiers.host.capacity`")
+
+
+def _by_bytes(tiers: Tiers) -> Iterator[Check]:
+    """Where nobody knows yet how large a block is."""
+    host = tiers.host.capacity if tiers.host is not None else None
+    disk = tiers.disk.capacity if tiers.disk is not None else None
+    if host is None or disk is None:
+        return
+    finding = f"{format_size(host)} and {format_size(disk)}"
+    if disk < host:
+        finding += ": G3 is smaller, and holds little that G2 has not"
+        yield warning("G2 <= G3", finding, f"`tiers.disk.capacity: {capacity(host)}` at least, or less of G2")
+    else:
+        yield ok("G2 <= G3", finding)
 
 
 def _pair(above: str, upper: TierSize, below: str, lower: TierSize) -> Check:

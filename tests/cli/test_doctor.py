@@ -174,6 +174,43 @@ def test_what_variables_amount_to(
     assert f"\n  {line}" in outcome.stdout
 
 
+SMALLER = {
+    "G2_in_tokens": (
+        "tiers.host.capacity=4MiB",
+        "warning  G1 <= G2",
+        "`tiers.host.blocks: 64` at least, or less of G1",
+    ),
+    "G3_in_tokens": (
+        "tiers.disk.capacity=16MiB",
+        "warning  G2 <= G3",
+        "`tiers.disk.blocks: 512` at least, or less of G2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_tier_that_is_smaller_than_the_one_above(
+    name: str, tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    override, line, remedy = SMALLER[name]
+    options = {"directory": None, "as_json": False, "is_quick": True, "write": None}
+    assert doctor(str(profile), [override], machine=machine(tmp_path / "machine"), **options) == 0
+    shown = capsys.readouterr().out
+    assert f"  {line} " in shown
+    assert f"remedy: {remedy}\n" in shown
+
+
+def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "engine: {kind: vllm, model: some/model}\n"
+        f"tiers: {{host: {{capacity: 2GB}}, disk: {{capacity: 1GB, directory: {tmp_path}}}}}\n"
+    )
+    shown = run(capsys, str(tmp_path / "mine.yaml"), is_quick=True, machine=machine(tmp_path / "machine")).stdout
+    assert "  skipped  size " in shown
+    assert "  warning  G2 <= G3           1.9 GiB and 953.7 MiB: G3 is smaller" in shown
+    assert "  skipped  onboarding         how many tokens that is depends on the size of a" in shown
+
+
 UNUSABLE = {
     "a file": (lambda path: path.write_text(""), "cannot be written: not a directory"),
     "below a file": (lambda path: path.parent.write_text(""), "cannot be written: not a directory"),
