@@ -184,6 +184,10 @@ class Arena:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
         self.is_direct = True
 
+    def use_page_cache(self) -> None:
+        """Where direct I/O is not wanted; nothing is read ahead, because nobody reads on. Raises OSError."""
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
     def prove(self, offset: int) -> None:
         """Write a page there and read it back. Raises OSError."""
         with mmap.mmap(-1, 2 * PAGE_BYTES) as memory, memoryview(memory) as view:

@@ -189,16 +189,15 @@ class BlockIndex:
         """Raises sqlite3.Error."""
         self.change((), slots)
 
-    def clear(self, tenant: bytes | None, *, last_generation: int) -> None:
-        """Forget all, or one tenant's, blocks up to a generation. On the disk when it returns. Raises sqlite3.Error."""
-        statement, values = "DELETE FROM blocks WHERE generation <= ?", [last_generation]
+    def clear(self, tenant: bytes | None) -> None:
+        """Forget all blocks, or one tenant's. On the disk when it returns. Raises sqlite3.Error."""
         self._connection.execute("PRAGMA synchronous=FULL")
         try:
             with _Transaction(self._connection):
                 if tenant is None:
-                    self._connection.execute(statement, values)
+                    self._connection.execute("DELETE FROM blocks")  # without a condition SQLite does not walk the rows
                 else:
-                    self._connection.execute(f"{statement} AND tenant = ?", [*values, tenant])
+                    self._connection.execute("DELETE FROM blocks WHERE tenant = ?", [tenant])
                 # A commit that changes nothing writes nothing, and would leave earlier ones without a flush.
                 self._connection.execute("PRAGMA user_version = 1")
         finally:

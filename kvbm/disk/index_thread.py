@@ -41,7 +41,6 @@ class Clear:
         self.tenant = tenant
         self.done = threading.Event()
         self.error: str | None = None
-        self.last_generation: int | None = None
 
     def positions(self, transfer: Transfer) -> set[int]:
         """What it forgets of a write that was submitted before."""
@@ -88,7 +87,6 @@ class IndexThread:
         self._busy_since: float | None = None
         # Owned by the thread.
         self._generations = itertools.count(first_generation)
-        self._generation = first_generation - 1
         self._in_flight: dict[int, Transfer] = {}
         self._slots_to_delete: set[int] = set()
         self._clears_to_repeat: list[Clear] = []
@@ -262,11 +260,10 @@ class IndexThread:
         now = time.time()
         for position, is_good in enumerate(transfer.is_good):
             if is_good and position not in transfer.dropped:
-                self._generation = next(self._generations)
                 yield Row(
                     slot=transfer.disk_slots[position],
                     hash=transfer.hashes[position],
-                    generation=self._generation,
+                    generation=next(self._generations),
                     length=self._instance.shape.payload_bytes,
                     checksum=transfer.checksums[position],
                     tenant=transfer.tenants[position],
@@ -320,11 +317,9 @@ class IndexThread:
 
     def _clear(self, clears: Sequence[Clear]) -> None:
         for clear in clears:
-            if clear.last_generation is None:
-                clear.last_generation = self._generation
             try:
                 if self._instance.index is not None:
-                    self._instance.index.clear(clear.tenant, last_generation=clear.last_generation)
+                    self._instance.index.clear(clear.tenant)
             except sqlite3.Error as error:
                 if not self._index_failed(error):
                     self._owe(clear, str(error))
@@ -356,5 +351,7 @@ class IndexThread:
                 return bool((pages[0] == pages[1]).all()) and self._instance.arena.is_linked()
         except Exception as error:
             logger.info("the disk tier stays off: %s", error)
+            if isinstance(error, sqlite3.Error) and is_damage(error):
+                self._index_failed(error)
             return False
         return bool((pages[0] == pages[1]).all())

@@ -264,6 +264,8 @@ def _take_space(arena: Arena, shape: Shape, settings: DiskSettings, progress: Pr
     try:
         if settings.o_direct:
             arena.use_direct_io(settings.allocator)
+        else:
+            arena.use_page_cache()
         arena.prove(shape.arena_bytes - PROBE_BYTES)
     except OSError as error:
         what = f"{arena.path} cannot be written and read{' with O_DIRECT' if settings.o_direct else ''}"

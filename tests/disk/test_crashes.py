@@ -133,6 +133,61 @@ def test_killed_at_named_points_and_at_random_moments(tmp_path):
     assert crash_rounds(tmp_path, points, 1) > 0
 
 
+OPENING = """
+import sys
+from pathlib import Path
+from disk_rig import opened
+with opened(Path(sys.argv[1]), **eval(sys.argv[2])) as rig:
+    if rig.write([1], [1]).is_good == (True,):
+        print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def opening(directory, keys):
+    """A process that opens a cache, writes a block, and waits."""
+    command = [sys.executable, "-c", OPENING, str(directory), repr(keys)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), *sys.path]))}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_killed_while_it_opens_grows_or_shrinks(tmp_path):
+    chance = random.Random(5)
+    with opened(tmp_path, **KEYS) as rig:
+        assert all(rig.write(range(100, 148), range(48)).is_good)
+    smallest = SLOT_COUNT
+    for _ in range(8):
+        count = chance.choice([24, 48, 400])
+        with opening(tmp_path, {**KEYS, "block_count": count}):
+            time.sleep(0.15 + 0.5 * chance.random())
+        smallest = min(smallest, count)
+        with opened(tmp_path, **{**KEYS, "block_count": 400, "host_slots": 64}) as rig:
+            found = rig.recovered()
+            assert all(rig.read(found, found.values()).is_good)
+            expected = {100 + slot: slot for slot in range(2, smallest)}
+            assert expected.items() <= found.items()
+            assert rig.tier.counters.damaged_indexes == rig.tier.counters.damaged_superblocks == 0
+    instance_of(tmp_path)
+
+
+def test_cache_that_is_not_to_persist_leaves_nothing_when_it_is_killed(tmp_path):
+    directory = tmp_path / "cache"
+    with opening(directory, {"persist": False}) as process:
+        assert process.stdout.readline() == "open\n"
+        assert list(directory.iterdir()) == []
+        process.kill()
+        process.wait()
+    assert list(directory.iterdir()) == []
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(5))
 def test_killed_again_and_again(tmp_path, part):

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from disk_rig import HASH_BYTES, NAMESPACE, instance_of, make_shards, opened, settings_for
@@ -16,6 +17,7 @@ from kvbm.disk import instance as instance_module
 from kvbm.disk.directory import InstanceLock, list_caches, reclaim_oldest
 from kvbm.disk.files import Alignment, Arena, NoRoom, dio_alignment
 from kvbm.disk.index import BlockIndex
+from kvbm.disk.instance import Instance
 from kvbm.disk.tier import DiskTier, Namespace
 from kvbm.errors import EnvironmentProblem
 
@@ -110,6 +112,19 @@ def test_instance_used_last_is_taken_over_first(tmp_path):
     with opened(tmp_path) as rig:
         assert rig.tier._instance.path == newer
         assert rig.recovered() == {2: 0}
+
+
+def test_engines_that_start_together_get_caches_of_their_own(tmp_path):
+    def open_one(_):
+        return Instance.open(settings_for(tmp_path), NAMESPACE, payload_bytes=12288, hash_bytes=HASH_BYTES)
+
+    for _ in range(3):
+        with ThreadPoolExecutor(6) as executor:
+            instances = list(executor.map(open_one, range(6)))
+        assert len({instance.path for instance in instances}) == 6
+        for instance in instances:
+            instance.close()
+    assert len(list_caches(tmp_path)) == 6
 
 
 def test_another_namespace_is_another_cache(tmp_path):

@@ -269,6 +269,20 @@ def test_index_that_fails_again_and_again_turns_it_off(rig, faults):
     rig.wait_until(lambda: rig.tier.is_on)
 
 
+def test_index_that_is_found_damaged_while_off_is_replaced(tmp_path, faults):
+    with assembled(tmp_path, change=faults.put_into) as rig:
+        rig.write(range(4), range(4))
+        faults.io.read.error = os_error(errno.EIO)
+        faults.index.prove.error = sqlite3.DatabaseError("malformed")
+        for _ in range(QUICK.errors_until_off):
+            rig.read([0], [0])
+        assert not rig.tier.is_on
+        faults.io.read.release()
+        rig.wait_until(lambda: rig.tier.is_on)
+        assert rig.tier.counters.damaged_indexes == 1
+        assert all(rig.read(range(4), range(4)).is_good)
+
+
 def test_removed_directory_turns_it_off_for_good(tmp_path, faults):
     with assembled(tmp_path, change=faults.put_into) as rig:
         rig.write(range(4), range(4))

@@ -1,7 +1,11 @@
 """DiskTier on real files, with O_DIRECT: written blocks are read and survive, forgotten ones are gone."""
 
+import ctypes
+import mmap
+
+import numpy as np
 import pytest
-from disk_rig import LIMIT_S, make_hash, opened
+from disk_rig import LIMIT_S, instance_of, make_hash, opened
 
 from kvbm.errors import InvariantError
 
@@ -101,10 +105,27 @@ def test_both_allocators_write_past_the_page_cache(tmp_path, allocator, persist)
         assert all(rig.read(range(3), range(3)).is_good)
 
 
-def test_buffered_when_told_so(tmp_path):
+def cached_pages(path):
+    """How many pages of a file are in the page cache."""
+    length = path.stat().st_size
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), length, prot=mmap.PROT_READ) as mapping:
+        pages = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+        view = np.frombuffer(mapping, np.uint8)
+        assert (
+            ctypes.CDLL(None).mincore(ctypes.c_void_p(view.ctypes.data), length, ctypes.c_void_p(pages.ctypes.data))
+            == 0
+        )
+        del view
+    return int((pages & 1).sum())
+
+
+def test_buffered_when_told_so_and_the_page_cache_stays_empty(tmp_path):
     with opened(tmp_path, o_direct=False) as rig:
-        assert all(rig.write(range(3), range(3)).is_good)
-        assert all(rig.read(range(3), range(3)).is_good)
+        arena = instance_of(tmp_path) / "arena"
+        assert all(rig.write(range(12), range(12)).is_good)
+        assert cached_pages(arena) < 8
+        assert all(rig.read(range(12), range(12)).is_good)
+        assert cached_pages(arena) < 8
 
 
 def test_closed_tier_ends_every_ticket(tmp_path):
