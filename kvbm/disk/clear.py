@@ -17,7 +17,6 @@ from kvbm.disk.index import BlockIndex
 from kvbm.disk.superblock import Superblock
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_ZERO_RANGE = 0x01, 0x10
-ANY_GENERATION = 2**62
 ZEROS = bytes(4 << 20)
 
 
@@ -26,7 +25,7 @@ def clear_tenant(instance: Path, superblock: Superblock, tenant: bytes) -> int:
     index = BlockIndex.open(instance / INDEX)
     try:
         slots = [row.slot for row in index.rows() if row.tenant == tenant]
-        index.clear(tenant, last_generation=ANY_GENERATION)
+        index.clear(tenant)
     finally:
         index.close()
     fd = open_private(instance / ARENA, os.O_RDWR)
