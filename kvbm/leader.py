@@ -65,6 +65,7 @@ class LeaderSettings:
     max_in_flight_blocks: int
     batch_blocks: int = 64
     offload_generated: bool = True
+    min_priority: int = 0
     overdue_steps: int = 2000
     groups: tuple[Group, ...] = ()
     gives_up_blocks: bool = False
@@ -88,6 +89,7 @@ class LeaderSettings:
             max_in_flight_blocks=max(1, g1_blocks // HELD_SHARE_OF_G1),
             batch_blocks=config.transfer.batch_blocks,
             offload_generated=config.offload.generated,
+            min_priority=config.offload.min_priority,
             groups=groups,
             gives_up_blocks=gives_up_blocks,
             disk=DiskPolicy.of(config),
@@ -213,6 +215,7 @@ class Leader:
             overdue_steps=settings.overdue_steps,
             batch_blocks=settings.disk.batch_blocks,
             disk_timeout_s=settings.disk.timeout_s,
+            can_cut=len(self._groups) == 1 and self._groups[0].looks_back_over_all,
             clock=clock,
         )
 
@@ -283,12 +286,15 @@ class Leader:
         computed_blocks: int,
         prompt_blocks: int,
         group: int = 0,
+        priorities: Sequence[int] | None = None,
     ) -> int:
         """Order copies of the full blocks that the coming forward pass completes, and of older ones still missing.
 
         `block_ids[i]` is the G1 block of `hashes[i]`, or NO_BLOCK. All are of one KV cache group. Where its layers have
         a window, the engine gives blocks up while the request runs: what finds no room now is not asked for again, and
         the last blocks, in which a hit would look first, have the first choice.
+        `priorities[i]` is what the engine says of block i, 0 where it says nothing: offloaded is what lies before the
+        first block whose priority is too low, so that what is kept is a prefix. None for an engine that has none.
         Returns `considered`: unless the request has more blocks than that, another call would change nothing.
 
             [0, considered)      looked at in an earlier step
@@ -303,6 +309,8 @@ class Leader:
             end = min(end, self._region.slot_count)
         if not self._settings.offload_generated:
             end = min(end, prompt_blocks)
+        if priorities is not None:
+            end = self._wanted_blocks(priorities, end)
         considered = request.considered[group]
         if end <= considered or not request.may_offload or self.counters.disabled:
             return considered
@@ -509,6 +517,12 @@ class Leader:
         age = self._step - born_step
         return age > 0 and age % self._settings.overdue_steps == 0
 
+    def _wanted_blocks(self, priorities: Sequence[int], end: int) -> int:
+        """How many of the first `end` blocks lie before one whose priority is too low."""
+        least = self._settings.min_priority
+        low = (index for index in range(end) if (priorities[index] if index < len(priorities) else 0) < least)
+        return next(low, end)
+
     def _tenant(self, request_id: str) -> bytes:
         return b"" if self._disk is None else self._tenant_of(request_id)
 
@@ -579,17 +593,20 @@ class Leader:
         self.counters.offload_bytes += len(hashes) * self._settings.block_bytes
 
     def _succeed_load(self, load: Load[_Asking]) -> None:
-        count = len(load.block_ids)
+        """What was cut off is computed, and the request not offered a load again."""
+        count, left_out = load.end, load.block_ids[load.end :]
         self.counters.onboard_blocks += count
+        self.counters.onboard_failed_blocks += len(left_out)
         self.counters.onboard_bytes += count * self._settings.block_bytes
         self.counters.onboard_disk_blocks += load.disk_blocks
         request, request_id = load.owner.request, load.owner.request_id
-        request.hit_blocks += load.tokens // self._settings.block_tokens
+        request.hit_blocks += load.loaded_tokens // self._settings.block_tokens
         request.disk_hit_blocks += load.disk_tokens // self._settings.block_tokens
         is_live = self._requests.get(request_id) is request
+        request.may_onboard &= not left_out
         if is_live:
-            self.counters.matched_tokens += load.tokens
-        self._unreported.append(LoadResult(request_id, load.block_ids, (), is_live))
+            self.counters.matched_tokens += load.loaded_tokens
+        self._unreported.append(LoadResult(request_id, load.block_ids, left_out, is_live))
 
     def _fail_load(self, asking: _Asking, block_ids: tuple[int, ...]) -> None:
         """The request must recompute: it is not offered a load again, so that nothing can loop."""

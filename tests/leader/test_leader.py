@@ -419,3 +419,24 @@ def test_a_block_of_a_window_that_found_no_room_is_not_read_later_when_the_engin
             assert present == expected
     finally:
         rig.close()
+
+
+# -- priorities --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("priorities", "offloaded"),
+    [((50, 50, 50, 50), 4), ((50, 30, 29, 90), 2), ((29, 90, 90, 90), 0), ((50, 50), 2), ((), 0), (None, 4)],
+)
+def test_what_is_offloaded_ends_before_the_first_block_whose_priority_is_too_low(priorities, offloaded):
+    rig = Rig(min_priority=30)
+    hashes = chain("a", 4)
+    blocks = rig.g1.allocate(4)
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        rig.g1.compute(block, block_hash)
+    for computed in (2, 4):  # in two chunks: the second adds nothing behind a gap
+        rig.leader.offload("r", hashes, blocks, computed_blocks=computed, prompt_blocks=4, priorities=priorities)
+        rig.step()
+    assert rig.leader.match("next", hashes, 0) == offloaded
+    assert rig.leader.counters.offload_blocks == offloaded
+    rig.close()
