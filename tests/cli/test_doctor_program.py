@@ -55,8 +55,10 @@ def test_what_is_written_is_a_right_profile(tmp_path: Path, profile: Path) -> No
     )
 
 
-@pytest.mark.parametrize("delay_s", [0.15, 0.7, 1.6])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+ENDS = [(signal.SIGINT, 0.7), (signal.SIGTERM, 1.6), *((signal.SIGKILL, delay_s) for delay_s in (0.1, 0.7, 1.6))]
+
+
+@pytest.mark.parametrize(("number", "delay_s"), ENDS, ids=lambda value: getattr(value, "name", value))
 def test_nothing_is_left_by_one_that_is_ended(
     number: signal.Signals, delay_s: float, tmp_path: Path, profile: Path
 ) -> None:
