@@ -4,7 +4,8 @@ A load is what one request was promised: blocks of a chain, and the G1 blocks th
 memory are one part, ordered at once; those on disk are read batch by batch, in order, each a part of its own that is
 ordered when its bytes are in host memory. So a load larger than host memory passes through it, and the copy of one
 batch runs beside the read of the next. When all parts have ended, the load has: well if all went well, else as failed,
-and then the engine computes all of it.
+and then the engine computes all of it. A load for whose disk the waiting has become too long is cut: what has come, up
+to the first block that has not, is the engine's, which computes the rest.
 
 The G1 blocks of a load are held from its beginning until nothing of it can write to them any more; a load that is given
 up before its copiers have stopped is told as failed at once, and its blocks stay held. Blocks that are still being read
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from kvbm.core.store import BlockStore
     from kvbm.disk_side import DiskSide, Fetch
 
-FETCHES_AT_A_TIME = 8
+FETCHES_AT_A_TIME = 32
 PARTS = 16  # that a read from disk has at least, if it has as many blocks
 SHARES_OF_G2 = 4
 
@@ -38,8 +40,9 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`."""
+    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first`: where in the load it begins."""
 
+    first: int
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
 
@@ -48,7 +51,8 @@ class _Part:
 class Load(Generic[Owner]):
     """What was promised to `owner`; `tokens` is what the engine need not compute.
 
-    `waiting` are parts on disk that have not begun, pinned there by `kept`; `open_parts` counts those under way.
+    `on_disk` are the positions of those blocks that were there; `waiting` are parts of them that have not begun, pinned
+    by `kept`; `open_parts` counts those under way. `end`: what is behind it is not loaded after all.
     """
 
     number: int
@@ -58,13 +62,23 @@ class Load(Generic[Owner]):
     tokens: int
     tenant: bytes
     born_s: float
+    end: int
+    on_disk: tuple[int, ...] = ()
     waiting: deque[_Part] = field(default_factory=deque)
     kept: PinnedBlocks | None = None
-    disk_blocks: int = 0
-    fetched_blocks: int = 0
     open_parts: int = 0
     is_failed: bool = False
     is_given_up: bool = False
+
+    @property
+    def disk_blocks(self) -> int:
+        """Of those that are loaded."""
+        return bisect_left(self.on_disk, self.end)
+
+    @property
+    def loaded_tokens(self) -> int:
+        """What of `tokens` the engine has in the end, where blocks of several groups come together all of it."""
+        return self.tokens * self.end // max(1, len(self.hashes))
 
     @property
     def disk_tokens(self) -> int:
@@ -82,7 +96,8 @@ class _Copy(Generic[Owner]):
 
 
 class Loads(Generic[Owner]):
-    """See the module's text. A transfer without a result is asked after every `overdue_steps` steps."""
+    """See the module's text. A transfer without a result is asked after every `overdue_steps` steps. `can_cut`: the
+    beginning of a load is of use without the rest."""
 
     def __init__(
         self,
@@ -97,6 +112,7 @@ class Loads(Generic[Owner]):
         overdue_steps: int,
         batch_blocks: int,
         disk_timeout_s: float,
+        can_cut: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -109,6 +125,7 @@ class Loads(Generic[Owner]):
         self._overdue_steps = overdue_steps
         self._batch_blocks = batch_blocks
         self._disk_timeout_s = disk_timeout_s
+        self._can_cut = can_cut
         self._clock = clock
         self._step = 0
         self._copies: dict[int, _Copy[Owner]] = {}
@@ -133,7 +150,7 @@ class Loads(Generic[Owner]):
     ) -> Load[Owner] | None:
         """Bring `hashes[i]` of a tenant into G1 block `block_ids[i]`. None if one of them has gone since the match."""
         on_disk = set(self._store.missing(hashes))
-        in_host = _Part(*_parted(hashes, block_ids, [i for i in range(len(hashes)) if i not in on_disk]))
+        in_host = _part(hashes, block_ids, [i for i in range(len(hashes)) if i not in on_disk])
         source = self._store.pin(in_host.hashes)
         assert source is not None, "blocks that are not missing can be pinned"
         behind = sorted(on_disk)
@@ -144,7 +161,10 @@ class Loads(Generic[Owner]):
                 source.release()
                 return None
         number = self._next_generation()
-        load = Load(number, owner, tuple(hashes), tuple(block_ids), tokens, tenant, self._clock(), kept=kept)
+        load = Load(
+            number, owner, tuple(hashes), tuple(block_ids), tokens, tenant, self._clock(), len(hashes), tuple(behind)
+        )
+        load.kept = kept
         self._hold(load.block_ids)
         self._arriving.update(dict.fromkeys(load.hashes, number))
         if in_host.hashes:
@@ -152,11 +172,10 @@ class Loads(Generic[Owner]):
         else:
             source.release()
         if behind:
-            load.disk_blocks = len(behind)
             size = self._part_blocks(len(behind))
             for first in range(0, len(behind), size):
                 batch = behind[first : first + size]
-                load.waiting.append(_Part(*_parted(hashes, block_ids, batch)))
+                load.waiting.append(_part(hashes, block_ids, batch))
             self._from_disk.append(load)
             self._begin_fetches()
         return load
@@ -186,7 +205,6 @@ class Loads(Generic[Owner]):
             load, part = self._fetches.pop(fetch)
             load.open_parts -= 1
             if fetch.blocks is not None:
-                load.fetched_blocks += len(part.hashes)
                 self._order(load, part, fetch.blocks)
             else:
                 self._release(part.block_ids[::-1])
@@ -287,6 +305,9 @@ class Loads(Generic[Owner]):
     def _fail(self, load: Load[Owner]) -> None:
         """Begin nothing more of it, and give the blocks back that nothing writes to."""
         load.is_failed = True
+        self._fetch_no_more(load)
+
+    def _fetch_no_more(self, load: Load[Owner]) -> None:
         while load.waiting:
             self._release(load.waiting.pop().block_ids[::-1])
         for fetch in [fetch for fetch, (other, _) in self._fetches.items() if other is load]:
@@ -302,7 +323,7 @@ class Loads(Generic[Owner]):
         if load.kept is not None:
             self._from_disk.remove(load)
             load.kept.release()
-            if self._disk is not None and not load.is_failed:
+            if self._disk is not None and not load.is_failed and load.end == len(load.hashes):
                 self._disk.rates.note_read(load.disk_blocks, self._clock() - load.born_s)
         self._tell(load)
 
@@ -325,20 +346,29 @@ class Loads(Generic[Owner]):
 
     def _give_up_hopeless(self) -> None:
         """Computing has become the better way to what is still on disk, or the disk does not answer."""
-        for load in list(self._from_disk):
+        missing = {load.number: load.waiting[0].first for load in self._from_disk if load.waiting}
+        for load, part in self._fetches.values():
+            missing[load.number] = min(part.first, missing.get(load.number, part.first))
+        for load in [load for load in self._from_disk if load.number in missing]:
             assert self._disk is not None
-            missing = load.disk_blocks - load.fetched_blocks
-            if not missing or load.is_failed:
-                continue
-            waited_s = self._clock() - load.born_s
+            waited_s, all_blocks = self._clock() - load.born_s, load.disk_blocks
+            end = missing[load.number]
+            blocks = bisect_left(load.on_disk, end)
             is_late = waited_s > self._disk_timeout_s
-            if is_late or self._disk.is_hopeless(waited_s, load.fetched_blocks, load.disk_blocks):
-                self._disk.gave_up(load.fetched_blocks, missing, waited_s)
-                self._fail(load)
-                self._end_if_over(load)
+            if is_late or self._disk.is_hopeless(waited_s, blocks, all_blocks):
+                self._disk.gave_up(blocks, all_blocks - blocks, waited_s)
+                self._cut(load, end if self._can_cut else 0)
+
+    def _cut(self, load: Load[Owner], end: int) -> None:
+        load.end = end
+        load.is_failed |= end == 0
+        self._fetch_no_more(load)
+        self._end_if_over(load)
 
 
-def _parted(
-    hashes: Sequence[bytes], block_ids: Sequence[int], indexes: Sequence[int]
-) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-    return tuple(hashes[index] for index in indexes), tuple(block_ids[index] for index in indexes)
+def _part(hashes: Sequence[bytes], block_ids: Sequence[int], indexes: Sequence[int]) -> _Part:
+    return _Part(
+        indexes[0] if indexes else 0,
+        tuple(hashes[index] for index in indexes),
+        tuple(block_ids[index] for index in indexes),
+    )

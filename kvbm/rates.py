@@ -5,28 +5,44 @@ One thread owns it. Both rates are those of recent work: older work counts less,
 an engine that has more to do, is noticed within some requests.
 
 While nothing is known of the disk, or nothing new has been for long, reading is tried: what a trial can cost is bounded
-by `is_hopeless`.
+by `is_hopeless`. What an engine has learnt is told to the next one (`Known`), which could not judge its first request
+without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 MIN_STEP_TOKENS = 64  # a step that computes fewer is bound by its fixed cost
 KEPT = 0.8  # weight of what was known before, per sample
 TRIAL_INTERVAL_S = 30.0
-GRACE = 0.1  # part of the time of computing that a read may take before anything is asked of it
+GRACE = 0.1  # part of the time of computing that a read may lag behind it
+GRACE_S = 0.005  # in less than that nobody can tell
+KNOWN_S = 0.1  # of work are what an earlier engine has learnt, in weight
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Both rates; 0 blocks per second are a disk that brought nothing in time."""
+
+    tokens_per_s: float
+    blocks_per_s: float | None = None
 
 
 class Rates:
-    """See the module's text. `clock` gives seconds."""
+    """See the module's text. `clock` gives seconds; `known` is what an earlier engine has learnt."""
 
-    def __init__(self, *, block_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(self, *, block_tokens: int, clock: Callable[[], float], known: Known | None = None) -> None:
         self._block_tokens = block_tokens
         self._clock = clock
         self._tokens, self._computing_s = 0.0, 0.0
         self._blocks, self._reading_s = 0.0, 0.0
         self._sampled_s = float("-inf")
+        if known is not None:
+            self._tokens, self._computing_s = KNOWN_S * known.tokens_per_s, KNOWN_S
+            if known.blocks_per_s is not None:
+                self._blocks, self._reading_s = KNOWN_S * known.blocks_per_s, KNOWN_S
 
     def note_step(self, tokens: int, seconds: float) -> None:
         """The engine has computed so many tokens in one step."""
@@ -50,6 +66,12 @@ class Rates:
         """Of the disk; 0 while it is not known, or hopeless."""
         return self._blocks / self._reading_s if self._reading_s else 0.0
 
+    def known(self) -> Known | None:
+        """For the next engine; None while too little is known."""
+        if not self.tokens_per_s:
+            return None
+        return Known(self.tokens_per_s, self.blocks_per_s if self._reading_s else None)
+
     def worthwhile(self, spans: Sequence[tuple[bool, int]]) -> int:
         """How many blocks of a chain to load: the beginning that saves most. Spans are (are on disk, blocks)."""
         total = sum(count for _, count in spans)
@@ -69,13 +91,16 @@ class Rates:
         return best
 
     def is_hopeless(self, *, waited_s: float, blocks: int, of_blocks: int) -> bool:
-        """Whether a request that has waited so long, and has got `blocks` of its `of_blocks`, had better compute."""
+        """Whether a request that has waited so long, and has got the first `blocks` of its `of_blocks`, had better
+        compute the others.
+
+        Computing those it has would have taken as long as it has waited, but for GRACE. So whenever it stops waiting, it
+        is no later than a request that computes everything, but for GRACE.
+        """
         if not self._computing_s:
             return False
-        compute_s = of_blocks * self._block_tokens / self.tokens_per_s
-        if waited_s <= GRACE * compute_s:
-            return False
-        return waited_s * of_blocks > blocks * compute_s
+        compute_s = self._block_tokens / self.tokens_per_s
+        return waited_s > blocks * compute_s + max(GRACE * of_blocks * compute_s, GRACE_S)
 
     def _is_known(self) -> bool:
         return self._computing_s > 0 and self._reading_s > 0

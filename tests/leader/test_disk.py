@@ -8,8 +8,9 @@ import pytest
 from rig import FakeDisk, Rig, chain
 
 from kvbm import loads
+from kvbm.core.groups import Group
 from kvbm.disk_side import DiskPolicy
-from kvbm.rates import GRACE, TRIAL_INTERVAL_S, Rates
+from kvbm.rates import GRACE, TRIAL_INTERVAL_S, Known, Rates
 from kvbm.types import Tier
 
 
@@ -436,6 +437,78 @@ def test_a_load_is_given_up_as_soon_as_it_will_take_longer_than_computing():
     rig.order()
     assert [result.failed_block_ids for result in rig.settle()] == [tuple(blocks)]
     rig.close()
+
+
+@pytest.mark.parametrize("came", range(4))
+def test_what_has_come_before_a_load_is_given_up_is_the_engines(came):
+    """Up to the first block that is missing; what comes later is for nobody."""
+    rig, hashes = known(tokens_per_s=160, blocks_per_s=100)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    for _ in range(came):
+        rig.disk.run("read")
+        rig.settle()
+        rig.order()
+    end = 2 * came
+    rig.now_s += 0.1 * (end + 6 * GRACE) * 0.9
+    rig.order()
+    assert rig.leader.counters.disk_late_blocks == 0, "it is no later yet than a request that computes"
+    rig.now_s += 0.2
+    results = settled(rig)
+    assert [result.failed_block_ids for result in results] == [tuple(blocks[end:])]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks[:end], hashes, strict=False))
+    counters = rig.leader.counters
+    assert (counters.onboard_blocks, counters.onboard_disk_blocks, counters.disk_late_blocks) == (end, end, 6 - end)
+    assert counters.matched_tokens == 16 * end
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references
+    assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
+    rig.close()
+
+
+def test_blocks_in_host_memory_behind_a_missing_one_are_no_use():
+    rig, hashes = known(tokens_per_s=160, blocks_per_s=100)
+    blocks = rig.compute("part", hashes[3:4])
+    rig.step()
+    rig.finish("part", hashes[3:4], blocks)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.run("read")
+    rig.settle()
+    rig.now_s += 10.0
+    assert [result.failed_block_ids for result in settled(rig)] == [tuple(blocks[2:])]
+    rig.close()
+
+
+def test_blocks_of_several_groups_are_of_use_together_or_not_at_all():
+    groups = (Group(16), Group(16, window_tokens=32))
+    rig = make()
+    hashes = rig.fill("a", 6)
+    settled(rig)
+    rig = restarted(rig, groups=groups)
+    rig.leader.note_step(1000, 1.0)
+    blocks = rig.g1.allocate(6)
+    rig.leader.onboard("r", hashes, 0, blocks, tokens=48)
+    rig.order()
+    rig.disk.run("read")
+    rig.settle()
+    rig.now_s += 10.0
+    assert [result.failed_block_ids for result in settled(rig)] == [tuple(blocks)]
+    rig.close()
+
+
+def test_what_an_engine_has_learnt_judges_the_first_request_of_the_next():
+    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    assert rates.known() is None
+    rates.note_step(1600, 10.0)
+    assert rates.known() == Known(160.0)
+    rates.note_read(10, 0.5)
+    following = Rates(block_tokens=16, clock=lambda: 0.0, known=rates.known())
+    assert following.tokens_per_s == pytest.approx(160.0)
+    assert following.blocks_per_s == pytest.approx(20.0)
+    assert following.is_hopeless(waited_s=1.1, blocks=0, of_blocks=100)
+    following.note_step(1600, 1.0)
+    assert following.tokens_per_s > 1200, "its own work counts more"
 
 
 def test_of_a_mixed_chain_the_part_is_loaded_that_saves_most():
