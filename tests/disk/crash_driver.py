@@ -21,6 +21,8 @@ from pathlib import Path
 
 from disk_rig import assembled, make_hash
 
+from kvbm.disk.health import Limits
+
 SLOT_COUNT = 48
 HOST_SLOTS = 48
 SHARD_BYTES = (128 << 10, 64 << 10)
@@ -35,6 +37,7 @@ POINTS = (
     "evict-to-overwrite",
 )
 KEYS = {"block_count": SLOT_COUNT, "host_slots": HOST_SLOTS, "shard_bytes": SHARD_BYTES, "threads": 2}
+PATIENT = Limits(stall_s=60.0)
 
 
 def say(*words):
@@ -182,7 +185,7 @@ class Load:
 
 def main(directory, seed, point=None, count="0"):
     points = CrashPoints(point, int(count))
-    with assembled(Path(directory), change=points.put_into, **KEYS) as rig:
+    with assembled(Path(directory), change=points.put_into, limits=PATIENT, **KEYS) as rig:
         Load(rig, int(seed)).run()
 
 

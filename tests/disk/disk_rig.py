@@ -18,7 +18,10 @@ from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
 HASH_BYTES = 16
 LIMIT_S = 60.0
 NAMESPACE = Namespace(bytes(range(16)), {"model": "a model"})
-QUICK = Limits(errors_until_off=3, stall_s=0.5, probe_interval_s=0.05, clear_timeout_s=5.0)
+QUICK = Limits(errors_until_off=3, stall_s=LIMIT_S, probe_interval_s=0.05, clear_timeout_s=LIMIT_S)
+HASTY = Limits(
+    errors_until_off=3, stall_s=0.5, probe_interval_s=0.05, clear_timeout_s=1.0
+)  # takes a busy disk for hung
 
 
 def make_hash(number):

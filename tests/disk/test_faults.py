@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from disk_rig import LIMIT_S, QUICK, assembled, instance_of, make_hash, opened
+from disk_rig import HASTY, LIMIT_S, QUICK, assembled, instance_of, make_hash, opened
 
 from kvbm.disk import block_io
 from kvbm.disk.block_io import ThreadsIO
@@ -94,6 +94,12 @@ def faults():
 @pytest.fixture
 def rig(tmp_path, faults):
     with assembled(tmp_path, change=faults.put_into, host_slots=32) as rig:
+        yield rig
+
+
+@pytest.fixture
+def hasty_rig(tmp_path, faults):
+    with assembled(tmp_path, change=faults.put_into, host_slots=32, limits=HASTY) as rig:
         yield rig
 
 
@@ -313,7 +319,8 @@ def test_hanging_read_holds_its_ticket_and_nothing_else(rig, faults):
     assert rig.wait(hanging).is_good == (True,)
 
 
-def test_disk_that_hangs_turns_it_off_until_it_moves(rig, faults):
+def test_disk_that_hangs_turns_it_off_until_it_moves(hasty_rig, faults):
+    rig = hasty_rig
     rig.write(range(8), range(8))
     faults.io.read.hold()
     hanging = [rig.start_read([number], [number], [number]) for number in range(2)]
@@ -322,10 +329,10 @@ def test_disk_that_hangs_turns_it_off_until_it_moves(rig, faults):
     waiting = rig.start_read([5], [5], [5])
     started = time.monotonic()
     assert rig.wait(waiting).is_good == (False,)  # behind them, on a disk that is then off
-    assert time.monotonic() - started >= 0.8 * QUICK.stall_s
+    assert time.monotonic() - started >= 0.8 * HASTY.stall_s
     assert not rig.tier.is_on
     assert rig.wait(rig.start_write([6], [6], [6])).is_good == (False,)
-    time.sleep(3 * QUICK.probe_interval_s)
+    time.sleep(3 * HASTY.probe_interval_s)
     assert not rig.tier.is_on  # although a probe would work
     assert not rig.ended.keys() & set(hanging)
     faults.io.read.release()
@@ -334,7 +341,8 @@ def test_disk_that_hangs_turns_it_off_until_it_moves(rig, faults):
     assert rig.read([5], [5]).is_good == (True,)
 
 
-def test_hanging_flush_lets_reads_pass_and_waiting_writes_end(rig, faults):
+def test_hanging_flush_lets_reads_pass_and_waiting_writes_end(hasty_rig, faults):
+    rig = hasty_rig
     rig.write(range(8), range(8))
     faults.sync.hold()
     hanging = rig.start_write([20], [20], [10])
