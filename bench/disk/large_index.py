@@ -1,0 +1,206 @@
+"""A leader with millions of blocks on disk: how long it takes to have them, what they take, and how long its steps are.
+
+    python bench/disk/large_index.py --output bench/results/<machine>-disk-large-index.json
+
+A directory is made with an index of that many blocks of 4 KiB; their bytes are not written, for nothing here depends
+on them. Then, in a process of its own as an engine has it, a leader is opened on it: `ready_s` is from there until it
+knows all blocks. Memory is what the leader's process has more per block, after its host memory of 4096 blocks was
+touched: `bytes_per_block` when it is at rest, `peak_bytes_per_block` while it opened.
+
+A step is what the leader does in one: look up a conversation that is on disk, take the 16 blocks of one that is not,
+order, settle, finish. Everything is offloaded to disk (`to_disk: always`), which is full, so that each step evicts.
+Garbage collection is on, as in an engine, after a `gc.freeze()`, which vLLM does too when it has started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "vllm"), str(HERE)]
+
+from facts import facts  # noqa: E402
+
+from kvbm.disk.directory import INDEX  # noqa: E402
+from kvbm.disk.index import BlockIndex, Row  # noqa: E402
+from kvbm.disk.settings import DiskSettings, Namespace  # noqa: E402
+from kvbm.disk_process import DiskProcess  # noqa: E402
+from kvbm.disk_side import DiskPolicy  # noqa: E402
+from kvbm.layout import BlockLayout  # noqa: E402
+from kvbm.leader import Leader, LeaderSettings  # noqa: E402
+from kvbm.region import Region, Segment  # noqa: E402
+from kvbm.types import SlotState  # noqa: E402
+
+BLOCK_BYTES = 4096
+HASH_BYTES = 16
+HOST_SLOTS = 4096
+CONVERSATION = 16
+ROWS_PER_COMMIT = 100_000
+NAMESPACE = Namespace(b"large index of k", {"model": "bench"})
+MOST_BYTES_PER_BLOCK = 200
+LONGEST_STEP_MS = 5.0
+LONGEST_START_S = {1_000_000: 3.0}
+
+
+def hash_of(number: int) -> bytes:
+    return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=HASH_BYTES).digest()
+
+
+def conversation(number: int) -> list[bytes]:
+    return [hash_of(number * CONVERSATION + position) for position in range(CONVERSATION)]
+
+
+class EngineMemory:
+    """One rank's segment, of which every order is done at once."""
+
+    def __init__(self) -> None:
+        layout = BlockLayout.block_contiguous(block_count=1, block_bytes=BLOCK_BYTES)
+        self.segment = Segment.create(rank=0, layout=layout, slot_count=HOST_SLOTS)
+        self.region = Region.map([self.segment.info])
+
+    def open_disk(self, directory: Path, block_count: int) -> DiskProcess:
+        settings = DiskSettings(directory, block_count=block_count)
+        return DiskProcess.open(settings, NAMESPACE, [self.segment.info], hash_bytes=HASH_BYTES)
+
+    def close(self) -> None:
+        self.region.close()
+        self.segment.close()
+
+
+def make_directory(directory: Path, block_count: int) -> None:
+    memory = EngineMemory()
+    memory.open_disk(directory, block_count).close(60)
+    memory.close()
+    (path,) = directory.glob(f"*/*/{INDEX}")
+    index = BlockIndex.open(path)
+    for start in range(0, block_count, ROWS_PER_COMMIT):
+        numbers = range(start, min(start + ROWS_PER_COMMIT, block_count))
+        index.change([Row(n, hash_of(n), n, BLOCK_BYTES, n, b"", 1.0) for n in numbers], ())
+    index.close()
+
+
+def measure(directory: Path, block_count: int, steps: int) -> dict[str, object]:
+    memory = EngineMemory()
+    before = resident_bytes()
+    started = time.perf_counter()
+    disk = memory.open_disk(directory, block_count)
+    settings = LeaderSettings(
+        block_tokens=16,
+        block_bytes=BLOCK_BYTES,
+        max_in_flight_blocks=1024,
+        disk=DiskPolicy(to_disk="always", reads_always=True),
+    )
+    leader = Leader(
+        memory.region, settings, hold=lambda blocks: None, release=lambda blocks: None, hash_bytes=HASH_BYTES, disk=disk
+    )
+    ready_s = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    gc.collect()
+    gc.freeze()
+    at_rest = resident_bytes()
+    times = sorted(step_times(leader, memory, block_count, steps))
+    written = disk.counters.blocks_written
+    leader.close(10.0)
+    memory.close()
+    return {
+        "blocks": block_count,
+        "ready_s": round(ready_s, 2),
+        "bytes_per_block": round((at_rest - before) / block_count, 1),
+        "peak_bytes_per_block": round((peak - before) / block_count, 1),
+        "steps": steps,
+        "blocks_written_and_evicted": written,
+        "step_ms": {
+            "p50": round(times[len(times) // 2] * 1e3, 3),
+            "p99": round(times[int(len(times) * 0.99)] * 1e3, 3),
+            "longest": round(times[-1] * 1e3, 3),
+        },
+    }
+
+
+def step_times(leader: Leader, memory: EngineMemory, block_count: int, steps: int) -> Iterator[float]:
+    """Seconds that the leader takes; the engine's own part of a step, a millisecond, is not counted."""
+    choice = random.Random(1)
+    known, new = block_count // CONVERSATION, block_count // CONVERSATION
+    blocks = list(range(CONVERSATION))
+    for step in range(steps):
+        asked, computed = conversation(choice.randrange(known)), conversation(new + step)
+        request = f"request {step}"
+        started = time.perf_counter()
+        leader.match("asked " + request, asked, 0)
+        leader.finish("asked " + request, asked)
+        leader.offload(request, computed, blocks, computed_blocks=CONVERSATION, prompt_blocks=CONVERSATION)
+        plan = leader.step()
+        took = time.perf_counter() - started
+        for order in plan.offloads:
+            memory.segment.write_slots(order.slots, order.generation, SlotState.READY)
+        time.sleep(0.001)
+        started = time.perf_counter()
+        leader.settle()
+        leader.finish(request, computed)
+        yield took + time.perf_counter() - started
+
+
+def resident_bytes() -> int:
+    """Without shared memory, which is the segment."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def misses(row: dict[str, object]) -> Iterator[str]:
+    name = f"{row['blocks']:,} blocks"
+    if row["bytes_per_block"] >= MOST_BYTES_PER_BLOCK:
+        yield f"{name}: {row['bytes_per_block']} bytes a block"
+    if row["step_ms"]["longest"] > LONGEST_STEP_MS:
+        yield f"{name}: a step took {row['step_ms']['longest']} ms"
+    if row["ready_s"] > LONGEST_START_S.get(row["blocks"], float("inf")):
+        yield f"{name}: ready after {row['ready_s']} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1_000_000, 4_000_000])
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--dir", type=Path, help="where 4 KiB a block are free; left out, the temporary directory")
+    parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # the process in which it is measured
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(arguments.measure, arguments.blocks[0], arguments.steps)))
+        return 0
+    rows = []
+    for block_count in arguments.blocks:
+        with tempfile.TemporaryDirectory(prefix="kvbm-large-", dir=arguments.dir) as directory:
+            make_directory(Path(directory), block_count)
+            options = ["--measure", directory, "--blocks", str(block_count), "--steps", str(arguments.steps)]
+            done = subprocess.run([sys.executable, __file__, *options], check=True, stdout=subprocess.PIPE, text=True)
+            rows.append(json.loads(done.stdout))
+            print(rows[-1], flush=True)
+    failures = [miss for row in rows for miss in misses(row)]
+    report = {
+        "benchmark": "disk_large_index",
+        "command": f"python bench/disk/{Path(__file__).name} " + " ".join(sys.argv[1:]),
+        **facts(("numpy", "xxhash")),
+        "load_at_the_end": os.getloadavg()[0],
+        "rows": rows,
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    for failure in failures:
+        print(f"missed: {failure}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
