@@ -64,6 +64,7 @@ class DiskProcess:
         self._off_because: str | None = None
         self._is_alive = True
         self._recovered: tuple[list[int], list[bytes]] = ([], [])
+        self.home: Path | None = None  # of all caches of the namespace, if it is kept
         self.counters = DiskCounters()
         _OPEN.add(self)
 
@@ -89,6 +90,7 @@ class DiskProcess:
             process._end()
             raise
         process._take_over(opened, hash_bytes)
+        process.home = opened.path.parent if settings.persist else None
         return process
 
     @property

@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
+from kvbm.disk.directory import RATES
 from kvbm.hashing import namespace
+from kvbm.known_rates import KnownRates
 from kvbm.rates import Rates
 from kvbm.types import SlotState, Tier
 
@@ -53,6 +55,8 @@ class Disk(Protocol):
 
     @property
     def slot_count(self) -> int: ...
+    @property
+    def home(self) -> Path | None: ...
     @property
     def is_on(self) -> bool: ...
     @property
@@ -228,7 +232,9 @@ class DiskSide:
         self._writes: dict[int, _Write] = {}
         self._fetches: dict[int, Fetch] = {}
         self._tickets = itertools.count(1)
-        self.rates = Rates(block_tokens=block_tokens, clock=clock)
+        self._known = None if disk.home is None else KnownRates(disk.home / RATES, clock=clock)
+        known = None if self._known is None else self._known.read()
+        self.rates = Rates(block_tokens=block_tokens, clock=clock, known=known)
 
     # -- what happens in host memory -----------------------------------------------------------------------------------
 
@@ -330,6 +336,8 @@ class DiskSide:
             self._filter.decay()
         if self._policy.to_disk == "on_evict":
             self._clean()
+        if self._known is not None:
+            self._known.keep(self.rates.known())
         self._begin_writes()
 
     def settle(self) -> list[Fetch]:

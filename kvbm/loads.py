@@ -40,7 +40,8 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first`: where in the load it begins."""
+    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is where in the load they
+    begin."""
 
     first: int
     hashes: tuple[bytes, ...]

@@ -94,8 +94,8 @@ class Rates:
         """Whether a request that has waited so long, and has got the first `blocks` of its `of_blocks`, had better
         compute the others.
 
-        Computing those it has would have taken as long as it has waited, but for GRACE. So whenever it stops waiting, it
-        is no later than a request that computes everything, but for GRACE.
+        Computing those it has would have taken as long as it has waited, but for GRACE. So whenever it stops waiting,
+        it is no later than a request that computes everything, but for GRACE.
         """
         if not self._computing_s:
             return False

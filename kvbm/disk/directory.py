@@ -4,6 +4,7 @@
                                        superblock     what it is
                                        arena          the bytes of its blocks
                                        index.sqlite   which block lies where
+    <directory>/<namespace>/rates.json                how fast its engines were
 
 Every engine has an instance of its own. One that nobody holds is taken over by the next engine of the same namespace,
 the one used last before the others. Nothing here is changed without holding its lock.
@@ -30,6 +31,7 @@ from kvbm.disk.superblock import FORMAT, OtherFormat, Superblock, read_superbloc
 from kvbm.errors import EnvironmentProblem
 
 LOCK, SUPERBLOCK, ARENA, INDEX = "lock", "superblock", "arena", "index.sqlite"
+RATES = "rates.json"  # of a namespace: how fast its engines were
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{2,128}")
 INSTANCE_NAME = re.compile(r"[0-9a-f]{16}")
 LOCK_ATTEMPTS = 4
@@ -152,6 +154,8 @@ def remove_instance(lock: InstanceLock) -> None:
                 os.unlink(instance / name)
         os.rmdir(instance)
         with suppress(OSError):  # other instances
+            os.unlink(instance.parent / RATES)
+        with suppress(OSError):
             os.rmdir(instance.parent)
     except OSError as error:
         raise problem(f"{instance} cannot be removed", error) from error

@@ -112,6 +112,7 @@ class FakeDisk:
         self.tenants: dict[int, bytes] = {}
         self.shards: list[np.ndarray] = []
         self.is_closed = False
+        self.home = None
         self._ended: list[DiskResult] = []
 
     def recovered(self):

@@ -10,6 +10,7 @@ from rig import FakeDisk, Rig, chain
 from kvbm import loads
 from kvbm.core.groups import Group
 from kvbm.disk_side import DiskPolicy
+from kvbm.known_rates import KEEP_INTERVAL_S, KnownRates
 from kvbm.rates import GRACE, TRIAL_INTERVAL_S, Known, Rates
 from kvbm.types import Tier
 
@@ -509,6 +510,31 @@ def test_what_an_engine_has_learnt_judges_the_first_request_of_the_next():
     assert following.is_hopeless(waited_s=1.1, blocks=0, of_blocks=100)
     following.note_step(1600, 1.0)
     assert following.tokens_per_s > 1200, "its own work counts more"
+
+
+def test_rates_outlive_the_engine_in_a_file(tmp_path):
+    path = tmp_path / "rates.json"
+    now_s = [0.0]
+    rates = KnownRates(path, clock=lambda: now_s[0])
+    assert rates.read() is None
+    rates.keep(None)
+    for known in (Known(160.0), Known(170.0), Known(170.0, 20.0)):
+        rates.keep(known)
+        rates._thread.join()
+        now_s[0] += KEEP_INTERVAL_S
+        kept = Known(160.0) if known.blocks_per_s is None else known
+        assert KnownRates(path, clock=lambda: 0.0).read() == kept, "what has hardly changed is not written again"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"tokens_per_s": 1', '{"tokens_per_s": NaN}', '{"tokens_per_s": -1.0}', '{"tokens_per_s": "9"}'],
+)
+def test_a_file_that_holds_no_rates_says_nothing(tmp_path, content):
+    path = tmp_path / "rates.json"
+    path.write_text(content)
+    path.chmod(0o600)
+    assert KnownRates(path, clock=lambda: 0.0).read() is None
 
 
 def test_of_a_mixed_chain_the_part_is_loaded_that_saves_most():
