@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.disk.block_io import BlockIO, ThreadsIO
+from kvbm.disk.directory import ARENA
 from kvbm.disk.health import DiskCounters as DiskCounters
 from kvbm.disk.health import Health
 from kvbm.disk.health import Limits as Limits
@@ -308,4 +309,4 @@ def _open_io(settings: DiskSettings, instance: Instance, shards: Sequence[NDArra
         return ThreadsIO(arena.fd, is_direct=arena.is_direct)
     from kvbm.disk.choose_io import open_io
 
-    return open_io(settings.io, arena.fd, path=arena.path, shards=shards, is_direct=arena.is_direct)
+    return open_io(settings.io, arena.fd, path=instance.path / ARENA, shards=shards, is_direct=arena.is_direct)

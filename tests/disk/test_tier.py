@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from disk_rig import LIMIT_S, instance_of, make_hash, opened
 
+from kvbm.disk.block_io import ThreadsIO
 from kvbm.errors import InvariantError
 
 
@@ -126,6 +127,21 @@ def test_buffered_when_told_so_and_the_page_cache_stays_empty(tmp_path):
         assert cached_pages(arena) < 8
         assert all(rig.read(range(12), range(12)).is_good)
         assert cached_pages(arena) < 8
+
+
+@pytest.mark.parametrize("persist", [True, False])
+def test_other_io_is_opened_in_the_directory_of_the_arena(tmp_path, monkeypatch, persist):
+    asked = []
+
+    def open_io(wanted, fd, *, path, shards, is_direct):
+        asked.append((wanted, path, is_direct, [shard.shape for shard in shards]))
+        return ThreadsIO(fd)
+
+    monkeypatch.setattr("kvbm.disk.choose_io.open_io", open_io)
+    with opened(tmp_path, io="auto", persist=persist) as rig:
+        assert all(rig.write(range(3), range(3)).is_good)
+        directory = instance_of(tmp_path) if persist else tmp_path
+    assert asked == [("auto", directory / "arena", True, [(16, 8192), (16, 4096)])]
 
 
 def test_closed_tier_ends_every_ticket(tmp_path):
