@@ -60,7 +60,7 @@ def open_io(
     """The BlockIO of the arena `path`, which is open as `fd`, for buffers in `shards`. Raises EnvironmentProblem."""
     block_bytes = shards[0].shape[-1]
     choice = choose_io(wanted, path.parent, block_bytes=block_bytes, o_direct=is_direct, trial=trial)
-    return ThreadsIO(fd) if choice.queue is None else NixlIO(fd, shards, queue=choice.queue)
+    return ThreadsIO(fd, is_direct=is_direct) if choice.queue is None else NixlIO(fd, shards, queue=choice.queue)
 
 
 def choose_io(wanted: str, directory: Path, *, block_bytes: int, o_direct: bool, trial: Trial | None = None) -> Choice:
