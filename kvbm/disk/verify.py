@@ -24,6 +24,7 @@ from kvbm.disk.superblock import Superblock
 
 READ_BYTES = 8 << 20
 LOCKS = Path("/proc/locks")
+DISK_PROCESS = b"kvbm.disk_child"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +62,23 @@ def drop(instance: Path, slots: tuple[int, ...]) -> None:
 
 
 def holder(instance: Path) -> int | None:
-    """The process that holds a cache's lock, where this one can see it."""
+    """The engine's process that uses a cache, where this one can see it."""
     with suppress(OSError):
         found = os.lstat(instance / LOCK)
         name = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
         for line in LOCKS.read_text().splitlines():
             fields = line.split()
             if fields[1:2] == ["FLOCK"] and name in fields and int(fields[4]) > 0:
-                return int(fields[4])
+                return _engine_of(int(fields[4]))
     return None
+
+
+def _engine_of(pid: int) -> int:
+    """A lock is held by the process that an engine's leader has for its disk."""
+    with suppress(OSError):
+        if DISK_PROCESS in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
 
 
 def _load(instance: Path) -> Recovered:

@@ -15,6 +15,7 @@ import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_for
 
 from kvbm.disk.directory import InstanceLock, list_caches
+from kvbm.disk.verify import holder
 from kvbm.disk_process import DiskProcess
 from kvbm.errors import EnvironmentProblem
 from kvbm.layout import BlockLayout
@@ -254,6 +255,13 @@ def test_child_ends_with_a_killed_leader_and_its_cache_is_free(tmp_path: Path, h
             os.kill(worker, signal.SIGKILL)
     with opened(tmp_path) as rig:
         assert rig.recovered().get(1) == 0
+
+
+def test_cache_is_said_to_be_used_by_the_engine(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        (cache,) = list_caches(tmp_path)
+        assert cache.is_locked
+        assert holder(cache.path) == os.getpid()
 
 
 def test_signal_for_the_engines_group_does_not_reach_the_child(tmp_path: Path) -> None:
