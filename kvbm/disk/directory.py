@@ -35,7 +35,7 @@ RATES = "rates.json"  # of a namespace: how fast its engines were
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{2,128}")
 INSTANCE_NAME = re.compile(r"[0-9a-f]{16}")
 LOCK_ATTEMPTS = 4
-LOCK_PAUSE_S = 0.05  # somebody who only looks holds a lock for less
+LOCK_PAUSE_S = 0.01  # somebody who only looks holds a lock for less
 
 logger = logging.getLogger(__name__)
 

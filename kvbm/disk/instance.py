@@ -11,11 +11,14 @@ import logging
 import os
 import sqlite3
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvbm.disk.directory import ARENA, INDEX, SUPERBLOCK, InstanceLock, claim, reclaim_oldest, remove_instance
 from kvbm.disk.files import PAGE_BYTES, Arena, NoRoom, open_private, problem, require_usable_parent, sync_directory
@@ -24,6 +27,7 @@ from kvbm.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.disk.superblock import Superblock, read_superblock, write_superblock
 from kvbm.errors import EnvironmentProblem
 
+WORD_BYTES = 8
 PROBE_BYTES = PAGE_BYTES  # behind the last slot, for trying whether the disk works
 
 logger = logging.getLogger(__name__)
@@ -207,8 +211,7 @@ class Instance:
     def _drop_misfits(self, found: Recovered, slot_count: int) -> Recovered:
         """Raises sqlite3.Error."""
         assert self.index is not None
-        is_twice = np.any(np.diff(np.sort(found.slots)) == 0)
-        if is_twice or len(set(found.hashes)) < len(found.hashes):
+        if _has_equals(found.slots) or _has_equal_hashes(found.hashes):
             raise sqlite3.DatabaseError("a slot or a hash is there twice")
         fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
         fits &= found.generations >= 0
@@ -242,6 +245,20 @@ def _shape(arena: Arena, settings: DiskSettings, payload_bytes: int, hash_bytes:
             hint="raise `tiers.disk.capacity`",
         )
     return Shape(payload_bytes, hash_bytes, slot_bytes, slot_count)
+
+
+def _has_equals(numbers: NDArray[Any]) -> bool:
+    return bool(np.any(np.diff(np.sort(numbers)) == 0))
+
+
+def _has_equal_hashes(hashes: Sequence[bytes]) -> bool:
+    """By their beginnings first: a set of millions of hashes takes more memory than all that is kept of them."""
+    lengths = set(map(len, hashes))
+    if len(lengths) == 1 and (length := lengths.pop()) >= WORD_BYTES:
+        rows = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, length)
+        if not _has_equals(np.ascontiguousarray(rows[:, :WORD_BYTES]).view(np.uint64).ravel()):
+            return False
+    return len(set(hashes)) < len(hashes)
 
 
 def _is_compatible(former: Superblock, shape: Shape) -> bool:

@@ -152,6 +152,21 @@ def test_index_of_wrong_contents_is_an_empty_cache(tmp_path, change):
     assert counters.damaged_indexes == 1
 
 
+def test_index_that_names_a_block_twice_is_an_empty_cache(tmp_path):
+    path = write_cache(tmp_path) / "index.sqlite"
+    connection = sqlite3.connect(path)
+    connection.executescript("""
+        CREATE TABLE other AS SELECT * FROM blocks;
+        DROP TABLE blocks;
+        ALTER TABLE other RENAME TO blocks;
+        UPDATE blocks SET hash = (SELECT hash FROM blocks WHERE slot = 3) WHERE slot = 4;
+    """)
+    connection.close()
+    found, _, counters = recovered_and_good(tmp_path)
+    assert found == set()
+    assert counters.damaged_indexes == 1
+
+
 @pytest.mark.parametrize("content", [b"", b"no database", bytes(100), os.urandom(8192)])
 def test_index_of_anything_is_an_empty_cache(tmp_path, content):
     (write_cache(tmp_path) / "index.sqlite").write_bytes(content)
