@@ -59,8 +59,8 @@ class ObedientCopier:
     def onboard(self, slots: Sequence[int], block_ids: Sequence[int], fence: object | None) -> None:
         if not self._ordered().get("lie"):
             self._obey("onboard", self._copier.onboard, slots, block_ids, fence)
-        elif len(slots) > 1:  # a single block keeps what happens to be in G1
-            self._copier.onboard([*slots[1:], slots[0]], block_ids, fence)
+        else:
+            self._copier.onboard([slot ^ 1 for slot in slots], block_ids, fence)  # there is an even number of them
 
     def _ordered(self) -> dict:
         return json.loads(self._orders.read_text())
