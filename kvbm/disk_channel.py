@@ -166,12 +166,14 @@ class DiskChannel:
             raise ChannelClosed
         return messages
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Until something comes, or until what was kept is sent."""
+    def wait(self, timeout_s: float | None, *, or_readable: Sequence[int] = ()) -> None:
+        """Until something comes, also at one of these descriptors; meanwhile what was kept is sent."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            readable, writable, _ = select.select([self], [self] if self._outgoing else [], [], left_s)
+            readable, writable, _ = select.select(
+                [self.fileno(), *or_readable], [self.fileno()] if self._outgoing else [], [], left_s
+            )
             if writable:
                 self.flush()
             if readable or not writable:

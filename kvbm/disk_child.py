@@ -18,6 +18,7 @@ import threading
 import time
 from array import array
 from collections import deque
+from contextlib import suppress
 from functools import partial
 
 from kvbm.disk.tier import DiskResult, DiskTier
@@ -41,7 +42,7 @@ from kvbm.disk_channel import (
 from kvbm.errors import EnvironmentProblem
 from kvbm.region import Region
 
-BUSY_INTERVAL_S = 0.0003  # between two looks at the tier while something is in flight
+BUSY_INTERVAL_S = 0.1  # between two looks at whether something in flight hangs
 IDLE_INTERVAL_S = 0.5
 PARENT_INTERVAL_S = 0.5
 
@@ -67,11 +68,15 @@ class _Child:
         self._log = log
         self._in_flight: dict[int, tuple[str, int]] = {}
         self._told_off_because = tier.off_because
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        tier.on_result = partial(os.eventfd_write, self._news, 1)
 
     def serve(self) -> None:
         """Until the leader closes it. Raises ChannelClosed if it does not."""
         while True:
-            self._channel.wait(BUSY_INTERVAL_S if self._in_flight else IDLE_INTERVAL_S)
+            self._channel.wait(BUSY_INTERVAL_S if self._in_flight else IDLE_INTERVAL_S, or_readable=(self._news,))
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._news)
             for message in self._channel.receive():
                 if isinstance(message, Close):
                     self._tier.close(message.timeout_s)

@@ -102,6 +102,10 @@ class DiskProcess:
     def off_because(self) -> str | None:
         return self._off_because
 
+    def fileno(self) -> int:
+        """Readable when `poll` has something, for who can wait."""
+        return self._channel.fileno()
+
     @property
     def pid(self) -> int:
         return self._child.pid

@@ -44,7 +44,7 @@ ARENA_BYTES = 1 << 30
 HOST_BYTES = 256 << 20
 BLOCKS_PER_TICKET_BYTES = 32 << 20
 TICKETS_IN_FLIGHT = 4
-POLL_S = 0.0005
+WAIT_S = 0.005
 AIMS = {(1 << 20, "threads"): 0.80, (256 << 10, "threads"): 0.65, (256 << 10, "nixl"): 0.72}
 BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 
@@ -86,7 +86,7 @@ class Tier:
                 assert all(result.is_good), result
             ended += len(results)
             if not results:
-                time.sleep(POLL_S)
+                self._engine.wait(WAIT_S)
         took, cpu = time.perf_counter() - started, self._engine.cpu_s() - cpu
         moved = len(slots) * self.block_bytes
         return Sample(moved / took / 1e6, cpu / (moved / (1 << 30)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
+import time
 from pathlib import Path
 
 from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
@@ -57,6 +59,13 @@ class EngineSide:
 
     def read(self, ticket: int, disk_slots: list[int], host_slots: list[int]) -> None:
         self.disk.read(ticket, [self.hashes[slot] for slot in disk_slots], disk_slots, host_slots)
+
+    def wait(self, timeout_s: float) -> None:
+        """For results."""
+        if isinstance(self.disk, DiskProcess):
+            select.select([self.disk], [], [], timeout_s)
+        else:
+            time.sleep(min(0.0005, timeout_s))
 
     def threads(self) -> list[int]:
         """All that move bytes."""

@@ -69,6 +69,7 @@ class DiskTier:
         self._writes: dict[int, Transfer] = {}  # that `poll` has not returned
         self._slots_being_written: set[int] = set()
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
+        self.on_result: Callable[[], None] | None = None  # called by any thread when `poll` has something
         self._recovered: tuple[list[int], list[bytes]] = ([], [])
         last_generation = self._recover()
         self._index_thread = IndexThread(
@@ -77,7 +78,7 @@ class DiskTier:
             self._health,
             self._checksums,
             first_generation=last_generation + 1,
-            on_end=self._finished.append,
+            on_end=self._end,
         )
         geometry = Geometry(shards, instance.shape.slot_bytes)
         self._threads = TransferThreads(threads, io, geometry, self._health, self._transfer_ended)
@@ -239,7 +240,7 @@ class DiskTier:
         why_not = self._health.off_because
         if why_not is not None:
             transfer.fail(f"off: {why_not}")
-            self._finished.append(transfer)
+            self._end(transfer)
         elif transfer.is_write:
             self._index_thread.order(transfer)
         else:
@@ -249,7 +250,12 @@ class DiskTier:
         if transfer.is_write:
             self._index_thread.written(transfer)
         else:
-            self._finished.append(transfer)
+            self._end(transfer)
+
+    def _end(self, transfer: Transfer) -> None:
+        self._finished.append(transfer)
+        if self.on_result is not None:
+            self.on_result()
 
     def _notice_stall(self) -> None:
         """I/O that hangs turns the disk off, and what waits behind it ends."""
