@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from kvbm_cli.doctor.machine import NoAnswer
@@ -111,7 +112,7 @@ def _nixl(subject: Subject, python: str) -> Iterator[Check]:
     subject.say("loading the plugins of NIXL")
     answer = _asked(subject, python, "nixl", ["POSIX"] if subject.is_quick else [], timeout_s=NIXL_TIMEOUT_S)
     if isinstance(answer, Check):
-        yield answer
+        yield answer if wanted else replace(answer, state=State.SKIPPED)
         return
     if answer["version"] is None:
         say = failure if wanted else skipped
