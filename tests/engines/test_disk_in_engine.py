@@ -6,10 +6,15 @@ its files is what the next one finds there, whether it ended by itself or not.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sqlite3
+import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from kvbm_engine import assert_same, prompt, running
@@ -384,3 +389,149 @@ def test_an_index_older_than_the_arena_costs_hits_and_no_output(tmp_path, expect
         assert_same([answer.said()], [expected[1]])
         assert answer.last.num_external_tokens < LOADABLE
         assert engine.counters.disk_checksum_failures > 0
+
+
+# -- faults in service -------------------------------------------------------------------------------------------------
+
+QUICK = {"errors_until_off": 3, "stall_s": 1.0, "probe_interval_s": 0.05, "clear_timeout_s": 1.0}
+
+
+class Faults:
+    """Orders to the process that does the disk's I/O; see disk_faults/sitecustomize.py."""
+
+    def __init__(self, path):
+        self.path = path
+        self.order()
+
+    def order(self, **faults):
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({"limits": QUICK, **faults}))
+        os.replace(new, self.path)
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "disk_faults"))
+    monkeypatch.setenv("KVBM_TEST_DISK_FAULTS", str(tmp_path / "faults"))
+    return Faults(tmp_path / "faults")
+
+
+class Steps:
+    """How long the engine's steps take."""
+
+    def __init__(self, engine):
+        self._step = engine.engine.core.step
+        self.longest_s = 0.0
+        engine.engine.core.step = self
+
+    def __call__(self):
+        start_s = time.monotonic()
+        try:
+            return self._step()
+        finally:
+            self.longest_s = max(self.longest_s, time.monotonic() - start_s)
+
+
+def wait_until(engine, condition, limit_s=30.0):
+    """While the engine has something to do now and then, as the disk's state is looked at in its steps."""
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it does not come to pass"
+        engine.ask(prompt(99, 5), max_tokens=1)
+
+
+def is_on(engine):
+    return engine.leader._disk._disk.is_on
+
+
+FAULTS = {
+    "EIO": {"error": "EIO"},
+    "no space": {"error": "ENOSPC"},
+    "short": {"error": "short"},
+    "read-only": {"error": "EROFS", "for": "write"},
+    "wrong bytes": {"lie": True, "for": "read"},
+    "slow": {"bytes_per_s": 2e6},
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_disk_that_fails_in_service_changes_no_output(tmp_path, expected, faults, name):
+    """While blocks are written, and, when it has worked again, while they are read."""
+    users, kind = 2, FAULTS[name].get("for", "both")
+    wanted = expected[0][:users]
+    with engine_on(tmp_path / "disk", host_blocks=24, num_blocks=24) as engine:
+        counters = engine.counters
+        for during in ("write", "read"):
+            faults.order(**FAULTS[name])
+            assert_same(conversations(engine, users=users), wanted)
+            if name != "slow" and kind in ("both", during):
+                assert counters.disk_failed_blocks > 0
+                assert counters.disk_io_errors + counters.disk_checksum_failures > 0
+            faults.order()
+            wait_until(engine, lambda: is_on(engine))
+            before = counters.onboard_disk_blocks
+            for _ in range(2):
+                assert_same(conversations(engine, users=users), wanted)
+            assert counters.onboard_disk_blocks > before, "it is used again"
+        rest(engine)
+        engine.leader.check()
+
+
+@pytest.mark.parametrize("policy", ["auto", "always"])
+def test_a_disk_that_hangs_holds_up_no_step_and_no_other_request(written, expected, faults, policy):
+    with engine_on(written, policy=policy) as engine:
+        other = engine.ask(prompt(2, LENGTH)).said()
+        rest(engine)
+        steps = Steps(engine)
+        faults.order(hold=True)
+        hung_s = time.monotonic()
+        waiting = engine.submit(prompt(1, LENGTH))
+        for _ in range(3):
+            assert_same([engine.ask(prompt(2, LENGTH)).said()], [other])
+        assert_same([waiting.wait().said()], [expected[1]])
+        assert waiting.last.num_external_tokens < LOADABLE, "it was computed, at least in part"
+        wait_until(engine, lambda: not is_on(engine))
+        assert not engine.engine._order(lambda: engine.leader.has_pending()), "an engine can rest though its disk hangs"
+        time.sleep(max(0.0, hung_s + 3.0 - time.monotonic()))
+        assert steps.longest_s < 1.5, "a step waited for the disk"
+        faults.order()
+        wait_until(engine, lambda: is_on(engine))
+        assert engine.counters.disk_times_off == 1
+        engine.forget_g1()
+        assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
+
+
+def test_a_reset_while_the_disk_hangs_is_not_undone_by_a_kill(written, faults):
+    """The tier stays off until the reset is durable; a kill before that leaves the old blocks, which are told in the
+    log, and one after it leaves nothing."""
+    with engine_on(written) as engine:
+        faults.order(hold=True)
+        assert engine.engine.reset_prefix_cache()
+        faults.order()
+        wait_until(engine, lambda: is_on(engine))
+        copy = cut_off(written, written.with_name("copy"))
+        assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == 0
+    with engine_on(copy) as engine:
+        assert engine.leader.blocks()[Tier.DISK]["evictable"] == 0
+
+
+def test_a_directory_that_is_removed_in_service_changes_no_output(tmp_path, expected):
+    with engine_on(tmp_path / "disk", host_blocks=40, num_blocks=32) as engine:
+        assert_same(conversations(engine), expected[0])
+        shutil.rmtree(tmp_path / "disk")
+        for _ in range(2):
+            assert_same(conversations(engine), expected[0])
+    with engine_on(tmp_path / "disk") as engine:
+        assert engine.leader.blocks()[Tier.DISK]["evictable"] == 0
+
+
+def test_an_engine_whose_disk_process_is_killed_goes_on_without_it(written, expected):
+    with engine_on(written) as engine:
+        os.kill(engine.leader._disk._disk.pid, 9)
+        wait_until(engine, lambda: not is_on(engine))
+        for _ in range(2):
+            assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
+            engine.forget_g1()
+        assert engine.engine.is_healthy
+    with engine_on(written) as engine:
+        assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == LOADABLE

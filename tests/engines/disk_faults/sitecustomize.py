@@ -1,0 +1,83 @@
+"""A disk that obeys a file: found by every interpreter that has this directory in PYTHONPATH, and at work in the process
+that does an engine's disk I/O.
+
+The file, named by KVBM_TEST_DISK_FAULTS, holds a JSON object; what is absent from it does not happen:
+
+    {"error": "EIO"}             reads and writes fail so; {"error": "short"}: after their first part
+    {"lie": true}                reads bring another byte than they should and report success
+    {"hold": true}               I/O, and making it durable, waits until the file says otherwise
+    {"bytes_per_s": 1e6}         the disk moves no more than that, whatever is done at the same time
+    {"for": "read"}              and all this is so for reads alone; "write" likewise
+    {"limits": {"stall_s": 1}}   when the tier gives the disk up; is read once, at its start
+"""
+
+import sys
+
+if "kvbm.disk_child" in sys.orig_argv:
+    import errno
+    import json
+    import os
+    import threading
+    import time
+    from pathlib import Path
+
+    from kvbm.disk import tier
+    from kvbm.disk.block_io import EndOfArena, ThreadsIO
+    from kvbm.disk.files import Arena
+    from kvbm.disk.health import Limits
+
+    FILE = Path(os.environ["KVBM_TEST_DISK_FAULTS"])
+    POLL_S = 0.01
+
+    def orders(kind):
+        found = json.loads(FILE.read_text())
+        return found if found.get("for", kind) == kind else {}
+
+    class ObedientIO(ThreadsIO):
+        def __init__(self, *arguments, **keys):
+            super().__init__(*arguments, **keys)
+            self._lock = threading.Lock()
+            self._busy_until_s = 0.0
+
+        def read(self, runs):
+            self._obey("read", super().read, runs)
+            if orders("read").get("lie"):
+                runs[-1].buffers[-1][100] ^= 1
+
+        def write(self, runs):
+            self._obey("write", super().write, runs)
+
+        def _obey(self, kind, call, runs):
+            wait_while_held(kind)
+            found = orders(kind)
+            if speed := found.get("bytes_per_s"):
+                self._take_time(sum(len(buffer) for run in runs for buffer in run.buffers) / speed)
+            if found.get("error") == "short":
+                call(runs[:1])
+                raise EndOfArena(runs[-1].offset)
+            if name := found.get("error"):
+                number = getattr(errno, name)
+                raise OSError(number, os.strerror(number))
+            call(runs)
+
+        def _take_time(self, seconds):
+            with self._lock:
+                self._busy_until_s = max(self._busy_until_s, time.monotonic()) + seconds
+                until_s = self._busy_until_s
+            time.sleep(max(0.0, until_s - time.monotonic()))
+
+    def wait_while_held(kind):
+        while orders(kind).get("hold"):
+            time.sleep(POLL_S)
+
+    sync = Arena.sync
+
+    def obedient_sync(arena):
+        wait_while_held("write")
+        sync(arena)
+
+    Arena.sync = obedient_sync
+    tier.ThreadsIO = ObedientIO
+    limits = json.loads(FILE.read_text()).get("limits")
+    if limits:
+        tier.Limits = lambda: Limits(**limits)
