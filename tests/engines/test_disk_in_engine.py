@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import sqlite3
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""A disk that obeys a file: found by every interpreter that has this directory in PYTHONPATH, and at work in the process
-that does an engine's disk I/O.
+"""A disk that obeys a file: found by every interpreter that has this directory in PYTHONPATH, and at work in the
+process that does an engine's disk I/O.
 
 The file, named by KVBM_TEST_DISK_FAULTS, holds a JSON object; what is absent from it does not happen:
 
