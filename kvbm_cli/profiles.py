@@ -52,7 +52,8 @@ def list_profiles(*, as_json: bool) -> None:
 def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> None:
     """Every key with its value and where that came from."""
     resolved = resolve(reference, overrides)
-    values = {key: _value_at(resolved.profile.model_dump(mode="json"), key) for key in resolved.origins}
+    dumped = resolved.profile.model_dump(mode="json")
+    values = {key: _value_at(dumped, key) for key in resolved.origins if _has_section_of(dumped, key)}
     if as_json:
         print_json({key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()})
     else:
@@ -71,6 +72,12 @@ def check_profile(reference: str, overrides: Sequence[str]) -> None:
     check(resolved)
     require_workload(resolved)
     print_data(f"{resolved.path}: no mistake found")
+
+
+def _has_section_of(dumped: Mapping[str, object], key: str) -> bool:
+    """Whether the profile has what the key belongs to: a tier that is left out has no keys."""
+    section = key.rpartition(".")[0]
+    return not section or _value_at(dumped, section) is not None
 
 
 def _value_at(dumped: Mapping[str, object], key: str) -> object:
