@@ -19,6 +19,7 @@ KEPT = 0.8  # weight of what was known before, per sample
 TRIAL_INTERVAL_S = 30.0
 GRACE = 0.1  # part of the time of computing that a read may lag behind it
 GRACE_S = 0.005  # in less than that nobody can tell
+BLIND_S = 1.0  # that a read may take while nothing is known of computing
 KNOWN_S = 0.1  # of work are what an earlier engine has learnt, in weight
 
 
@@ -98,7 +99,7 @@ class Rates:
         it is no later than a request that computes everything, but for GRACE.
         """
         if not self._computing_s:
-            return False
+            return waited_s > BLIND_S
         compute_s = self._block_tokens / self.tokens_per_s
         return waited_s > blocks * compute_s + max(GRACE * of_blocks * compute_s, GRACE_S)
 
