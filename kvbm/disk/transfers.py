@@ -22,7 +22,7 @@ from kvbm.disk.block_io import BlockIO, Run
 from kvbm.disk.health import Health
 from kvbm.disk.index import checksum
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20  # more, and what was read has left the processor's cache before its checksum is computed
 
 
 class Transfer:
