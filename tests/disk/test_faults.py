@@ -1,5 +1,6 @@
 """Faults in service: tickets end as failed, nothing is raised, and a disk that works again is used again."""
 
+import ctypes
 import errno
 import os
 import shutil
@@ -223,6 +224,21 @@ def test_what_a_thread_dies_of_ends_its_ticket_only(rig, faults):
         faults.sync.release()
         rig.wait_until(lambda: rig.tier.is_on)
     assert rig.write([2], [2]).is_good == (True,)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_dead_thread_is_replaced_and_what_it_ran_has_failed(rig, faults):
+    rig.write(range(4), range(4))
+    before = {thread for thread in threading.enumerate() if thread.name == "kvbm-disk"}
+    for thread in before:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    tickets = [rig.start_read([number], [number], [number]) for number in range(4)]  # wakes them
+    results = [rig.wait(ticket) for ticket in tickets]
+    rig.wait_until(lambda: not any(thread.is_alive() for thread in before))
+    rig.tier.poll()
+    assert sum(thread.name == "kvbm-disk" for thread in threading.enumerate()) == len(before)
+    assert all(rig.holds(number, make_hash(number)) for number in range(4) if results[number].is_good == (True,))
+    assert rig.read(range(4), range(4)).is_good == (True,) * 4
 
 
 # off and on
