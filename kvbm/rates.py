@@ -19,7 +19,7 @@ KEPT = 0.8  # weight of what was known before, per sample
 TRIAL_INTERVAL_S = 30.0
 GRACE = 0.1  # part of the time of computing that a read may lag behind it
 GRACE_S = 0.005  # in less than that nobody can tell
-BLIND_S = 1.0  # that a read may take while nothing is known of computing
+BLIND_S = 0.5  # that a read may take while nothing is known of computing
 KNOWN_S = 0.1  # of work are what an earlier engine has learnt, in weight
 
 
