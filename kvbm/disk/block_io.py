@@ -37,6 +37,10 @@ class BlockIO(Protocol):
     def name(self) -> str:
         """What people call it."""
 
+    @property
+    def piece_bytes(self) -> int:
+        """How much it should be given in one call, where one block is not more than that."""
+
     def read(self, runs: Sequence[Run]) -> None:
         """Fill the buffers. Raises EndOfArena where the file ends too early."""
 
@@ -61,6 +65,7 @@ class ThreadsIO:
     """
 
     name = "threads"
+    piece_bytes = 1 << 20  # of more, the first block has left the processor's cache when its checksum is computed
 
     def __init__(self, fd: int, *, is_direct: bool = True) -> None:
         self._fd = fd

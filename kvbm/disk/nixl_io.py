@@ -54,6 +54,7 @@ class NixlIO:
     """
 
     name = "nixl"
+    piece_bytes = 4 << 20  # of less, the polls cost more than the batch saves
 
     def __init__(self, fd: int, memory: Sequence[Buffer], *, queue: str) -> None:
         self._nixl = _load()

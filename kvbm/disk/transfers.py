@@ -22,8 +22,6 @@ from kvbm.disk.block_io import BlockIO, Run
 from kvbm.disk.health import Health
 from kvbm.disk.index import checksum
 
-PIECE_BYTES = 1 << 20  # more, and what was read has left the processor's cache before its checksum is computed
-
 
 class Transfer:
     """One ticket. `checksums` are what a read must find, and what a write has found; `is_good` is per block.
@@ -199,7 +197,7 @@ class TransferThreads:
         """Neighbours together, no more bytes than one I/O should have, and work for every thread."""
         count = len(transfer.hashes)
         order = sorted(range(count), key=transfer.disk_slots.__getitem__)
-        most = max(1, PIECE_BYTES // self._geometry.slot_bytes)
+        most = max(1, self._io.piece_bytes // self._geometry.slot_bytes)
         size = max(1, min(most, -(-count // self._thread_count)))
         return [(transfer, order[start : start + size]) for start in range(0, count, size)]
 

@@ -55,6 +55,7 @@ class Faulty:
 
 class FaultyIO:
     name = "faulty"
+    piece_bytes = ThreadsIO.piece_bytes
 
     def __init__(self, io):
         self.read = Faulty(io.read)
