@@ -440,9 +440,11 @@ def test_a_load_is_given_up_as_soon_as_it_will_take_longer_than_computing():
     rig.close()
 
 
-@pytest.mark.parametrize("came", range(4))
-def test_what_has_come_before_a_load_is_given_up_is_the_engines(came):
+@pytest.mark.parametrize("at_a_time", [1, 32])
+@pytest.mark.parametrize("came", range(3))
+def test_what_has_come_before_a_load_is_given_up_is_the_engines(came, at_a_time, monkeypatch):
     """Up to the first block that is missing; what comes later is for nobody."""
+    monkeypatch.setattr(loads, "FETCHES_AT_A_TIME", at_a_time)
     rig, hashes = known(tokens_per_s=160, blocks_per_s=100)
     blocks = rig.load("r", hashes)
     rig.order()
