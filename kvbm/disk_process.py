@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -20,7 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kvbm.disk.directory import INDEX, InstanceLock
 from kvbm.disk.health import DiskCounters, Limits
+from kvbm.disk.index import BlockIndex
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.tier import DiskResult
 from kvbm.disk.transfers import allowed_cores
@@ -64,6 +67,7 @@ class DiskProcess:
         self._off_because: str | None = None
         self._is_alive = True
         self._recovered: tuple[list[int], list[bytes]] = ([], [])
+        self._is_kept = False
         self.home: Path | None = None  # of all caches of the namespace, if it is kept
         self.counters = DiskCounters()
         _OPEN.add(self)
@@ -90,6 +94,7 @@ class DiskProcess:
             process._end()
             raise
         process._take_over(opened, hash_bytes)
+        process._is_kept = settings.persist
         process.home = opened.path.parent if settings.persist else None
         return process
 
@@ -160,9 +165,30 @@ class DiskProcess:
             self._channel.wait(max(0.0, deadline_s - time.monotonic()))
             self._receive()
         self._results = [self._without(result, tenant) for result in self._results]
+        if self._cleared is None and not self._is_alive:
+            self._clear_in_its_place(tenant)
+            return
         problem = self._cleared.problem if self._cleared else (self._not_cleared(), None)
         if problem is not None:
             raise EnvironmentProblem(problem[0], hint=problem[1])
+
+    def _clear_in_its_place(self, tenant: bytes | None) -> None:
+        """The child has ended, and with it its hold on the cache. Raises EnvironmentProblem."""
+        if not self._is_kept:
+            return  # it went with the child
+        lock = InstanceLock.take(self._path)
+        if lock is None:
+            raise EnvironmentProblem(self._not_cleared(), hint=f"remove {self._path} before the next start")
+        try:
+            index = BlockIndex.open(self._path / INDEX)
+            try:
+                index.clear(tenant)
+            finally:
+                index.close()
+        except (OSError, sqlite3.Error) as error:
+            raise EnvironmentProblem(f"{self._not_cleared()}: {error}") from error
+        finally:
+            lock.release()
 
     def poll(self) -> list[DiskResult]:
         """The tickets that have ended since the last call."""
@@ -199,6 +225,7 @@ class DiskProcess:
     def _take_over(self, opened: Opened, hash_bytes: int) -> None:
         self.slot_count = opened.slot_count
         self.io_name = opened.io_name
+        self._path = opened.path
         self._wear = WearMeter(opened.path)
         hashes = opened.hashes
         self._recovered = (

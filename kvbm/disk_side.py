@@ -189,7 +189,7 @@ def open_disk(
         log.warning("kvbm: blocks on disk are not kept for the next start: their names change from start to start")
     name = Namespace(namespace(facts), facts)
     disk = DiskProcess.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
-    log.info("kvbm: %d blocks on disk in %s, read and written by %s", disk.slot_count, settings.directory, disk.io_name)
+    log.info("kvbm: room for %d blocks in %s, moved by %s", disk.slot_count, settings.directory, disk.io_name)
     return disk
 
 
@@ -223,6 +223,7 @@ class DiskSide:
         self.store = BlockStore(disk.slot_count, tier=Tier.DISK, hash_bytes=hash_bytes, events=False)
         slots, hashes = disk.recovered()
         self.store.restore(slots, hashes)
+        log.info("kvbm: %d blocks on disk are of an earlier engine", len(hashes))
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
         self._decay_s = clock() + policy.frequency_decay_s
         self._queue = _Queue(host.capacity_blocks)
@@ -439,6 +440,7 @@ class DiskSide:
         counters.disk_io_errors = known.io_errors.total()
         counters.disk_flushes = known.flushes
         counters.disk_times_off = known.times_off
+        counters.disk_off = int(not self._disk.is_on)
 
     def _clean(self) -> None:
         """Keep the old end of host memory written, once blocks are about to be evicted."""

@@ -409,15 +409,18 @@ class Leader:
             self.counters.hit_window.append((host_blocks, request.disk_hit_blocks, request.asked_blocks))
             self.counters.finished_requests += 1
 
-    def reset(self) -> None:
+    def reset(self) -> bool:
         """Forget every block, in every tier. What is in flight ends as failed; live requests computed with the old
-        state offload nothing more."""
+        state offload nothing more. False where blocks on disk could not be forgotten durably: none of them is served
+        any more, but by an engine that is started before they are."""
         self._forget_all()
         if self._disk is not None:
             try:
                 self._disk.reset()
             except EnvironmentProblem as error:
                 log.error("%s: the disk tier stays off until it has forgotten its blocks", error.message)
+                return False
+        return True
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Write what only host memory has to disk, if there is one, as far as the time allows. For the end."""

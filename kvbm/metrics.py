@@ -55,6 +55,7 @@ class Counters:
     disk_io_errors: int = 0
     disk_flushes: int = 0
     disk_times_off: int = 0
+    disk_off: int = 0
     hit_window: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=HIT_RATE_WINDOW_REQUESTS))
 
     def hits(self) -> tuple[int, int, int]:
@@ -101,6 +102,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kvbm_disk_checksum_failures": ("disk_checksum_failures", "blocks read whose bytes were not those written"),
     "kvbm_disk_io_errors": ("disk_io_errors", "reads and writes that the disk refused or cut short"),
     "kvbm_disk_flushes": ("disk_flushes", "times that written blocks were made durable"),
+    "kvbm_disk_off": ("disk_off", "1 while the disk tier is off: nothing is written there or read from there"),
     "kvbm_disk_times_off": ("disk_times_off", "times that the disk tier turned itself off after repeated errors"),
     "kvbm_offload_failed_blocks": (
         "offload_failed_blocks",

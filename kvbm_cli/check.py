@@ -5,7 +5,9 @@ Asked by `kvbm profile check`, and by `kvbm serve` before anything else. A mista
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem, UsageError
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 def check(resolved: ResolvedProfile) -> Sizing | SizeUnknown:
     """Sizes of a profile that can be served here, or why only the engine can tell them; else ProfileError.
 
-    Prints a warning where memory is too scarce.
+    Prints a warning where memory or disk space is too scarce.
     """
     from kvbm.sizing import SizeUnknown
 
@@ -32,9 +34,11 @@ def check(resolved: ResolvedProfile) -> Sizing | SizeUnknown:
         sizing = unknown
     _require_program(resolved)
     _require_address(resolved)
+    _require_directory(resolved)
     if not isinstance(sizing, SizeUnknown):
         _require_length(resolved, sizing)
         _warn_of_memory(resolved, sizing)
+        _warn_of_disk(resolved, sizing)
     return sizing
 
 
@@ -101,6 +105,43 @@ def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
 def _kept_tokens(resolved: ResolvedProfile, sizing: Sizing) -> int:
     """Tokens of the one block that vLLM keeps for itself."""
     return sizing.block_tokens if resolved.profile.engine.kind == "vllm" else 0
+
+
+def _require_directory(resolved: ResolvedProfile) -> None:
+    """A directory that cannot be made would be found only after the model has been loaded."""
+    if resolved.profile.tiers.disk is None:
+        return
+    key, holder = "tiers.disk.directory", _holder(resolved.profile.tiers.disk.directory)
+    for is_wrong, text in (
+        (not holder.is_dir(), "is not a directory"),
+        (not os.access(holder, os.W_OK | os.X_OK), "cannot be written to"),
+    ):
+        if is_wrong:
+            raise resolved.mistake(
+                key, f"`{key}`: {holder} {text}", hint=f"set `{key}`, or `kvbm doctor --dir DIRECTORY`"
+            )
+
+
+def _holder(directory: str) -> Path:
+    """The directory, or the nearest above it that exists."""
+    path = Path(directory).expanduser()
+    return next((place for place in (path, *path.parents) if place.exists()), Path("/"))
+
+
+def _warn_of_disk(resolved: ResolvedProfile, sizing: Sizing) -> None:
+    """An earlier cache of the same model may have the space already."""
+    from kvbm.config.sizes import format_size
+
+    disk = resolved.profile.tiers.disk
+    if disk is None or sizing.disk is None:
+        return
+    facts = os.statvfs(_holder(disk.directory))
+    free_bytes = facts.f_bavail * facts.f_frsize
+    if sizing.disk.total_bytes > free_bytes:
+        key = sizing.disk.set_by
+        taken, free = format_size(sizing.disk.total_bytes), format_size(free_bytes)
+        message = f"`{key}` takes {taken}, and {disk.directory} has {free} left for a new cache"
+        show_warning(resolved.mistake(key, message).message)
 
 
 def _warn_of_memory(resolved: ResolvedProfile, sizing: Sizing) -> None:

@@ -43,6 +43,8 @@ def size_of(resolved: ResolvedProfile) -> Sizing:
         on_cpu = profile.engine.kind == "vllm" and runs_on_cpu(profile)
         return size(profile, facts, environment=os.environ, on_cpu=on_cpu)
     except ProfileError as error:
+        if error.hint is not None and "tiers.disk" in error.hint:
+            key = "tiers.disk.blocks" if profile.tiers.disk and profile.tiers.disk.blocks else "tiers.disk.capacity"
         raise resolved.mistake(key, error.message, hint=error.hint) from None
 
 

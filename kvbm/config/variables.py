@@ -144,7 +144,7 @@ VARIABLES: tuple[Variable, ...] = (
     _no_effect("OBJECT_NUM_BLOCKS", Form.TEXT, _OBJECT),
     _no_effect("HOST_MEMORY_PROVIDER", Form.TEXT, "no released version ever read it"),
     _no_effect("G2PB_ADMISSION_POLICY", Form.TEXT, "no released version ever read it"),
-    _no_effect("NIXL_BACKEND_<NAME>", Form.TEXT, "the released wheel never read it, and there is no NIXL here"),
+    _no_effect("NIXL_BACKEND_<NAME>", Form.TEXT, "the released wheel never read it; `tiers.disk.io` chooses NIXL here"),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}

@@ -7,6 +7,7 @@ before the flags are read and the socket is open.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ MEBIBYTE = 2**20
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the engine until it is told to stop. Returns the exit code."""
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.getLogger("kvbm").setLevel(logging.INFO)
     try:
         return _serve(_read_flags(arguments))
     except KvbmError as error:

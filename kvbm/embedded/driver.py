@@ -173,8 +173,7 @@ class KvbmScheduler:
         return list(self.leader.take_events())
 
     def reset_cache(self) -> bool:
-        self.leader.reset()
-        return True
+        return self.leader.reset()
 
     def metrics(self) -> KvbmCollector:
         return KvbmCollector(self.leader.counters, self.leader.blocks, self.leader.wear)

@@ -208,9 +208,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return events if self._publishes_events else ()
 
     def reset_cache(self) -> bool | None:
-        if self._scheduler is not None:
-            self._scheduler.reset()
-        return True
+        return self._scheduler.reset() if self._scheduler is not None else True
 
     # -- both ----------------------------------------------------------------------------------------------------------
 

@@ -286,9 +286,8 @@ class SchedulerSide:
     def take_stats(self) -> KvbmStats | None:
         return None if self.leader is None else self._stats.take(self.leader)
 
-    def reset(self) -> None:
-        if self.leader is not None:
-            self.leader.reset()
+    def reset(self) -> bool:
+        return self.leader.reset() if self.leader is not None else True
 
     def close(self) -> None:
         """What only host memory has goes to disk. vLLM has ended its ranks; their memory is still mapped here."""

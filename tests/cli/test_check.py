@@ -124,6 +124,22 @@ def test_more_memory_than_there_is_gets_a_warning(home: Path, command: str) -> N
     assert outcome.stderr.endswith("  9 |     capacity: 900TB\n    |               ^^^^^\n")
 
 
+DISKS = {
+    "tiers.disk.directory=/dev/null/x": (2, "error: `tiers.disk.directory`: /dev/null is not a directory"),
+    "tiers.disk.capacity=1KiB": (2, "error: a disk of 1KiB holds no block: one takes 128KiB"),
+    "tiers.disk.capacity=900TiB": (0, "warning: `tiers.disk.capacity` takes 900.0 TiB, and ~/.cache/kvbm has "),
+}
+
+
+@pytest.mark.parametrize("override", DISKS)
+def test_a_disk_that_cannot_be_is_found_before_an_engine_starts(home: Path, override: str) -> None:
+    outcome = kvbm("serve", "--dry-run", "-p", "demo-disk", "--set", override, home=home)
+    exit_code, message = DISKS[override]
+    assert outcome.exit_code == exit_code
+    assert outcome.stderr.startswith(message)
+    assert f"\n  --set {override}\n" in outcome.stderr
+
+
 LONG_NAMES = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "47000000"}
 LONG_VARIABLE = f"engine.environment.{'LONG_' * 12}=1"
 

@@ -573,7 +573,8 @@ def test_variable_that_nothing_reads_is_a_warning_with_the_reason(tmp_path: Path
     variables = {"DYN_KVBM_ENABLE": "0", "DYN_KVBM_NIXL_BACKEND_UCX": "true", "DYN_KVBM_DISK_CACHE_DIR": "/mnt"}
     assert load_text(tmp_path, BASE, variables=variables).warnings == (
         "`DYN_KVBM_ENABLE` has no effect: nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off",
-        "`DYN_KVBM_NIXL_BACKEND_UCX` has no effect: the released wheel never read it, and there is no NIXL here",
+        "`DYN_KVBM_NIXL_BACKEND_UCX` has no effect: the released wheel never read it; `tiers.disk.io` chooses "
+        "NIXL here",
         "`DYN_KVBM_DISK_CACHE_DIR` has no effect: there is no disk tier without `DYN_KVBM_DISK_CACHE_GB` or "
         "`tiers.disk.capacity`",
     )

@@ -129,6 +129,25 @@ def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) ->
         assert rig.recovered() == {4: 3}
 
 
+def test_clear_is_durable_also_after_the_child_was_killed(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        assert rig.write([1], [0]).is_good == (True,)
+        os.kill(rig.tier.pid, signal.SIGKILL)
+        rig.wait_until(lambda: rig.tier.poll() or not rig.tier.is_on)
+        rig.tier.clear()
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {}
+
+
+def test_clear_that_somebody_else_prevents_is_an_error(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        assert rig.write([1], [0]).is_good == (True,)
+        os.kill(rig.tier.pid, signal.SIGKILL)
+        rig.wait_until(lambda: rig.tier.poll() or not rig.tier.is_on)
+        with opened(tmp_path), pytest.raises(EnvironmentProblem, match="not cleared durably"):
+            rig.tier.clear()
+
+
 def test_clear_of_a_tenant_leaves_the_others(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         unseen = rig.start_write([1, 2], [0, 1], [0, 1], [b"a", b"b"])
@@ -191,8 +210,6 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
         assert rig.wait(rig.start_read([1], [0], [0])).error == "off: the process for disk I/O has ended"
         rig.tier.forget([0])
         assert not rig.tier.withdraw(in_flight[0])
-        with pytest.raises(EnvironmentProblem, match="not cleared durably"):
-            rig.tier.clear()
     assert len([message for message in caplog.messages if "has ended" in message]) == 1
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 0}

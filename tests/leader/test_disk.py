@@ -10,6 +10,7 @@ from rig import FakeDisk, Rig, chain
 from kvbm import loads
 from kvbm.core.groups import Group
 from kvbm.disk_side import DiskPolicy
+from kvbm.errors import EnvironmentProblem
 from kvbm.known_rates import KEEP_INTERVAL_S, KnownRates
 from kvbm.rates import GRACE, TRIAL_INTERVAL_S, Known, Rates
 from kvbm.types import Tier
@@ -362,6 +363,18 @@ def test_a_reset_forgets_the_disk_and_what_is_on_its_way_there(rig):
     settled(rig)
     assert rig.leader.match("r", hashes, 0) == 0
     assert rig.leader.blocks()[Tier.DISK]["evictable"] == 0
+
+
+def test_a_reset_that_the_disk_could_not_make_durable_says_so(rig):
+    rig.fill("a", 2)
+    settled(rig)
+    assert rig.leader.reset() is True
+
+    def clear():
+        raise EnvironmentProblem("not cleared durably")
+
+    rig.disk.clear = clear
+    assert rig.leader.reset() is False
 
 
 def test_a_reset_while_blocks_are_read_fails_the_load(rig):
