@@ -136,7 +136,7 @@ class Vllm:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"kvbm": dict(sections)},
         }
-        server = Server.start(name, Flags(model), transfer_config=config)
+        server = Server.start(name, Flags(model, max_model_len=4352, block_count=40), transfer_config=config)
         with running([server]):
             yield cls(server)
 
