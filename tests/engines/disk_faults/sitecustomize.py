@@ -5,7 +5,7 @@ The file, named by KVBM_TEST_DISK_FAULTS, holds a JSON object; what is absent fr
 
     {"error": "EIO"}             reads and writes fail so; {"error": "short"}: after their first part
     {"lie": true}                reads bring another byte than they should and report success
-    {"hold": true}               I/O, and making it durable, waits until the file says otherwise
+    {"hold": true}               I/O, making it durable, and forgetting all wait until the file says otherwise
     {"bytes_per_s": 1e6}         the disk moves no more than that, whatever is done at the same time
     {"for": "read"}              and all this is so for reads alone; "write" likewise
     {"limits": {"stall_s": 1}}   when the tier gives the disk up; is read once, at its start
@@ -25,6 +25,7 @@ if "kvbm.disk_child" in sys.orig_argv:
     from kvbm.disk.block_io import EndOfArena, ThreadsIO
     from kvbm.disk.files import Arena
     from kvbm.disk.health import Limits
+    from kvbm.disk.index import BlockIndex
 
     FILE = Path(os.environ["KVBM_TEST_DISK_FAULTS"])
     POLL_S = 0.01
@@ -76,7 +77,13 @@ if "kvbm.disk_child" in sys.orig_argv:
         wait_while_held("write")
         sync(arena)
 
-    Arena.sync = obedient_sync
+    clear = BlockIndex.clear
+
+    def obedient_clear(index, *arguments, **keys):
+        wait_while_held("write")
+        return clear(index, *arguments, **keys)
+
+    Arena.sync, BlockIndex.clear = obedient_sync, obedient_clear
     tier.ThreadsIO = ObedientIO
     limits = json.loads(FILE.read_text()).get("limits")
     if limits:
