@@ -31,7 +31,7 @@ def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], bool]:
     has_adapters = vllm_config.lora_config is not None  # a block's name has an adapter's name, not its content
     facts: dict[str, object] = {
         "engine": "vllm",
-        "version": vllm.__version__,
+        "version": str(getattr(vllm, "__version__", "")),
         "model": str(model.model),
         "weights": weights,
         "digests": [_digest(part) for part in (model, cache, vllm_config.parallel_config)],
