@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from math import ceil
 
-from kvbm.config.engine import VllmArguments, VllmEngine
+from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S, VllmArguments, VllmEngine
 from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE
 from kvbm.config.launch_plan import LaunchPlan, reachable
 from kvbm.config.schema import Profile
@@ -48,7 +49,7 @@ def plan(
     engine, host = profile.engine, profile.server.host
     assert isinstance(engine, VllmEngine), f"a plan of vLLM for an engine of kind {engine.kind}"
     argv = [*_program(engine, installation), "--host", host, "--port", str(port), "--enable-prompt-tokens-details"]
-    argv += _flags(engine.arguments)
+    argv += _flags(engine.arguments, profile.tiers.disk.drain_s if connector and profile.tiers.disk else 0.0)
     if connector:
         argv += ["--kv-transfer-config", _compact(transfer_config(profile, engine.arguments))]
     base_url = f"http://{reachable(host)}:{port}"
@@ -100,8 +101,10 @@ def _default_variables(arguments: VllmArguments, installation: VllmInstallation 
     return variables
 
 
-def _flags(arguments: VllmArguments) -> list[str]:
-    given = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **arguments.model_dump(mode="json", exclude_none=True)}
+def _flags(arguments: VllmArguments, drain_s: float) -> list[str]:
+    """`drain_s` is what the disk tier may take at the end, after vLLM's own work."""
+    timeout_s = min(MAX_SHUTDOWN_TIMEOUT_S, SHUTDOWN_TIMEOUT_S + ceil(drain_s))
+    given = {"shutdown_timeout": timeout_s, **arguments.model_dump(mode="json", exclude_none=True)}
     given.pop("kv_transfer_config", None)
     return [word for name, value in given.items() for word in _flag(name, value)]
 

@@ -142,6 +142,16 @@ def test_a_shutdown_timeout_of_the_profile_wins() -> None:
     assert flags({"shutdown_timeout": 20}) == ["--shutdown-timeout", "20"]
 
 
+@pytest.mark.parametrize(("drain_s", "expected"), [(0.0, "10"), (2.5, "13"), (100.0, "25")])
+def test_vllm_leaves_time_to_write_to_disk_at_the_end(drain_s: float, expected: str) -> None:
+    tiers = {"host": {"blocks": 1}, "disk": {"blocks": 1, "drain_s": drain_s}}
+    with_disk = Profile.model_validate({**profile().model_dump(mode="json", exclude_none=True), "tiers": tiers})
+    argv = plan(with_disk, connector=True, port=1).argv
+    assert argv[argv.index("--shutdown-timeout") + 1] == expected
+    alone = plan(with_disk, connector=False, port=1).argv
+    assert alone[alone.index("--shutdown-timeout") + 1] == "10"
+
+
 def test_kvbm_waits_longer_for_an_engine_than_the_engine_for_its_requests() -> None:
     from kvbm_cli.process import STOP_TIMEOUT_S
 
