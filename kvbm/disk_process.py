@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kvbm.cores import allowed_cores
 from kvbm.disk.directory import INDEX, InstanceLock
 from kvbm.disk.health import DiskCounters, Limits
 from kvbm.disk.index import BlockIndex
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.tier import DiskResult
-from kvbm.disk.transfers import allowed_cores
 from kvbm.disk.wear import Wear, WearMeter
 from kvbm.disk_channel import (
     ChannelClosed,

@@ -96,6 +96,7 @@ class DiskPolicy:
     reads_always: bool = False
     timeout_s: float = 30.0
     batch_blocks: int = 16
+    drain_s: float = 0.0
 
     @classmethod
     def of(cls, config: ConnectorConfig) -> DiskPolicy:
@@ -110,6 +111,7 @@ class DiskPolicy:
             reads_always=config.onboard.policy == "always",
             timeout_s=config.onboard.disk_timeout_s,
             batch_blocks=config.transfer.batch_blocks,
+            drain_s=config.tiers.disk.drain_s if config.tiers.disk is not None else 0.0,
         )
 
 
@@ -121,7 +123,6 @@ class Fetch:
     target: MutableBlocks
     generation: int
     blocks: PinnedBlocks | None = None
-    has_ended: bool = False
     is_void: bool = False
     is_abandoned: bool = False
 
@@ -392,9 +393,9 @@ class DiskSide:
             fetch.is_void = True
         self._disk.clear()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self) -> None:
         """Write what host memory has and the disk has not, the most recently used first, while there is time."""
-        deadline_s = self._clock() + timeout_s
+        deadline_s = self._clock() + self._policy.drain_s
         counts = self._host.counts()
         newest_first = self._host.oldest(counts.inactive)[::-1]
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
@@ -413,7 +414,6 @@ class DiskSide:
     def check(self) -> None:
         """Raise unless the bookkeeping is consistent. For tests."""
         self.store.check()
-        assert sum(len(write.target.slots) for write in self._writes.values()) >= 0
         written = {h for write in self._writes.values() if not write.is_void for h in write.source.hashes}
         assert written == self._departing, (len(written), len(self._departing))
 
@@ -489,7 +489,6 @@ class DiskSide:
 
     def _end_fetch(self, fetch: Fetch, is_good: Sequence[bool]) -> None:
         hashes, slots = fetch.source.hashes, fetch.source.slots
-        fetch.has_ended = True
         bad = [index for index, good in enumerate(is_good) if not good]
         if fetch.is_void:
             fetch.source.release()

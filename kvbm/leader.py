@@ -422,10 +422,10 @@ class Leader:
                 return False
         return True
 
-    def close(self, timeout_s: float = 0.0) -> None:
+    def close(self) -> None:
         """Write what only host memory has to disk, if there is one, as far as the time allows. For the end."""
         if self._disk is not None:
-            self._disk.close(timeout_s)
+            self._disk.close()
 
     # -- what others may see -------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.model_facts import model_facts
+from kvbm_cli.places import nearest_existing
 from kvbm_cli.process import OWN_ADDRESS, choose_port
 from kvbm_cli.show_error import show_warning
 from kvbm_cli.size import size_key, size_of
@@ -111,7 +112,7 @@ def _require_directory(resolved: ResolvedProfile) -> None:
     """A directory that cannot be made would be found only after the model has been loaded."""
     if resolved.profile.tiers.disk is None:
         return
-    key, holder = "tiers.disk.directory", _holder(resolved.profile.tiers.disk.directory)
+    key, holder = "tiers.disk.directory", nearest_existing(Path(resolved.profile.tiers.disk.directory).expanduser())
     for is_wrong, text in (
         (not holder.is_dir(), "is not a directory"),
         (not os.access(holder, os.W_OK | os.X_OK), "cannot be written to"),
@@ -122,12 +123,6 @@ def _require_directory(resolved: ResolvedProfile) -> None:
             )
 
 
-def _holder(directory: str) -> Path:
-    """The directory, or the nearest above it that exists."""
-    path = Path(directory).expanduser()
-    return next((place for place in (path, *path.parents) if place.exists()), Path("/"))
-
-
 def _warn_of_disk(resolved: ResolvedProfile, sizing: Sizing) -> None:
     """An earlier cache of the same model may have the space already."""
     from kvbm.config.sizes import format_size
@@ -135,7 +130,7 @@ def _warn_of_disk(resolved: ResolvedProfile, sizing: Sizing) -> None:
     disk = resolved.profile.tiers.disk
     if disk is None or sizing.disk is None:
         return
-    facts = os.statvfs(_holder(disk.directory))
+    facts = os.statvfs(nearest_existing(Path(disk.directory).expanduser()))
     free_bytes = facts.f_bavail * facts.f_frsize
     if sizing.disk.total_bytes > free_bytes:
         key = sizing.disk.set_by

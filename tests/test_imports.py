@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 ENGINES = ("torch", "transformers", "vllm", "tensorrt_llm", "sglang")
 SHARED = ("kvbm.types", "kvbm.errors")
 LOGICAL = ("kvbm.core", "kvbm.hashing", "kvbm.events")
-PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "kvbm.shared_memory")
+PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "kvbm.shared_memory", "kvbm.cores")
 SEAMS = ("kvbm.core.groups", "kvbm.events", "kvbm.layout", "kvbm.region")  # what an engine's facts are translated into
 DISK_PROCESS = ("kvbm.disk_process", "kvbm.disk_child", "kvbm.disk_channel")
 DECIDING = ("kvbm.leader", "kvbm.loads", "kvbm.disk_side", "kvbm.rates", "kvbm.known_rates")
@@ -46,8 +46,10 @@ TABLE = (
         never=("pydantic", *ENGINES[1:]),
         lazily=("torch",),
     ),
-    Layer(("kvbm.disk",), (*SHARED, "kvbm.disk"), never=("pydantic", *ENGINES)),
-    Layer(DISK_PROCESS, (*SHARED, "kvbm.disk", "kvbm.region", *DISK_PROCESS), never=("pydantic", *ENGINES)),
+    Layer(("kvbm.disk",), (*SHARED, "kvbm.disk", "kvbm.cores"), never=("pydantic", *ENGINES)),
+    Layer(
+        DISK_PROCESS, (*SHARED, "kvbm.disk", "kvbm.region", "kvbm.cores", *DISK_PROCESS), never=("pydantic", *ENGINES)
+    ),
     Layer(
         DECIDING,
         (

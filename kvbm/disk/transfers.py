@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbm.cores import allowed_cores
 from kvbm.disk.block_io import BlockIO, Run
 from kvbm.disk.health import Health
 from kvbm.disk.index import checksum
@@ -277,13 +278,3 @@ class TransferThreads:
         for position in positions:
             transfer.is_good[position] = 1
         self._health.count_write(len(positions), self._geometry.payload_bytes, time.monotonic() - started)
-
-
-def allowed_cores() -> set[int]:
-    """The cores that this process or its parent may use: an engine binds itself to those it computes on, and a disk's
-    thread that inherited this would wait for them."""
-    cores = os.sched_getaffinity(0)
-    try:
-        return cores | os.sched_getaffinity(os.getppid())
-    except OSError:  # a parent in another namespace, or none
-        return cores

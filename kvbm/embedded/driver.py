@@ -181,8 +181,7 @@ class KvbmScheduler:
     def shutdown(self) -> None:
         """Before the worker's: what only host memory has is written to disk first."""
         if self._leader is not None:
-            disk = self._profile.tiers.disk
-            self._leader.close(disk.drain_s if disk is not None else 0.0)
+            self._leader.close()
         if self._region is not None:
             self._region.close()
 

@@ -15,9 +15,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
+from kvbm.cores import allowed_cores
 from kvbm.errors import TransferError
 
 
@@ -51,8 +51,7 @@ class _Task:
 class TransferPool:
     """`thread_count` daemon threads. See the module's text for the promise.
 
-    They may run wherever the process that started this one may. An engine binds itself to the cores it computes on, and
-    a thread that inherited this would wait for the very thread that waits for its copy.
+    They run on all `allowed_cores`.
     """
 
     def __init__(self, thread_count: int, *, name: str) -> None:
@@ -152,14 +151,6 @@ class TransferPool:
                     self._threads[index] = self._start_thread()
                 except RuntimeError:  # no thread to be had now; the next poll tries again
                     return
-
-
-def allowed_cores() -> set[int]:
-    """The cores that this process or its parent may use. An engine that binds itself leaves its parent as it is."""
-    cores = os.sched_getaffinity(0)
-    with suppress(OSError):  # a parent in another namespace, or none
-        cores |= os.sched_getaffinity(os.getppid())
-    return cores
 
 
 class ManualPool:

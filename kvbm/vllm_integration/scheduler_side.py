@@ -292,8 +292,7 @@ class SchedulerSide:
     def close(self) -> None:
         """What only host memory has goes to disk. vLLM has ended its ranks; their memory is still mapped here."""
         if self.leader is not None:
-            disk = self._config.tiers.disk
-            self.leader.close(disk.drain_s if disk is not None else 0.0)
+            self.leader.close()
         if self._region is not None:
             self._region.close()
 

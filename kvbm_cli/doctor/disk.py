@@ -21,6 +21,7 @@ from kvbm_cli.doctor.machine import NoAnswer
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
 from kvbm_cli.doctor.subject import ANOTHER, Subject
 from kvbm_cli.doctor.workplace import PREFIX, workplace
+from kvbm_cli.places import nearest_existing
 
 Found = Generator[Check, None, Settings | None]
 
@@ -66,7 +67,7 @@ def checks(subject: Subject) -> Found:
 
 
 def _way_out(directory: Path) -> str:
-    existing = next((path for path in (directory, *directory.parents) if path.exists()), directory)
+    existing = nearest_existing(directory)
     if existing.is_dir() and not os.access(existing, os.W_OK):
         return f"`chown {os.geteuid()} {existing}`, or {ANOTHER}"
     return ANOTHER

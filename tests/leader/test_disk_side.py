@@ -151,7 +151,7 @@ def test_a_block_that_failed_to_be_written_is_not_found():
 
 
 def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
-    rig = make(3, to_disk="frequency")
+    rig = make(3, to_disk="frequency", policy={"drain_s": 5.0})
     old, new = rig.fill("a", 2), rig.fill("b", 2)
     written = []
     run = rig.disk.poll
@@ -163,7 +163,7 @@ def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
 
     rig.disk.poll = poll
     rig.leader._disk._clock = time.monotonic
-    rig.leader.close(5.0)
+    rig.leader.close()
     assert set(written[:2]) == set(new)
     assert set(written) == {*old, *new}
     assert rig.disk.is_closed
