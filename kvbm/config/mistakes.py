@@ -22,7 +22,6 @@ from kvbm.errors import ProfileError
 NOT_BUILT = {
     "tiers.object": "this version keeps blocks in host memory and on disk; use `tiers.host` and `tiers.disk`",
     "filters": "the section `offload` says what goes where; leave this one out",
-    "metrics": "kvbm_* metrics are always at /metrics of the engine's server; leave the section out",
 }
 NOT_BUILT_ENGINES = ("tensorrt-llm", "sglang")
 

@@ -20,6 +20,7 @@ from kvbm.config.values import (
     Port,
     Section,
     Size,
+    absolute,
     count_value,
     environment_value,
     length_value,
@@ -92,9 +93,7 @@ class DiskTier(Section):
     @field_validator("directory")
     @classmethod
     def _is_absolute(cls, directory: str) -> str:
-        if not directory.startswith(("/", "~")):
-            raise ValueError(f"must be an absolute path, or begin with `~`, not `{directory}`")
-        return directory
+        return absolute(directory)
 
     @model_validator(mode="after")
     def _has_a_size(self) -> DiskTier:
@@ -174,6 +173,47 @@ class Transfer(Section):
     init_timeout_s: float = Field(
         default=600.0, gt=0, allow_inf_nan=False, description="Seconds that the engine may take until it is healthy."
     )
+    numa: bool = Field(
+        default=True,
+        description="Whether the host memory of a rank is taken from the NUMA node of its GPU, where there are several "
+        "nodes.",
+    )
+
+
+class Metrics(Section):
+    """The kvbm_* series are at `/metrics` of the engine's own server in any case."""
+
+    serve: bool = Field(
+        default=False,
+        description="Whether the kvbm_* series are served on a port of their own too, beside the engine's `/metrics`.",
+    )
+    host: str | None = Field(
+        default=None, min_length=1, description="Address of that port; without it the one of `server.host`."
+    )
+    port: Port = Field(default=6880, description="That port; `0` or `auto` chooses a free one, which the log names.")
+    window_requests: int = Field(
+        default=1000, ge=1, le=1_000_000, description="Finished requests that the hit rates are about."
+    )
+    log_interval_s: float = Field(
+        default=5.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds between two lines of the log with the hit rates, if a request has ended; 0 for none.",
+    )
+    record: bool = Field(
+        default=False,
+        description="Whether every decision about blocks is written to a file, as JSON lines, without prompts.",
+    )
+    record_directory: str = Field(
+        default="~/.local/state/kvbm",
+        min_length=1,
+        description="Directory of those files, absolute or from `~`; each engine makes one of its own.",
+    )
+
+    @field_validator("record_directory")
+    @classmethod
+    def _is_absolute(cls, directory: str) -> str:
+        return absolute(directory)
 
 
 class Server(Section):
@@ -214,6 +254,7 @@ class ConnectorConfig(Section):
     offload: Offload = Field(default=Offload(), description="Which blocks are copied away from device memory.")
     onboard: Onboard = Field(default=Onboard(), description="Which blocks are brought back.")
     transfer: Transfer = Field(default=Transfer(), description="How blocks are copied.")
+    metrics: Metrics = Field(default=Metrics(), description="What is told of the cache, and where.")
 
     def digest(self) -> str:
         """Equal in two processes exactly if they were configured alike."""
@@ -228,6 +269,7 @@ class Profile(Section):
     onboard: Onboard = Field(default=Onboard(), description="Which blocks are brought back.")
     transfer: Transfer = Field(default=Transfer(), description="How blocks are copied.")
     server: Server = Field(default=Server(), description="Where the engine serves.")
+    metrics: Metrics = Field(default=Metrics(), description="What is told of the cache, and where.")
     disaggregated: Disaggregated = Field(
         default=Disaggregated(), description="Engines that prefill and engines that decode, behind one address."
     )
@@ -251,8 +293,19 @@ class Profile(Section):
             raise ValueError("needs engines that are one each: leave `engine.arguments.data_parallel_size` out")
         return disaggregated
 
+    @field_validator("metrics")
+    @classmethod
+    def _has_a_port_of_its_own(cls, metrics: Metrics, info: ValidationInfo) -> Metrics:
+        server = info.data.get("server")
+        if metrics.serve and server is not None and metrics.port == server.port != 0:
+            raise ValueError("needs a port of its own: `metrics.port` is the one of `server.port`")
+        return metrics
+
     def connector_config(self) -> ConnectorConfig:
-        return ConnectorConfig(tiers=self.tiers, offload=self.offload, onboard=self.onboard, transfer=self.transfer)
+        metrics = self.metrics.model_copy(update={"host": self.metrics.host or self.server.host})
+        return ConnectorConfig(
+            tiers=self.tiers, offload=self.offload, onboard=self.onboard, transfer=self.transfer, metrics=metrics
+        )
 
 
 @dataclass(frozen=True, slots=True)

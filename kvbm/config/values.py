@@ -35,6 +35,13 @@ def port_value(value: object) -> object:
     return 0 if value == "auto" else value
 
 
+def absolute(directory: str) -> str:
+    """ValueError for a path that depends on where a process was started."""
+    if not directory.startswith(("/", "~")):
+        raise ValueError(f"must be an absolute path, or begin with `~`, not `{directory}`")
+    return directory
+
+
 def environment_value(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError(f"must be text: an environment knows no booleans; write `'{str(value).lower()}'` or `'1'`")

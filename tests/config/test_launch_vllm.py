@@ -33,7 +33,16 @@ TRANSFER = {
                 "frequency_entries": 1000000,
             },
             "onboard": {"policy": "auto", "disk_timeout_s": 30.0},
-            "transfer": {"max_concurrent": 4, "batch_blocks": 16, "init_timeout_s": 600.0},
+            "transfer": {"max_concurrent": 4, "batch_blocks": 16, "init_timeout_s": 600.0, "numa": True},
+            "metrics": {
+                "serve": False,
+                "host": "127.0.0.1",
+                "port": 6880,
+                "window_requests": 1000,
+                "log_interval_s": 5.0,
+                "record": False,
+                "record_directory": "~/.local/state/kvbm",
+            },
         }
     },
 }

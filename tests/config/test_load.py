@@ -128,8 +128,8 @@ FILE_MISTAKES = {
     "engine flag like no other": (
         f"{BASE}qqqq: 5\n",
         "unknown key `qqqq`\n  FILE:6:1\n    |\n  6 | qqqq: 5\n    | ^^^^",
-        "a profile has `description`, `engine`, `tiers`, `offload`, `onboard`, `transfer`, `server`, `disaggregated`, "
-        "`bench`",
+        "a profile has `description`, `engine`, `tiers`, `offload`, `onboard`, `transfer`, `server`, `metrics`, "
+        "`disaggregated`, `bench`",
     ),
     "size without unit": (
         "engine: {model: m}\ntiers: {host: {capacity: 100}}\n",
@@ -289,10 +289,11 @@ FILE_MISTAKES = {
         "`filters` is not in this version\n  FILE:6:1\n    |\n  6 | filters:\n    | ^^^^^^^",
         "the section `offload` says what goes where; leave this one out",
     ),
-    "metrics": (
-        f"{BASE}metrics: {{port: 6880}}\n",
-        "`metrics` is not in this version\n  FILE:6:1\n    |\n  6 | metrics: {port: 6880}\n    | ^^^^^^^",
-        "kvbm_* metrics are always at /metrics of the engine's server; leave the section out",
+    "metrics at the engine's port": (
+        f"{BASE}server: {{port: 6880}}\nmetrics: {{serve: true}}\n",
+        "`metrics` needs a port of its own: `metrics.port` is the one of `server.port`\n  FILE:7:1\n    |\n"
+        "  7 | metrics: {serve: true}\n    | ^^^^^^^",
+        None,
     ),
     "nothing": ("", "`engine` is missing\n  FILE", "add `engine.model`, such as `synthetic:tiny`"),
     "no model": (
