@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import http.client
 import importlib.util
-import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -28,25 +25,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX
 from kvbm.errors import EngineError, EnvironmentProblem
+from kvbm_cli.end_reason import oom_kills, reason_of
+from kvbm_cli.engine_log import EngineLog
 from kvbm_cli.group_guard import END, LOOK, EngineRemains, shared_files
 from kvbm_cli.listening import is_served_by
+from kvbm_cli.readiness import Readiness
 
 WRAPPER = Path(__file__).with_name("die_with_parent.py")
 GUARD = Path(__file__).with_name("group_guard.py")
 POLL_S = 0.05
-HEALTH_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 30.0
-TAIL_LINES = 12
-TAIL_BYTES = 16384
-LONGEST_LINE = 300
 GUARD_TIMEOUT_S = 30.0
 LONGEST_TMPDIR = 50  # a UNIX socket's path has room for 107 characters, and engines put names of 36 and more below it
+
+NO_TIME = "`transfer.init_timeout_s` is how long a start may take"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +65,11 @@ class EngineProcess:
         self._child = child
         self._guard = _start_guard(remains, log)
         self._remains = remains
-        self._log_start = log_start  # what lies before it in the file is of an earlier engine
+        self._log = EngineLog(Path(log.name), log_start)
         self._started = time.monotonic()
-        self._reported_phase: str | None = None
+        self._oom_kills_before = oom_kills()
         self._is_cleared = False
         self.plan = plan
-        self.log_path = Path(log.name)
 
     @classmethod
     def start(cls, plan: LaunchPlan, *, log_path: Path) -> EngineProcess:
@@ -109,6 +106,14 @@ class EngineProcess:
         return self._child.pid
 
     @property
+    def guard_pid(self) -> int:
+        return self._guard.pid
+
+    @property
+    def log_path(self) -> Path:
+        return self._log.path
+
+    @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
@@ -119,6 +124,7 @@ class EngineProcess:
         """
         if self._child.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                self._keep_guard()
                 return None
             self._clear_away()
             self._child.wait()
@@ -126,21 +132,19 @@ class EngineProcess:
         return code if code >= 0 else 128 - code
 
     def wait_healthy(self, timeout_s: float, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
-        """Returns when the engine serves. EngineError as soon as it has ended, or after `timeout_s`; then it is dead.
+        """Returns when the engine answers 200 at its health address. EngineError as soon as it has ended, or when
+        `timeout_s` have passed since its start; then it is dead.
 
         `on_progress` is called a few times per second and may stop the engine.
         """
+        readiness = Readiness(self.plan, self._log, self._listens_at)
         while self.poll() is None:
-            phase = self._phase_unless_healthy()
-            if phase is None:
+            if readiness.ask():
                 self._look()
                 return
             if self.elapsed_s > timeout_s:
-                self.kill()
-                raise EngineError(
-                    f"the engine was not healthy after {timeout_s:g} s\n{self._log_tail()}", hint=_NO_TIME
-                )
-            on_progress(Progress(self.elapsed_s, phase))
+                raise self.late_error(f"the engine was not healthy after {timeout_s:g} s\n  {readiness.waited_for()}")
+            on_progress(Progress(self.elapsed_s, readiness.phase()))
             time.sleep(POLL_S)
         raise self.ended_error("the engine ended before it was healthy")
 
@@ -148,11 +152,18 @@ class EngineProcess:
         """The report of an engine that ended by itself."""
         code = self.poll()
         assert code is not None, "the engine still runs"
+        reason = reason_of(self._log.lines(), code, oom_kill_count=oom_kills() - self._oom_kills_before)
+        because = f"\n  {reason.text}" if reason is not None else ""
         return EngineError(
-            f"{message}, with exit code {code} after {self.elapsed_s:.1f} s\n{self._log_tail()}",
-            hint=f"the whole log: `less {self.log_path}`",
+            f"{message}, with exit code {code} after {self.elapsed_s:.1f} s{because}\n{self._log.tail()}",
+            hint=(reason and reason.hint) or f"the whole log: `less {self.log_path}`",
             exit_code=code or 1,
         )
+
+    def late_error(self, message: str, *, hint: str = NO_TIME) -> EngineError:
+        """Kills an engine that does not become ready, and returns the report."""
+        self.kill()
+        return EngineError(f"{message}\n{self._log.tail()}", hint=hint)
 
     def signal(self, signal_number: int) -> None:
         """Delivers a signal to the engine itself, which passes on what its own processes need to know."""
@@ -173,6 +184,15 @@ class EngineProcess:
                 self._clear_away()  # the engine itself is among what it kills
             time.sleep(POLL_S / 5)
         return code
+
+    def _keep_guard(self) -> None:
+        """Another guard in the place of one that somebody has killed: it sees the engine's processes as they are now.
+        Where this process dies before that, the kernel still kills the engine itself."""
+        if self._guard.poll() is not None and not self._is_cleared:
+            self._guard.communicate()  # closes our ends of its pipes
+            with _open_log(self.log_path) as log:
+                log.write(f"kvbm: the guard process {self._guard.pid} was killed, another one goes on\n".encode())
+                self._guard = _start_guard(self._remains, log)
 
     def _look(self) -> None:
         """Returns when the guard has seen all that the engine has at this moment, so that none of it can be lost."""
@@ -197,43 +217,14 @@ class EngineProcess:
         if self._guard.returncode < 0:
             self._remains.clear_away()
 
-    def _phase_unless_healthy(self) -> str | None:
-        """None when the engine answers 200 at its health address; until then what it says there, or in its log.
-
-        The answer counts only if the engine listens there: a stranger may have taken the port before it could.
-        """
-        answer = _get(self.plan.health_url)
-        if answer.status == http.HTTPStatus.OK and self._listens_at(answer.address):
-            return None
-        phase = _object_in(answer.body).get("phase")
-        self._reported_phase = phase if isinstance(phase, str) else self._reported_phase
-        phases = filter(None, map(readable_phase, reversed(self._log_lines())))
-        return self._reported_phase or next(phases, "starting")
-
     def _listens_at(self, address: str) -> bool:
         port = urlsplit(self.plan.health_url).port
         assert port is not None, self.plan.health_url
         return is_served_by(self._remains.members(), address=address, port=port)
 
-    def _log_lines(self) -> list[str]:
-        with self.log_path.open("rb") as log:
-            log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - TAIL_BYTES))
-            text = log.read().decode(errors="replace")
-        return [line.rstrip() for line in text.splitlines() if line.strip()]
-
-    def _log_tail(self) -> str:
-        """The last lines, and the first error shortly before them: what several processes say at their end is long."""
-        lines = self._log_lines()
-        shown = lines[-TAIL_LINES:]
-        error = next(filter(_ERROR.search, lines[:-TAIL_LINES]), None)
-        report = [f"  {self.log_path}, last lines:" if lines else f"  {self.log_path} is empty"]
-        report += [f"    {line}" for line in shown]
-        return "\n".join(report + ([f"  first error before them:\n    {error[:LONGEST_LINE]}"] if error else []))
-
 
 OWN_ADDRESS = "`server.host` is an address of this machine: `127.0.0.1`, or `0.0.0.0` for all that it has"
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-_NO_TIME = "`transfer.init_timeout_s` is how long a start may take"
 
 
 def engine_environment(plan: LaunchPlan, environment: Mapping[str, str]) -> dict[str, str]:
@@ -257,23 +248,6 @@ def choose_port(host: str, port: int) -> int:
             reason = (error.strerror or str(error)).lower()
             raise EnvironmentProblem(f"cannot listen on {where}: {reason}", hint=hint) from None
         return int(probe.getsockname()[1])
-
-
-_ERROR = re.compile(r"\bERROR\b|^([A-Za-z_]+\.)*[A-Za-z_]+(Error|Exception): ")
-_LOG_PREFIX = re.compile(r"(\(\S+ pid=\d+\) )?((DEBUG|INFO) [\d-]+ [\d:.]+ \[[^\]]*:\d+\] ?)?")
-_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_PROGRESS_BAR = re.compile(r"\s*\|.*it/s\]$")
-_WORDS = re.compile(r"[A-Za-z]\w+ \w")
-_NOT_A_PHASE = re.compile(r"\s|WARNING|ERROR|\[?[WE]\d{4} |/|.*Warning: |.*\w\(")
-
-
-def readable_phase(line: str) -> str | None:
-    """A log line as words for what a starting engine is at, without who wrote it, when and where; None if it has none.
-
-    Warnings, their continuation lines and drawings say nothing of how far the start is.
-    """
-    text = _PROGRESS_BAR.sub("", _LOG_PREFIX.sub("", _TERMINAL_CODE.sub("", line), count=1))
-    return text if _WORDS.search(text) and not _NOT_A_PHASE.match(text) else None
 
 
 def _make_directory(plan: LaunchPlan) -> str:
@@ -322,37 +296,3 @@ def _open_log(path: Path) -> BinaryIO:
         raise EnvironmentProblem(
             f"cannot write the engine's log `{path}`: {(error.strerror or str(error)).lower()}"
         ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Status 0 when nobody answered; `address` is that of whoever did."""
-
-    status: int = 0
-    body: bytes = b""
-    address: str = ""
-
-
-def _get(url: str) -> _Answer:
-    """Plain http.client: no proxy of the environment is asked."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=HEALTH_TIMEOUT_S)
-    try:
-        connection.connect()
-        address = connection.sock.getpeername()[0]
-        connection.request("GET", parts.path)
-        answer = connection.getresponse()
-        return _Answer(answer.status, answer.read(), address)
-    except (OSError, http.client.HTTPException):
-        return _Answer()
-    finally:
-        connection.close()
-
-
-def _object_in(body: bytes) -> dict[str, Any]:
-    try:
-        answer = json.loads(body)
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}

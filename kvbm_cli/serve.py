@@ -1,7 +1,8 @@
 """`kvbm serve`: checks a profile, prints what it amounts to, starts the engine and stays in front of it until it ends.
 
-The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) is passed on to the engine, which then has STOP_TIMEOUT_S to finish
-what it serves; a second one kills it. The exit code is the engine's own.
+It serves when it is healthy and has given a first token. The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) is passed on
+to the engine, which then has STOP_TIMEOUT_S to finish what it serves; a second one kills it. The exit code is the
+engine's own, or 128 + n where signal n came before it served.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
 from kvbm_cli.check import check, require_engine
 from kvbm_cli.console import StartProgress, print_data, print_json, print_note
+from kvbm_cli.first_token import wait_first_token
 from kvbm_cli.process import STOP_TIMEOUT_S, EngineProcess, Progress, choose_port
 from kvbm_cli.profiles import resolve
+from kvbm_cli.show_error import show_warning
 from kvbm_cli.size import as_data, block_line, tier_table
 
 if TYPE_CHECKING:
@@ -103,10 +106,14 @@ def _run(plan: LaunchPlan | DisaggregatedPlan, log_path: Path, init_timeout_s: f
                     show(progress)
 
                 engine.wait_healthy(init_timeout_s, on_progress)
+                refusal = wait_first_token(engine, init_timeout_s, on_progress)
         except EngineError:
             if signals.received:
-                return engine.stop()
+                engine.stop()
+                return 128 + signals.received[0]
             raise
+        if refusal is not None:
+            show_warning(f"the engine is healthy, but a completion of one token was refused: {refusal}")
         _print_ready(engine, _named(plan), as_json=as_json)
         while (code := engine.poll()) is None:
             signals.pass_on(engine)
@@ -212,7 +219,7 @@ def _print_ready(
     body = f'{{"model": "{launch_plan.model}", "prompt": "Once upon a time", "max_tokens": 16}}'
     curl = ["curl", f"{launch_plan.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
     addresses = "".join(f"\n{name:<9}  {one.base_url}" for name, one in named.items())
-    print_note(f"healthy after {engine.elapsed_s:.1f} s; log {engine.log_path}; Ctrl-C stops{addresses}\n")
+    print_note(f"ready after {engine.elapsed_s:.1f} s; log {engine.log_path}; Ctrl-C stops{addresses}\n")
     print_data(f"{launch_plan.base_url}\n\n{shlex.join(curl)}")
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
 from kvbm_cli.pd.plan import DisaggregatedPlan
-from kvbm_cli.process import POLL_S, STOP_TIMEOUT_S, EngineProcess, Progress
+from kvbm_cli.process import NO_TIME, POLL_S, STOP_TIMEOUT_S, EngineProcess, Progress
 
 ENDED_EARLY = "the engine ended before it was healthy"
 
@@ -99,6 +99,12 @@ class DisaggregatedEngines:
         """The report of the one that ended by itself."""
         assert self.poll() is not None, "the engines still run"
         return (self._first_ended or self._members[0]).ended_error(message)
+
+    def late_error(self, message: str, *, hint: str = NO_TIME) -> EngineError:
+        """Kills engines whose proxy does not become ready, and returns the report with the proxy's log."""
+        error = self._members[-1].process.late_error(message, hint=hint)
+        self.kill()
+        return error
 
     def signal(self, signal_number: int) -> None:
         """To every one. From here on an end is no mishap."""

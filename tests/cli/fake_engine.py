@@ -4,7 +4,9 @@
 FAKE says how: `crash` ends before it is healthy, `long_farewell` too and says much more, `hang` never is, `stubborn`
 ignores SIGTERM, `dies` ends by itself once it was healthy, `ends` too and as if all were well, `children` starts a
 process of its own, `litters` also one that leaves the group, and makes files in shared memory and in TMPDIR that it
-never deletes. Without it, a well-behaved engine.
+never deletes, `mute` is healthy but gives no token, `refuses` answers 404 to a completion, `broken` answers 500, `busy`
+answers 503 twice before it gives one, `unhealthy` answers 503 with a phase, `full_disk` and others of LAST_WORDS end
+with such words. Without it, a well-behaved engine.
 """
 
 import http.server
@@ -19,14 +21,42 @@ import time
 from multiprocessing import shared_memory
 
 MODE = os.environ.get("FAKE", "")
+REFUSALS = {"refuses": (404, 99), "broken": (500, 99), "busy": (503, 2)}  # status, and how often
+LAST_WORDS = {
+    "full_disk": "OSError: [Errno 28] No space left on device",
+    "no_library": "ModuleNotFoundError: No module named 'flash'",
+    "no_gpu_memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    "own_words": "error: the model cannot be read: config.json is missing\n\nhint: `engine.model`",
+}
+asked = [0]
 
 
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
+        if MODE == "unhealthy":
+            self.answer(503, b'{"status": "loading", "phase": "compiling kernels"}')
+            return
+        self.answer(200)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        asked[0] += 1
+        if MODE == "mute":
+            time.sleep(600)
+        if MODE == "keyed" and self.headers.get("Authorization") != "Bearer secret":
+            self.answer(401, b'{"error": {"message": "no key"}}')
+        elif MODE in REFUSALS and asked[0] <= REFUSALS[MODE][1]:
+            self.answer(REFUSALS[MODE][0], b'{"error": {"message": "asked for"}}')
+        else:
+            self.answer(200, b'{"choices": [{"text": "a"}]}')
         if MODE in ("dies", "ends"):
             threading.Timer(0.2, os._exit, (9 if MODE == "dies" else 0,)).start()
+
+    def answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -47,6 +77,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if MODE == "stubborn" else lambda *ignored: sys.exit(0))
     if MODE == "crash":
         sys.exit("Traceback (most recent call last):\nMemoryError: not enough of it")
+    if MODE in LAST_WORDS:
+        sys.exit(LAST_WORDS[MODE])
+    if MODE == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if MODE == "long_farewell":
         print("(Worker pid=7) ERROR 11-21 18:03:38 [worker.py:3] the device is gone", flush=True)
         sys.exit("\n".join(f"farewell {number}" for number in range(20)))

@@ -26,6 +26,7 @@ FILTERS = (
     (r"serve-\d{8}-\d{6}-\d+\.log", "serve-[RUN].log"),
     (r"(127\.0\.0\.1[: ](?:port )?)\d{5}\b", r"\1[PORT]"),
     (r"\b\d+\.\d s\b", "[TIME] s"),
+    (r"\bfor \d+ s\b", "for [TIME] s"),
     (r"/tmp/\S*?pytest-\d+/[^/\s]+", "[TMP]"),
 )
 

@@ -73,7 +73,7 @@ def test_the_end_of_one_ends_the_whole_and_names_it(tmp_path: Path, index: int) 
     name = ("prefill 0", "decode 0", "proxy")[index]
     assert error.message.startswith(f"{name}: the engine ended by itself, with exit code 137")
     assert error.exit_code == 137
-    assert str(tmp_path / ("log" if name == "proxy" else log_of(Path("log"), name))) in str(error.hint)
+    assert str(tmp_path / ("log" if name == "proxy" else log_of(Path("log"), name))) in error.message
 
 
 @pytest.mark.parametrize(("modes", "culprit"), [(("crash", "hang"), "prefill 0"), (("hang", "crash"), "decode 0")])

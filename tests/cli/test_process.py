@@ -24,7 +24,8 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli import process
 from kvbm_cli.die_with_parent import CANNOT_RUN
-from kvbm_cli.process import GUARD, WRAPPER, EngineProcess, Progress, choose_port, engine_environment, readable_phase
+from kvbm_cli.engine_log import readable_phase
+from kvbm_cli.process import GUARD, WRAPPER, EngineProcess, Progress, choose_port, engine_environment
 
 DEADLINE_S = 20
 
@@ -93,12 +94,12 @@ def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
     with EngineProcess.start(fake_plan("crash"), log_path=log_path) as engine, pytest.raises(EngineError) as caught:
         engine.wait_healthy(DEADLINE_S)
     assert caught.value.message.splitlines()[1:] == [
+        "  memory ran out",
         f"  {log_path}, last lines:",
         "    loading the weights",
         "    Traceback (most recent call last):",
         "    MemoryError: not enough of it",
     ]
-    assert caught.value.hint == f"the whole log: `less {log_path}`"
     assert caught.value.exit_code == 1
 
 
@@ -276,3 +277,14 @@ def test_host_that_is_none_is_named(host: str) -> None:
 )
 def test_last_log_line_is_shown_in_words(line: str, phase: str | None) -> None:
     assert readable_phase(line) == phase
+
+
+def test_a_guard_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    with EngineProcess.start(fake_plan("children"), log_path=tmp_path / "log") as engine:
+        engine.wait_healthy(DEADLINE_S)
+        first, child = engine.guard_pid, psutil.Process(engine.pid).children()[0]
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: engine.poll() is None and engine.guard_pid != first)
+        assert f"kvbm: the guard process {first} was killed" in (tmp_path / "log").read_text()
+        assert engine.stop() == 0
+    assert is_gone(child.pid)

@@ -114,12 +114,14 @@ def test_second_interrupt_kills_an_engine_that_does_not_stop(home: Path) -> None
     assert all(is_gone(member.pid) for member in family)
 
 
-def test_interrupt_during_the_start_is_not_a_failed_start(home: Path) -> None:
-    command = [*PROGRAM, "serve", "-p", "./mine.yaml", "--set", "engine.environment.FAKE=hang"]
+@pytest.mark.parametrize("mode", ["hang", "unhealthy", "mute"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_during_the_start_is_not_a_failed_start(home: Path, mode: str, number: signal.Signals) -> None:
+    command = [*PROGRAM, "serve", "-p", "./mine.yaml", "--set", f"engine.environment.FAKE={mode}"]
     with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True) as program:
         eventually(lambda: b"loading" in b"".join(path.read_bytes() for path in home.glob(".local/state/kvbm/*")))
-        program.send_signal(signal.SIGTERM)
-        assert program.wait(timeout=20) == 0
+        program.send_signal(number)
+        assert program.wait(timeout=20) == 128 + number
         assert program.stderr is not None
         assert "error:" not in program.stderr.read()
 
@@ -132,11 +134,37 @@ def test_killed_parent_leaves_no_process(home: Path) -> None:
         eventually(lambda: all(is_gone(member.pid) for member in family))
 
 
+@pytest.mark.parametrize("mode", ["busy", "keyed"])
+def test_engine_is_ready_when_it_has_given_a_first_token(home: Path, mode: str) -> None:
+    """It answers 503 at first; it wants the key that its environment has."""
+    variables = ["--set", f"engine.environment.FAKE={mode}", "--set", "engine.environment.VLLM_API_KEY=secret"]
+    with serving(home, *variables) as program:
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(timeout=20) == 0
+        assert "refused" not in program.stderr.read()
+
+
+def test_engine_that_takes_no_such_request_is_served_with_a_warning(home: Path) -> None:
+    with serving(home, "--set", "engine.environment.FAKE=refuses") as program:
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(timeout=20) == 0
+        warning = "warning: the engine is healthy, but a completion of one token was refused: 404: asked for"
+        assert warning in program.stderr.read()
+
+
 FAILURES = {
     "crash": ["--set", "engine.environment.FAKE=crash"],
     "dies": ["--set", "engine.environment.FAKE=dies"],
     "ends": ["--set", "engine.environment.FAKE=ends"],
-    "hangs": ["--set", "engine.environment.FAKE=hang", "--set", "transfer.init_timeout_s=3"],
+    "killed": ["--set", "engine.environment.FAKE=killed"],
+    "full_disk": ["--set", "engine.environment.FAKE=full_disk"],
+    "no_library": ["--set", "engine.environment.FAKE=no_library"],
+    "no_gpu_memory": ["--set", "engine.environment.FAKE=no_gpu_memory"],
+    "own_words": ["--set", "engine.environment.FAKE=own_words"],
+    "broken_answer": ["--set", "engine.environment.FAKE=broken"],
+    "hangs": ["--set", "engine.environment.FAKE=hang", "--set", "transfer.init_timeout_s=2"],
+    "stays_unhealthy": ["--set", "engine.environment.FAKE=unhealthy", "--set", "transfer.init_timeout_s=2"],
+    "gives_no_token": ["--set", "engine.environment.FAKE=mute", "--set", "transfer.init_timeout_s=2"],
     "no_interpreter": ["--set", "engine.python=/no/such/python"],
     "no_model": ["--set", "engine.model=Qwen/Qwen3-0.6B"],
     "no_room_for_a_block": ["--set", "tiers.host.capacity=10KB"],
@@ -155,8 +183,8 @@ def test_failed_serve(home: Path, name: str) -> None:
 def test_log_goes_to_a_temporary_directory_where_there_is_no_home(home: Path) -> None:
     command = ["serve", "-p", "./mine.yaml", "--set", "engine.environment.FAKE=crash"]
     outcome = kvbm(*command, home=home, XDG_STATE_HOME="/dev/null", TMPDIR=str(home))
-    assert len(list(home.glob("kvbm-*/serve-*.log"))) == 1
-    assert f"the whole log: `less {home}/kvbm-" in outcome.stderr
+    (log,) = home.glob("kvbm-*/serve-*.log")
+    assert f"  {log}, last lines:" in outcome.stderr
 
 
 def test_taken_port_is_an_error_before_anything_starts(home: Path) -> None:
