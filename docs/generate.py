@@ -18,7 +18,7 @@ import typer
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.flags import KVBM_SETS
 from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
-from kvbm.config.schema import Key, keys
+from kvbm.config.schema import INTERPOLATED, Key, keys
 from kvbm.config.variables import VARIABLES, Effect
 from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN, shown
@@ -32,18 +32,25 @@ PROFILE_HEAD = """\
 # Profile keys
 
 A profile is a YAML file. `kvbm profile show PROFILE` prints every key with its value and where that came from;
-`kvbm profile check PROFILE` finds the first mistake that can be known without starting an engine. Each layer wins over
-the one before:
+`kvbm profile check PROFILE` finds all mistakes that can be known without starting an engine. Each layer wins over the
+one before:
 
 defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables (see `variables.md`) < `--set KEY=VALUE`
 
-- `extends: NAME` takes over a shipped profile, `extends: ./file.yaml` a file beside this one.
+- `extends: NAME` takes over a shipped profile, `extends: ./file.yaml` a file beside this one, and so on from there.
+  Sections are merged key by key, also `engine.environment` and mappings in `engine.arguments`; everything else replaces
+  what was there, a list too.
+- A key without a value (`null`) is not set, whatever the parent says. An empty section changes nothing; `disk: null`
+  takes a tier away.
 - Sizes have a unit: `100GB` is 100e9 bytes, `64GiB` is 64 * 2^30.
 - Booleans are `true` and `false`; `on` and `yes` are text.
 - An unknown key, a key that appears twice, and a value of the wrong type are errors.
 - `engine.model` and `tiers` are required; of `tiers.host`, one of `capacity` and `blocks`.
 - `tiers.host.blocks` wins over `tiers.host.capacity` within one layer; the `capacity` of a later layer wins over the
   `blocks` of an earlier one.
+- `${{NAME}}` is a variable of the environment, `${{NAME:-text}}` has a default. Both are read in {interpolated}. A
+  variable that is not set is an error there, and so is `${{` anywhere else; `$$` is one dollar sign, elsewhere `$${{`
+  is `${{`.
 
 ```yaml
 # ./mine.yaml, for `kvbm serve --profile ./mine.yaml`
@@ -166,7 +173,8 @@ def profile_page() -> str:
     prefix = "engine.arguments."
     common = [key for key in keys() if not key.path.startswith(prefix)]
     of_embedded, of_vllm = ([key for key in keys(engine=kind) if key.path.startswith(prefix)] for kind in ENGINE_KINDS)
-    lines = [NOTE, "", PROFILE_HEAD, *_key_table(common), "", EMBEDDED_HEAD, *_key_table(of_embedded)]
+    head = PROFILE_HEAD.format(interpolated=", ".join(f"`{key}`" for key in INTERPOLATED))
+    lines = [NOTE, "", head, *_key_table(common), "", EMBEDDED_HEAD, *_key_table(of_embedded)]
     lines += [
         "",
         VLLM_HEAD.format(run=shown(RUN), tested=shown(CONTRACT_TESTED)),

@@ -2,6 +2,7 @@
 
 KvbmError(message, *, hint=None)
 ├─ ProfileError          the profile, an override or a variable is wrong             exit 2
+│  └─ ProfileMistakes    several of these, found together                            exit 2
 ├─ UsageError            the command line is wrong                                   exit 2
 ├─ EnvironmentProblem    this machine lacks a library, a permission, memory, a port  exit 1
 ├─ EngineError           the engine did not start, or died                           its own exit code
@@ -12,6 +13,8 @@ KvbmError(message, *, hint=None)
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class KvbmError(Exception):
@@ -29,6 +32,15 @@ class ProfileError(KvbmError):
     """A profile, an override or an environment variable holds something that cannot be meant."""
 
     exit_code = 2
+
+
+class ProfileMistakes(ProfileError):
+    """Everything that is wrong with a profile, at least two findings, all known before anything was done with it."""
+
+    def __init__(self, mistakes: Sequence[ProfileError]) -> None:
+        shown = [one.message if one.hint is None else f"{one.message}\n  ({one.hint})" for one in mistakes]
+        super().__init__("\n".join([f"{len(mistakes)} mistakes", *shown]))
+        self.mistakes = tuple(mistakes)
 
 
 class UsageError(KvbmError):

@@ -181,11 +181,11 @@ def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOpt
 
 
 @profile_app.command("check")
-def profile_check(profile: ProfileArgument, set_: SetOption = None) -> None:
-    """Say whether a profile is right, or where its first mistake is."""
+def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> int:
+    """Find every mistake of a profile, or say that there is none."""
     from kvbm_cli.profiles import check_profile
 
-    check_profile(profile, set_ or [])
+    return check_profile(profile, set_ or [], as_json=json)
 
 
 @cache_app.command("ls")

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.errors import EnvironmentProblem, ProfileError, UsageError
 from kvbm_cli.model_facts import model_facts
 from kvbm_cli.places import nearest_existing
 from kvbm_cli.process import OWN_ADDRESS, choose_port
@@ -27,20 +27,40 @@ def check(resolved: ResolvedProfile) -> Sizing | SizeUnknown:
 
     Prints a warning where memory or disk space is too scarce.
     """
+    from kvbm.config.document import together
+
+    sizing, mistakes = examine_here(resolved)
+    if mistakes:
+        raise together(mistakes)
+    assert sizing is not None, "without a mistake there is a size, or a reason why there is none"
+    return sizing
+
+
+def examine_here(resolved: ResolvedProfile) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
+    """Sizes, None where a mistake keeps them from being known, and all that this machine finds wrong with a profile."""
     from kvbm.sizing import SizeUnknown
 
+    sizing: Sizing | SizeUnknown | None = None
+    mistakes: list[ProfileError] = []
     try:
-        sizing: Sizing | SizeUnknown = size_of(resolved)
+        sizing = size_of(resolved)
     except SizeUnknown as unknown:
         sizing = unknown
-    _require_program(resolved)
-    _require_address(resolved)
-    _require_directory(resolved)
-    if not isinstance(sizing, SizeUnknown):
-        _require_length(resolved, sizing)
+    except ProfileError as mistake:
+        mistakes.append(mistake)
+    for require in (_require_program, _require_address, _require_directory):
+        try:
+            require(resolved)
+        except ProfileError as mistake:
+            mistakes.append(mistake)
+    if sizing is not None and not isinstance(sizing, SizeUnknown):
+        try:
+            _require_length(resolved, sizing)
+        except ProfileError as mistake:
+            mistakes.append(mistake)
         _warn_of_memory(resolved, sizing)
         _warn_of_disk(resolved, sizing)
-    return sizing
+    return sizing, mistakes
 
 
 def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.errors import ProfileError
 from kvbm_cli.console import labelled, noted, print_data, print_json
 from kvbm_cli.shipped import profiles_directory
 from kvbm_cli.show_error import show_warning
 
 if TYPE_CHECKING:
-    from kvbm.config.load import ResolvedProfile
+    from kvbm.config.load import Examined, ResolvedProfile
 
 KEY_WIDTH = 48
 VALUE_WIDTH = 16
@@ -52,43 +54,80 @@ def list_profiles(*, as_json: bool) -> None:
 def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> None:
     """Every key with its value and where that came from."""
     resolved = resolve(reference, overrides)
-    dumped = resolved.profile.model_dump(mode="json")
-    values = {key: _value_at(dumped, key) for key in resolved.origins if _has_section_of(dumped, key)}
+    values = resolved.values
     if as_json:
         print_json({key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()})
-    else:
-        width = min(max(map(len, values)), KEY_WIDTH)
-        for key, value in values.items():
-            origin = resolved.origins[key].rpartition("/")[2]
-            *above, last = labelled(key, _shown(value), label_width=width)
-            print_data("\n".join([*above, noted(last.ljust(width + 2 + VALUE_WIDTH), f"# {origin}")]))
+        return
+    width = min(max(map(len, values)), KEY_WIDTH)
+    for source in resolved.extends:
+        print_data(_line("extends", source.written, source.origin, width))
+    for key, value in values.items():
+        print_data(_line(key, shown(value), resolved.origins[key], width))
 
 
-def check_profile(reference: str, overrides: Sequence[str]) -> None:
-    """Finds what can be found without starting an engine, and loads the workload of `kvbm bench` too."""
-    from kvbm_cli.check import check, require_workload
-
-    resolved = resolve(reference, overrides)
-    check(resolved)
-    require_workload(resolved)
-    print_data(f"{resolved.path}: no mistake found")
+def _line(key: str, value: str, origin: str, width: int) -> str:
+    *above, last = labelled(key, value, label_width=width)
+    return "\n".join([*above, noted(last.ljust(width + 2 + VALUE_WIDTH), f"# {short_origin(origin)}")])
 
 
-def _has_section_of(dumped: Mapping[str, object], key: str) -> bool:
-    """Whether the profile has what the key belongs to: a tier that is left out has no keys."""
-    section = key.rpartition(".")[0]
-    return not section or _value_at(dumped, section) is not None
+def short_origin(origin: str) -> str:
+    """A file without its directories."""
+    place, space, variables = origin.partition(" ")
+    return f"{place.rpartition('/')[2]}{space}{variables}"
 
 
-def _value_at(dumped: Mapping[str, object], key: str) -> object:
-    value: object = dumped
-    for name in key.split("."):
-        assert isinstance(value, Mapping)
-        value = value[name]
-    return value
+def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Finds all that can be found without starting an engine, and loads the workload of `kvbm bench` too."""
+    from kvbm.config.document import together
+    from kvbm.config.load import Examined, examine
+
+    try:
+        examined = examine(reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides)
+    except ProfileError as error:
+        examined = Examined(Path(reference), (error,), None)
+    mistakes = [*examined.mistakes, *_mistakes_here(examined)]
+    warnings = examined.resolved.warnings if examined.resolved is not None else ()
+    if as_json:
+        file = str(examined.path)
+        print_json({"file": file, "mistakes": list(map(_as_data, mistakes)), "warnings": list(warnings)})
+        return ProfileError.exit_code if mistakes else 0
+    for warning in warnings:
+        show_warning(warning)
+    if mistakes:
+        raise together(mistakes)
+    print_data(f"{examined.path}: no mistake found")
+    return 0
 
 
-def _shown(value: object) -> str:
+def _mistakes_here(examined: Examined) -> list[ProfileError]:
+    """What this machine finds wrong with the keys that are right by themselves."""
+    from kvbm_cli.check import examine_here, require_workload
+
+    if examined.resolved is None:
+        return []
+    _, mistakes = examine_here(examined.resolved)
+    try:
+        require_workload(examined.resolved)
+    except ProfileError as mistake:
+        mistakes.append(mistake)
+    known = {getattr(one, "key", "") for one in examined.mistakes}
+    return [one for one in mistakes if getattr(one, "key", None) not in known]
+
+
+def _as_data(mistake: ProfileError) -> dict[str, object]:
+    from kvbm.config.document import Mistake
+
+    if not isinstance(mistake, Mistake):
+        return {"message": mistake.message, "hint": mistake.hint}
+    source = mistake.source
+    place: dict[str, object] = {"file": mistake.file, "line": None, "column": None, "text": None}
+    if source is not None:
+        column = None if source.line is None else source.column + 1
+        place = {"file": source.label, "line": source.line, "column": column, "text": source.written}
+    return {"message": mistake.text, "key": mistake.key or None, **place, "hint": mistake.hint}
+
+
+def shown(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, dict | list):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from kvbm.errors import KvbmError
+from kvbm.errors import KvbmError, ProfileMistakes
 
 
 def show_error(message: str, *, cause: BaseException | None = None, hint: str | None = None) -> None:
@@ -24,7 +24,14 @@ def show_warning(message: str) -> None:
 
 
 def show_kvbm_error(error: KvbmError) -> None:
-    show_error(error.message, cause=error.__cause__, hint=error.hint)
+    """Of several mistakes each with its hint, and behind the last how many there are."""
+    if not isinstance(error, ProfileMistakes):
+        show_error(error.message, cause=error.__cause__, hint=error.hint)
+        return
+    for one in error.mistakes:
+        show_error(one.message, cause=one.__cause__, hint=one.hint)
+        print(file=sys.stderr)
+    print(f"{len(error.mistakes)} mistakes", file=sys.stderr)
 
 
 def _causes(cause: BaseException | None) -> Iterator[str]:

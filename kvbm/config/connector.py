@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from kvbm.config.document import Document, Entry, Source, plain_values
-from kvbm.config.mistakes import FileKind, first_mistake
+from kvbm.config.document import Document, Entry, Source, plain_values, together
+from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.schema import ConnectorConfig, keys
 from kvbm.config.variables import drop_idle_disk, read_variables
 from kvbm.errors import ProfileError
@@ -43,7 +43,9 @@ def resolve_connector(
     try:
         config.offload.require_priorities_from(engine)
     except ValueError as error:
-        raise ProfileError(f"`offload` {error}", hint="`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`") from None
+        raise ProfileError(
+            f"`offload.min_priority` {error}", hint="`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`"
+        ) from None
     return config
 
 
@@ -62,7 +64,7 @@ def _validated(document: Document) -> ConnectorConfig:
     try:
         return ConnectorConfig.model_validate(plain_values(document))
     except ValidationError as error:
-        raise first_mistake(error, document, PLACE, _FILE) from None
+        raise together(mistakes_in(error, document, PLACE, _FILE)) from None
 
 
 def _written(value: object) -> Document:

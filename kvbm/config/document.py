@@ -3,7 +3,7 @@
 A document is a tree of `Entry`; each carries the `Source` of its key and of its value, so that every later error can
 show file, line and caret, whichever layer the value came from. The YAML is deliberately narrow: only `true` and `false`
 are booleans (`off` is text, and a boolean key then refuses it), a key may appear once, and aliases and tags are refused
-(`extends` is how profiles share).
+(`extends` is how profiles share). A reader goes on behind a mistake, so that all of them are found at once.
 """
 
 from __future__ import annotations
@@ -15,25 +15,36 @@ from pathlib import Path
 
 import yaml
 
-from kvbm.errors import ProfileError
+from kvbm.errors import ProfileError, ProfileMistakes
 
 EXCERPT_WIDTH = 100
+MAX_FILE_BYTES = 1 << 20
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One span of text: `width` characters at `column` of `text`, which is line `line` of `label` if it is a file."""
+    """One span of text: `width` characters at `column` of `text`, which is line `line` of `label` if it is a file.
+
+    `variables` are those of the environment whose values were put into the text.
+    """
 
     label: str
     text: str
     column: int = 0
     width: int = 1
     line: int | None = None
+    variables: tuple[str, ...] = ()
 
     @property
     def origin(self) -> str:
-        return self.label if self.line is None else f"{self.label}:{self.line}"
+        place = self.label if self.line is None else f"{self.label}:{self.line}"
+        return " ".join([place, *(f"${{{name}}}" for name in self.variables)])
+
+    @property
+    def written(self) -> str:
+        """The span itself."""
+        return self.text[self.column : self.column + self.width]
 
     def excerpt(self) -> str:
         """The line with carets under the span, indented by two, cut where it is very long."""
@@ -65,8 +76,29 @@ class Entry:
 Document = dict[str, Entry]
 
 
-def located(message: str, source: Source, *, hint: str | None = None) -> ProfileError:
-    return ProfileError(f"{message}\n{source.excerpt()}", hint=hint)
+class Mistake(ProfileError):
+    """A ProfileError that knows its place: `text` says what is wrong, `source` where, `key` with which key.
+
+    `meant` is the key that an unknown one seems to stand for.
+    """
+
+    def __init__(
+        self, text: str, place: Source | Path | str, *, hint: str | None = None, key: str = "", meant: str = ""
+    ) -> None:
+        self.text, self.key, self.meant = text, key, meant
+        self.source = place if isinstance(place, Source) else None
+        self.file = place.label if isinstance(place, Source) else str(place)
+        shown = place.excerpt() if isinstance(place, Source) else f"  {place}"
+        super().__init__(f"{text}\n{shown}", hint=hint)
+
+
+def located(message: str, source: Source, *, hint: str | None = None, key: str = "") -> Mistake:
+    return Mistake(message, source, hint=hint, key=key)
+
+
+def together(mistakes: Sequence[ProfileError]) -> ProfileError:
+    """One error for at least one mistake: itself, or what holds them all."""
+    return mistakes[0] if len(mistakes) == 1 else ProfileMistakes(mistakes)
 
 
 _SCALARS = (
@@ -85,34 +117,54 @@ def plain_scalar(text: str) -> object:
 
 def read_file(path: Path, *, noun: str) -> Document:
     """The entries of a YAML file; `noun` is what the file is to its user, such as `profile`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ProfileError(f"`{path}` is not a text file in UTF-8") from None
-    except OSError as error:
-        raise ProfileError(f"cannot read the {noun} `{path}`: {(error.strerror or str(error)).lower()}") from None
-    return read_document(text, label=str(path), noun=noun)
+    return _complete(parse_file(path, noun=noun))
 
 
 def read_document(text: str, *, label: str, noun: str = "profile") -> Document:
     """The entries of YAML text. ProfileError shows the place of whatever is not a plain mapping of unique keys."""
-    lines = text.splitlines() or [""]
+    return _complete(parse_document(text, label=label, noun=noun))
+
+
+def _complete(parsed: tuple[Document, list[ProfileError]]) -> Document:
+    document, mistakes = parsed
+    if mistakes:
+        raise together(mistakes)
+    return document
+
+
+def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
+    """What a YAML file says, as far as it is right, and its mistakes. ProfileError if it cannot be read at all."""
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        with open(path, "rb") as file:
+            contents = file.read(MAX_FILE_BYTES + 1)
+        if len(contents) > MAX_FILE_BYTES:
+            raise ProfileError(f"cannot read the {noun} `{path}`: it is larger than 1 MiB")
+        text = contents.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ProfileError(f"`{path}` is not a text file in UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ProfileError(f"cannot read the {noun} `{path}`: {reason.lower()}") from None
+    return parse_document(text, label=str(path), noun=noun)
+
+
+def parse_document(text: str, *, label: str, noun: str = "profile") -> tuple[Document, list[ProfileError]]:
+    """The entries of YAML text, as far as they are right, and its mistakes. What is no YAML has no entries."""
+    reader = _Reader(_LINE_BREAK.split(text.rstrip("\n")), label, [])
+    try:
+        return reader.read(text, noun), reader.mistakes
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         assert mark is not None
-        raise located(f"not valid YAML: {error.problem}", _at(mark, mark, lines, label)) from None
-    except yaml.YAMLError as error:
-        raise ProfileError(f"`{label}` is not valid YAML: {' '.join(str(error).split())}") from None
+        return {}, [located(f"not valid YAML: {error.problem}", reader.at(mark, mark))]
+    except yaml.reader.ReaderError as error:
+        message = f"not valid YAML: the character U+{ord(text[error.position]):04X} is not allowed"
+        return {}, [located(message, reader.character(text, error.position))]
     except RecursionError:
-        raise ProfileError(f"`{label}` is nested too deeply") from None
-    if node is None:
-        return {}
-    value = _value(node, lines, label)
-    if not isinstance(value, dict):
-        raise located(f"a {noun} is a mapping of keys", _at(node.start_mark, node.end_mark, lines, label))
-    return value
+        return {}, [Mistake("nested too deeply", label)]
+
+
+_LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")  # those of YAML, by which it counts lines
 
 
 class _Loader(yaml.SafeLoader):
@@ -130,31 +182,64 @@ class _Loader(yaml.SafeLoader):
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq")}
 
 
-def _value(node: yaml.Node, lines: list[str], label: str) -> object:
-    if node.tag not in _TAGS:
-        raise located("tags are not supported", _at(node.start_mark, node.end_mark, lines, label))
-    if isinstance(node, yaml.MappingNode):
-        return _section(node, lines, label)
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(_value(item, lines, label)) for item in node.value]
-    assert isinstance(node, yaml.ScalarNode)
-    if "\0" in node.value:
-        raise located("a value may not hold a NUL", _at(node.start_mark, node.end_mark, lines, label))
-    return plain_scalar(node.value) if node.style is None else node.value
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Makes entries of nodes; what is wrong with one goes to `mistakes`, and reading goes on without it."""
 
+    lines: list[str]
+    label: str
+    mistakes: list[ProfileError]
 
-def _section(node: yaml.MappingNode, lines: list[str], label: str) -> Document:
-    document: Document = {}
-    for key_node, value_node in node.value:
-        key = _at(key_node.start_mark, key_node.end_mark, lines, label)
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise located("a key must be text", key)
-        name = key_node.value
-        if name in document:
-            raise located(f"`{name}` appears twice; it is already on line {document[name].key.line}", key)
-        value = _value(value_node, lines, label)
-        document[name] = Entry(key, _at(value_node.start_mark, value_node.end_mark, lines, label), value)
-    return document
+    def read(self, text: str, noun: str) -> Document:
+        node = yaml.compose(text, Loader=_Loader)
+        if isinstance(node, yaml.MappingNode) and node.tag in _TAGS:
+            return self._section(node, "")
+        if node is not None:
+            self._refuse(f"a {noun} is a mapping of keys", node, "")
+        return {}
+
+    def at(self, start: yaml.Mark, end: yaml.Mark) -> Source:
+        """The span from `start` to `end`, or to the end of its first line; what lies after the last line is its end."""
+        if start.line >= len(self.lines):
+            return Source(self.label, self.lines[-1], len(self.lines[-1]), 1, len(self.lines))
+        text = self.lines[start.line]
+        stop = end.column if end.line == start.line else len(text.rstrip())
+        return Source(self.label, text, start.column, max(1, stop - start.column), start.line + 1)
+
+    def character(self, text: str, index: int) -> Source:
+        before = _LINE_BREAK.split(text[:index])
+        return Source(self.label, self.lines[len(before) - 1], len(before[-1]), 1, len(before))
+
+    def _section(self, node: yaml.MappingNode, prefix: str) -> Document:
+        document: Document = {}
+        for key_node, value_node in node.value:
+            key = self.at(key_node.start_mark, key_node.end_mark)
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.mistakes.append(located("a key must be text", key, key=prefix.rstrip(".")))
+                continue
+            name, path = key_node.value, f"{prefix}{key_node.value}"
+            if name in document:
+                message = f"`{name}` appears twice; it is already on line {document[name].key.line}"
+                self.mistakes.append(located(message, key, key=path))
+                continue
+            value = self._value(value_node, path)
+            document[name] = Entry(key, self.at(value_node.start_mark, value_node.end_mark), value)
+        return document
+
+    def _value(self, node: yaml.Node, path: str) -> object:
+        if node.tag not in _TAGS:
+            self._refuse("tags are not supported", node, path)
+        if isinstance(node, yaml.MappingNode):
+            return self._section(node, f"{path}.")
+        if isinstance(node, yaml.SequenceNode):
+            return [_plain(self._value(item, path)) for item in node.value]
+        assert isinstance(node, yaml.ScalarNode)
+        if "\0" in node.value:
+            self._refuse("a value may not hold a NUL", node, path)
+        return plain_scalar(node.value) if node.style is None else node.value
+
+    def _refuse(self, message: str, node: yaml.Node, path: str) -> None:
+        self.mistakes.append(located(message, self.at(node.start_mark, node.end_mark), key=path))
 
 
 def entry_at(document: Mapping[str, Entry], names: Sequence[object]) -> Entry | None:
@@ -176,12 +261,3 @@ def _plain(value: object) -> object:
 def plain_values(document: Mapping[str, Entry]) -> dict[str, object]:
     """The document without its sources."""
     return {name: _plain(entry.value) for name, entry in document.items()}
-
-
-def _at(start: yaml.Mark, end: yaml.Mark, lines: list[str], label: str) -> Source:
-    """The span from `start` to `end`, or to the end of its first line; what lies after the last line is its end."""
-    if start.line >= len(lines):
-        return Source(label, lines[-1], len(lines[-1]), 1, len(lines))
-    text = lines[start.line]
-    stop = end.column if end.line == start.line else len(text.rstrip())
-    return Source(label, text, start.column, max(1, stop - start.column), start.line + 1)

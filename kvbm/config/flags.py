@@ -6,9 +6,9 @@ A flag that kvbm sets is refused with the key of the profile that sets it, becau
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from kvbm.config.document import Document, Entry, entry_at, located
+from kvbm.config.document import Document, Entry, Mistake, entry_at, located
 from kvbm.config.engine import EmbeddedArguments, VllmArguments
 
 CONNECTOR = "DynamoConnector"
@@ -42,40 +42,51 @@ def flag_name(written: str) -> str:
     return written.replace("-", "_")
 
 
-def refuse_flags(document: Document) -> None:
-    """ProfileError for the first flag that is none, that kvbm sets itself, or that another connector would need."""
+def refused_flags(document: Document) -> Iterator[Mistake]:
+    """Flags that are none, that kvbm sets itself, or that another connector would need."""
     arguments = entry_at(document, ["engine", "arguments"])
     for name, entry in ((arguments.section if arguments else None) or {}).items():
-        _refuse_flag(name, entry)
+        mistake = _refused_flag(name, entry)
+        if mistake is not None:
+            yield mistake
     transfer = entry_at(document, ["engine", "arguments", "kv_transfer_config"])
-    _refuse_contradictions((transfer.section if transfer else None) or {})
+    yield from _contradictions((transfer.section if transfer else None) or {})
 
 
-def _refuse_flag(name: str, entry: Entry) -> None:
+def _refused_flag(name: str, entry: Entry) -> Mistake | None:
+    reason = _reason_against(name, entry)
+    if reason is None:
+        return None
+    return located(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
+
+
+def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
     if not _NAME.fullmatch(name):
-        key = entry.key
-        written = key.text[key.column : key.column + key.width].rpartition(".")[2]
-        hint = "write it without the hyphens in front, such as `max_model_len: 8192`"
-        raise located(f"`{written}` is not the name of a flag", key, hint=hint)
+        written = entry.key.written.rpartition(".")[2]
+        return f"`{written}` is not the name of a flag", (
+            "write it without the hyphens in front, such as `max_model_len: 8192`"
+        )
     if name in KVBM_SETS:
-        raise located(f"`{name}` is set by kvbm", entry.key, hint=KVBM_SETS[name])
+        return f"`{name}` is set by kvbm", KVBM_SETS[name]
     if name in _EMBEDDED_ONLY:
         same = _SAME_IN_VLLM.get(name)
         hint = f"vLLM's is `{same}`" if same else "leave it out, or use `engine.kind: embedded`"
-        raise located(f"`{name}` is a flag of the embedded engine", entry.key, hint=hint)
-    positive = name.removeprefix("no_")
-    if positive != name:
-        raise located(f"`{name}` is the negation of a flag", entry.key, hint=f"write `{positive}: false`")
+        return f"`{name}` is a flag of the embedded engine", hint
+    if name.startswith("no_"):
+        return f"`{name}` is the negation of a flag", f"write `{name.removeprefix('no_')}: false`"
+    return None
 
 
-def _refuse_contradictions(transfer: Mapping[str, Entry]) -> None:
+def _contradictions(transfer: Mapping[str, Entry]) -> Iterator[Mistake]:
+    prefix = "engine.arguments.kv_transfer_config"
     for name, ours in (("kv_connector", CONNECTOR), ("kv_connector_module_path", CONNECTOR_MODULE)):
         entry = transfer.get(name)
         if entry is not None and entry.value != ours:
             message = f"`kv_transfer_config.{name}` is `{ours}` in an engine that kvbm starts"
-            raise located(message, entry.source, hint="leave it out; another connector is started without `kvbm`")
+            hint = "leave it out; another connector is started without `kvbm`"
+            yield located(message, entry.source, hint=hint, key=f"{prefix}.{name}")
     extra = transfer.get("kv_connector_extra_config")
-    ours_inside = (extra.section or {}).get("kvbm") if extra is not None else None
-    if ours_inside is not None:
-        hint = "use `tiers`, `offload` and `transfer` of the profile"
-        raise located("`kv_connector_extra_config.kvbm` is what kvbm makes of the profile", ours_inside.key, hint=hint)
+    inside = (extra.section or {}).get("kvbm") if extra is not None else None
+    if inside is not None:
+        hint, name = "use `tiers`, `offload` and `transfer` of the profile", "kv_connector_extra_config.kvbm"
+        yield located(f"`{name}` is what kvbm makes of the profile", inside.key, hint=hint, key=f"{prefix}.{name}")

@@ -7,23 +7,50 @@ profile, or whatever else a `FileKind` describes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvbm.config.document import Document, entry_at, located
+from kvbm.config.document import Document, Entry, Mistake, entry_at, located
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.schema import Key, keys
-from kvbm.errors import ProfileError
+from kvbm.config.values import WrongKey
 
 NOT_BUILT = {
     "tiers.object": "this version keeps blocks in host memory and on disk; use `tiers.host` and `tiers.disk`",
     "filters": "the section `offload` says what goes where; leave this one out",
 }
-NOT_BUILT_ENGINES = ("tensorrt-llm", "sglang")
+NOT_BUILT_ENGINES = ("tensorrt-llm", "tensorrt_llm", "trtllm", "sglang")
+
+_ELSEWHERE = "engines are `embedded` and `vllm`"
+NOT_BUILT_PROFILES = {
+    **dict.fromkeys(("trtllm", "tensorrt-llm", "tensorrt_llm"), f"TensorRT-LLM is not in this version; {_ELSEWHERE}"),
+    "sglang": f"SGLang is not in this version; {_ELSEWHERE}",
+}
+
+# Names that people expect, and the key that is meant.
+OTHER_NAMES = {
+    "engine.interpreter": "engine.python",
+    "engine.args": "engine.arguments",
+    "engine.flags": "engine.arguments",
+    "engine.env": "engine.environment",
+    "engine.type": "engine.kind",
+    "tiers.cpu": "tiers.host",
+    "tiers.g2": "tiers.host",
+    "tiers.g3": "tiers.disk",
+    "tiers.ssd": "tiers.disk",
+    "tiers.nvme": "tiers.disk",
+    "tiers.s3": "tiers.object",
+    "tiers.g4": "tiers.object",
+    "tiers.host.size": "tiers.host.capacity",
+    "tiers.disk.size": "tiers.disk.capacity",
+    "tiers.disk.path": "tiers.disk.directory",
+    "tiers.disk.dir": "tiers.disk.directory",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +71,92 @@ def profile_file(engine: str = ENGINE_KINDS[0]) -> FileKind:
     return FileKind("profile", keys(engine=engine), missing)
 
 
-def refuse_not_built(document: Document) -> None:
-    """ProfileError for the first key or engine that the design has and this version has not."""
+def not_built(document: Document) -> Iterator[Mistake]:
+    """Keys and engines that the design has and this version has not, and a `kind` that is none."""
     for name, hint in NOT_BUILT.items():
         entry = entry_at(document, name.split("."))
         if entry is not None:
-            raise located(f"`{name}` is not in this version", entry.key, hint=hint)
+            yield located(f"`{name}` is not in this version", entry.key, hint=hint, key=name)
     kind = entry_at(document, ["engine", "kind"])
-    if kind is None or kind.value in ENGINE_KINDS:
-        return
-    if kind.value in NOT_BUILT_ENGINES:
-        hint = f"there are {' and '.join(f'`{name}`' for name in ENGINE_KINDS)}"
-        raise located(f"engine kind `{kind.value}` is not in this version", kind.source, hint=hint)
+    if kind is not None and not (isinstance(kind.value, str) and kind.value in ENGINE_KINDS):
+        yield _no_engine(kind)
+
+
+def _no_engine(kind: Entry) -> Mistake:
+    key, there_are = "engine.kind", f"there are {' and '.join(f'`{name}`' for name in ENGINE_KINDS)}"
+    if isinstance(kind.value, str) and kind.value.lower() in NOT_BUILT_ENGINES:
+        return located(f"engine kind `{kind.value}` is not in this version", kind.source, hint=there_are, key=key)
     expected = " or ".join(f"'{name}'" for name in ENGINE_KINDS)
     value = {} if kind.section is not None else kind.value
-    raise located(
-        f"`engine.kind` must be {expected}{_but_is(value)}", kind.key if kind.section is not None else kind.source
-    )
+    source = kind.key if kind.section is not None else kind.source
+    return located(f"`{key}` must be {expected}{_but_is(value)}", source, hint=_nearest(value, ENGINE_KINDS), key=key)
 
 
-def first_mistake(error: ValidationError, document: Document, path: Path | str, kind: FileKind) -> ProfileError:
-    """The finding that helps most: an unknown key, which often explains the others, or else the first."""
-    details = error.errors(include_url=False)
-    unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
-    return _explain((unknown or details)[0], document, path, kind)
+def mistakes_in(
+    error: ValidationError, document: Document, path: Path | str, kind: FileKind, *, is_complete: bool = True
+) -> list[Mistake]:
+    """Pydantic's findings in our words, each at its place, without those that only follow from another.
+
+    Where the document is not complete, what it lacks is no finding.
+    """
+    details = [
+        detail
+        for detail in error.errors(include_url=False)
+        if is_complete or detail["type"] not in ("missing", "value_error")
+    ]
+    found = [_explain(detail, document, path, kind) for detail in details]
+    meant = {one.meant for one in found if one.meant}
+    missing = [one for one, detail in zip(found, details, strict=True) if detail["type"] == "missing"]
+    told = [one for one in found if one not in missing]
+    return [*told, *_missing_together([one for one in missing if one.key not in meant])]
 
 
-def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: FileKind) -> ProfileError:
-    """Pydantic's finding in our words, at its place."""
+def _missing_together(missing: Sequence[Mistake]) -> Iterator[Mistake]:
+    """One for all keys that the same hint helps with."""
+    for hint in dict.fromkeys(one.hint for one in missing):
+        alike = [one for one in missing if one.hint == hint]
+        names = ", ".join(f"`{one.key}`" for one in alike)
+        yield Mistake(
+            f"{names} {'is' if len(alike) == 1 else 'are'} missing", alike[0].file, hint=hint, key=alike[0].key
+        )
+
+
+def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: FileKind) -> Mistake:
     names = [name for name in detail["loc"] if name != "[key]"]
     if kind.noun == "profile" and names[0] == "engine":
         del names[1:2]  # which kind of engine pydantic took it for
-    dotted = ".".join(map(str, names))
-    entry = entry_at(document, names)
+    if isinstance(wrong := detail.get("ctx", {}).get("error"), WrongKey):
+        names.append(wrong.name)
+    key = ".".join(map(str, names))
+    entry = _entry_or_above(document, names)
     if detail["type"] == "extra_forbidden":
         assert entry is not None
-        return located(f"unknown key `{dotted}`", entry.key, hint=_nearest_key(dotted, kind))
+        meant = _nearest_sibling(key, kind) or ""
+        return Mistake(f"unknown key `{key}`", entry.key, hint=_nearest_key(key, kind), key=key, meant=meant)
     if detail["type"] == "missing":
-        return ProfileError(f"`{dotted}` is missing\n  {path}", hint=kind.missing[dotted.partition(".")[0]])
-    message = f"`{dotted}` {_complaint(detail)}"
+        return Mistake(f"`{key}` is missing", path, hint=kind.missing[key.partition(".")[0]], key=key)
+    message = f"`{key}` {_complaint(detail)}"
     if entry is None:
-        return ProfileError(f"{message}\n  {path}")
-    return located(message, entry.key if entry.section is not None or "[key]" in detail["loc"] else entry.source)
+        return Mistake(message, path, key=key)
+    source = entry.key if entry.section is not None or "[key]" in detail["loc"] else entry.source
+    return located(message, source, hint=_nearest_value(detail) or kind.missing.get(key), key=key)
+
+
+def _entry_or_above(document: Document, names: Sequence[object]) -> Entry | None:
+    """The entry at `names`, or the nearest above it: what is inside a list has none of its own."""
+    depths = range(len(names), 0, -1)
+    return next((entry for depth in depths if (entry := entry_at(document, names[:depth])) is not None), None)
+
+
+def _nearest_value(detail: ErrorDetails) -> str | None:
+    if detail["type"] != "literal_error":
+        return None
+    return _nearest(detail["input"], re.findall("'([^']*)'", detail["ctx"]["expected"]))
+
+
+def _nearest(value: object, choices: Sequence[str]) -> str | None:
+    nearest = difflib.get_close_matches(str(value), choices, n=1) if isinstance(value, str) else []
+    return f"did you mean `{nearest[0]}`?" if nearest else None
 
 
 def _complaint(detail: ErrorDetails) -> str:
@@ -105,6 +176,7 @@ _COMPLAINTS = {
     "float_type": "must be a number",
     "finite_number": "must be a number",
     "string_type": "must be text",
+    "string_unicode": "must be text in UTF-8",
     "string_too_short": "must not be empty",
     "string_pattern_mismatch": "must be a name of letters, digits and underscores",
     "literal_error": "must be {expected}",
@@ -128,17 +200,28 @@ def _but_is(value: object) -> str:
     return f", not {shown}" if value != "" else ""
 
 
-def _nearest_key(dotted: str, kind: FileKind) -> str:
-    """Siblings first, then keys of that name elsewhere, then all that the section has."""
+def _nearest_sibling(dotted: str, kind: FileKind) -> str | None:
     prefix, _, leaf = dotted.rpartition(".")
-    siblings = [key.path.rpartition(".")[2] for key in kind.keys if key.path.rpartition(".")[0] == prefix]
+    close = difflib.get_close_matches(leaf, _siblings(prefix, kind), n=1)
+    return ".".join(filter(None, (prefix, close[0]))) if close else None
+
+
+def _siblings(prefix: str, kind: FileKind) -> list[str]:
+    return [key.path.rpartition(".")[2] for key in kind.keys if key.path.rpartition(".")[0] == prefix]
+
+
+def _nearest_key(dotted: str, kind: FileKind) -> str:
+    """What the name stands for elsewhere, siblings, keys of that name in other sections, all that the section has."""
+    prefix, _, leaf = dotted.rpartition(".")
+    if kind.noun == "profile" and dotted.lower() in OTHER_NAMES:
+        return f"did you mean `{OTHER_NAMES[dotted.lower()]}`?"
+    close = _nearest_sibling(dotted, kind)
+    if close is not None:
+        return f"did you mean `{close.rpartition('.')[2]}`?"
     elsewhere = {key.path.rpartition(".")[2]: key.path for key in reversed(kind.keys)}
-    close = difflib.get_close_matches(leaf, siblings, n=1)
-    if close:
-        return f"did you mean `{close[0]}`?"
     far = difflib.get_close_matches(leaf, elsewhere, n=1, cutoff=0.8)
     if far:
         return f"did you mean `{elsewhere[far[0]]}`?"
     where = f"`{prefix}`" if prefix else f"a {kind.noun}"
     others = "; flags of vLLM need `engine.kind: vllm`" if prefix == "engine.arguments" else ""
-    return f"{where} has {', '.join(f'`{name}`' for name in siblings)}{others}"
+    return f"{where} has {', '.join(f'`{name}`' for name in _siblings(prefix, kind))}{others}"

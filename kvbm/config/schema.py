@@ -20,6 +20,7 @@ from kvbm.config.values import (
     Port,
     Section,
     Size,
+    WrongKey,
     absolute,
     count_value,
     environment_value,
@@ -150,9 +151,10 @@ class Offload(Section):
     )
 
     def require_priorities_from(self, engine: str) -> None:
-        """ValueError where the threshold would leave out every block, since the engine sends no priorities."""
+        """WrongKey where the threshold would leave out every block, since the engine sends no priorities."""
         if self.min_priority > 0:
-            raise ValueError(f"needs an engine that sends priorities; `{engine}` sends none: set `min_priority: 0`")
+            message = f"needs an engine that sends priorities; `{engine}` sends none: leave it out"
+            raise WrongKey("min_priority", message)
 
 
 class Onboard(Section):
@@ -298,7 +300,7 @@ class Profile(Section):
     def _has_a_port_of_its_own(cls, metrics: Metrics, info: ValidationInfo) -> Metrics:
         server = info.data.get("server")
         if metrics.serve and server is not None and metrics.port == server.port != 0:
-            raise ValueError("needs a port of its own: `metrics.port` is the one of `server.port`")
+            raise WrongKey("port", "must not be the one of `server.port`")
         return metrics
 
     def connector_config(self) -> ConnectorConfig:
@@ -306,6 +308,17 @@ class Profile(Section):
         return ConnectorConfig(
             tiers=self.tiers, offload=self.offload, onboard=self.onboard, transfer=self.transfer, metrics=metrics
         )
+
+
+# Keys, and whole sections, whose text may hold `${NAME}`; see interpolation.py.
+INTERPOLATED = (
+    "engine.model",
+    "engine.python",
+    "engine.environment",
+    "tiers.disk.directory",
+    "metrics.record_directory",
+    "bench.workload",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, P
 from kvbm.config.sizes import exact_size, parse_size
 
 
+class WrongKey(ValueError):
+    """What a section finds wrong with its key `name`."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

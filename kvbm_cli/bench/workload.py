@@ -12,8 +12,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from kvbm.config.document import Document, plain_values, read_document, read_file
-from kvbm.config.mistakes import FileKind, first_mistake
+from kvbm.config.document import Document, plain_values, read_document, read_file, together
+from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.schema import keys
 from kvbm.config.values import Section
 from kvbm.errors import UsageError
@@ -123,4 +123,4 @@ def _validated(document: Document, path: Path) -> Workload:
     try:
         return Workload.model_validate(plain_values(document))
     except ValidationError as error:
-        raise first_mistake(error, document, path, _KIND) from None
+        raise together(mistakes_in(error, document, path, _KIND)) from None

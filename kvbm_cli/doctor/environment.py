@@ -48,7 +48,7 @@ def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
     from pydantic import ValidationError
 
     from kvbm.config.document import plain_values
-    from kvbm.config.mistakes import FileKind, first_mistake
+    from kvbm.config.mistakes import FileKind, mistakes_in
     from kvbm.config.schema import ConnectorConfig, keys
 
     document, _ = read_variables(variables)
@@ -58,8 +58,8 @@ def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
     try:
         config = ConnectorConfig.model_validate(plain_values(document))
     except ValidationError as error:
-        mistake = first_mistake(error, document, "variables", FileKind("configuration", keys(ConnectorConfig), {}))
-        return None, [*idle, failure("values", mistake.message.splitlines()[0], mistake.hint or "another value")]
+        mistakes = mistakes_in(error, document, "variables", FileKind("configuration", keys(ConnectorConfig), {}))
+        return None, [*idle, *(failure("values", one.text, one.hint or "another value") for one in mistakes)]
     return config.tiers, [*idle, *_priority(config.offload.min_priority, warning)]
 
 

@@ -60,6 +60,7 @@ MISTAKES = {
     "two documents": ("a: 1\n---\nb: 1\n", "not valid YAML: but found another document", "2:1"),
     "open bracket": ("a: [1\n", "not valid YAML: expected ',' or ']', but got '<stream end>'", "1:6"),
     "tab": ("a:\n\tb: 1\n", "not valid YAML: found character '\\t' that cannot start any token", "2:1"),
+    "control character": ("a: 1\nb: \x07", "not valid YAML: the character U+0007 is not allowed", "2:4"),
     "NUL": ('a: "\\0"\n', "a value may not hold a NUL", "1:4"),
 }
 
@@ -72,13 +73,8 @@ def test_mistake_in_yaml_is_shown_at_its_place(name: str) -> None:
     assert caught.value.message.splitlines()[:2] == [message, f"  f.yaml:{place}"]
 
 
-def test_control_characters_are_an_error_without_a_place() -> None:
-    with pytest.raises(ProfileError, match="`f` is not valid YAML: unacceptable character"):
-        read_document("a: \x07", label="f")
-
-
 def test_deep_nesting_is_an_error() -> None:
-    with pytest.raises(ProfileError, match="`f` is nested too deeply"):
+    with pytest.raises(ProfileError, match="nested too deeply\n  f"):
         read_document("a: " + "[" * 5000 + "]" * 5000, label="f")
 
 

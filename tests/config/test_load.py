@@ -60,7 +60,9 @@ def test_an_option_wins_over_everything(tmp_path: Path) -> None:
 
 def test_origins_name_every_key(tmp_path: Path) -> None:
     origins = load_text(tmp_path, BASE).origins
-    assert list(origins) == [key.path for key in keys() if not key.is_section]
+    disk = [key.path for key in keys() if key.path.startswith("tiers.disk.")]
+    present = [key.path for key in keys() if key.path == "tiers.disk" or not key.is_section]
+    assert list(origins) == [path for path in present if path not in disk]
     assert origins["engine.model"] == f"{tmp_path}/mine.yaml:2"
     assert origins["tiers.host.blocks"] == "default"
 
@@ -77,6 +79,42 @@ def test_an_empty_section_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "parent.yaml").write_text(BASE)
     resolved = load_text(tmp_path, "extends: parent\ntiers:\ntransfer:\nengine:\n  environment:\n")
     assert resolved.profile.tiers.host.capacity == 2**30
+
+
+def test_a_tier_that_is_null_takes_away_what_the_parent_has(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(f"{BASE}  disk: {{blocks: 5, threads: 2}}\n")
+    assert load_text(tmp_path, "extends: parent\ntiers:\n  disk:\n").profile.tiers.disk is not None
+    resolved = load_text(tmp_path, "extends: parent\ntiers:\n  disk: null\n")
+    assert resolved.profile.tiers.disk is None
+    assert resolved.origins["tiers.disk"] == f"{tmp_path}/mine.yaml:3"
+    assert load_text(tmp_path, "extends: parent\n", "tiers.disk=null").values["tiers.disk"] is None
+    again = load_text(tmp_path, "extends: parent\ntiers: {disk: ~}\n", "tiers.disk.blocks=7").profile.tiers.disk
+    assert again is not None
+    assert (again.blocks, again.threads) == (7, 4)
+
+
+def test_a_key_that_is_null_is_not_set_whatever_the_parent_says(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(f"{BASE}bench: {{workload: chat}}\n")
+    resolved = load_text(tmp_path, "extends: parent\nbench: {workload: null}\n")
+    assert (resolved.profile.bench.workload, resolved.origins["bench.workload"]) == (None, f"{tmp_path}/mine.yaml:2")
+
+
+def test_a_list_replaces_a_list_and_a_mapping_is_merged(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(
+        "engine: {kind: vllm, model: m, arguments: {served_model_name: [a, b], hf_overrides: {x: 1, y: {z: 2}}}}\n"
+        "tiers: {host: {blocks: 1}}\n"
+    )
+    child = "extends: parent\nengine: {arguments: {served_model_name: [c], hf_overrides: {y: {w: 3}}}}\n"
+    arguments = load_text(tmp_path, child).profile.engine.arguments
+    assert arguments.served_model_name == ["c"]
+    assert arguments.hf_overrides == {"x": 1, "y": {"z": 2, "w": 3}}
+
+
+def test_the_chain_of_parents_is_known(tmp_path: Path) -> None:
+    (tmp_path / "grand.yaml").write_text(BASE)
+    (tmp_path / "parent.yaml").write_text("extends: ./grand.yaml\n")
+    extends = load_text(tmp_path, "extends: parent\n").extends
+    assert [(source.written, source.line) for source in extends] == [("parent", 1), ("./grand.yaml", 1)]
 
 
 def test_blocks_win_over_capacity_in_one_layer_and_a_later_capacity_wins_over_blocks(tmp_path: Path) -> None:
@@ -260,7 +298,7 @@ FILE_MISTAKES = {
         "engine: {kind: vlm, model: m}\ntiers: {host: {blocks: 1}}\n",
         "`engine.kind` must be 'embedded' or 'vllm', not the text `vlm`\n"
         "  FILE:1:16\n    |\n  1 | engine: {kind: vlm, model: m}\n    |                ^^^",
-        None,
+        "did you mean `vllm`?",
     ),
     "engine of a later version": (
         "engine: {kind: tensorrt-llm, model: m}\ntiers: {host: {blocks: 1}}\n",
@@ -279,6 +317,11 @@ FILE_MISTAKES = {
         "  FILE:6:32\n    |\n  6 |   disk: {blocks: 1, directory: cache}\n    |                                ^^^^^",
         None,
     ),
+    "empty disk": (
+        f"{BASE}  disk:\n",
+        "`tiers.disk` needs `capacity` or `blocks`\n  FILE:6:3\n    |\n  6 |   disk:\n    |   ^^^^",
+        None,
+    ),
     "object tier": (
         f"{BASE}  object: {{bucket: b}}\n",
         "`tiers.object` is not in this version\n  FILE:6:3\n    |\n  6 |   object: {bucket: b}\n    |   ^^^^^^",
@@ -291,11 +334,16 @@ FILE_MISTAKES = {
     ),
     "metrics at the engine's port": (
         f"{BASE}server: {{port: 6880}}\nmetrics: {{serve: true}}\n",
-        "`metrics` needs a port of its own: `metrics.port` is the one of `server.port`\n  FILE:7:1\n    |\n"
+        "`metrics.port` must not be the one of `server.port`\n  FILE:7:1\n    |\n"
         "  7 | metrics: {serve: true}\n    | ^^^^^^^",
         None,
     ),
-    "nothing": ("", "`engine` is missing\n  FILE", "add `engine.model`, such as `synthetic:tiny`"),
+    "nothing": (
+        "",
+        "2 mistakes\n`engine` is missing\n  FILE\n  (add `engine.model`, such as `synthetic:tiny`)\n"
+        "`tiers` is missing\n  FILE\n  (add `tiers.host.capacity`, such as `64GiB`)",
+        None,
+    ),
     "no model": (
         "engine: {kind: embedded}\ntiers: {host: {blocks: 1}}\n",
         "`engine.model` is missing\n  FILE",
@@ -308,7 +356,7 @@ FILE_MISTAKES = {
     ),
     "no host tier": (
         "engine: {model: m}\ntiers:\n",
-        "`tiers` is missing\n  FILE",
+        "`tiers` needs `host`, `disk` or both\n  FILE:2:1\n    |\n  2 | tiers:\n    | ^^^^^",
         "add `tiers.host.capacity`, such as `64GiB`",
     ),
     "host tier without a size": (
@@ -345,7 +393,7 @@ def test_mistake_in_a_file(tmp_path: Path, name: str) -> None:
     text, message, hint = FILE_MISTAKES[name]
     with pytest.raises(ProfileError) as caught:
         load_text(tmp_path, text)
-    shown = caught.value.message.replace(f"{tmp_path}/mine.yaml:", "FILE:").replace(f"  {tmp_path}/mine.yaml", "  FILE")
+    shown = caught.value.message.replace(f"{tmp_path}/mine.yaml", "FILE").replace("`FILE`", "`DIR/mine.yaml`")
     assert shown.replace(str(tmp_path), "DIR") == message
     assert caught.value.hint == hint
 
@@ -375,6 +423,12 @@ UNREADABLE = {
         "there are `binary`, `demo`; a file is given with its path",
     ),
     "missing file": ("DIR/no.yaml", "cannot read the profile `DIR/no.yaml`: no such file or directory", None),
+    "engine of a later version": (
+        "trtllm",
+        "there is no profile `trtllm`: TensorRT-LLM is not in this version; engines are `embedded` and `vllm`",
+        "`kvbm profile list`",
+    ),
+    "endless file": ("/dev/zero", "cannot read the profile `/dev/zero`: it is larger than 1 MiB", None),
     "directory": ("DIR/", "cannot read the profile `DIR`: is a directory", None),
     "not text": ("DIR/binary.yaml", "`DIR/binary.yaml` is not a text file in UTF-8", None),
 }
@@ -420,6 +474,19 @@ OVERRIDE_MISTAKES = {
     "server..port=1": (
         "`--set` takes KEY=VALUE, such as `tiers.host.capacity=2GB`\n  --set server..port=1\n        ^^^^^^^^^^^^^^",
         None,
+    ),
+    "extends=demo": (
+        "`extends` is for files\n  --set extends=demo\n        ^^^^^^^",
+        "write it into a file, whose keys are then laid over those of its parent",
+    ),
+    "tiers.disk.io=thread": (
+        "`tiers.disk.io` must be 'threads', 'nixl' or 'auto', not the text `thread`\n"
+        "  --set tiers.disk.io=thread\n                      ^^^^^^",
+        "did you mean `threads`?",
+    ),
+    "engine.interpreter=python3": (
+        "unknown key `engine.interpreter`\n  --set engine.interpreter=python3\n        ^^^^^^^^^^^^^^^^^^",
+        "did you mean `engine.python`?",
     ),
     "tiers.disk.io=uring": (
         "`tiers.disk.io` must be 'threads', 'nixl' or 'auto', not the text `uring`\n"
@@ -529,7 +596,7 @@ VARIABLE_MISTAKES = {
         None,
     ),
     "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY=30": (
-        "`offload` needs an engine that sends priorities; `embedded` sends none: set `min_priority: 0`\nVALUE",
+        "`offload.min_priority` needs an engine that sends priorities; `embedded` sends none: leave it out\nVALUE",
         None,
     ),
     "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY=101": (

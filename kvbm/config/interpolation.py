@@ -1,0 +1,109 @@
+"""`${NAME}` in a profile: the value of a variable of the environment, in the keys that are declared for it.
+
+    ${NAME}             its value; a mistake where it is not set
+    ${NAME:-default}    the text behind `:-` where it is not set, or empty
+    $$                  one dollar sign: `$${NAME}` is the text `${NAME}`
+
+In the keys of `schema.INTERPOLATED` also `$NAME` is a mistake, because it would be taken literally where a shell would
+not. In all other keys `${` is one, since nothing reads it there; a dollar sign is itself, and `$${` is the text `${`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvbm.config.document import Document, Entry, Mistake, Source, located
+from kvbm.config.schema import INTERPOLATED
+
+_PIECES = re.compile(
+    r"(?P<escaped>\$\$)"
+    r"|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}"
+    r"|(?P<broken>\$\{[^}]*\}?)"
+    r"|(?P<bare>\$[A-Za-z_][A-Za-z0-9_]*)"
+)
+_ELSEWHERE = re.compile(r"(?P<escaped>\$\$\{)|(?P<broken>\$\{[^}]*\}?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Interpolation:
+    """One pass over a document; what is wrong goes to `mistakes`, and the entry stays as it is."""
+
+    environment: Mapping[str, str]
+    mistakes: list[Mistake]
+
+    def document(self, document: Mapping[str, Entry], prefix: str = "") -> Document:
+        """The document with variables replaced. Consumes nothing."""
+        return {name: self._entry(entry, f"{prefix}{name}") for name, entry in document.items()}
+
+    def _entry(self, entry: Entry, path: str) -> Entry:
+        if entry.section is not None:
+            return Entry(entry.key, entry.source, self.document(entry.section, f"{path}."))
+        if isinstance(entry.value, str):
+            return self._text(entry, entry.value, path)
+        if isinstance(entry.value, list):
+            return replace(entry, value=self._inside(entry.value, entry, path))
+        return entry
+
+    def _inside(self, value: object, entry: Entry, path: str) -> object:
+        """A list and what is in it, where no variable is read."""
+        if isinstance(value, list):
+            return [self._inside(one, entry, path) for one in value]
+        if isinstance(value, dict):
+            return {name: self._inside(one, entry, path) for name, one in value.items()}
+        return self._text(entry, value, path).value if isinstance(value, str) else value
+
+    def _text(self, entry: Entry, text: str, path: str) -> Entry:
+        is_declared = is_interpolated(path)
+        variables: list[str] = []
+        pattern = _PIECES if is_declared else _ELSEWHERE
+
+        def replaced(piece: re.Match[str]) -> str:
+            if piece["escaped"]:
+                return "$" if is_declared else "${"
+            if is_declared and piece["name"]:
+                variables.append(piece["name"])
+                return self._value(piece, entry, path)
+            self.mistakes.append(self._refused(piece, entry, path, is_declared=is_declared))
+            return piece[0]
+
+        value = pattern.sub(replaced, text)
+        source = replace(entry.source, variables=tuple(dict.fromkeys(variables)))
+        return Entry(entry.key, source, value)
+
+    def _value(self, piece: re.Match[str], entry: Entry, path: str) -> str:
+        name, default = piece["name"], piece["default"]
+        value = self.environment.get(name)
+        if default is not None:
+            return value or default
+        if value is None:
+            message = f"`{path}` needs the variable `{name}`, which is not set"
+            hint = f"`export {name}=...`, or write `${{{name}:-default}}`"
+            self.mistakes.append(located(message, _at(piece[0], entry), hint=hint, key=path))
+            return piece[0]
+        return value
+
+    def _refused(self, piece: re.Match[str], entry: Entry, path: str, *, is_declared: bool) -> Mistake:
+        source, written = _at(piece[0], entry), piece[0]
+        if not is_declared:
+            keys = ", ".join(f"`{key}`" for key in INTERPOLATED)
+            hint = f"variables are read in {keys}; `$${{` is the text itself"
+            return located(f"`{path}` reads no variables, so `{written}` means nothing", source, hint=hint, key=path)
+        if piece["bare"]:
+            name = written.removeprefix("$")
+            hint = f"write `${{{name}}}` for the variable, or `$${name}` for the text itself"
+            return located(f"`{path}`: `{written}` is not replaced", source, hint=hint, key=path)
+        message = f"`{path}`: `{written}` is neither `${{NAME}}` nor `${{NAME:-default}}`"
+        return located(message, source, hint="`$${` is the text itself", key=path)
+
+
+def is_interpolated(path: str) -> bool:
+    return any(path == key or path.startswith(f"{key}.") for key in INTERPOLATED)
+
+
+def _at(piece: str, entry: Entry) -> Source:
+    """The piece where it was written, or the whole value where that says it in other characters."""
+    source = entry.source
+    start = source.text.find(piece, source.column, source.column + source.width)
+    return source if start < 0 else replace(source, column=start, width=len(piece))
