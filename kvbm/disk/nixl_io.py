@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm.disk.block_io import Buffer, Run, ThreadsIO
+from kvbm.disk.block_io import Buffer, Run, ThreadsIO, address_of
 from kvbm.errors import EnvironmentProblem
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class NixlIO:
 
     def _is_ours(self, runs: Sequence[Run]) -> bool:
         """Orders lie in the registered memory, or, like a probe's page, not at all."""
-        first = _address(runs[0].buffers[0]) if runs else 0
+        first = address_of(runs[0].buffers[0]) if runs else 0
         return any(start <= first < start + length for start, length in self._spans)
 
     def _take_agent(self) -> Any:
@@ -180,7 +180,7 @@ def _transfers(runs: Sequence[Run], fd: int) -> Iterator[tuple[Descriptors, Desc
     memory, file = [], []
     for offset, buffers in runs:
         for buffer in buffers:
-            memory.append((_address(buffer), buffer.nbytes, 0))
+            memory.append((address_of(buffer), buffer.nbytes, 0))
             file.append((offset, buffer.nbytes, fd))
             offset += buffer.nbytes
     for start in range(0, len(memory), MAX_DESCRIPTORS):
@@ -190,9 +190,5 @@ def _transfers(runs: Sequence[Run], fd: int) -> Iterator[tuple[Descriptors, Desc
 
 def _span(rows: Buffer) -> tuple[int, int]:
     """Where an array of rows begins, and how many bytes lie between there and its end."""
-    start = _address(rows)
-    return start, _address(rows[-1:]) + rows[-1:].nbytes - start
-
-
-def _address(buffer: Buffer) -> int:
-    return int(buffer.__array_interface__["data"][0])
+    start = address_of(rows)
+    return start, address_of(rows[-1:]) + rows[-1:].nbytes - start

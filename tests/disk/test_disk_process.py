@@ -71,8 +71,10 @@ def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
 
 
 def has_ended(pid: int) -> bool:
+    """All its threads: the last of them may still wait for its I/O when the first has become a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        is_zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return is_zombie and os.listdir(f"/proc/{pid}/task") == [str(pid)]
     except FileNotFoundError:
         return True
 
