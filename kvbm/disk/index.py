@@ -14,6 +14,7 @@ SIGBUS. So the index is opened for one connection alone, and who wants to look a
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import sqlite3
@@ -22,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -217,9 +218,9 @@ class BlockIndex:
 
     def _insert(self, rows: Sequence[Row]) -> None:
         """One statement for many rows: each costs the interpreter's lock once."""
-        values: list[object] = []
-        for row in rows:
-            values += row._replace(checksum=_signed(row.checksum))
+        values: list[Any] = list(itertools.chain.from_iterable(rows))
+        checksums = slice(Row._fields.index("checksum"), None, len(Row._fields))
+        values[checksums] = map(_signed, values[checksums])
         places = ",".join(["(?,?,?,?,?,?,?)"] * len(rows))
         self._connection.execute(f"INSERT OR REPLACE INTO blocks VALUES {places}", values)
 

@@ -257,18 +257,11 @@ class IndexThread:
         return [] if why_not is not None else begun, forgotten, clears
 
     def _rows(self, transfer: Transfer) -> Iterator[Row]:
-        now = time.time()
-        for position, is_good in enumerate(transfer.is_good):
-            if is_good and position not in transfer.dropped:
-                yield Row(
-                    slot=transfer.disk_slots[position],
-                    hash=transfer.hashes[position],
-                    generation=next(self._generations),
-                    length=self._instance.shape.payload_bytes,
-                    checksum=transfer.checksums[position],
-                    tenant=transfer.tenants[position],
-                    written=now,
-                )
+        now, length = time.time(), self._instance.shape.payload_bytes
+        columns = zip(transfer.disk_slots, transfer.hashes, transfer.checksums, transfer.tenants, strict=True)
+        for position, (slot, sequence_hash, checksum, tenant) in enumerate(columns):
+            if transfer.is_good[position] and position not in transfer.dropped:
+                yield Row(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
 
     def _commit(self, rows: Sequence[Row], slots: set[int]) -> str | None:
         """Returns what went wrong, and then nothing has changed. A damaged index is first replaced by a new one."""
