@@ -6,7 +6,7 @@ file in the cache's own directory, and reads past the file's end, which must fai
 
     python -m kvbm.disk.choose_io DIRECTORY uring|aio      ends with 0, or says what is wrong and ends with 1
 
-`auto` takes NIXL where it is faster (bench/disk/disk_io.py): blocks of at most 512 KiB that pass by the page cache.
+`auto` takes NIXL where it is faster (bench/disk/disk_io.py): blocks of at least 4 MiB that pass by the page cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 HOME = str(Path(__file__).parents[2])  # where the trial finds this package
 TRIAL_TIMEOUT_S = 20.0
-LARGEST_FOR_NIXL = 512 << 10
+SMALLEST_FOR_NIXL = 4 << 20
 ALIGNMENT = 4096
 TRIAL_BLOCKS = 16
 TRIAL_BLOCK_BYTES = 64 << 10
@@ -76,8 +76,8 @@ def _choose(wanted: str, directory: Path, block_bytes: int, o_direct: bool, tria
         return Choice(None, "it is what the profile says")
     if wanted == "auto" and not o_direct:
         return Choice(None, "threads copy from the page cache at the same time, NIXL one after the other")
-    if wanted == "auto" and block_bytes > LARGEST_FOR_NIXL:
-        return Choice(None, f"blocks of {block_bytes >> 10} KiB move as fast without NIXL")
+    if wanted == "auto" and block_bytes < SMALLEST_FOR_NIXL:
+        return Choice(None, f"blocks of {block_bytes >> 10} KiB move faster without NIXL")
     complaints: list[str] = []
     for queue in QUEUES:
         complaint = trial(directory, queue)

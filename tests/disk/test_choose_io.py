@@ -16,7 +16,7 @@ from fake_nixl import FakeNixl
 
 from kvbm.disk import choose_io as module
 from kvbm.disk.block_io import Run
-from kvbm.disk.choose_io import LARGEST_FOR_NIXL, Choice, choose_io, open_io, try_nixl
+from kvbm.disk.choose_io import SMALLEST_FOR_NIXL, Choice, choose_io, open_io, try_nixl
 from kvbm.errors import EnvironmentProblem
 
 HAS_NIXL = importlib.util.find_spec("nixl_cu13") or importlib.util.find_spec("nixl_cu12")
@@ -41,7 +41,7 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNixl:
     return fake
 
 
-def choose(wanted: str, trials: Trials, *, block_bytes: int = 65536, o_direct: bool = True) -> Choice:
+def choose(wanted: str, trials: Trials, *, block_bytes: int = SMALLEST_FOR_NIXL, o_direct: bool = True) -> Choice:
     return choose_io(wanted, Path("/nowhere"), block_bytes=block_bytes, o_direct=o_direct, trial=trials)
 
 
@@ -79,11 +79,11 @@ def test_wanted_nixl_that_does_not_work_is_an_error_that_names_the_key() -> None
     assert "`tiers.disk.io: auto`" in (raised.value.hint or "")
 
 
-def test_auto_takes_threads_for_large_blocks_without_a_trial() -> None:
+def test_auto_takes_threads_for_small_blocks_without_a_trial() -> None:
     trials = Trials(uring=None)
-    assert choose("auto", trials, block_bytes=LARGEST_FOR_NIXL + 1).name == "threads"
+    assert choose("auto", trials, block_bytes=SMALLEST_FOR_NIXL - 1).name == "threads"
     assert trials.asked == []
-    assert choose("auto", trials, block_bytes=LARGEST_FOR_NIXL).name == "nixl"
+    assert choose("auto", trials, block_bytes=SMALLEST_FOR_NIXL).name == "nixl"
 
 
 def test_auto_takes_threads_for_the_page_cache() -> None:
@@ -92,7 +92,7 @@ def test_auto_takes_threads_for_the_page_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "width", "name"), [("threads", 4096, "threads"), ("auto", 4096, "nixl"), ("auto", 2 << 20, "threads")]
+    ("wanted", "width", "name"), [("threads", 4096, "threads"), ("auto", 4 << 20, "nixl"), ("auto", 2 << 20, "threads")]
 )
 def test_opened_io_moves_bytes_of_the_arena(nixl: FakeNixl, tmp_path: Path, wanted: str, width: int, name: str) -> None:
     shards = [np.frombuffer(mmap.mmap(-1, 2 * width), np.uint8).reshape(2, width)]
