@@ -8,6 +8,7 @@ tests/docs/test_docs.py runs the check, so a key, a variable or an option withou
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import typer
 
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.flags import KVBM_SETS
+from kvbm.config.json_schema import json_schema
 from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
 from kvbm.config.schema import INTERPOLATED, Key, keys
 from kvbm.config.variables import VARIABLES, Effect
@@ -66,6 +68,13 @@ tiers:
     capacity: 64GiB
 server:
   port: 8001
+```
+
+An editor with YAML's language server completes keys and underlines mistakes when a profile begins with the name of the
+JSON Schema, [profile.schema.json](profile.schema.json), which `kvbm profile schema` prints:
+
+```yaml
+# yaml-language-server: $schema=/path/to/profile.schema.json
 ```
 
 ## All engines
@@ -159,7 +168,7 @@ EXIT_CODES = """\
 | code | meaning |
 | --- | --- |
 | 0 | it worked; for `kvbm bench`, the verdict is `faster` or `same` |
-| 1 | the machine lacks something, or kvbm has a bug |
+| 1 | the machine lacks something, or kvbm has a bug; for `kvbm profile diff`, the profiles differ |
 | 2 | the profile, an override, a variable or the command line is wrong |
 | 10 | `kvbm bench`: `slower` |
 | 11 | `kvbm bench`: `invalid`, the run says nothing |
@@ -266,8 +275,13 @@ def _meaning(parameter: Any) -> str:
     return f"{parameter.help}{' Required.' if parameter.required else ''}"
 
 
+def schema_page() -> str:
+    return json.dumps(json_schema(), indent=2) + "\n"
+
+
 PAGES = {
     "profile.md": profile_page,
+    "profile.schema.json": schema_page,
     "workload.md": workload_page,
     "variables.md": variables_page,
     "commands.md": commands_page,

@@ -27,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-profile_app = typer.Typer(help="List, show and check profiles.", rich_markup_mode=None)
+profile_app = typer.Typer(help="List, show, check, write and compare profiles.", rich_markup_mode=None)
 app.add_typer(profile_app, name="profile")
 cache_app = typer.Typer(help="List, verify and clear the caches of the disk tier.", rich_markup_mode=None)
 app.add_typer(cache_app, name="cache")
@@ -186,6 +186,55 @@ def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOp
     from kvbm_cli.profiles import check_profile
 
     return check_profile(profile, set_ or [], as_json=json)
+
+
+@profile_app.command("diff")
+def profile_diff(
+    profile: ProfileArgument,
+    other: Annotated[str, typer.Argument(metavar="NAME|PATH", help="The profile to compare it with.")],
+    set_: SetOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Print the keys in which two profiles differ; ends with 1 if there are any."""
+    from kvbm_cli.profile_diff import diff_profiles
+
+    return diff_profiles(profile, other, set_ or [], as_json=json)
+
+
+@profile_app.command("new")
+def profile_new(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, which ends in .yaml.")],
+    engine: Annotated[
+        str | None, typer.Option("--engine", metavar="KIND", help="The engine: vllm or embedded.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="A directory, or what the engine takes for a model.")
+    ] = None,
+    host: Annotated[str | None, typer.Option("--host", metavar="SIZE", help="Host memory for blocks: 64GiB.")] = None,
+    disk: Annotated[str | None, typer.Option("--disk", metavar="SIZE", help="Disk space for blocks: 1TB.")] = None,
+    directory: Annotated[str | None, typer.Option("--dir", metavar="DIR", help="Directory of the disk tier.")] = None,
+    port: Annotated[str | None, typer.Option("--port", metavar="PORT", help="Port to serve on.")] = None,
+    extends: Annotated[
+        str | None, typer.Option("--extends", metavar="NAME|PATH", help="A profile whose keys are taken over.")
+    ] = None,
+    set_: SetOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+) -> None:
+    """Write a commented profile from options, or from questions on a terminal."""
+    from kvbm_cli.profile_new import new_profile
+
+    given = {"--engine": engine, "--model": model, "--host": host, "--disk": disk, "--dir": directory, "--port": port}
+    answers = {option: text for option, text in given.items() if text is not None}
+    new_profile(file, answers, set_ or [], extends=extends, is_forced=force)
+
+
+@profile_app.command("schema")
+def profile_schema() -> None:
+    """Print the JSON Schema of a profile, for editors."""
+    from kvbm.config.json_schema import json_schema
+    from kvbm_cli.console import print_json
+
+    print_json(json_schema())
 
 
 @cache_app.command("ls")

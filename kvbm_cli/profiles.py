@@ -44,11 +44,17 @@ def list_profiles(*, as_json: bool) -> None:
     directories = [profiles_directory()]
     found = [load(name, directories=directories) for name in shipped(directories)]
     if as_json:
-        print_json([{"name": one.name, "path": str(one.path), "description": one.profile.description} for one in found])
+        print_json([_listed(one) for one in found])
     else:
         width = max(len(one.name) for one in found)
         for one in found:
             print_data("\n".join(labelled(one.name, one.profile.description, label_width=width)))
+
+
+def _listed(resolved: ResolvedProfile) -> dict[str, str]:
+    profile = resolved.profile
+    about = {"name": resolved.name, "path": str(resolved.path), "description": profile.description}
+    return {**about, "engine": profile.engine.kind}
 
 
 def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> None:

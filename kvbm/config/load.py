@@ -107,11 +107,28 @@ def examine(
     return _examined(path, document, environment, overrides, options or {}, findings)
 
 
-def examine_options(path: Path, options: Mapping[str, tuple[str, str]], *, parent: Path | None) -> Examined:
-    """What the options of a command amount to as a profile at `path`, alone or over the profile `parent`."""
+def examine_written(
+    path: Path,
+    written: Document,
+    *,
+    directories: Sequence[Path],
+    parent: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Examined:
+    """What a file at `path` would amount to that says what `written` says and extends `parent`."""
     findings = _Findings()
-    document = _file_with_parents(parent, [parent.parent], findings) if parent is not None else {}
-    return _examined(path, document, {}, (), options, findings)
+    below = _file_with_parents(parent, directories, findings) if parent is not None else {}
+    environment = {name: value for name, value in (variables or {}).items() if not name.startswith(PREFIX)}
+    return _examined(path, _merge(below, written), environment, (), {}, findings)
+
+
+def written_by(
+    overrides: Sequence[str], options: Mapping[str, tuple[str, str]]
+) -> tuple[Document, tuple[ProfileError, ...]]:
+    """What `--set` and options say, as a file would, and their mistakes."""
+    findings = _Findings()
+    document, _ = _with_layers({}, {}, overrides, options, findings)
+    return document, findings.in_order()
 
 
 @dataclass(slots=True)
@@ -318,7 +335,8 @@ def _override(text: str) -> Document:
 def _option(key: str, option: str, text: str) -> Document:
     source = Source(option, f"{option} {text}", len(option) + 1, len(text))
     document: Document = {}
-    put(document, key.split("."), Entry(source, source, _typed(text)))
+    value = text if _ALL_KEYS[key].kind == "text" else _typed(text)
+    put(document, key.split("."), Entry(source, source, value))
     return document
 
 

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, WithJsonSchema
 
 from kvbm.config.sizes import exact_size, parse_size
 
@@ -111,11 +111,24 @@ def _is_finite(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-Size = Annotated[int, BeforeValidator(size_value), PlainSerializer(_written_size)]
-Port = Annotated[int, BeforeValidator(port_value), Field(ge=0, le=65535)]
+_AT_LEAST_ONE = {"type": "integer", "minimum": 1}
+_WITH_SUFFIX = {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?[kmgtKMGT]?\s*$"}
+_NAME = {"type": "string", "minLength": 1}
+_UNIT = r"^\s*[0-9]+(\.[0-9]+)? ?([KkMmGgTt][Ii]?)?[Bb]\s*$"
+
+# What an editor is told of a value beside its type; see json_schema.py.
+_SIZE_SCHEMA = {"type": "string", "pattern": _UNIT, "examples": ["64GiB", "100GB"]}
+_PORT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 65535}, {"const": "auto"}]}
+_COUNT_SCHEMA = {"anyOf": [_AT_LEAST_ONE, _WITH_SUFFIX]}
+_LENGTH_SCHEMA = {"anyOf": [_AT_LEAST_ONE, _WITH_SUFFIX, {"const": "auto"}, {"const": -1}]}
+_NAMES_SCHEMA = {"anyOf": [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]}
+_FLAG_SCHEMA = {"not": {"type": "null"}}
+
+Size = Annotated[int, BeforeValidator(size_value), PlainSerializer(_written_size), WithJsonSchema(_SIZE_SCHEMA)]
+Port = Annotated[int, BeforeValidator(port_value), Field(ge=0, le=65535), WithJsonSchema(_PORT_SCHEMA)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-EnvironmentValue = Annotated[str, BeforeValidator(environment_value)]
-Count = Annotated[Any, BeforeValidator(count_value)]
-Length = Annotated[Any, BeforeValidator(length_value)]
-Names = Annotated[Any, BeforeValidator(names_value)]
-FlagValue = Annotated[JsonValue, BeforeValidator(flag_value)]
+EnvironmentValue = Annotated[str, BeforeValidator(environment_value), WithJsonSchema({"type": ["string", "number"]})]
+Count = Annotated[Any, BeforeValidator(count_value), WithJsonSchema(_COUNT_SCHEMA)]
+Length = Annotated[Any, BeforeValidator(length_value), WithJsonSchema(_LENGTH_SCHEMA)]
+Names = Annotated[Any, BeforeValidator(names_value), WithJsonSchema(_NAMES_SCHEMA)]
+FlagValue = Annotated[JsonValue, BeforeValidator(flag_value), WithJsonSchema(_FLAG_SCHEMA)]

@@ -16,6 +16,7 @@ from kvbm_cli.show_error import show_error
 
 HELPS = [
     *("", "serve", "bench", "size", "doctor", "profile", "profile list", "profile show", "profile check"),
+    *("profile diff", "profile new", "profile schema"),
     *("cache", "cache ls", "cache verify", "cache clear", "cache export-stats"),
 ]
 OUTPUTS = {
@@ -23,6 +24,7 @@ OUTPUTS = {
     "size": "size --profile ./mine.yaml",
     "size_json": "size --profile ./mine.yaml --json",
     "profile_show": "profile show ./mine.yaml --set engine.environment.A=1",
+    "profile_diff": "profile diff demo ./mine.yaml",
     "profile_check": "profile check ./mine.yaml --set tiers.host.capacity=64MiB",
 }
 MISTAKES = {

@@ -25,3 +25,29 @@ def test_shipped_profile_is_right(name: str) -> None:
         assert sizing.host.block_count > sizing.device.block_count
     if profile.bench.workload is not None and "/" not in profile.bench.workload:
         assert (workloads_directory() / f"{profile.bench.workload}.yaml").is_file()
+
+
+# The situation that each is for, as the keys that make it so.
+SITUATIONS: dict[str, dict[str, object]] = {
+    "demo": {"engine.kind": "embedded", "engine.model": "synthetic:tiny", "tiers.disk": None},
+    "demo-disk": {"engine.kind": "embedded", "tiers.disk.capacity": "1GiB"},
+    "vllm": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk": None},
+    "vllm-disk": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
+    "vllm-large-ssd": {"tiers.disk.capacity": "8TB", "tiers.disk.io": "auto", "tiers.disk.reclaim": True},
+    "vllm-lustre": {"tiers.disk.zerofill": True, "tiers.disk.allocator": "default", "tiers.disk.o_direct": True},
+    "vllm-gpfs": {"tiers.disk.zerofill": False, "tiers.disk.allocator": "open-direct", "tiers.disk.o_direct": True},
+    "vllm-cpu-demo": {"engine.kind": "vllm", "engine.model": "synthetic:vllm-81m"},
+    "vllm-pd-1p1d": {"disaggregated.prefill": 1, "disaggregated.decode": 1, "engine.kind": "vllm"},
+    "vllm-pd-2p2d": {"disaggregated.prefill": 2, "disaggregated.decode": 2, "engine.kind": "vllm"},
+    "vllm-pd-cpu-demo": {"disaggregated.prefill": 1, "engine.model": "synthetic:vllm-81m"},
+}
+
+
+def test_every_shipped_profile_has_a_situation() -> None:
+    assert set(SITUATIONS) == set(shipped(DIRECTORIES))
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_shipped_profile_is_for_its_situation(name: str) -> None:
+    values = load(name, directories=DIRECTORIES).values
+    assert {key: values[key] for key in SITUATIONS[name]} == SITUATIONS[name]

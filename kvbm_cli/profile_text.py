@@ -1,0 +1,143 @@
+"""The text of a profile, with the description of every key above it.
+
+`#key: value` is a default: without the `#` it can be changed. Sections without a key of their own are left empty, which
+says nothing; a tier that there is not is commented out as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+
+from kvbm.config.document import plain_scalar
+from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.schema import Key, keys
+
+WIDTH = 100
+_PLAIN = re.compile(r"[A-Za-z~/.][\w./~-]*(?::[\w./~-]+)*|[0-9][\w.]*", re.ASCII)
+
+HEAD = """\
+# Written by `kvbm profile new`. `kvbm profile check FILE` finds every mistake.
+# `#key: value` is a default; to change it, take the `#` away.
+"""
+SHORT_HEAD = "# Written by `kvbm profile new`. `kvbm profile show FILE` has every key.\n"
+
+
+def whole_text(values: Mapping[str, object], *, engine: str) -> str:
+    """A profile that says `values`, with every other key of that kind of engine as a comment."""
+    lines = [HEAD.rstrip()]
+    absent = [f"tiers.{name}" for name in ("host", "disk") if not _is_section(values, f"tiers.{name}")]
+    for key in keys(engine=engine):
+        off = any(key.path == section or key.path.startswith(f"{section}.") for section in absent)
+        lines += _entry(key, values, is_off=off)
+    return "\n".join([*lines, ""])
+
+
+def short_text(values: Mapping[str, object], *, extends: str) -> str:
+    """A profile that says `values` over those of another one, and nothing else."""
+    described = {key.path: key.description for kind in ENGINE_KINDS for key in keys(engine=kind)}
+    return "\n".join([f"{SHORT_HEAD}extends: {scalar(extends)}", *_section(values, "", described), ""])
+
+
+def _entry(key: Key, values: Mapping[str, object], *, is_off: bool) -> Iterator[str]:
+    depth = key.path.count(".")
+    indent, name = "  " * depth, key.path.rpartition(".")[2]
+    if depth == 0 or key.is_section:
+        yield ""
+    for line in textwrap.wrap(key.description, WIDTH - len(indent) - 2, break_on_hyphens=False):
+        yield f"{indent}# {line}"
+    if key.is_section:
+        yield f"{indent}{'#' if is_off else ''}{name}:"
+        if key.path == "engine.arguments":
+            yield from _passed_on(key, values)
+    elif _has(values, key.path):
+        yield from _written(name, _value(values, key.path), indent)
+    else:
+        yield f"{indent}#{name}: {_default(key)}".rstrip()
+
+
+def _passed_on(section: Key, values: Mapping[str, object]) -> Iterator[str]:
+    """Flags that are no keys of the schema."""
+    known = {key.path for kind in ENGINE_KINDS for key in keys(engine=kind)}
+    for name, value in _section_at(values, section.path).items():
+        if f"{section.path}.{name}" not in known:
+            yield from _written(name, value, "    ")
+
+
+def _section(values: Mapping[str, object], prefix: str, described: Mapping[str, str]) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    order = list(described)
+    known = [name for path in order if (name := path.removeprefix(prefix)) in values and path == f"{prefix}{name}"]
+    for name in [*known, *(name for name in values if name not in known)]:
+        path, value = f"{prefix}{name}", values[name]
+        if not prefix:
+            yield ""
+        if isinstance(value, dict) and path in described:
+            yield f"{indent}{name}:"
+            yield from _section(value, f"{path}.", described)
+        else:
+            about = described.get(path, "")
+            yield from (f"{indent}# {line}" for line in textwrap.wrap(about, WIDTH - len(indent) - 2))
+            yield from _written(name, value, indent)
+
+
+def _written(name: str, value: object, indent: str) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        yield f"{indent}{scalar(name)}:"
+        for below, inside in value.items():
+            yield from _written(below, inside, f"{indent}  ")
+    else:
+        yield f"{indent}{scalar(name)}: {scalar(value)}".rstrip()
+
+
+def scalar(value: object) -> str:
+    """A value on one line, as YAML that is read as that value."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(scalar, value))}]"
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) and plain_scalar(text) == text else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return f'"{"".join(map(_escaped, text))}"'
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return f"\\{character}"
+    return character if character.isprintable() else f"\\U{ord(character):08x}"
+
+
+def _default(key: Key) -> str:
+    if key.default is None or key.default == "" or key.default == {}:
+        return f"  # {key.kind}"
+    return scalar(key.default)
+
+
+def _has(values: Mapping[str, object], path: str) -> bool:
+    section, name = path.rpartition(".")[::2]
+    return name in _section_at(values, section)
+
+
+def _is_section(values: Mapping[str, object], path: str) -> bool:
+    return _has(values, path) and isinstance(_value(values, path), Mapping)
+
+
+def _value(values: Mapping[str, object], path: str) -> object:
+    section, name = path.rpartition(".")[::2]
+    return _section_at(values, section)[name]
+
+
+def _section_at(values: Mapping[str, object], path: str) -> Mapping[str, object]:
+    """The section at `path`, empty where there is none."""
+    section: object = values
+    for name in filter(None, path.split(".")):
+        section = section.get(name) if isinstance(section, Mapping) else None
+    return section if isinstance(section, Mapping) else {}

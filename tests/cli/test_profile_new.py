@@ -1,0 +1,148 @@
+"""`kvbm profile new`: what it writes is right whatever was asked for, and it never writes anything else."""
+
+import os
+import pty
+import subprocess
+import termios
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from terminal import PROGRAM, assert_snapshot, environment, kvbm
+
+from kvbm.config.document import parse_document, plain_values
+from kvbm.config.load import load
+from kvbm_cli.profile_text import scalar
+
+NEEDED = ("--engine", "embedded", "--model", "synthetic:tiny", "--host", "1GiB")
+WRITTEN = {
+    "whole": (*NEEDED, "--port", "auto"),
+    "vllm": (
+        *("--engine", "vllm", "--model", "org/model", "--disk", "1TB", "--dir", "~/kv"),
+        *("--set", "engine.arguments.max-model-len=32k", "--set", "engine.arguments.enforce_eager=true"),
+        *("--set", "engine.environment.A=1", "--set", "engine.environment.B='yes: no'"),
+    ),
+    "extending": ("--extends", "demo", "--host", "64MiB", "--set", "bench.workload=null"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_profile_is_written_and_right(tmp_path: Path, name: str) -> None:
+    outcome = kvbm("profile", "new", "mine.yaml", *WRITTEN[name], home=tmp_path)
+    assert (outcome.exit_code, outcome.stdout) == (0, "mine.yaml\n"), outcome.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+    assert_snapshot(f"profile_new_{name}", (tmp_path / "mine.yaml").read_text())
+    checked = kvbm("profile", "check", "mine.yaml", home=tmp_path)
+    assert checked.exit_code == 0, checked.stderr
+
+
+def test_what_a_comment_offers_is_the_default(tmp_path: Path) -> None:
+    """Every `#key: value` can be taken as it stands and changes nothing."""
+    kvbm("profile", "new", "mine.yaml", *NEEDED, "--disk", "1GiB", home=tmp_path)
+    text = (tmp_path / "mine.yaml").read_text()
+    (tmp_path / "all.yaml").write_text("".join(_uncommented(line) for line in text.splitlines(keepends=True)))
+    before, after = (load(str(tmp_path / name), directories=[]) for name in ("mine.yaml", "all.yaml"))
+    assert before.profile == after.profile
+
+
+def _uncommented(line: str) -> str:
+    stripped = line.lstrip(" ")
+    offers = stripped.startswith("#") and not stripped.startswith("# ") and "  #" not in stripped
+    return line.replace("#", "", 1) if offers else line
+
+
+def test_a_path_that_is_extended_is_named_from_the_new_file(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "parent.yaml").write_text("extends: demo\n")
+    outcome = kvbm("profile", "new", "b/child.yaml", "--extends", "a/parent.yaml", home=tmp_path)
+    assert outcome.exit_code == 0, outcome.stderr
+    assert "extends: ../a/parent.yaml\n" in (tmp_path / "b" / "child.yaml").read_text()
+
+
+def test_variable_stays_a_variable(tmp_path: Path) -> None:
+    arguments = ("--engine", "vllm", "--model", "org/${WHICH}", "--host", "1GiB")
+    outcome = kvbm("profile", "new", "mine.yaml", *arguments, home=tmp_path, WHICH="small")
+    assert outcome.exit_code == 0, outcome.stderr
+    assert '  model: "org/${WHICH}"\n' in (tmp_path / "mine.yaml").read_text()
+
+
+def test_variables_of_kvbm_are_not_written(tmp_path: Path) -> None:
+    outcome = kvbm("profile", "new", "mine.yaml", *NEEDED, home=tmp_path, DYN_KVBM_CPU_CACHE_GB="7")
+    assert outcome.exit_code == 0, outcome.stderr
+    assert "capacity: 1GiB" in (tmp_path / "mine.yaml").read_text()
+
+
+def test_nothing_is_overwritten_without_being_asked_to(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("mine\n")
+    outcome = kvbm("profile", "new", "mine.yaml", *NEEDED, home=tmp_path)
+    assert (outcome.exit_code, (tmp_path / "mine.yaml").read_text()) == (2, "mine\n")
+    outcome = kvbm("profile", "new", "mine.yaml", *NEEDED, "--force", home=tmp_path)
+    assert (outcome.exit_code, (tmp_path / "mine.yaml").read_text().count("synthetic:tiny")) == (0, 2)
+
+
+ANSWERS = "embedded\nsynthetic:tinny\nsynthetic:tiny\n\n\n12\n1GiB\nrelative\n\n99999\n\n"
+
+
+def test_questions_are_asked_on_a_terminal(tmp_path: Path) -> None:
+    outcome, shown = on_a_terminal(tmp_path, ANSWERS, "profile", "new", "mine.yaml", "--set", "server.host=::1")
+    assert outcome == 0, shown
+    assert_snapshot("profile_new_questions", shown)
+    values = load(str(tmp_path / "mine.yaml"), directories=[]).values
+    wanted = {"engine.model": "synthetic:tiny", "tiers.host": None, "tiers.disk.capacity": "1GiB", "server.host": "::1"}
+    assert {key: values[key] for key in wanted} == wanted
+
+
+def test_end_of_the_answers_writes_nothing(tmp_path: Path) -> None:
+    exit_code, _ = on_a_terminal(tmp_path, "embedded\n\x04", "profile", "new", "mine.yaml")
+    assert (exit_code, list(tmp_path.iterdir())) == (130, [])
+
+
+def on_a_terminal(home: Path, typed: str, *arguments: str) -> tuple[int, str]:
+    """The exit code, and what was seen on a terminal without echo."""
+    leader, follower = pty.openpty()
+    state = termios.tcgetattr(follower)
+    state[3] &= ~termios.ECHO
+    termios.tcsetattr(follower, termios.TCSANOW, state)
+    env = {**environment(home), "NO_COLOR": "1"}
+    process = subprocess.Popen(
+        [*PROGRAM, *arguments], cwd=home, env=env, stdin=follower, stdout=follower, stderr=follower
+    )
+    os.close(follower)
+    os.write(leader, typed.encode())
+    shown = b""
+    while True:
+        try:
+            shown += os.read(leader, 4096)
+        except OSError:  # the other end is closed
+            break
+    os.close(leader)
+    return process.wait(timeout=30), shown.decode().replace("\r\n", "\n")
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+
+NUMBERS = st.integers(-(10**29), 10**29) | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(deadline=None)
+@given(st.one_of(TEXT, st.booleans(), NUMBERS, st.none()))
+def test_every_value_is_read_as_it_was_written(value: object) -> None:
+    document, mistakes = parse_document(f"a: {scalar(value)}\nb: [{scalar(value)}]\n", label="f")
+    assert mistakes == []
+    assert plain_values(document) == {"a": value, "b": [value]}
+
+
+QUOTED = ["true", "1", "1e5", "null", "~", "", "a: b", "#a", "- a", "a #b", "'", '"', "é", "${A}", "a:"]
+
+
+@pytest.mark.parametrize("text", QUOTED)
+def test_text_that_could_be_something_else_is_quoted(text: str) -> None:
+    assert scalar(text).startswith('"')
+    assert plain_values(parse_document(f"a: {scalar(text)}\n", label="f")[0]) == {"a": text}
+
+
+@pytest.mark.parametrize("text", ["synthetic:tiny", "~/models/Qwen3-8B", "Qwen/Qwen3-8B", "32k", "./a.yaml", "64GiB"])
+def test_plain_text_is_not_quoted(text: str) -> None:
+    assert scalar(text) == text
