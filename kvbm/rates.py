@@ -17,9 +17,9 @@ from dataclasses import dataclass
 MIN_STEP_TOKENS = 64  # a step that computes fewer is bound by its fixed cost
 KEPT = 0.8  # weight of what was known before, per sample
 TRIAL_INTERVAL_S = 30.0
-GRACE = 0.1  # part of the time of computing that a read may lag behind it
+GRACE = 0.06  # part of the time of computing that a read may lag behind it
 GRACE_S = 0.005  # in less than that nobody can tell
-BLIND_S = 0.5  # that a read may take while nothing is known of computing
+BLIND_S = 0.2  # that a read may take while nothing is known of computing
 KNOWN_S = 0.1  # of work are what an earlier engine has learnt, in weight
 
 

@@ -552,10 +552,10 @@ def test_a_file_that_holds_no_rates_says_nothing(tmp_path, content):
     assert KnownRates(path, clock=lambda: 0.0).read() is None
 
 
-def test_while_nothing_is_known_of_computing_a_read_has_half_a_second():
+def test_while_nothing_is_known_of_computing_a_read_has_a_fifth_of_a_second():
     rates = Rates(block_tokens=16, clock=lambda: 0.0)
-    assert not rates.is_hopeless(waited_s=0.4, blocks=0, of_blocks=100)
-    assert rates.is_hopeless(waited_s=0.6, blocks=99, of_blocks=100)
+    assert not rates.is_hopeless(waited_s=0.15, blocks=0, of_blocks=100)
+    assert rates.is_hopeless(waited_s=0.25, blocks=99, of_blocks=100)
 
 
 def test_of_a_mixed_chain_the_part_is_loaded_that_saves_most():
