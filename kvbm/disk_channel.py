@@ -29,13 +29,14 @@ BUFFER_BYTES = 4 << 20
 
 
 class Open(NamedTuple):
-    """The first message. `cores` are those that the disk's threads may use."""
+    """The first message. `cores` are those that the disk's threads may use; `instance`: this one or a new one."""
 
     settings: DiskSettings
     namespace: Namespace
     segments: Sequence[SegmentInfo]
     hash_bytes: int
     cores: frozenset[int]
+    instance: Path | None
 
 
 class Write(NamedTuple):

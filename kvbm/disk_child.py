@@ -45,6 +45,7 @@ from kvbm.region import Region
 BUSY_INTERVAL_S = 0.1  # between two looks at whether something in flight hangs
 IDLE_INTERVAL_S = 0.5
 PARENT_INTERVAL_S = 0.5
+REMOVED = 3  # the code it ends with when its files have been removed: nothing it does could be found again
 
 
 class _Log(logging.Handler):
@@ -83,6 +84,9 @@ class _Child:
                     return
                 self._obey(message)
             self._tell(self._tier.poll())
+            if self._tier.is_removed:
+                _send_all(self._channel)
+                os._exit(REMOVED)
 
     def _obey(self, message: object) -> None:
         match message:
@@ -141,6 +145,7 @@ def main() -> int:
                 order.namespace,
                 region.shards,
                 hash_bytes=order.hash_bytes,
+                instance=order.instance,
                 progress=lambda done, total: channel.send(Progress(done, total)),
             )
         except EnvironmentProblem as error:

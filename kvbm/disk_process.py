@@ -3,7 +3,7 @@
 The threads of a disk tier take the interpreter's lock several times per block. In the engine's process each of these
 times costs either the engine, whose step pauses, or the disk, which waits for the step: so they have their own process
 (docs/adr/0011). Calls send a message and do not wait, except for `open`, `clear` and `close`. The child ends with this
-process. If it ends before, what is in flight has failed and the tier is off from then on.
+process. If it ends before, what is in flight has failed and this one is off from then on.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ class DiskProcess:
         self._results: list[DiskResult] = []
         self._in_flight: dict[int, tuple[str, int, Sequence[bytes]]] = {}  # kind, how many blocks, their tenants
         self._cleared: Cleared | None = None
+        self._unanswered_clears = 0
         self._off_because: str | None = None
         self._is_alive = True
+        self._has_ended = False  # set by who waits for its end, before the channel tells
         self._recovered: tuple[list[int], list[bytes]] = ([], [])
         self._is_kept = False
         self.home: Path | None = None  # of all caches of the namespace, if it is kept
@@ -81,14 +83,17 @@ class DiskProcess:
         *,
         hash_bytes: int,
         progress: Callable[[int, int], None] | None = None,
+        instance: Path | None = None,
     ) -> DiskProcess:
-        """`progress(done_bytes, total_bytes)` while space is taken. Raises EnvironmentProblem."""
+        """`progress(done_bytes, total_bytes)` while space is taken; `instance`: this one, or a new one if it cannot be
+        had. Raises EnvironmentProblem."""
         ours, theirs = socket.socketpair()
         with theirs:
             child = _start(theirs.fileno())
         process = cls(child, DiskChannel(ours))
         try:
-            process._send(Open(settings, namespace, tuple(segments), hash_bytes, frozenset(allowed_cores())))
+            cores = frozenset(allowed_cores())
+            process._send(Open(settings, namespace, tuple(segments), hash_bytes, cores, instance))
             opened = process._wait_until_open(progress)
         except BaseException:
             process._end()
@@ -101,11 +106,21 @@ class DiskProcess:
     @property
     def is_on(self) -> bool:
         """False after repeated errors or while I/O hangs; every ticket then ends as failed."""
-        return self._off_because is None
+        return self._off_because is None and not self._has_ended
 
     @property
     def off_because(self) -> str | None:
         return self._off_because
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its end has not been noticed here."""
+        return self._is_alive
+
+    @property
+    def path(self) -> Path:
+        """Where its files lie; without `persist`, the directory."""
+        return self._path
 
     def fileno(self) -> int:
         """Readable when `poll` has something, for who can wait."""
@@ -158,17 +173,19 @@ class DiskProcess:
 
         Raises EnvironmentProblem if it is not: the tier is off then until it is, and tries again as long as it is open.
         """
-        self._cleared = None
+        self._unanswered_clears += 1
+        self._recovered = ([], [])
         self._send(Clear(tenant))
         deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
-        while self._cleared is None and self._is_alive and time.monotonic() < deadline_s:
+        while self._unanswered_clears and self._is_alive and time.monotonic() < deadline_s:
             self._channel.wait(max(0.0, deadline_s - time.monotonic()))
             self._receive()
         self._results = [self._without(result, tenant) for result in self._results]
-        if self._cleared is None and not self._is_alive:
+        if self._unanswered_clears and not self._is_alive:
             self._clear_in_its_place(tenant)
             return
-        problem = self._cleared.problem if self._cleared else (self._not_cleared(), None)
+        answered = None if self._unanswered_clears else self._cleared
+        problem = answered.problem if answered else (self._not_cleared(), None)
         if problem is not None:
             raise EnvironmentProblem(problem[0], hint=problem[1])
 
@@ -206,6 +223,17 @@ class DiskProcess:
             self._channel.wait(max(0.0, deadline_s - time.monotonic()))
             self._receive(is_closing=True)
         self._end()
+
+    def wait_for_end(self) -> int:
+        """How the process has ended, as soon as it has; for a thread of its own."""
+        code = self._child.wait()
+        self._has_ended = True
+        return code
+
+    def discard(self) -> None:
+        """Of a process that has ended."""
+        self._channel.close()
+        self._is_alive = False
 
     def _wait_until_open(self, progress: Callable[[int, int], None] | None) -> Opened:
         while self._is_alive:
@@ -252,6 +280,7 @@ class DiskProcess:
                     self.counters = message.counters
                 case Cleared():
                     self._cleared = message
+                    self._unanswered_clears -= 1
                 case Logged():
                     _log(message)
 

@@ -1,11 +1,14 @@
 """DiskSide: the leader's part that decides about G3: what is written there, what is read back, and what is forgotten.
 
-It owns the metadata of G3 and moves no bytes: a `DiskProcess` does. The leader's thread owns both and calls
+It owns the metadata of G3 and moves no bytes: a `LastingDisk` does. The leader's thread owns both and calls
 
     registered, hit, touch      what happens to blocks in host memory, from which follows what goes to disk
     match, contains, fetch      what is on disk, and bringing it to host memory
     step                        begin the writes that are due
     settle                      what has ended: written blocks become findable, read ones are registered in G2
+
+Where the process for disk I/O has ended, the disk is off, and what was on it is forgotten here; when the next one is
+there, what that has found is taken over step by step, and then it is on again.
 
 A block on its way to disk is pinned in G2, and is not registered in G3 unless the control words of its slot were still
 right when all of it had been written: a rank may have ended meanwhile. One on its way back is pinned in G3 and has a G2
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from array import array
 from collections import OrderedDict
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
     from kvbm.disk.health import DiskCounters
     from kvbm.disk.tier import DiskResult
     from kvbm.disk.wear import Wear
-    from kvbm.disk_process import DiskProcess
+    from kvbm.lasting_disk import LastingDisk
     from kvbm.metrics import Counters
     from kvbm.region import Region
     from kvbm.types import SegmentInfo
@@ -46,12 +50,15 @@ if TYPE_CHECKING:
 WRITES_AT_A_TIME = 2
 PINNED_SHARE = 4  # of G2 that writes may pin
 CLEANED_AHEAD = 256  # blocks at the old end of G2 that `on_evict` keeps written
+FILL_BLOCKS = 256
+FILL_S = 0.002  # of a step, for taking over what the next process has found
+AWAKE_S = 5.0  # that an engine without requests waits for the next process
 
 log = logging.getLogger(__name__)
 
 
 class Disk(Protocol):
-    """What moves the bytes: a `DiskProcess`, or a test that holds them in memory."""
+    """What moves the bytes: a `LastingDisk`, or a test that holds them in memory."""
 
     @property
     def slot_count(self) -> int: ...
@@ -61,7 +68,11 @@ class Disk(Protocol):
     def is_on(self) -> bool: ...
     @property
     def counters(self) -> DiskCounters: ...
-    def recovered(self) -> tuple[list[int], list[bytes]]: ...
+    @property
+    def losses(self) -> int: ...
+    @property
+    def restarts(self) -> int: ...
+    def recovered(self) -> tuple[list[int], list[bytes]] | None: ...
     def write(
         self,
         ticket: int,
@@ -160,7 +171,7 @@ def open_disk(
     is_stable: bool,
     hash_bytes: int,
     progress: Callable[[int, int], None] | None = None,
-) -> DiskProcess | None:
+) -> LastingDisk | None:
     """The disk of an engine, None where none is configured. Raises EnvironmentProblem.
 
     `identity` is whatever decides the bytes and the hashes of a block, beside how the ranks lay it out, and has the
@@ -170,7 +181,7 @@ def open_disk(
     if section is None:
         return None
     from kvbm.disk.settings import DiskSettings, Namespace
-    from kvbm.disk_process import DiskProcess
+    from kvbm.lasting_disk import LastingDisk
 
     layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments]
     facts = {"layouts": layout, **identity}
@@ -189,7 +200,7 @@ def open_disk(
     if section.persist and not is_stable:
         log.warning("kvbm: blocks on disk are not kept for the next start: their names change from start to start")
     name = Namespace(namespace(facts), facts)
-    disk = DiskProcess.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
+    disk = LastingDisk.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
     log.info("kvbm: room for %d blocks in %s, moved by %s", disk.slot_count, settings.directory, disk.io_name)
     return disk
 
@@ -222,9 +233,13 @@ class DiskSide:
         self._counters = counters
         self._clock = clock
         self.store = BlockStore(disk.slot_count, tier=Tier.DISK, hash_bytes=hash_bytes, events=False)
-        slots, hashes = disk.recovered()
-        self.store.restore(slots, hashes)
-        log.info("kvbm: %d blocks on disk are of an earlier engine", len(hashes))
+        self._losses = disk.losses
+        self._found: tuple[list[int], list[bytes]] | None = None  # by a process, and not yet taken over
+        self._filled = 0  # how much of it is
+        self._is_filled = False
+        self._awake_until_s = 0.0
+        self._fill(math.inf)
+        log.info("kvbm: %d blocks on disk are of an earlier engine", self.store.counts().inactive)
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
         self._decay_s = clock() + policy.frequency_decay_s
         self._queue = _Queue(host.capacity_blocks)
@@ -271,12 +286,23 @@ class DiskSide:
 
     # -- what is on disk -----------------------------------------------------------------------------------------------
 
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks are found there, read and written."""
+        return self._is_filled and self._disk.is_on
+
+    def refresh(self) -> None:
+        """Before something is looked for: take over what the next process has found while the engine rested."""
+        if not (self.is_on or self._writes or self._fetches):
+            self.settle()  # tells the end of one process
+            self.settle()  # and the beginning of another
+
     def contains(self, sequence_hash: bytes) -> bool:
-        return self._disk.is_on and self.store.contains(sequence_hash)
+        return self.is_on and self.store.contains(sequence_hash)
 
     def match(self, hashes: Sequence[bytes], start: int) -> int:
         """How many of `hashes[start:]` are on disk, up to the first that is not."""
-        return self.store.match(hashes, start) if self._disk.is_on else 0
+        return self.store.match(hashes, start) if self.is_on else 0
 
     def worthwhile(self, spans: Sequence[tuple[bool, int]]) -> int:
         """How many blocks of a chain to load, whose spans are (are on disk, blocks)."""
@@ -299,11 +325,13 @@ class DiskSide:
 
     def hold(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
         """Keep these blocks on disk until they have been fetched; None if one has gone."""
-        return self.store.pin(hashes) if self._disk.is_on else None
+        return self.store.pin(hashes) if self.is_on else None
 
     def fetch(self, hashes: Sequence[bytes], tenant: bytes) -> Fetch | None:
-        """Begin to read blocks that are held, and are a tenant's, into host memory; None while there is no room.
-        `settle` tells the end."""
+        """Begin to read blocks that are held, and are a tenant's, into host memory; None while there is no room, or the
+        disk is off. `settle` tells the end."""
+        if not self.is_on:
+            return None
         counts = self._host.counts()
         self.evicting(len(hashes) - counts.free)
         target = self._host.allocate(len(hashes))
@@ -354,18 +382,23 @@ class DiskSide:
                     fetch.blocks.release()
                 elif not fetch.is_abandoned:
                     ended.append(fetch)
+        self._follow_process()
         self._copy_counters()
         return ended
 
     def is_writing(self) -> bool:
         """Whether something is on its way to a disk that works, or due for it."""
-        return self._disk.is_on and bool(self._writes or self._queue.hashes)
+        return self.is_on and bool(self._writes or self._queue.hashes)
+
+    def is_returning(self) -> bool:
+        """Whether it is to be expected within seconds that a disk is on again whose process has ended."""
+        return not self._is_filled and self._clock() < self._awake_until_s
 
     def must_be_waited_for(self, end: int) -> int | None:
         """How many blocks a chain of `end` blocks may not evict, as they are still to be written: it passes through
         host memory, since the disk takes everything. None if it does not, and has to fit in."""
         is_larger = end > self._host.capacity_blocks
-        if self._policy.to_disk != "always" or not self._disk.is_on or not (is_larger or self._policy.is_buffer):
+        if self._policy.to_disk != "always" or not self.is_on or not (is_larger or self._policy.is_buffer):
             return None
         return len(self._queue.hashes)
 
@@ -384,6 +417,8 @@ class DiskSide:
         """Forget every block, durably, and what is on its way too. Raises EnvironmentProblem where the disk does not
         answer: then it stays off until it has forgotten."""
         self.store.reset()
+        if self._found is not None:
+            self._found = [], []
         self._filter.clear()
         self._queue.hashes.clear()
         self._departing.clear()
@@ -419,6 +454,37 @@ class DiskSide:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _follow_process(self) -> None:
+        """Forget what was on disk when its process has ended, and take over what the next one has found."""
+        if self._disk.losses != self._losses:
+            tickets = self._writes.keys() | self._fetches.keys()
+            assert not tickets, f"{tickets} have not ended, and their process has"
+            self._losses = self._disk.losses
+            self.store.reset()
+            self._found, self._is_filled = None, False
+            self._awake_until_s = self._clock() + AWAKE_S
+        if not self._is_filled:
+            self._fill(FILL_S)
+
+    def _fill(self, limit_s: float) -> None:
+        """Take over what a process has found, as much as the time allows, once nobody holds a slot from before."""
+        if self._found is None:
+            self._found, self._filled = self._disk.recovered(), 0
+        counts = self.store.counts()
+        if self._found is None or counts.free + counts.inactive < self.store.capacity_blocks:
+            return
+        slots, hashes = self._found
+        end_s = self._clock() + limit_s
+        while self._filled < len(slots) and self._clock() < end_s:
+            end = self._filled + FILL_BLOCKS
+            self.store.restore(slots[self._filled : end], hashes[self._filled : end])
+            self._filled = end
+            self._awake_until_s = self._clock() + AWAKE_S
+        if self._filled >= len(slots):
+            self._found, self._is_filled = None, True
+            if self._losses:
+                log.warning("kvbm: the disk tier has a process again, and %d blocks", len(slots))
+
     def _note_tenant(self, slots: Sequence[int], tenant: bytes) -> None:
         if tenant:
             self._tenants.update(dict.fromkeys(slots, tenant))
@@ -440,7 +506,8 @@ class DiskSide:
         counters.disk_io_errors = known.io_errors.total()
         counters.disk_flushes = known.flushes
         counters.disk_times_off = known.times_off
-        counters.disk_off = int(not self._disk.is_on)
+        counters.disk_restarts = self._disk.restarts
+        counters.disk_off = int(not self.is_on)
 
     def _clean(self) -> None:
         """Keep the old end of host memory written, once blocks are about to be evicted."""
@@ -450,7 +517,7 @@ class DiskSide:
             self._enqueue(self._host.oldest(CLEANED_AHEAD))
 
     def _begin_writes(self) -> None:
-        while self._queue.hashes and len(self._writes) < WRITES_AT_A_TIME and self._disk.is_on:
+        while self._queue.hashes and len(self._writes) < WRITES_AT_A_TIME and self.is_on:
             share = 1 if self._policy.is_buffer else PINNED_SHARE
             limit = max(1, min(self._policy.batch_blocks, self._host.capacity_blocks // share // WRITES_AT_A_TIME))
             due = self._queue.take(limit)

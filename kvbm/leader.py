@@ -378,7 +378,7 @@ class Leader:
         patience = 2 * self._settings.overdue_steps
         if self._unreported or self._loads.is_under_way(within_steps=patience):
             return True
-        if self._disk is not None and self._disk.is_writing():
+        if self._disk is not None and (self._disk.is_writing() or self._disk.is_returning()):
             return True
         youngest = next(reversed(self._offloads.values()), None)
         return youngest is not None and self._step - youngest.born_step <= patience
@@ -472,8 +472,10 @@ class Leader:
     def _match(self, request_id: str, hashes: Sequence[bytes], start: int, search: Callable[[], int]) -> int | None:
         """What `search` finds from `hashes[start]` on, if this request may load and no other one brings just that."""
         request = self._live(request_id)
-        if self._disk is not None and not request.has_asked:
-            self._disk.hit(hashes[:start])
+        if self._disk is not None:
+            self._disk.refresh()
+            if not request.has_asked:
+                self._disk.hit(hashes[:start])
         request.has_asked = True
         request.asked_blocks = max(request.asked_blocks, len(hashes) - start)
         if not request.may_onboard or self.counters.disabled or not self._loads.can_begin():

@@ -355,7 +355,7 @@ class Loads(Generic[Owner]):
             waited_s, all_blocks = self._clock() - load.born_s, load.disk_blocks
             end = missing[load.number]
             blocks = bisect_left(load.on_disk, end)
-            is_late = waited_s > self._disk_timeout_s
+            is_late = waited_s > self._disk_timeout_s or not self._disk.is_on
             if is_late or self._disk.is_hopeless(waited_s, blocks, all_blocks):
                 self._disk.gave_up(blocks, all_blocks - blocks, waited_s)
                 self._cut(load, end if self._can_cut else 0)

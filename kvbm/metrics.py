@@ -56,6 +56,7 @@ class Counters:
     disk_flushes: int = 0
     disk_times_off: int = 0
     disk_off: int = 0
+    disk_restarts: int = 0
     hit_window: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=HIT_RATE_WINDOW_REQUESTS))
 
     def hits(self) -> tuple[int, int, int]:
@@ -104,6 +105,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kvbm_disk_flushes": ("disk_flushes", "times that written blocks were made durable"),
     "kvbm_disk_off": ("disk_off", "1 while the disk tier is off: nothing is written there or read from there"),
     "kvbm_disk_times_off": ("disk_times_off", "times that the disk tier turned itself off after repeated errors"),
+    "kvbm_disk_restarts": (
+        "disk_restarts",
+        "times that another process for disk I/O took the place of one that had ended",
+    ),
     "kvbm_offload_failed_blocks": (
         "offload_failed_blocks",
         "blocks whose copy to host failed; they were not registered",

@@ -18,9 +18,9 @@ SHARED = ("kvbm.types", "kvbm.errors")
 LOGICAL = ("kvbm.core", "kvbm.hashing", "kvbm.events")
 PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "kvbm.shared_memory", "kvbm.cores")
 SEAMS = ("kvbm.core.groups", "kvbm.events", "kvbm.layout", "kvbm.region")  # what an engine's facts are translated into
-DISK_PROCESS = ("kvbm.disk_process", "kvbm.disk_child", "kvbm.disk_channel")
+DISK_PROCESS = ("kvbm.lasting_disk", "kvbm.disk_process", "kvbm.disk_child", "kvbm.disk_channel")
 DECIDING = ("kvbm.leader", "kvbm.loads", "kvbm.disk_side", "kvbm.rates", "kvbm.known_rates")
-ORCHESTRATION = (*DECIDING, "kvbm.disk_process", "kvbm.worker", "kvbm.plan", "kvbm.metrics")
+ORCHESTRATION = (*DECIDING, "kvbm.lasting_disk", "kvbm.worker", "kvbm.plan", "kvbm.metrics")
 
 
 @dataclass(frozen=True)

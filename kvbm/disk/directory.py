@@ -104,12 +104,14 @@ def list_caches(directory: Path) -> list[CacheFacts]:
     return [_facts_of(instance) for instance in reversed(_instances(directory))]
 
 
-def claim(directory: Path, namespace: str) -> InstanceLock:
-    """An instance of this namespace that nobody else uses: the one used last, or a new one. Raises OtherFormat where
-    an instance that could be taken over is of another format, and EnvironmentProblem."""
+def claim(directory: Path, namespace: str, *, only: Path | None = None) -> InstanceLock:
+    """An instance of this namespace that nobody else uses: the one used last, or a new one; with `only`, that one or a
+    new one. Raises OtherFormat where one that could be taken over is of another format, and EnvironmentProblem."""
     home = directory / namespace
     make_private_directory(home)
     for instance in reversed(_instances_of(home)):
+        if only not in (None, instance):
+            continue
         make_private_directory(instance)
         if (lock := InstanceLock.take(instance)) is not None:
             try:

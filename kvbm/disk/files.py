@@ -206,9 +206,20 @@ class Arena:
     def is_linked(self) -> bool:
         """Whether the file still has its name."""
         with suppress(OSError):
-            found, own = os.lstat(self.path), os.fstat(self.fd)
-            return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+            return self._has_its_name()
         return False
+
+    def is_removed(self) -> bool:
+        """Whether it certainly has not: an error says nothing."""
+        try:
+            return not self._has_its_name()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+
+    def _has_its_name(self) -> bool:
+        return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
 
     def close(self) -> None:
         """May be called twice."""

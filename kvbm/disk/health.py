@@ -11,7 +11,7 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,11 @@ class DiskCounters:
     damaged_indexes: int = 0
     dropped_rows: int = 0
 
+    def plus(self, other: DiskCounters) -> DiskCounters:
+        return DiskCounters(
+            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        )
+
 
 class Health:
     """See the module's text. `counters` is written under `lock`, and read without it."""
@@ -55,6 +60,7 @@ class Health:
         self.lock = threading.Lock()
         self.counters = DiskCounters()
         self.off_because: str | None = None
+        self.is_removed = False  # for good
         self._errors_in_a_row: Counter[str] = Counter()
 
     @property

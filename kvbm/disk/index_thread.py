@@ -209,6 +209,7 @@ class IndexThread:
             self._next_look_s = now + LOOK_INTERVAL_S
             if not self._instance.arena.is_linked():
                 self._health.turn_off(f"{self._instance.arena.path} is gone")
+                self._health.is_removed |= self._instance.arena.is_removed()
         if not self._health.is_on and now >= self._next_probe_s:
             if not (has_clears or self._clears_to_repeat or self._is_any_overdue(now)) and self._probe():
                 self._health.turn_on()

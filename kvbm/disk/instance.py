@@ -77,12 +77,13 @@ class Instance:
         payload_bytes: int,
         hash_bytes: int,
         progress: Progress | None = None,
+        only: Path | None = None,
     ) -> Instance:
-        """Raises EnvironmentProblem."""
+        """`only`: this one or a new one. Raises EnvironmentProblem."""
         require_usable_parent(settings.directory)
         if not settings.persist:
             return cls._open_unnamed(settings, payload_bytes, hash_bytes, progress)
-        lock = claim(settings.directory, namespace.digest.hex())
+        lock = claim(settings.directory, namespace.digest.hex(), only=only)
         try:
             return cls._open_locked(lock, settings, namespace, payload_bytes, hash_bytes, progress)
         except BaseException:

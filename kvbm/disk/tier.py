@@ -93,18 +93,20 @@ class DiskTier:
         *,
         hash_bytes: int,
         progress: Progress | None = None,
+        instance: Path | None = None,
     ) -> DiskTier:
         """`shards[r][s]` is the payload of host slot s in rank r's segment, whole pages at the start of a page.
-        `progress(done_bytes, total_bytes)` while space is taken. Raises EnvironmentProblem."""
+        `progress(done_bytes, total_bytes)` while space is taken; `instance`: this one, or a new one if it cannot be
+        had. Raises EnvironmentProblem."""
         payload_bytes = sum(shard.shape[1] for shard in shards)
-        instance = Instance.open(
-            settings, namespace, payload_bytes=payload_bytes, hash_bytes=hash_bytes, progress=progress
+        opened = Instance.open(
+            settings, namespace, payload_bytes=payload_bytes, hash_bytes=hash_bytes, progress=progress, only=instance
         )
         try:
-            _require_aligned(instance, shards)
-            return cls(instance, _open_io(settings, instance, shards), shards, threads=settings.threads)
+            _require_aligned(opened, shards)
+            return cls(opened, _open_io(settings, opened, shards), shards, threads=settings.threads)
         except BaseException:
-            instance.close()
+            opened.close()
             raise
 
     @property
@@ -119,6 +121,11 @@ class DiskTier:
     @property
     def off_because(self) -> str | None:
         return self._health.off_because
+
+    @property
+    def is_removed(self) -> bool:
+        """Its files have lost their names: it stays off, and can be opened anew."""
+        return self._health.is_removed
 
     @property
     def path(self) -> Path:

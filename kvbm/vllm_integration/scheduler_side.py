@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.disk_process import DiskProcess
+    from kvbm.lasting_disk import LastingDisk
     from kvbm.types import SegmentInfo
     from kvbm.vllm_integration.cache_groups import CacheGroup
 
@@ -147,7 +147,7 @@ class SchedulerSide:
         )
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
 
-    def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskProcess | None:
+    def _open_disk(self, segments: Sequence[SegmentInfo]) -> LastingDisk | None:
         if self._config.tiers.disk is None:
             return None
         facts, is_stable = self._identity()

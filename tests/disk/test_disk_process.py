@@ -51,12 +51,23 @@ class ProcessRig(Rig):
 
 
 @contextmanager
-def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
+def host_memory():
+    """The segments of two ranks, and the region that they make."""
     layout = BlockLayout.block_contiguous(block_count=2, block_bytes=8192)
     segments = [Segment.create(rank=rank, layout=layout, slot_count=HOST_SLOTS) for rank in range(2)]
     infos = [segment.info for segment in segments]
     region = Region.map(infos)
     try:
+        yield infos, region
+    finally:
+        region.close()
+        for segment in segments:
+            segment.close()
+
+
+@contextmanager
+def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
+    with host_memory() as (infos, region):
         tier = DiskProcess.open(
             settings_for(directory, **keys), NAMESPACE, infos, hash_bytes=HASH_BYTES, progress=progress
         )
@@ -64,10 +75,6 @@ def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
             yield ProcessRig(tier, region)
         finally:
             tier.close(close_s)
-    finally:
-        region.close()
-        for segment in segments:
-            segment.close()
 
 
 def has_ended(pid: int) -> bool:

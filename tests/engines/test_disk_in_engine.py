@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import signal
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -561,13 +563,101 @@ def test_a_directory_that_is_removed_in_service_changes_no_output(tmp_path, expe
         assert engine.leader.blocks()[Tier.DISK]["evictable"] == 0
 
 
-def test_an_engine_whose_disk_process_is_killed_goes_on_without_it(written, expected):
+# -- a disk process that is killed -------------------------------------------------------------------------------------
+
+
+def kill_disk(engine):
+    pid = engine.leader._disk._disk.pid
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def forget_memory(engine):
+    """What is on disk stays."""
+    engine.forget_g1()
+    engine.engine._order(lambda: engine.leader._store.reset() or True)
+
+
+def test_an_engine_whose_disk_process_is_killed_goes_on_and_has_its_disk_again(written, expected):
     with engine_on(written) as engine:
-        os.kill(engine.leader._disk._disk.pid, 9)
-        wait_until(engine, lambda: not is_on(engine))
-        for _ in range(2):
-            assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
-            engine.forget_g1()
-        assert engine.engine.is_healthy
+        pid = kill_disk(engine)
+        wait_until(engine, lambda: engine.counters.disk_off)
+        assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
+        wait_until(engine, lambda: not engine.counters.disk_off)
+        assert engine.counters.disk_restarts == 1
+        assert not Path(f"/proc/{pid}").exists(), "nor is it a zombie"
+        forget_memory(engine)
+        answer = engine.ask(prompt(1, LENGTH))
+        assert_same([answer.said()], [expected[1]])
+        assert answer.last.num_external_tokens == LOADABLE
+        assert engine.counters.onboard_disk_blocks == LOADABLE // 16
     with engine_on(written) as engine:
         assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == LOADABLE
+
+
+def test_a_disk_process_killed_while_the_engine_rests_is_back_for_the_next_request(written, expected):
+    with engine_on(written) as engine:
+        pid = kill_disk(engine)
+        deadline_s = time.monotonic() + 30
+        while engine.leader._disk._disk._next is None:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert not Path(f"/proc/{pid}").exists()
+        answer = engine.ask(prompt(1, LENGTH))
+        assert answer.last.num_external_tokens == LOADABLE
+        assert_same([answer.said()], [expected[1]])
+
+
+def test_an_engine_that_rests_after_a_kill_has_its_disk_again_by_itself(written):
+    with engine_on(written) as engine:
+        forget_memory(engine)
+        waiting = engine.submit(prompt(1, LENGTH), max_tokens=60)
+        assert waiting.started.wait(30)
+        kill_disk(engine)
+        waiting.wait()
+        deadline_s = time.monotonic() + 30
+        while engine.counters.disk_restarts == 0 or engine.counters.disk_off:
+            assert time.monotonic() < deadline_s, "it waits for a request"
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("to_disk", POLICIES)
+def test_disk_processes_killed_under_load_change_no_output(tmp_path, expected, to_disk, monkeypatch):
+    """Again and again, at any moment of reads and writes."""
+    monkeypatch.setattr("kvbm.lasting_disk.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvbm.lasting_disk.LONGEST_PAUSE_S", 0.2)
+    chosen, kills = random.Random(to_disk), 0
+    with engine_on(tmp_path, host_blocks=24, num_blocks=32, to_disk=to_disk) as engine:
+        steps = Steps(engine)
+        assert_same(conversations(engine), expected[0])
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(3):
+                talking = pool.submit(conversations, engine)
+                while not talking.done():
+                    if not engine.counters.disk_off:
+                        kills += 1
+                        kill_disk(engine)
+                    time.sleep(chosen.uniform(0.02, 0.6))
+                assert_same(talking.result(), expected[0])
+        wait_until(engine, lambda: not engine.counters.disk_off)
+        assert engine.counters.disk_restarts >= 2
+        assert engine.counters.disk_checksum_failures == 0
+        before = engine.counters.onboard_disk_blocks
+        for _ in range(2):
+            assert_same(conversations(engine), expected[0])
+        assert engine.counters.onboard_disk_blocks > before, "it is used again"
+        rest(engine)
+        engine.leader.check()
+        assert steps.longest_s < 1.5, "a step waited for a process"
+    with engine_on(tmp_path, host_blocks=24, num_blocks=32) as engine:
+        assert_same(conversations(engine), expected[0])
+        assert engine.counters.disk_checksum_failures == 0
+
+
+def test_a_reset_between_two_disk_processes_is_durable(written):
+    with engine_on(written) as engine:
+        kill_disk(engine)
+        assert engine.engine.reset_prefix_cache()
+        wait_until(engine, lambda: engine.counters.disk_restarts and not engine.counters.disk_off)
+        assert engine.leader.blocks()[Tier.DISK]["evictable"] == 0
+        assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == 0

@@ -104,6 +104,9 @@ class FakeDisk:
         self.slot_count = slot_count
         self.is_on = True
         self.counters = DiskCounters()
+        self.losses = 0
+        self.restarts = 0
+        self.is_lost = False
         self.kept: dict[int, tuple[bytes, list[np.ndarray]]] = {}
         self.waiting: list[tuple[str, int, tuple[bytes, ...], list[int], list[int]]] = []
         self.cleared = 0
@@ -116,6 +119,8 @@ class FakeDisk:
         self._ended: list[DiskResult] = []
 
     def recovered(self):
+        if self.is_lost:
+            return None
         return list(self.kept), [sequence_hash for sequence_hash, _ in self.kept.values()]
 
     def write(self, ticket, hashes, host_slots, disk_slots, tenants, *, generations):
@@ -135,6 +140,8 @@ class FakeDisk:
         return len(self.waiting) < before
 
     def forget(self, disk_slots):
+        if self.is_lost:
+            return
         for slot in disk_slots:
             self.kept.pop(slot, None)
 
@@ -151,6 +158,25 @@ class FakeDisk:
 
     def close(self, timeout_s):
         self.is_closed = True
+
+    def end(self, *, has_committed: bool = False) -> None:
+        """Its process ends, and what waits has failed; the writes among it may be on disk nevertheless."""
+        if has_committed:
+            for kind, _, hashes, disk_slots, host_slots in self.waiting:
+                if kind == "write":
+                    for name, disk_slot, host_slot in zip(hashes, disk_slots, host_slots, strict=True):
+                        self.kept[disk_slot] = (name, [shard[host_slot].copy() for shard in self.shards])
+        self._ended += [
+            DiskResult(ticket, kind, (False,) * len(hashes), "ended") for kind, ticket, hashes, _, _ in self.waiting
+        ]
+        self.waiting.clear()
+        self.is_lost, self.is_on = True, False
+        self.losses += 1
+
+    def begin_again(self) -> None:
+        """Another process finds what is kept."""
+        self.is_lost, self.is_on = False, True
+        self.restarts += 1
 
     def run(self, kind: str, fault: str | None = None) -> bool:
         """Run the oldest waiting transfer of this kind, if there is one. A fault of `fail` fails its last block and

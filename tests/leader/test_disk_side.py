@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
 from rig import FakeDisk, Rig, chain
 
-from kvbm import loads
+from kvbm import disk_side, loads
 from kvbm.core.groups import Group
 from kvbm.disk_side import DiskPolicy
 from kvbm.errors import EnvironmentProblem
@@ -350,6 +351,155 @@ def test_a_request_that_ends_while_its_blocks_are_read_holds_them_until_nothing_
     settled(rig)
     assert not +rig.g1.references
     rig.close()
+
+
+# -- a process that ends, and the next one -----------------------------------------------------------------------------
+
+
+def test_what_the_next_process_finds_comes_back_and_nothing_else(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._store.reset()  # host memory knows them no more
+    rig.disk.end()
+    (gone,) = [slot for slot, (name, _) in rig.disk.kept.items() if name == hashes[2]]
+    rig.disk.kept[gone] = (chain("other", 1)[0], rig.disk.kept[gone][1])
+    rig.settle()
+    assert rig.leader.match("while-lost", hashes, 0) == 0
+    assert rig.leader.counters.disk_off == 1
+    assert rig.leader.blocks()[Tier.DISK]["free"] == 16, "what was there is unknown now"
+    assert rig.leader.has_pending(), "the next one will be there soon"
+    rig.disk.begin_again()
+    rig.settle()
+    assert rig.leader.counters.disk_off == 0
+    assert rig.leader.counters.disk_restarts == 1
+    assert not rig.leader.has_pending()
+    blocks = rig.load("r", hashes)
+    assert len(blocks) == 2, "up to the block whose slot holds another"
+    assert [result.failed_block_ids for result in settled(rig)] == [()]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes[:2], strict=True))
+
+
+@pytest.mark.parametrize("has_committed", [False, True])
+def test_writes_in_flight_are_found_only_if_the_next_process_has_them(rig, has_committed):
+    hashes = rig.fill("a", 4)
+    rig.order()
+    assert len(rig.disk.waiting) == 2
+    rig.disk.end(has_committed=has_committed)
+    rig.settle()
+    rig.disk.begin_again()
+    rig.settle()
+    assert rig.leader.blocks()[Tier.DISK]["evictable"] == (2 if has_committed else 0)
+    assert rig.leader._disk.match(hashes, 0) == (2 if has_committed else 0)
+    rig.leader.check()
+
+
+def test_a_load_whose_disk_has_ended_is_computed_at_once():
+    """Also the parts of it that were not yet asked for, as there was no room for them."""
+    rig = make(slots=8)
+    hashes = rig.fill("a", 8)
+    settled(rig)
+    rig = restarted(rig, slots=2)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    assert len(rig.disk.waiting) == 2
+    rig.disk.end()
+    told = rig.settle() + settled(rig, 1)
+    assert [(result.request_id, len(result.failed_block_ids)) for result in told] == [("r", 8)]
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references
+    rig.disk.begin_again()
+    settled(rig, 1)
+    assert rig.leader.match("next", hashes, 0) == 8
+    rig.close()
+
+
+def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    rig.load("r", hashes)
+    rig.order()
+    rig.disk.run("read")
+    rig.settle()
+    rig.order()  # the first part is on its way to device memory
+    rig.disk.end()
+    rig.settle()
+    rig.disk.begin_again()
+    rig.settle()
+    assert rig.leader.counters.disk_off == 1
+    assert rig.leader.blocks()[Tier.DISK]["pinned"] == 4
+    settled(rig, 2)
+    assert rig.leader.counters.disk_off == 0
+    assert rig.leader._disk.match(hashes, 0) == 4
+    rig.close()
+
+
+def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_request(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._store.reset()
+    rig.disk.end()
+    rig.disk.begin_again()
+    assert rig.leader.match("r", hashes, 0) == 4
+    assert rig.leader._disk.contains(hashes[0])
+
+
+def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig, monkeypatch):
+    monkeypatch.setattr(disk_side, "FILL_BLOCKS", 1)
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._store.reset()
+    rig.disk.end()
+    rig.settle()
+    rig.disk.begin_again()
+    seconds = itertools.count(step=0.6 * disk_side.FILL_S)
+    rig.leader._disk._clock = lambda: next(seconds)
+    for found in (1, 2, 3):
+        rig.settle()
+        assert rig.leader.blocks()[Tier.DISK]["evictable"] == found
+        assert rig.leader.counters.disk_off == 1
+        assert rig.leader.has_pending()
+        rig.leader._disk._begin_writes()
+        assert not rig.disk.waiting, "a slot that is not taken over yet would be written to"
+    rig.settle()
+    assert rig.leader._disk.match(hashes, 0) == 4
+
+
+def test_a_reset_while_a_process_is_taken_over_forgets_what_it_has_found(rig, monkeypatch):
+    monkeypatch.setattr(disk_side, "FILL_S", 0.0)
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.disk.end()
+    rig.settle()
+    rig.disk.begin_again()
+    rig.settle()
+    assert rig.leader.reset()
+    monkeypatch.undo()
+    settled(rig)
+    assert rig.leader.counters.disk_off == 0
+    assert rig.leader.match("r", hashes, 0) == 0
+
+
+def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkeypatch):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._store.reset()
+    monkeypatch.setattr(disk_side, "FILL_BLOCKS", 1)
+    for _ in range(2):
+        rig.disk.end()
+        rig.settle()
+        rig.disk.begin_again()
+        seconds = itertools.count(step=0.6 * disk_side.FILL_S)
+        rig.leader._disk._clock = lambda seconds=seconds: next(seconds)
+        rig.settle()
+        assert rig.leader.blocks()[Tier.DISK]["evictable"] == 1
+    rig.leader._disk._clock = lambda: 0.0
+    rig.disk.kept.pop(next(iter(rig.disk.kept)))
+    rig.disk.end()
+    rig.disk.begin_again()
+    settled(rig)
+    assert rig.leader.blocks()[Tier.DISK]["evictable"] == 3
+    assert rig.leader._disk.match(hashes, 0) == 0
 
 
 # -- forgetting --------------------------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ class LeaderMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "rig"):
             return
+        if self.rig.disk is not None and self.rig.disk.is_lost:
+            self.rig.disk.begin_again()
         for request_id in list(self.live):
             self.drop(request_id)
         for _ in range(12):
@@ -242,7 +244,22 @@ class DiskMachine(LeaderMachine):
 
     @rule(is_on=st.booleans())
     def disk_turns(self, is_on):
-        self.rig.disk.is_on = is_on
+        if not self.rig.disk.is_lost:
+            self.rig.disk.is_on = is_on
+
+    @precondition(lambda self: not self.rig.disk.is_lost)
+    @rule(has_committed=st.booleans(), lost=st.sets(st.integers(0, 8)))
+    def disk_process_ends(self, has_committed, lost):
+        """And nobody knows which of the last writes are on disk, nor whether some rows have gone with it."""
+        self.rig.disk.end(has_committed=has_committed)
+        for slot in lost:
+            self.rig.disk.kept.pop(slot, None)
+        self.settle()
+
+    @precondition(lambda self: self.rig.disk.is_lost)
+    @rule()
+    def next_disk_process_begins(self):
+        self.rig.disk.begin_again()
 
     @rule(tokens=st.sampled_from([64, 4096]), seconds=st.sampled_from([0.01, 1.0]))
     def engine_has_computed(self, tokens, seconds):
@@ -254,7 +271,7 @@ class DiskMachine(LeaderMachine):
         disk = self.rig.disk
         disk.waiting.clear()
         disk.poll()
-        disk.is_on = True
+        disk.is_on, disk.is_lost = True, False
         self.rig.close()
         self.live.clear()
         self.rig = Rig(fake_disk=disk, **self.options)
