@@ -393,8 +393,25 @@ def test_writes_in_flight_are_found_only_if_the_next_process_has_them(rig, has_c
     rig.leader.check()
 
 
+def test_a_load_that_waits_for_room_does_not_wait_for_a_disk_that_is_off():
+    rig = make(slots=2)
+    hashes = rig.fill("a", 2)
+    settled(rig)
+    rig = restarted(rig, slots=2)
+    rig.compute("other", chain("b", 2))
+    rig.order()  # both slots of host memory are on their way
+    rig.load("r", hashes)
+    rig.order()
+    assert not rig.disk.waiting, "there is no room to read into"
+    rig.disk.end()
+    rig.settle()
+    rig.order()
+    assert [len(result.failed_block_ids) for result in rig.settle()] == [2]
+    rig.close()
+
+
 def test_a_load_whose_disk_has_ended_is_computed_at_once():
-    """Also the parts of it that were not yet asked for, as there was no room for them."""
+    """Also the parts of it that were not yet asked for."""
     rig = make(slots=8)
     hashes = rig.fill("a", 8)
     settled(rig)
