@@ -124,12 +124,13 @@ def _as_data(mistake: ProfileError) -> dict[str, object]:
     from kvbm.config.document import Mistake
 
     if not isinstance(mistake, Mistake):
-        return {"message": mistake.message, "hint": mistake.hint}
+        nowhere = dict.fromkeys(("key", "file", "line", "column", "text"))
+        return {"message": mistake.message, **nowhere, "hint": mistake.hint}
     source = mistake.source
     place: dict[str, object] = {"file": mistake.file, "line": None, "column": None, "text": None}
     if source is not None:
         column = None if source.line is None else source.column + 1
-        place = {"file": source.label, "line": source.line, "column": column, "text": source.written}
+        place |= {"line": source.line, "column": column, "text": source.written}
     return {"message": mistake.text, "key": mistake.key or None, **place, "hint": mistake.hint}
 
 

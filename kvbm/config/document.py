@@ -156,13 +156,42 @@ def parse_document(text: str, *, label: str, noun: str = "profile") -> tuple[Doc
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         assert mark is not None
-        return {}, [located(f"not valid YAML: {error.problem}", reader.at(mark, mark))]
+        return {}, [reader.no_yaml(error, mark)]
     except yaml.reader.ReaderError as error:
         message = f"not valid YAML: the character U+{ord(text[error.position]):04X} is not allowed"
         return {}, [located(message, reader.character(text, error.position))]
     except RecursionError:
         return {}, [Mistake("nested too deeply", label)]
 
+
+def parse_value(text: str, place: Source) -> tuple[object, list[ProfileError]]:
+    """The value of a list or mapping in brackets that stands at `place`, on a command line, and its mistakes."""
+    reader = _Reader([place.text], place.label, [], is_file=False)
+    try:
+        node = yaml.compose(" " * place.column + text, Loader=_Loader)
+        assert node is not None, "a bracket begins a node"
+        return reader.value(node), reader.mistakes
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        assert mark is not None
+        return None, [reader.no_yaml(error, mark)]
+    except (yaml.YAMLError, RecursionError):
+        return None, [located("not valid YAML", place)]
+
+
+# What YAML's parser says, by how it begins, in words for people who write a profile.
+_PROBLEMS = {
+    "expected <block end>": "the indentation does not fit the lines above",
+    "but found another document": "a second document begins",
+    "found character '\\t'": "a tab, where YAML wants spaces",
+    "found unexpected end of stream": "a quote is not closed",
+    "mapping values are not allowed here": "a `: ` where no key can stand; text that has one belongs in quotes",
+    "could not find expected ':'": "a key without a `:` behind it",
+    "expected the node content, but found '<stream end>'": "a bracket is not closed",
+    "expected ',' or ']', but got '<stream end>'": "a bracket is not closed",
+    "expected ',' or '}', but got '<stream end>'": "a bracket is not closed",
+    "expected '<document start>'": "text behind the end of the document",
+}
 
 _LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")  # those of YAML, by which it counts lines
 
@@ -189,6 +218,7 @@ class _Reader:
     lines: list[str]
     label: str
     mistakes: list[ProfileError]
+    is_file: bool = True
 
     def read(self, text: str, noun: str) -> Document:
         node = yaml.compose(text, Loader=_Loader)
@@ -201,10 +231,18 @@ class _Reader:
     def at(self, start: yaml.Mark, end: yaml.Mark) -> Source:
         """The span from `start` to `end`, or to the end of its first line; what lies after the last line is its end."""
         if start.line >= len(self.lines):
-            return Source(self.label, self.lines[-1], len(self.lines[-1]), 1, len(self.lines))
+            return self._source(len(self.lines) - 1, len(self.lines[-1]), 1)
         text = self.lines[start.line]
         stop = end.column if end.line == start.line else len(text.rstrip())
-        return Source(self.label, text, start.column, max(1, stop - start.column), start.line + 1)
+        return self._source(start.line, start.column, max(1, stop - start.column))
+
+    def _source(self, index: int, column: int, width: int) -> Source:
+        return Source(self.label, self.lines[index], column, width, index + 1 if self.is_file else None)
+
+    def no_yaml(self, error: yaml.MarkedYAMLError, mark: yaml.Mark) -> Mistake:
+        said = str(error.problem)
+        problem = next((ours for begin, ours in _PROBLEMS.items() if said.startswith(begin)), said)
+        return located(f"not valid YAML: {problem}", self.at(mark, mark))
 
     def character(self, text: str, index: int) -> Source:
         before = _LINE_BREAK.split(text[:index])
@@ -222,17 +260,17 @@ class _Reader:
                 message = f"`{name}` appears twice; it is already on line {document[name].key.line}"
                 self.mistakes.append(located(message, key, key=path))
                 continue
-            value = self._value(value_node, path)
+            value = self.value(value_node, path)
             document[name] = Entry(key, self.at(value_node.start_mark, value_node.end_mark), value)
         return document
 
-    def _value(self, node: yaml.Node, path: str) -> object:
+    def value(self, node: yaml.Node, path: str = "") -> object:
         if node.tag not in _TAGS:
             self._refuse("tags are not supported", node, path)
         if isinstance(node, yaml.MappingNode):
             return self._section(node, f"{path}.")
         if isinstance(node, yaml.SequenceNode):
-            return [_plain(self._value(item, path)) for item in node.value]
+            return [_plain(self.value(item, path)) for item in node.value]
         assert isinstance(node, yaml.ScalarNode)
         if "\0" in node.value:
             self._refuse("a value may not hold a NUL", node, path)

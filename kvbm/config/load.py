@@ -25,6 +25,7 @@ from kvbm.config.document import (
     entry_at,
     located,
     parse_file,
+    parse_value,
     plain_scalar,
     plain_values,
     together,
@@ -315,7 +316,7 @@ def _file(path: Path, findings: _Findings) -> Document:
 
 
 def _override(text: str) -> Document:
-    """The document of one `--set key=value`. The value is a plain scalar, or text in quotes."""
+    """The document of one `--set key=value`. The value is as in a file, on one line."""
     path, equals, raw = text.partition("=")
     shown = f"--set {text}"
     names = path.strip().split(".")
@@ -328,8 +329,17 @@ def _override(text: str) -> Document:
         raise located("`extends` is for files", source, hint=hint, key="extends")
     key = Source("--set", shown, len("--set "), len(path))
     document: Document = {}
-    put(document, names, Entry(key, Source("--set", shown, len(shown) - len(raw), len(raw)), _typed(raw)))
+    source = Source("--set", shown, len(shown) - len(raw), len(raw))
+    put(document, names, Entry(key, source, _bracketed(raw, source) if raw[:1] in ("[", "{") else _typed(raw)))
     return document
+
+
+def _bracketed(raw: str, source: Source) -> object:
+    """A list or a mapping, as a file has it."""
+    value, mistakes = parse_value(raw, source)
+    if mistakes:
+        raise mistakes[0]
+    return value
 
 
 def _option(key: str, option: str, text: str) -> Document:

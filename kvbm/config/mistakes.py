@@ -139,7 +139,7 @@ def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: F
     if entry is None:
         return Mistake(message, path, key=key)
     source = entry.key if entry.section is not None or "[key]" in detail["loc"] else entry.source
-    return located(message, source, hint=_nearest_value(detail) or kind.missing.get(key), key=key)
+    return located(message, source, hint=_hint(detail) or kind.missing.get(key), key=key)
 
 
 def _entry_or_above(document: Document, names: Sequence[object]) -> Entry | None:
@@ -148,10 +148,16 @@ def _entry_or_above(document: Document, names: Sequence[object]) -> Entry | None
     return next((entry for depth in depths if (entry := entry_at(document, names[:depth])) is not None), None)
 
 
-def _nearest_value(detail: ErrorDetails) -> str | None:
+def _hint(detail: ErrorDetails) -> str | None:
+    value = detail["input"]
+    if detail["type"] in ("model_type", "dict_type") and isinstance(value, str) and _GLUED.fullmatch(value):
+        return f"a space belongs behind the colon: `{value.replace(':', ': ', 1)}`"
     if detail["type"] != "literal_error":
         return None
-    return _nearest(detail["input"], re.findall("'([^']*)'", detail["ctx"]["expected"]))
+    return _nearest(value, re.findall("'([^']*)'", detail["ctx"]["expected"]))
+
+
+_GLUED = re.compile(r"[a-z_]+:\S+")
 
 
 def _nearest(value: object, choices: Sequence[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Every command's help, its ordinary output, and what a wrong command line says: whole terminals, compared by text."""
+"""Every command's help and its ordinary output: whole terminals, compared by text. Mistakes are in mistakes.py."""
 
 from __future__ import annotations
 
@@ -27,23 +27,6 @@ OUTPUTS = {
     "profile_diff": "profile diff demo ./mine.yaml",
     "profile_check": "profile check ./mine.yaml --set tiers.host.capacity=64MiB",
 }
-MISTAKES = {
-    "unknown_command": "serv",
-    "unknown_command_like_no_other": "zzz",
-    "unknown_subcommand": "profile sho demo",
-    "unknown_option": "serve --profil demo",
-    "unknown_option_like_no_other": "serve --profile demo --zzz",
-    "missing_option": "serve",
-    "missing_value": "serve --profile",
-    "missing_argument": "profile show",
-    "extra_argument": "size --profile demo more",
-    "unknown_profile": "size --profile dmo",
-    "missing_file": "size --profile ./no.yaml",
-    "misspelt_key": "size --profile ./misspelt.yaml",
-    "bad_override": "size --profile demo --set tiers.host.capacity=lots",
-    "unknown_synthetic_model": "size --profile demo --set engine.model=synthetic:tinny",
-    "unknown_arm": "bench --profile demo --compare basline",
-}
 MINE = """\
 extends: ./parent.yaml
 engine:
@@ -58,7 +41,6 @@ tiers:
 def home(tmp_path: Path) -> Path:
     (tmp_path / "parent.yaml").write_text("engine:\n  model: synthetic:tiny\n")
     (tmp_path / "mine.yaml").write_text(MINE)
-    (tmp_path / "misspelt.yaml").write_text(MINE.replace("capacity", "capacitty"))
     return tmp_path
 
 
@@ -77,13 +59,6 @@ def test_no_command_shows_the_help(home: Path, command: str) -> None:
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_output(home: Path, name: str) -> None:
     assert_snapshot(name, kvbm(*OUTPUTS[name].split(), home=home).text(f"kvbm {OUTPUTS[name]}"))
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_on_the_command_line(home: Path, name: str) -> None:
-    outcome = kvbm(*MISTAKES[name].split(), home=home)
-    assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert_snapshot(f"mistake_{name}", outcome.text(f"kvbm {MISTAKES[name]}"))
 
 
 def test_shipped_profiles_are_listed(home: Path) -> None:

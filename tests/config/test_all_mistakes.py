@@ -90,7 +90,7 @@ ONE_MISTAKE = {
         "`engine.kind` must be 'embedded' or 'vllm', not the text `vlm`",
     ),
     "a parent that is not there": ("extends: ./no.yaml\ntiers: {host: {}}\n", "there is no file `DIR/no.yaml`"),
-    "a file that is no YAML": ("engine: [\n", "not valid YAML: expected the node content, but found '<stream end>'"),
+    "a file that is no YAML": ("engine: [\n", "not valid YAML: a bracket is not closed"),
 }
 
 

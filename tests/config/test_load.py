@@ -145,6 +145,16 @@ def test_quotes_make_text_in_an_override(tmp_path: Path) -> None:
     assert load_text(tmp_path, BASE, "engine.model=a=b").profile.engine.model == "a=b"
 
 
+def test_brackets_make_lists_and_mappings_in_an_override(tmp_path: Path) -> None:
+    text = BASE.replace("engine:\n", "engine:\n  kind: vllm\n")
+    names, environment = "engine.arguments.served_model_name=[a, 'b: c']", "engine.environment={A: 1, B: x}"
+    resolved = load_text(tmp_path, text, names, environment, "engine.arguments.hf_overrides={x: [1, {y: true}]}")
+    engine = resolved.profile.engine
+    assert engine.arguments.served_model_name == ["a", "b: c"]
+    assert engine.arguments.hf_overrides == {"x": [1, {"y": True}]}
+    assert (engine.environment, resolved.origins["engine.environment.A"]) == ({"A": "1", "B": "x"}, "--set")
+
+
 # -- mistakes in a file ------------------------------------------------------------------------------------------------
 
 FILE_MISTAKES = {
@@ -478,6 +488,14 @@ OVERRIDE_MISTAKES = {
     "extends=demo": (
         "`extends` is for files\n  --set extends=demo\n        ^^^^^^^",
         "write it into a file, whose keys are then laid over those of its parent",
+    ),
+    "server={prt: 1}": (
+        "unknown key `server.prt`\n  --set server={prt: 1}\n                ^^^",
+        "did you mean `port`?",
+    ),
+    "server.host=[::1": (
+        "not valid YAML: a bracket is not closed\n  --set server.host=[::1\n                        ^",
+        None,
     ),
     "tiers.disk.io=thread": (
         "`tiers.disk.io` must be 'threads', 'nixl' or 'auto', not the text `thread`\n"

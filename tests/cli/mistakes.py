@@ -1,0 +1,276 @@
+"""Mistakes that users make, one row each: the command, the files, the variables and the machine that it is made with.
+
+`test_mistakes.py` makes every one of them and compares what is said, word for word, with
+`snapshots/mistakes/<name>.txt`; `KVBM_UPDATE_SNAPSHOTS=1` writes that. A row of its own is worth a mistake that is
+answered by words of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WRONG = 2  # the profile, an override, a variable or the command line
+MACHINE = 1  # the machine lacks something
+
+MINE = """\
+engine:
+  model: synthetic:tiny
+tiers:
+  host:
+    capacity: 64MiB
+"""
+VLLM = """\
+engine:
+  kind: vllm
+  model: synthetic:vllm-25m
+tiers:
+  host:
+    capacity: 64MiB
+"""
+
+
+def no_preparation(home: Path) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Row:
+    """`command` is what stands behind `kvbm`; `files` lie in the working directory, which is the home too."""
+
+    command: str
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    exit_code: int = WRONG
+    prepare: Callable[[Path], AbstractContextManager[None]] = no_preparation
+
+
+def mine(added: str, *, base: str = MINE, command: str = "profile check mine.yaml", **rest: object) -> Row:
+    """A profile with lines that are wrong."""
+    return Row(command, {"mine.yaml": base + added}, **rest)  # type: ignore[arg-type]
+
+
+def engine(line: str, *, base: str = MINE) -> Row:
+    """A profile whose engine has one more line, that is wrong."""
+    return mine("", base=base.replace("tiers:", f"  {line}\ntiers:"))
+
+
+def override(text: str, profile: str = "demo") -> Row:
+    return Row(f"profile check {profile} --set {text}")
+
+
+def variable(name: str, value: str) -> Row:
+    return Row("profile check demo", variables={name: value})
+
+
+@contextmanager
+def taken_port(home: Path) -> Iterator[None]:
+    with socket.create_server(("127.0.0.1", 18734)):
+        yield
+
+
+PROFILE = {
+    "profile_empty": Row("profile check mine.yaml", {"mine.yaml": ""}),
+    "profile_not_text": Row("profile check mine.yaml", {"mine.yaml": b"\xff\xfe\x00"}),
+    "profile_is_a_directory": Row("profile check .//"),
+    "profile_absent": Row("profile check ./no.yaml"),
+    "profile_unknown_name": Row("size --profile dmo"),
+    "profile_name_like_no_other": Row("serve --profile zzz"),
+    "profile_of_trtllm": Row("serve --profile trtllm"),
+    "profile_is_a_list": Row("profile check mine.yaml", {"mine.yaml": "- engine\n- tiers\n"}),
+    "profile_is_json_with_a_trailing_bracket": Row("profile check mine.yaml", {"mine.yaml": '{"engine": {}}}\n'}),
+    "profile_tab": mine("\tport: 1\n"),
+    "profile_open_quote": mine('server: {host: "::1}\n'),
+    "profile_colon_without_space": mine("server:\n  port:8000\n"),
+    "profile_wrong_indentation": Row(
+        "profile check mine.yaml", {"mine.yaml": "engine:\n  model: m\n tiers:\n  host: {blocks: 1}\n"}
+    ),
+    "profile_anchor": mine("server: &a {port: 1}\nmetrics: *a\n"),
+    "profile_tag": mine("server: !port {port: 1}\n"),
+    "profile_control_character": mine("description: a\x07b\n"),
+    "profile_two_documents": mine("---\nserver: {port: 1}\n"),
+    "profile_key_twice": mine("server: {port: 1}\nserver: {port: 2}\n"),
+    "profile_misspelt_key": mine("server: {prt: 1}\n"),
+    "profile_key_of_another_section": mine("port: 1\n"),
+    "profile_other_name": mine("  cpu: {capacity: 1GiB}\n"),
+    "profile_key_like_no_other": mine("    zzz: 1\n"),
+    "profile_flag_of_vllm_for_the_embedded_engine": engine("arguments: {enforce_eager: true}"),
+    "profile_flag_of_the_embedded_engine_for_vllm": engine("arguments: {num_blocks: 9}", base=VLLM),
+    "profile_flag_that_kvbm_sets": engine("arguments: {port: 9}", base=VLLM),
+    "profile_flag_with_hyphens": engine("arguments: {--seed: 9}", base=VLLM),
+    "profile_flag_negated": engine("arguments: {no-enforce-eager: true}", base=VLLM),
+    "profile_flag_twice": engine("arguments: {a-b: 1, a_b: 2}", base=VLLM),
+    "profile_flag_without_a_value": engine("arguments: {enforce_eager: }", base=VLLM),
+    "profile_another_connector": engine("arguments: {kv_transfer_config: {kv_connector: LMCache}}", base=VLLM),
+    "profile_no_model": Row(
+        "profile check mine.yaml", {"mine.yaml": "engine: {kind: vllm}\ntiers: {host: {blocks: 9}}\n"}
+    ),
+    "profile_no_tier": mine("", base="engine: {model: synthetic:tiny}\n"),
+    "profile_tier_without_a_size": mine("  disk: {threads: 2}\n"),
+    "profile_size_without_a_unit": mine("", base=MINE.replace("64MiB", "64")),
+    "profile_size_with_an_unknown_unit": mine("", base=MINE.replace("64MiB", "64 Mbit")),
+    "profile_size_of_zero": mine("", base=MINE.replace("64MiB", "0GB")),
+    "profile_size_below_a_block": mine("", base=MINE.replace("64MiB", "1KB")),
+    "profile_boolean_in_words": mine("offload: {generated: yes}\n"),
+    "profile_number_in_quotes": mine("server: {port: '8000'}\n"),
+    "profile_port_too_large": mine("server: {port: 80000}\n"),
+    "profile_negative_time": mine("onboard: {disk_timeout_s: -1}\n"),
+    "profile_choice_nearly_right": mine("onboard: {policy: allways}\n"),
+    "profile_value_for_a_section": mine("server: 8000\n"),
+    "profile_section_for_a_value": mine("server: {port: {number: 8000}}\n"),
+    "profile_list_for_a_value": mine("server: {host: [127.0.0.1]}\n"),
+    "profile_relative_directory": mine("  disk: {capacity: 1GiB, directory: cache}\n"),
+    "profile_name_of_a_variable": engine("environment: {A-B: x}"),
+    "profile_boolean_in_the_environment": engine("environment: {A: true}"),
+    "profile_engine_nearly_right": mine("", base=VLLM.replace("kind: vllm", "kind: vlm")),
+    "profile_engine_not_built": mine("", base=VLLM.replace("kind: vllm", "kind: tensorrt-llm")),
+    "profile_object_tier": mine("  object: {bucket: b}\n"),
+    "profile_filters": mine("filters: {frequency: 2}\n"),
+    "profile_priorities": mine("offload: {min_priority: 10}\n"),
+    "profile_disaggregated_half": mine("disaggregated: {prefill: 1}\n", base=VLLM),
+    "profile_disaggregated_embedded": mine("disaggregated: {prefill: 1, decode: 1}\n"),
+    "profile_port_of_metrics": mine("metrics: {serve: true, port: 8000}\n"),
+    "profile_unknown_synthetic_model": mine("", base=MINE.replace("tiny", "tinny")),
+    "profile_no_such_model": mine("", base=MINE.replace("synthetic:tiny", "./models/qwen")),
+    "profile_length_beyond_the_model": engine("arguments: {max_model_len: 1M}", base=VLLM),
+    "profile_unknown_workload": mine("bench: {workload: chatt}\n"),
+    "profile_several_mistakes": Row(
+        "profile check mine.yaml",
+        {
+            "mine.yaml": "extends: ./parent.yaml\nserver: {prt: 1}\ntiers: {host: {capacity: 64}}\n",
+            "parent.yaml": MINE + "offload: {to_disk: sometimes}\n",
+        },
+        {"DYN_KVBM_CPU_CACHE_GB": "lots"},
+    ),
+    "profile_several_mistakes_as_json": mine(
+        "server: {prt: 1}\noffload: {generated: on}\n", command="profile check mine.yaml --json"
+    ),
+    "profile_absent_as_json": Row("profile check ./no.yaml --json"),
+}
+
+EXTENDS = {
+    "extends_nothing": Row("profile check mine.yaml", {"mine.yaml": "extends:\n"}),
+    "extends_a_list": Row("profile check mine.yaml", {"mine.yaml": "extends: [demo, vllm]\n"}),
+    "extends_a_misspelt_name": Row("profile check mine.yaml", {"mine.yaml": "extends: vlm\n"}),
+    "extends_no_file": Row("profile check mine.yaml", {"mine.yaml": "extends: ../no.yaml\n"}),
+    "extends_itself": Row("profile check mine.yaml", {"mine.yaml": "extends: ./mine.yaml\n"}),
+    "extends_in_a_circle": Row(
+        "profile check a.yaml",
+        {"a.yaml": "extends: ./b.yaml\n", "b.yaml": "extends: ./c.yaml\n", "c.yaml": "extends: ./a.yaml\n"},
+    ),
+    "extends_a_profile_not_built": Row("profile check mine.yaml", {"mine.yaml": "extends: sglang\n"}),
+    "extends_a_file_that_is_wrong": Row(
+        "profile check mine.yaml",
+        {"mine.yaml": "extends: ./parent.yaml\n", "parent.yaml": MINE + "server: {hots: a}\n"},
+    ),
+    "extends_a_file_that_is_no_yaml": Row(
+        "profile check mine.yaml",
+        {"mine.yaml": "extends: ./parent.yaml\nserver: {port: x}\n", "parent.yaml": "engine: [\n"},
+    ),
+    "extends_another_kind_of_engine": Row(
+        "profile check mine.yaml", {"mine.yaml": "extends: vllm\nengine: {kind: embedded}\n"}
+    ),
+}
+
+INTERPOLATION = {
+    "interpolation_not_set": mine("", base=MINE.replace("synthetic:tiny", "${MODELS}/tiny")),
+    "interpolation_of_a_number": mine("server: {port: '${PORT}'}\n", variables={"PORT": "8000"}),
+    "interpolation_without_brackets": mine("", base=MINE.replace("synthetic:tiny", "$HOME/tiny")),
+    "interpolation_of_another_form": mine("", base=MINE.replace("synthetic:tiny", '"${MODEL:?none}"')),
+    "interpolation_of_a_wrong_value": mine(
+        "  disk: {capacity: 1GiB, directory: '${CACHE}'}\n", variables={"CACHE": "relative"}
+    ),
+}
+
+OVERRIDES = {
+    "override_without_a_value": override("server.port"),
+    "override_without_a_key": override("=8000"),
+    "override_with_a_space": override("'server.port = 80 80'"),
+    "override_misspelt": override("server.prot=1"),
+    "override_of_a_section": override("tiers.host=64MiB"),
+    "override_below_a_value": override("server.port.number=1"),
+    "override_size": override("tiers.host.capacity=lots"),
+    "override_empty": override("server.port="),
+    "override_extends": override("extends=vllm"),
+    "override_list": override("server.host=[a]"),
+    "override_engine": override("engine.kind=sglang"),
+    "override_flag": override("engine.arguments.--seed=1", "vllm"),
+    "override_other_name": override("tiers.host.size=1GiB"),
+    "override_twice_wrong": override("server.port=a --set server.host="),
+}
+
+VARIABLES = {
+    "variable_unknown": variable("DYN_KVBM_CPU_CACHE_GIB", "4"),
+    "variable_not_a_number": variable("DYN_KVBM_CPU_CACHE_GB", "4GB"),
+    "variable_empty": variable("DYN_KVBM_DISK_CACHE_DIR", ""),
+}
+
+COMMAND_LINE = {
+    "command_unknown": Row("serv"),
+    "command_like_no_other": Row("zzz"),
+    "command_unknown_subcommand": Row("profile sho demo"),
+    "command_unknown_option": Row("serve --profil demo"),
+    "command_option_like_no_other": Row("serve --profile demo --zzz"),
+    "command_missing_option": Row("serve"),
+    "command_missing_value": Row("serve --profile"),
+    "command_missing_argument": Row("profile show"),
+    "command_extra_argument": Row("size --profile demo more"),
+    "command_unknown_arm": Row("bench --profile demo --compare basline"),
+    "command_port_that_is_none": Row("serve --profile demo --port http"),
+    "command_unknown_workload": Row("bench --profile demo --workload chatt"),
+    "command_diff_of_one": Row("profile diff demo"),
+    "command_diff_with_a_wrong_one": Row("profile diff demo ./mine.yaml", {"mine.yaml": MINE + "server: {prt: 1}\n"}),
+}
+
+NEW = {
+    "new_with_nothing": Row("profile new mine.yaml"),
+    "new_without_a_tier": Row("profile new mine.yaml --engine vllm --model org/model"),
+    "new_of_a_file_that_is_there": Row(
+        "profile new mine.yaml --engine vllm --model org/model --host 1GiB", {"mine.yaml": MINE}
+    ),
+    "new_without_a_suffix": Row("profile new mine --engine vllm --model org/model --host 1GiB"),
+    "new_with_a_wrong_size": Row("profile new mine.yaml --engine vllm --model org/model --host 12"),
+    "new_with_a_wrong_engine": Row("profile new mine.yaml --engine vlm --model org/model --host 1GiB"),
+    "new_with_a_wrong_model": Row("profile new mine.yaml --engine embedded --model synthetic:tinny --host 1GiB"),
+    "new_with_a_misspelt_key": Row("profile new mine.yaml --extends demo --set server.prt=1"),
+    "new_extending_nothing": Row("profile new mine.yaml --extends vlm"),
+    "new_in_no_directory": Row("profile new no/mine.yaml --extends demo", exit_code=MACHINE),
+}
+
+MACHINE_STATE = {
+    "machine_no_interpreter": engine("python: /opt/none/bin/python"),
+    "machine_directory_is_a_file": mine("  disk: {capacity: 1GiB, directory: ~/mine.yaml}\n"),
+    "machine_address_of_another": mine("server: {host: 192.0.2.1}\n"),
+    "machine_port_taken": mine(
+        "", command="serve --profile mine.yaml --port 18734", exit_code=MACHINE, prepare=taken_port
+    ),
+}
+
+ROWS: dict[str, Row] = {
+    **PROFILE,
+    **EXTENDS,
+    **INTERPOLATION,
+    **OVERRIDES,
+    **VARIABLES,
+    **COMMAND_LINE,
+    **NEW,
+    **MACHINE_STATE,
+}
+
+
+def make_files(row: Row, home: Path) -> None:
+    for name, contents in row.files.items():
+        (home / name).write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+
+
+def what_lies_in(home: Path) -> dict[str, bytes | None]:
+    """Every file with its contents, and every directory."""
+    found: dict[str, bytes | None] = {}
+    for directory, directories, files in os.walk(home):
+        found |= {os.path.join(directory, name): None for name in directories}
+        found |= {os.path.join(directory, name): Path(directory, name).read_bytes() for name in files}
+    return found
