@@ -493,8 +493,8 @@ OVERRIDE_MISTAKES = {
         "unknown key `server.prt`\n  --set server={prt: 1}\n                ^^^",
         "did you mean `port`?",
     ),
-    "server.host=[::1": (
-        "not valid YAML: a bracket is not closed\n  --set server.host=[::1\n                        ^",
+    "server.host=[a": (
+        "not valid YAML: a bracket is not closed\n  --set server.host=[a\n                      ^",
         None,
     ),
     "tiers.disk.io=thread": (
