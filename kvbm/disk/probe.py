@@ -17,26 +17,23 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import itertools
 import json
 import mmap
 import os
 import platform
-import random
 import resource
 import secrets
 import signal
-import statistics
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvbm.disk.block_io import ThreadsIO
 from kvbm.disk.files import PAGE_BYTES, UNSUPPORTED, Alignment, dio_alignment, fallocate
 from kvbm.disk.quota import Quota, quotas
+from kvbm.disk.speed import Say, Speed, SpeedTrial
 
 PREFIX = ".kvbm-probe-"
 TRIED_ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -45,7 +42,6 @@ SHARE_OF_FREE = 10
 MAX_FILE_BYTES = 1 << 30
 MAX_WRITTEN_BYTES = 8 << 30  # a trial is no reason to wear a drive
 BUFFERED_BYTES_PER_S = 256 << 20  # what the page cache takes in a moment, a slow disk may have to write for long
-FLUSHES = 9
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 UNKNOWN_SPACE_BYTES = 16 << 20  # where a filesystem does not say how large it is, such as ramfs
@@ -54,8 +50,6 @@ CACHED_SHARE = 0.5
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2
 SYSCALL_IO_URING_SETUP = 425
 SYSCALLS_IO = {"x86_64": (206, 207), "aarch64": (0, 1)}  # io_setup, io_destroy
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +90,6 @@ class Settings:
     allocator: str
     o_direct: bool
     zerofill: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Bytes per second of payload at one block size, with the recommended settings, and seconds of one fdatasync."""
-
-    block_bytes: int
-    file_bytes: int
-    threads: int
-    sequential_write: float
-    sequential_read: float
-    random_write: float
-    random_read: float
-    flush_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +244,27 @@ class _Probe:
         if blocks < 4:
             return _with(found, reason=f"a tenth of the free space holds {blocks} blocks of {stride} bytes")
         try:
-            rates = Rates(file, found.settings, stride, blocks, written, seconds, self._say, is_cached=is_cached)
-            speed = rates.measure()
+            with _prepared(file, found.settings, blocks * stride) as fd:
+                io = ThreadsIO(fd, is_direct=found.settings.o_direct)
+                trial = SpeedTrial(fd, io, stride, seconds, self._say, is_cached=is_cached)
+                speed = trial.measure(blocks, may_write_bytes=written)
         except OSError as error:
             return _with(found, transfers=Outcome(False, name_of(error)))
         return _with(found, transfers=Outcome(True), speed=speed)
+
+
+@contextlib.contextmanager
+def _prepared(file: ProbeFile, settings: Settings, byte_count: int) -> Iterator[int]:
+    """The file as an arena of that size would be, and its descriptor. Raises OSError."""
+    fd = file.fd
+    if settings.o_direct and settings.allocator == "open-direct":
+        assert file.direct_fd is not None
+        fd = file.direct_fd
+    os.ftruncate(fd, 0)
+    if not settings.zerofill:
+        fallocate(fd, 0, 0, byte_count)
+    with _direct_flag(fd) if settings.o_direct and settings.allocator == "default" else contextlib.nullcontext():
+        yield fd
 
 
 def _with(report: Report, **changes: object) -> Report:
@@ -479,138 +475,6 @@ def _unescaped(text: str) -> str:
     for code in ("040", "011", "012", "134"):
         text = text.replace(f"\\{code}", chr(int(code, 8)))
     return text
-
-
-class Rates:
-    """Sustained rates of reads and writes in one file, by several threads, as a disk tier does them."""
-
-    THREADS = 4
-
-    def __init__(
-        self,
-        file: ProbeFile,
-        settings: Settings,
-        stride: int,
-        blocks: int,
-        written: int,
-        seconds: float,
-        say: Say,
-        *,
-        is_cached: bool,
-    ) -> None:
-        """`written` bytes at most are written in all; `is_cached` tells that the page cache is in between."""
-        self._file = file
-        self._settings = settings
-        self._stride = stride
-        self._blocks = blocks
-        self._to_write = written
-        self._seconds = seconds
-        self._say = say
-        self._is_cached = is_cached
-
-    def measure(self) -> Speed:
-        """Raises OSError."""
-        with contextlib.ExitStack() as stack:
-            fd = self._file.fd
-            if self._settings.o_direct and self._settings.allocator == "open-direct":
-                assert self._file.direct_fd is not None
-                fd = self._file.direct_fd
-            os.ftruncate(fd, 0)
-            if not self._settings.zerofill:
-                fallocate(fd, 0, 0, self._blocks * self._stride)
-            if self._settings.o_direct and self._settings.allocator == "default":
-                stack.enter_context(_direct_flag(fd))
-            return self._measured(fd)
-
-    def _measured(self, fd: int) -> Speed:
-        share = self._to_write // 2
-        self._say("sequential writes")
-        sequential_write, done = self._write(fd, range(self._blocks), share)
-        self._blocks = min(self._blocks, done)  # what was not written is not read
-        self._say("flushes")
-        flush_s = self._flush(fd)
-        self._say("sequential reads")
-        sequential_read = self._read(fd, range(self._blocks))
-        self._say("random reads")
-        random_read = self._read(fd, self._shuffled())
-        self._say("random writes")
-        random_write, _ = self._write(fd, self._shuffled(), share - FLUSHES * self._stride)
-        return Speed(
-            self._stride,
-            self._blocks * self._stride,
-            self.THREADS,
-            sequential_write,
-            sequential_read,
-            random_write,
-            random_read,
-            flush_s,
-        )
-
-    def _shuffled(self) -> list[int]:
-        return random.sample(range(self._blocks), self._blocks)
-
-    def _write(self, fd: int, blocks: Sequence[int], limit: int) -> tuple[float, int]:
-        """(rate with the flush at the end, blocks written)."""
-        most = max(len(blocks), 1) if self._is_cached else limit // self._stride
-        order = itertools.islice(itertools.cycle(blocks), max(1, min(most, limit // self._stride)))
-        started = time.monotonic()
-        done = self._in_threads(order, lambda buffer, at: os.pwritev(fd, [buffer], at))
-        os.fdatasync(fd)
-        return done * self._stride / (time.monotonic() - started), done
-
-    def _read(self, fd: int, blocks: Sequence[int]) -> float:
-        """Goes round until the time is over; where the page cache is in between, a second time would be of memory."""
-        order: Iterable[int] = blocks if self._is_cached else itertools.cycle(blocks)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        started = time.monotonic()
-        done = self._in_threads(iter(order), lambda buffer, at: os.preadv(fd, [buffer], at))
-        return done * self._stride / (time.monotonic() - started)
-
-    def _flush(self, fd: int) -> float:
-        """Median seconds of one fdatasync after one block."""
-        taken = []
-        with self._buffer() as buffer:
-            for block in self._shuffled()[:FLUSHES]:
-                os.pwritev(fd, [buffer], block * self._stride)
-                started = time.monotonic()
-                os.fdatasync(fd)
-                taken.append(time.monotonic() - started)
-        return statistics.median(taken)
-
-    def _buffer(self) -> mmap.mmap:
-        """Bytes that no drive can compress."""
-        buffer = mmap.mmap(-1, self._stride)
-        buffer[:] = os.urandom(min(self._stride, 1 << 20)) * (self._stride >> 20) + os.urandom(self._stride % (1 << 20))
-        return buffer
-
-    def _in_threads(self, order: Iterator[int], transfer: Callable[[mmap.mmap, int], int]) -> int:
-        """Transfers blocks in `order` until it is exhausted or the time is over; returns how many. Raises OSError."""
-        deadline = time.monotonic() + self._seconds
-        counts, errors = [], []
-
-        def run() -> None:
-            count = 0
-            try:
-                with self._buffer() as buffer:
-                    for block in order:
-                        done = transfer(buffer, block * self._stride)
-                        if done != self._stride:
-                            raise OSError(errno.EIO, f"{done} of {self._stride} bytes at once")
-                        count += 1
-                        if time.monotonic() > deadline:
-                            break
-            except OSError as error:
-                errors.append(error)
-            counts.append(count)
-
-        threads = [threading.Thread(target=run) for _ in range(self.THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return sum(counts)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvbm.disk import probe as module
+from kvbm.disk.block_io import Run, ThreadsIO
 from kvbm.disk.probe import Direct, Outcome, ProbeFile, Settings, mount_of, probe, recommend
 from kvbm.disk.quota import limit_of
 
@@ -130,19 +131,18 @@ def test_directory_that_takes_no_file_is_an_outcome(tmp_path: Path, monkeypatch:
 def test_a_tenth_of_the_free_space_bounds_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free, block = 64 << 20, 65536
     most = 0
-    real = os.pwritev
+    real = ThreadsIO.write
 
-    def watched(fd: int, buffers: Any, offset: int) -> int:
+    def watched(io: ThreadsIO, runs: Sequence[Run]) -> None:
         nonlocal most
-        done = real(fd, buffers, offset)
-        most = max(most, offset + done)
-        return done
+        real(io, runs)
+        most = max(most, *(run.offset + sum(buffer.nbytes for buffer in run.buffers) for run in runs))
 
     class Space:
         f_blocks, f_bavail, f_frsize = 1 << 20, free // 4096, 4096
 
     monkeypatch.setattr(module.os, "statvfs", lambda path: Space)
-    monkeypatch.setattr(module.os, "pwritev", watched)
+    monkeypatch.setattr(ThreadsIO, "write", watched)
     report = probe(tmp_path, block_bytes=block, seconds=1.0)
     assert report.speed is not None
     assert free // 20 < most <= free // 10
