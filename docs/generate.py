@@ -170,11 +170,12 @@ EXIT_CODES = """\
 | 0 | it worked; for `kvbm bench`, the verdict is `faster` or `same` |
 | 1 | the machine lacks something, or kvbm has a bug; for `kvbm profile diff`, the profiles differ |
 | 2 | the profile, an override, a variable or the command line is wrong |
+| 3 | `kvbm stop`: an engine had to be killed at its deadline |
 | 10 | `kvbm bench`: `slower` |
 | 11 | `kvbm bench`: `invalid`, the run says nothing |
 | 12 | `kvbm bench`: `wrong`, outputs differ |
 | 130 | interrupted |
-| any other | `kvbm serve`: the engine's own; 128 + n when signal n ended it |
+| any other | `kvbm serve`: the engine's own; 128 + n when signal n ended it, or came before it was ready |
 """
 
 

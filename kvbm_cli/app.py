@@ -48,6 +48,9 @@ CacheProfileOption = Annotated[
     str | None,
     typer.Option("--profile", "-p", metavar="NAME|PATH", help="The profile whose `tiers.disk.directory` is meant."),
 ]
+RunArgument = typer.Argument(
+    metavar="[RUN]", help="A run by its name (`demo-1`) or its profile; left out, the one that runs."
+)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -94,21 +97,77 @@ def serve(
         str | None, typer.Option("--port", metavar="PORT", help="Port to serve on; 0 chooses a free one.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the command, start nothing.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when the engine is ready, and leave it running.")
+    ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Start an engine of a version that kvbm was not tested with.")
+        bool,
+        typer.Option(
+            "--force", help="Start an engine of a version that kvbm was not tested with, or with too little memory."
+        ),
     ] = False,
     json: JsonOption = False,
     log: Annotated[
         Path | None,
-        typer.Option(
-            "--log", metavar="FILE", help="Where the engine's log goes; left out, a new file in ~/.local/state/kvbm."
-        ),
+        typer.Option("--log", metavar="FILE", help="Where the engine's log goes; left out, the run's directory."),
     ] = None,
 ) -> int:
-    """Run the engine of a profile in the foreground."""
+    """Run the engine of a profile, in the foreground or, with --detach, beside it."""
     from kvbm_cli import serve as body
 
-    return body.serve(profile, set_ or [], port=port, dry_run=dry_run, force=force, as_json=json, log=log)
+    return body.serve(
+        profile, set_ or [], port=port, dry_run=dry_run, force=force, detach=detach, as_json=json, log=log
+    )
+
+
+@app.command()
+def status(
+    run: Annotated[str | None, RunArgument] = None,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="Also runs that have ended.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show which engines run: state, address, age, tiers; of one run, all that is known."""
+    from kvbm_cli.status import show_status
+
+    show_status(run, with_ended=all_, as_json=json)
+
+
+@app.command()
+def stop(
+    run: Annotated[str | None, RunArgument] = None,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="Stop every engine that runs.")] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            "-t",
+            metavar="SECONDS",
+            min=0,
+            help="How long it may take to finish what it serves before it is killed; left out, what its profile needs.",
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Stop an engine: let it finish what it serves, then kill it."""
+    from kvbm_cli.stop import stop_runs
+
+    return stop_runs(run, every=all_, timeout_s=timeout, as_json=json)
+
+
+@app.command()
+def logs(
+    run: Annotated[str | None, RunArgument] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is written until the engine ends.")
+    ] = False,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="The last N lines; left out, all.")
+    ] = None,
+) -> None:
+    """Print what an engine has printed, also when it has ended."""
+    from kvbm_cli.logs import show_logs
+
+    show_logs(run, follow=follow, line_count=lines)
 
 
 @app.command()

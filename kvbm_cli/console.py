@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 import time
@@ -13,7 +14,6 @@ from kvbm_cli.process import Progress
 
 WIDTH = 80
 PHASE_INTERVAL_S = 2.0
-PHASE_WIDTH = 60
 
 
 def print_data(text: str) -> None:
@@ -58,15 +58,20 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [""]
 
 
-class StartProgress:
-    """Shows what a starting engine is at: one live line on a terminal, a line per phase anywhere else."""
+class ProgressLine:
+    """Shows what an engine is at while it starts or stops: one live line on a terminal, a line per phase anywhere else.
 
-    def __init__(self) -> None:
+    A phase that counts (`12 of 256 MiB`) gets its rate and the time that is left.
+    """
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
         self._live = sys.stderr.isatty()
         self._phase = ""
         self._printed = -PHASE_INTERVAL_S
+        self._pace = Pace()
 
-    def __enter__(self) -> StartProgress:
+    def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(
@@ -76,10 +81,36 @@ class StartProgress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
     def __call__(self, progress: Progress) -> None:
-        phase = progress.phase[:PHASE_WIDTH]
-        line = f"starting  {progress.elapsed_s:5.1f} s  {phase}"
+        phase = progress.phase
+        line = f"{self._verb}  {progress.elapsed_s:5.1f} s  {self._pace.of(phase)}"[: WIDTH - 1]
         if self._live:
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-        elif phase != self._phase and time.monotonic() - self._printed >= PHASE_INTERVAL_S:
+        elif phase not in ("", self._phase) and time.monotonic() - self._printed >= PHASE_INTERVAL_S:
             self._phase, self._printed = phase, time.monotonic()
             print_note(line)
+
+
+class Pace:
+    """Rate and time left of what is counted in words: `taking host memory, 12 of 256 MiB`."""
+
+    def __init__(self) -> None:
+        self._what = ""
+        self._first: tuple[float, float] | None = None  # when it was first seen, and how much was done then
+
+    def of(self, phase: str) -> str:
+        found = _COUNT.search(phase)
+        if found is None:
+            return phase
+        what, now = phase[: found.start()], time.monotonic()
+        done, total, unit = float(found[1]), float(found[2]), found[3]
+        if what != self._what or self._first is None or done < self._first[1]:
+            self._what, self._first = what, (now, done)
+        since, before = self._first
+        if now - since < PACE_AFTER_S or done <= before:
+            return phase
+        rate = (done - before) / (now - since)
+        return f"{phase}, {rate:.3g} {unit}/s, {(total - done) / rate:.0f} s left"
+
+
+PACE_AFTER_S = 1.0
+_COUNT = re.compile(r"(\d+(?:\.\d+)?) of (\d+(?:\.\d+)?) (\w+)")

@@ -30,6 +30,13 @@ class EngineLog:
             return []
         return [line.rstrip() for line in text.splitlines() if line.strip()]
 
+    def from_here(self) -> EngineLog:
+        """The same file, from its present end on."""
+        try:
+            return EngineLog(self.path, self.path.stat().st_size)
+        except FileNotFoundError:
+            return EngineLog(self.path, 0)
+
     def phase(self) -> str | None:
         """The last line in words for what a starting engine is at."""
         return next(filter(None, map(readable_phase, reversed(self.lines()))), None)

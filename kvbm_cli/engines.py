@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -78,6 +79,16 @@ def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: No
         _make_elsewhere(preset, directory_of(preset), profile.engine.python or sys.executable)
 
 
+def how_to_make_model(profile: Profile) -> list[str] | None:
+    """The command that makes a model which `make_model` would make, None where there is nothing to make."""
+    from kvbm_cli.make_model import directory_of
+
+    preset = _preset(profile)
+    if preset is None or directory_of(preset).is_dir():
+        return None
+    return [sys.executable, "-m", "kvbm_cli.make_model", preset, str(directory_of(preset))]
+
+
 def _make_elsewhere(preset: str, directory: Path, python: str) -> None:
     from kvbm_cli import make_model as module
 
@@ -88,6 +99,21 @@ def _make_elsewhere(preset: str, directory: Path, python: str) -> None:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise EnvironmentProblem(f"`{python}` cannot make the model {preset}: {last}", hint="check `engine.python`")
+
+
+def versions(profile: Profile) -> dict[str, str]:
+    """What a run is made of, as far as this interpreter can tell without importing it."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"kvbm": version("kvbm-cli"), "python": platform.python_version()}
+    if profile.engine.kind == "vllm":
+        installation = vllm_of(profile)
+        return {**found, **({installation.distribution: installation.version} if installation is not None else {})}
+    for name in ("torch", "transformers"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def vllm_of(profile: Profile) -> VllmInstallation | None:

@@ -43,7 +43,7 @@ def wait_first_token(
             return f"{answer.status}: {answer.complaint()}"
         if answer is not None:
             said = f"{answer.status}: {answer.complaint()}"
-            hint = "its log has the reason"
+            hint = f"the whole log: `less {engine.log_path}`"
             raise engine.late_error(f"the engine is healthy, but its first answer was an error\n  {said}", hint=hint)
         if engine.elapsed_s > timeout_s:
             raise engine.late_error(f"the engine was not ready after {timeout_s:g} s\n  {request.waited_for()}")

@@ -66,6 +66,7 @@ class EngineProcess:
         self._guard = _start_guard(remains, log)
         self._remains = remains
         self._log = EngineLog(Path(log.name), log_start)
+        self._log_at_end: EngineLog | None = None
         self._started = time.monotonic()
         self._oom_kills_before = oom_kills()
         self._is_cleared = False
@@ -108,6 +109,13 @@ class EngineProcess:
     @property
     def guard_pid(self) -> int:
         return self._guard.pid
+
+    def pids(self) -> dict[str, int]:
+        return {"engine": self.pid, "guard": self.guard_pid}
+
+    def phase(self) -> str:
+        """What the engine's log has said last since it was told to end."""
+        return (self._log_at_end.phase() if self._log_at_end is not None else None) or ""
 
     @property
     def log_path(self) -> Path:
@@ -168,6 +176,7 @@ class EngineProcess:
     def signal(self, signal_number: int) -> None:
         """Delivers a signal to the engine itself, which passes on what its own processes need to know."""
         if self.poll() is None:
+            self._log_at_end = self._log_at_end or self._log.from_here()
             os.kill(self.pid, signal_number)
 
     def kill(self) -> int:
@@ -230,7 +239,12 @@ _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 def engine_environment(plan: LaunchPlan, environment: Mapping[str, str]) -> dict[str, str]:
     """What the engine sees: the caller's variables without ours, then the profile's, and output without delay."""
     kept = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
-    return {**kept, "PYTHONUNBUFFERED": "1", **plan.environment}
+    return {**kept, **additions(plan)}
+
+
+def additions(plan: LaunchPlan) -> dict[str, str]:
+    """The variables that an engine gets besides the caller's, but for its temporary directory."""
+    return {"PYTHONUNBUFFERED": "1", **plan.environment}
 
 
 def choose_port(host: str, port: int) -> int:

@@ -1,29 +1,33 @@
-"""`kvbm serve`: checks a profile, prints what it amounts to, starts the engine and stays in front of it until it ends.
+"""`kvbm serve`: checks a profile, prints what it amounts to, and hands its plan to the launcher (launcher.py).
 
-It serves when it is healthy and has given a first token. The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) is passed on
-to the engine, which then has STOP_TIMEOUT_S to finish what it serves; a second one kills it. The exit code is the
-engine's own, or 128 + n where signal n came before it served.
+From the look at what other engines have taken to the run directory that says what this one takes, nobody else starts
+one. With `--detach` all this happens in a process of its own (background.py), which speaks to the same terminal until
+the engine is ready.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import signal
-import tempfile
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import LaunchPlan
-from kvbm.errors import EngineError
+from kvbm.config.variables import PREFIX
+from kvbm.errors import EnvironmentProblem
 from kvbm_cli.check import check, require_engine
-from kvbm_cli.console import StartProgress, print_data, print_json, print_note
-from kvbm_cli.first_token import wait_first_token
-from kvbm_cli.process import STOP_TIMEOUT_S, EngineProcess, Progress, choose_port
+from kvbm_cli.console import print_data, print_json, print_note
+from kvbm_cli.engines import how_to_make_model
+from kvbm_cli.identity import Identity
+from kvbm_cli.neighbours import require_memory, require_port, taken_ports
+from kvbm_cli.pd.engines import log_of
+from kvbm_cli.process import STOP_TIMEOUT_S, additions, choose_port
 from kvbm_cli.profiles import resolve
+from kvbm_cli.runs import Facts, RunDirectory, Runs
 from kvbm_cli.show_error import show_warning
 from kvbm_cli.size import as_data, block_line, tier_table
 
@@ -31,11 +35,9 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import Profile
     from kvbm.sizing import SizeUnknown, Sizing
-    from kvbm_cli.pd.engines import DisaggregatedEngines
+    from kvbm_cli.background import Background
     from kvbm_cli.pd.plan import DisaggregatedPlan
-
-WATCH_S = 0.1
-FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+    from kvbm_cli.runs import Run
 
 
 def serve(
@@ -45,11 +47,38 @@ def serve(
     port: str | None,
     dry_run: bool,
     force: bool,
+    detach: bool,
     as_json: bool,
     log: Path | None,
 ) -> int:
-    """Runs the engine of a profile in the foreground and returns its exit code."""
+    """Runs the engine of a profile and returns its exit code; with `detach`, 0 when it is ready."""
+    from kvbm_cli.background import Background
+
+    if not detach or dry_run:
+        return _serve(
+            reference, overrides, port=port, dry_run=dry_run, force=force, background=None, as_json=as_json, log=log
+        )
+    background = Background.fork()
+    if background.is_parent:
+        return background.wait()
+    return _serve(
+        reference, overrides, port=port, dry_run=False, force=force, background=background, as_json=as_json, log=log
+    )
+
+
+def _serve(
+    reference: str,
+    overrides: Sequence[str],
+    *,
+    port: str | None,
+    dry_run: bool,
+    force: bool,
+    background: Background | None,
+    as_json: bool,
+    log: Path | None,
+) -> int:
     from kvbm_cli.engines import make_model
+    from kvbm_cli.launcher import launch
     from kvbm_cli.pd.plan import require_nixl
 
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
@@ -63,27 +92,102 @@ def serve(
     if resolved.profile.disaggregated.is_wanted:
         require_nixl(resolved.profile)
     make_model(resolved.profile, say=print_note)
-    plan = _plan(resolved.profile, choose_port(server.host, server.port))
+    runs = _runs(is_detached=background is not None)
+    with runs.starting() as living:
+        plan = _plan(resolved.profile, _free_port(resolved.profile, living), living)
+        if not force:
+            require_memory(resolved, _memory_bytes(resolved.profile, sizing), living)
+        run = runs.create(resolved.name)
+        try:
+            _describe(run, resolved, sizing, plan, log, is_detached=background is not None)
+        except BaseException:
+            run.remove()
+            raise
     print_note(f"{_plan_text(resolved, sizing, _asked(plan))}\n")
-    return _run(plan, log or _default_log(), resolved.profile.transfer.init_timeout_s, as_json=as_json)
+    return launch(plan, run, log or run.log, resolved.profile.transfer.init_timeout_s, background, as_json=as_json)
 
 
-def _plan(profile: Profile, port: int) -> LaunchPlan | DisaggregatedPlan:
+def _runs(*, is_detached: bool) -> Runs:
+    runs, is_of_user = Runs.writable()
+    if is_of_user:
+        return runs
+    problem = "no run directory can be made in ~/.local/state/kvbm, by which an engine is found again"
+    if is_detached:
+        raise EnvironmentProblem(problem, hint="set XDG_STATE_HOME to a directory that can be written to")
+    show_warning(f"{problem}: `kvbm status`, `logs` and `stop` will not know this one")
+    return runs
+
+
+def _free_port(profile: Profile, living: Sequence[Run]) -> int:
+    """The port of the profile, or one that nobody has and that no starting engine is about to take."""
+    server, taken = profile.server, taken_ports(living)
+    require_port(server.host, server.port, living)
+    while (port := choose_port(server.host, server.port)) in taken:
+        pass
+    return port
+
+
+def _memory_bytes(profile: Profile, sizing: Sizing | SizeUnknown) -> int:
+    """Host memory for blocks (G2) of all engines of the profile, as far as it is known."""
+    from kvbm_cli.engines import copy_count
+
+    host = profile.tiers.host
+    if isinstance(sizing, Exception):
+        return (host.capacity or 0) * copy_count(profile) if host is not None and host.blocks is None else 0
+    return sizing.host.total_bytes * copy_count(profile)
+
+
+def _describe(
+    run: RunDirectory,
+    resolved: ResolvedProfile,
+    sizing: Sizing | SizeUnknown,
+    plan: LaunchPlan | DisaggregatedPlan,
+    log: Path | None,
+    *,
+    is_detached: bool,
+) -> None:
+    """Writes down what is known before the engine starts."""
+    from kvbm_cli.engines import versions
+
+    profile, asked, named = resolved.profile, _asked(plan), _named(plan)
+    disk = profile.tiers.disk
+    logs = {name: str(log_of(log or run.log, name)) for name in named}
+    launcher = Identity.of(os.getpid())
+    assert launcher is not None, "we live"
+    run.begin(
+        Facts(
+            name=run.name,
+            profile=resolved.name,
+            profile_path=str(resolved.path.absolute()),
+            engine=profile.engine.kind,
+            model=asked.model,
+            url=asked.base_url,
+            ports=tuple(urlsplit(one.base_url).port or 0 for one in (asked, *named.values())),
+            logs={**logs, "proxy" if named else "engine": str((log or run.log).absolute())},
+            launcher=launcher,
+            memory_bytes=_memory_bytes(profile, sizing),
+            disk_directory=None if disk is None else str(Path(disk.directory).expanduser()),
+            directory=os.getcwd(),
+            command=tuple(sys.argv),
+            versions=versions(profile),
+            stop_timeout_s=STOP_TIMEOUT_S + (0.0 if disk is None else disk.drain_s),
+            started_s=time.time(),
+            is_detached=is_detached,
+        )
+    )
+    content = profile.model_dump(mode="json", exclude_none=True)
+    run.write_profile(content, f"# {run.name}: `{resolved.path}` with all that was laid over it at {time.ctime()}.")
+
+
+def _plan(profile: Profile, port: int, living: Sequence[Run] = ()) -> LaunchPlan | DisaggregatedPlan:
     if profile.disaggregated.is_wanted:
-        from kvbm_cli.pd.plan import plan
+        from kvbm_cli.pd.plan import free_ports, plan
 
-        return plan(profile, port=port)
+        taken = {port, *taken_ports(living)}
+        return plan(profile, port=port, ports=(free for free in free_ports() if free not in taken))
     from kvbm_cli.engines import launch_plan
 
     return launch_plan(profile, connector=True, port=port)
-
-
-def _start(plan: LaunchPlan | DisaggregatedPlan, log_path: Path) -> EngineProcess | DisaggregatedEngines:
-    if isinstance(plan, LaunchPlan):
-        return EngineProcess.start(plan, log_path=log_path)
-    from kvbm_cli.pd.engines import DisaggregatedEngines
-
-    return DisaggregatedEngines.start(plan, log_path=log_path)
 
 
 def _named(plan: LaunchPlan | DisaggregatedPlan) -> dict[str, LaunchPlan]:
@@ -94,66 +198,6 @@ def _named(plan: LaunchPlan | DisaggregatedPlan) -> dict[str, LaunchPlan]:
 def _asked(plan: LaunchPlan | DisaggregatedPlan) -> LaunchPlan:
     """What clients ask."""
     return plan if isinstance(plan, LaunchPlan) else plan.proxy
-
-
-def _run(plan: LaunchPlan | DisaggregatedPlan, log_path: Path, init_timeout_s: float, *, as_json: bool) -> int:
-    with _Signals() as signals, _start(plan, log_path) as engine:
-        try:
-            with StartProgress() as show:
-
-                def on_progress(progress: Progress) -> None:
-                    signals.pass_on(engine)
-                    show(progress)
-
-                engine.wait_healthy(init_timeout_s, on_progress)
-                refusal = wait_first_token(engine, init_timeout_s, on_progress)
-        except EngineError:
-            if signals.received:
-                engine.stop()
-                return 128 + signals.received[0]
-            raise
-        if refusal is not None:
-            show_warning(f"the engine is healthy, but a completion of one token was refused: {refusal}")
-        _print_ready(engine, _named(plan), as_json=as_json)
-        while (code := engine.poll()) is None:
-            signals.pass_on(engine)
-            time.sleep(WATCH_S)
-        if not signals.received:
-            raise engine.ended_error("the engine ended by itself")
-        return code
-
-
-class _Signals:
-    """Collects the signals that arrive, and passes them on from the main loop: handlers themselves only take note."""
-
-    def __init__(self) -> None:
-        self.received: list[signal.Signals] = []
-        self._passed_on = 0
-        self._deadline = float("inf")
-        self._previous = {number: signal.getsignal(number) for number in FORWARDED}
-
-    def __enter__(self) -> _Signals:
-        for number, handler in self._previous.items():
-            if handler is not signal.SIG_IGN:  # as under `nohup`
-                signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def pass_on(self, engine: EngineProcess | DisaggregatedEngines) -> None:
-        """The first signal goes to the engine. The second, or the end of its patience, kills it."""
-        if len(self.received) > 1 or time.monotonic() > self._deadline:
-            engine.kill()
-        elif len(self.received) > self._passed_on:
-            self._passed_on = len(self.received)
-            self._deadline = time.monotonic() + STOP_TIMEOUT_S
-            print_note("stopping; once more kills the engine")
-            engine.signal(FORWARDED[self.received[0]])
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
 
 
 def _print_dry_run(
@@ -171,16 +215,19 @@ def _print_dry_run(
         print_json({**data, **engines, **sizes})
         return
     commands = [f"# {name}\n{_command(one)}" for name, one in {**named, "proxy": asked}.items()]
-    print_data("\n\n".join([_plan_text(resolved, sizing, asked), *(commands if named else [_command(asked)])]))
+    first = [shlex.join(making)] if (making := how_to_make_model(resolved.profile)) else []
+    print_data("\n\n".join([_plan_text(resolved, sizing, asked), *first, *(commands if named else [_command(asked)])]))
 
 
 def _as_data(plan: LaunchPlan) -> dict[str, object]:
-    return {"url": plan.base_url, "argv": list(plan.argv), "environment": dict(plan.environment)}
+    return {"url": plan.base_url, "argv": list(plan.argv), "environment": additions(plan)}
 
 
 def _command(plan: LaunchPlan) -> str:
-    assignments = [f"{name}={value}" for name, value in plan.environment.items()]
-    return shlex.join([*(["env"] if assignments else []), *assignments, *plan.argv])
+    """What an engine sees when `kvbm serve` starts it, but for the temporary directory of its own."""
+    unset = [word for name in sorted(os.environ) if name.startswith(PREFIX) for word in ("-u", name)]
+    assignments = [f"{name}={value}" for name, value in additions(plan).items()]
+    return shlex.join(["env", *unset, *assignments, *plan.argv])
 
 
 def _plan_text(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, launch_plan: LaunchPlan) -> str:
@@ -205,30 +252,3 @@ def _disaggregated_line(resolved: ResolvedProfile) -> list[str]:
         f"engines  {wanted.prefill} to prefill, each with the tiers below, and {wanted.decode} to decode, with G1 alone"
     )
     return [text] if wanted.is_wanted else []
-
-
-def _print_ready(
-    engine: EngineProcess | DisaggregatedEngines, named: Mapping[str, LaunchPlan], *, as_json: bool
-) -> None:
-    launch_plan = engine.plan
-    if as_json:
-        engines = {"engines": {name: one.base_url for name, one in named.items()}} if named else {}
-        ready = {"url": launch_plan.base_url, "model": launch_plan.model, "log": str(engine.log_path)}
-        print_json({**ready, **engines})
-        return
-    body = f'{{"model": "{launch_plan.model}", "prompt": "Once upon a time", "max_tokens": 16}}'
-    curl = ["curl", f"{launch_plan.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
-    addresses = "".join(f"\n{name:<9}  {one.base_url}" for name, one in named.items())
-    print_note(f"ready after {engine.elapsed_s:.1f} s; log {engine.log_path}; Ctrl-C stops{addresses}\n")
-    print_data(f"{launch_plan.base_url}\n\n{shlex.join(curl)}")
-
-
-def _default_log() -> Path:
-    """A file of its own per run: in the user's state directory, or where there is none, in a new temporary one."""
-    name = time.strftime(f"serve-%Y%m%d-%H%M%S-{os.getpid()}.log")
-    try:
-        directory = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "kvbm"
-        directory.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
-        directory = Path(tempfile.mkdtemp(prefix="kvbm-"))
-    return directory / name

@@ -73,6 +73,18 @@ class DisaggregatedEngines:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
+    def pids(self) -> dict[str, int]:
+        return {
+            f"{member.name}{'' if kind == 'engine' else f' {kind}'}": pid
+            for member in self._members
+            for kind, pid in member.process.pids().items()
+        }
+
+    def phase(self) -> str:
+        """Which of them still run."""
+        running = [member.name for member in self._members if member.process.poll() is None]
+        return f"waiting for {', '.join(running)}" if running else ""
+
     def poll(self) -> int | None:
         """None while one runs and none has ended by itself. When one has, the others are killed, and the code is its
         own, or 1 where that says that all went well; otherwise it is the highest."""

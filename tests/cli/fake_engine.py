@@ -48,12 +48,13 @@ class Health(http.server.BaseHTTPRequestHandler):
         elif MODE in REFUSALS and asked[0] <= REFUSALS[MODE][1]:
             self.answer(REFUSALS[MODE][0], b'{"error": {"message": "asked for"}}')
         else:
-            self.answer(200, b'{"choices": [{"text": "a"}]}')
+            self.answer(200, b'{"choices": [{"text": "a"}], "kv_transfer_params": {"remote_block_ids": [1]}}')
         if MODE in ("dies", "ends"):
             threading.Timer(0.2, os._exit, (9 if MODE == "dies" else 0,)).start()
 
     def answer(self, status: int, body: bytes = b"") -> None:
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -23,7 +23,6 @@ FILTERS = (
     (re.escape(sys.executable), "[PYTHON]"),  # before ROOT, below which it may lie
     (re.escape(str(ROOT)), "[ROOT]"),
     (re.escape(version("kvbm-cli")), "[VERSION]"),
-    (r"serve-\d{8}-\d{6}-\d+\.log", "serve-[RUN].log"),
     (r"(127\.0\.0\.1[: ](?:port )?)\d{5}\b", r"\1[PORT]"),
     (r"\b\d+\.\d s\b", "[TIME] s"),
     (r"\bfor \d+ s\b", "for [TIME] s"),

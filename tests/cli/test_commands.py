@@ -15,7 +15,20 @@ from terminal import PROGRAM, assert_snapshot, environment, kvbm
 from kvbm_cli.show_error import show_error
 
 HELPS = [
-    *("", "serve", "bench", "size", "doctor", "profile", "profile list", "profile show", "profile check"),
+    *(
+        "",
+        "serve",
+        "status",
+        "stop",
+        "logs",
+        "bench",
+        "size",
+        "doctor",
+        "profile",
+        "profile list",
+        "profile show",
+        "profile check",
+    ),
     *("profile diff", "profile new", "profile schema"),
     *("cache", "cache ls", "cache verify", "cache clear", "cache export-stats"),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -20,6 +19,7 @@ import pytest
 from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, filtered, kvbm
 from test_process import eventually, is_gone
 
+RUNS = ".local/state/kvbm/runs"
 MODEL = {
     "model_type": "llama",
     "num_hidden_layers": 4,
@@ -93,7 +93,7 @@ def test_ready_as_json(home: Path) -> None:
         program.wait(timeout=20)
         ready = json.loads(program.url + program.stdout.read())
     assert ready["model"] == "./model"
-    assert set(ready) == {"url", "model", "log"}
+    assert set(ready) == {"run", "url", "model", "log"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -119,7 +119,11 @@ def test_second_interrupt_kills_an_engine_that_does_not_stop(home: Path) -> None
 def test_interrupt_during_the_start_is_not_a_failed_start(home: Path, mode: str, number: signal.Signals) -> None:
     command = [*PROGRAM, "serve", "-p", "./mine.yaml", "--set", f"engine.environment.FAKE={mode}"]
     with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True) as program:
-        eventually(lambda: b"loading" in b"".join(path.read_bytes() for path in home.glob(".local/state/kvbm/*")))
+        eventually(
+            lambda: (
+                b"loading" in b"".join(path.read_bytes() for path in home.glob(".local/state/kvbm/runs/*/engine.log"))
+            )
+        )
         program.send_signal(number)
         assert program.wait(timeout=20) == 128 + number
         assert program.stderr is not None
@@ -183,7 +187,7 @@ def test_failed_serve(home: Path, name: str) -> None:
 def test_log_goes_to_a_temporary_directory_where_there_is_no_home(home: Path) -> None:
     command = ["serve", "-p", "./mine.yaml", "--set", "engine.environment.FAKE=crash"]
     outcome = kvbm(*command, home=home, XDG_STATE_HOME="/dev/null", TMPDIR=str(home))
-    (log,) = home.glob("kvbm-*/serve-*.log")
+    (log,) = home.glob("kvbm-*/runs/mine-1/engine.log")
     assert f"  {log}, last lines:" in outcome.stderr
 
 
@@ -194,4 +198,4 @@ def test_taken_port_is_an_error_before_anything_starts(home: Path) -> None:
     assert outcome.exit_code == 1
     assert f"error: cannot listen on 127.0.0.1 port {port}: address already in use\n" in outcome.stderr
     assert "hint: `--port 0` chooses a free port" in outcome.stderr
-    assert not os.path.exists(home / ".local")
+    assert [path.name for path in (home / RUNS).iterdir()] == ["lock"]

@@ -1,0 +1,303 @@
+"""`kvbm serve --detach`, `status`, `stop` and `logs` around the stand-in engine, as a user sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from terminal import PROGRAM, Outcome, assert_snapshot, environment, filtered, kvbm
+from test_process import eventually, is_gone
+from test_runs import NOBODY, facts
+from test_serve import RUNS, serving
+from test_serve import home as home  # the fixture
+
+from kvbm_cli.console import Pace
+from kvbm_cli.logs import start_of_last_lines
+from kvbm_cli.runs import Runs, State
+from kvbm_cli.status import duration
+
+ABCD = "a\nb\nc\nd\n"
+SERVE = ("serve", "-p", "./mine.yaml", "--detach")
+
+
+@pytest.fixture
+def detached(home: Path) -> Iterator[Path]:
+    """A home where `mine-1` runs in the background; nothing runs there afterwards."""
+    outcome = kvbm(*SERVE, home=home)
+    assert outcome.exit_code == 0, outcome.stderr
+    yield home
+    kvbm("stop", "--all", "--timeout", "0", home=home)
+
+
+def status(home: Path, *arguments: str) -> list[dict[str, object]]:
+    found = json.loads(kvbm("status", "--json", *arguments, home=home).stdout)
+    assert isinstance(found, list)
+    return found
+
+
+def processes_of(home: Path) -> list[psutil.Process]:
+    """The launcher of `mine-1` and all that it has started."""
+    launcher = psutil.Process(int(str(status(home)[0]["pid"])))
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def shown(outcome: Outcome, command: str) -> str:
+    text = re.sub(r"^(starting|stopping) .*\n", "", outcome.text(command), flags=re.MULTILINE)
+    text = re.sub(r"\b(launcher|engine|guard) \d+", r"\1 [PID]", text)
+    text = re.sub(r"(healthy|ended \(\d+\)) +\d+", r"\1  [PID]", text)
+    text = re.sub(r"\b\d+ s\b", "[TIME] s", text)
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "[WHEN]", text)
+    text = re.sub(r"versions .*", "versions   [VERSIONS]", text)
+    return re.sub(r" {2,}", "  ", text)
+
+
+def test_detached_engine_is_seen_read_and_stopped(home: Path) -> None:
+    command = "serve -p ./mine.yaml --detach"
+    text = shown(kvbm(*command.split(), home=home), f"kvbm {command}")
+    processes = processes_of(home)
+    for command in ("status", "status mine", "logs", "logs mine-1 -n 1", "stop", "status", "status mine-1", "stop"):
+        text += "\n" + shown(kvbm(*command.split(), home=home), f"kvbm {command}")
+    assert_snapshot("detached", text)
+    assert all(is_gone(process.pid) for process in processes)
+
+
+def test_detached_engine_outlives_its_terminal(detached: Path) -> None:
+    launcher, *_ = processes_of(detached)
+    assert launcher.ppid() != os.getpid()
+    assert os.getsid(launcher.pid) == launcher.pid
+    streams = {os.readlink(f"/proc/{launcher.pid}/fd/{number}") for number in (0, 1, 2)}
+    assert streams == {"/dev/null", str(detached / RUNS / "mine-1" / "kvbm.log")}
+    (seen,) = status(detached)
+    assert urllib.request.urlopen(f"{seen['url']}/health").status == 200
+
+
+def test_json_of_a_detached_start_can_be_captured(home: Path) -> None:
+    """Nobody keeps the pipe open: whoever captures the output gets its end."""
+    outcome = kvbm(*SERVE, "--json", home=home, timeout_s=20)
+    ready = json.loads(outcome.stdout)
+    assert ready["run"] == "mine-1"
+    assert kvbm("stop", ready["run"], home=home).exit_code == 0
+
+
+@pytest.mark.parametrize("mode", ["crash", "full_disk"])
+def test_failed_detached_start_says_what_one_in_the_foreground_says(home: Path, mode: str) -> None:
+    override = ("--set", f"engine.environment.FAKE={mode}")
+    before = kvbm("serve", "-p", "./mine.yaml", *override, home=home)
+    after = kvbm(*SERVE, *override, home=home)
+    assert after.exit_code == before.exit_code == 1
+
+    def error_of(outcome: Outcome) -> str:
+        return filtered(outcome.stderr[outcome.stderr.index("error:") :]).replace("mine-2", "mine-1")
+
+    assert error_of(after) == error_of(before)
+    assert status(home) == []
+    assert [run["state"] for run in status(home, "--all")] == ["ended", "ended"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_of_a_detached_start_stops_it(home: Path, number: signal.Signals) -> None:
+    command = [*PROGRAM, *SERVE, "--set", "engine.environment.FAKE=hang"]
+    with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) as program:
+        eventually(lambda: any(b"loading" in log.read_bytes() for log in home.glob(f"{RUNS}/*/engine.log")))
+        family = psutil.Process(program.pid).children(recursive=True)
+        program.send_signal(number)
+        assert program.wait(timeout=20) == 128 + number
+    assert all(is_gone(process.pid) for process in family)
+
+
+def test_engine_in_the_foreground_can_be_stopped_from_elsewhere(home: Path) -> None:
+    with serving(home) as program:
+        assert [run["state"] for run in status(home)] == ["healthy"]
+        outcome = kvbm("stop", "mine", "--json", home=home)
+        assert program.wait(timeout=20) == 0
+    (stopped,) = json.loads(outcome.stdout)
+    assert {**stopped, "took_s": 0} == {
+        "run": "mine-1",
+        "has_ended": True,
+        "was_killed": False,
+        "exit_code": 0,
+        "took_s": 0,
+    }
+
+
+def test_stubborn_engine_is_killed_at_the_deadline_of_the_command_line(home: Path) -> None:
+    kvbm(*SERVE, "--set", "engine.environment.FAKE=stubborn", home=home)
+    processes = processes_of(home)
+    began = time.monotonic()
+    outcome = kvbm("stop", "--timeout", "1", home=home)
+    assert outcome.exit_code == 3
+    assert "mine-1 was killed after 1." in outcome.stdout
+    assert time.monotonic() - began < 10
+    assert all(is_gone(process.pid) for process in processes)
+
+
+def test_launcher_that_does_not_react_is_killed(home: Path) -> None:
+    kvbm(*SERVE, home=home)
+    processes = processes_of(home)
+    processes[0].suspend()
+    program = "import kvbm_cli.stop as s; s.GRACE_S = 1.0; from kvbm_cli.app import run; exit(run(['stop', '-t0']))"
+    done = subprocess.run([PROGRAM[0], "-c", program], cwd=home, env=environment(home), capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert all(is_gone(process.pid) for process in processes)
+    assert status(home) == []
+    assert status(home, "--all")[0]["state"] == "dead"
+
+
+def test_several_engines_keep_apart(home: Path) -> None:
+    for _ in range(2):
+        assert kvbm(*SERVE, home=home).exit_code == 0
+    seen = status(home)
+    assert [run["run"] for run in seen] == ["mine-1", "mine-2"]
+    assert len({run["url"] for run in seen}) == len({run["directory"] for run in seen}) == 2
+    ambiguous = kvbm("stop", home=home)
+    assert (ambiguous.exit_code, ambiguous.stderr) == (
+        2,
+        "error: more than one engine runs: `mine-1`, `mine-2`\n\nhint: name one, or `kvbm stop --all`\n",
+    )
+    assert kvbm("stop", "mine-2", home=home).exit_code == 0
+    assert [run["run"] for run in status(home)] == ["mine-1"]
+    assert kvbm("stop", "--all", home=home).exit_code == 0
+    assert status(home) == []
+
+
+def test_engines_that_start_at_the_same_time_get_ports_and_names_of_their_own(home: Path) -> None:
+    command = [*PROGRAM, *SERVE]
+    starts = [subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) for _ in range(4)]
+    assert [start.wait(timeout=60) for start in starts] == [0] * 4
+    seen = status(home)
+    assert len({run["url"] for run in seen}) == len({run["run"] for run in seen}) == 4
+    assert kvbm("stop", "--all", home=home).exit_code == 0
+
+
+def test_engine_that_hangs_is_told_from_a_healthy_one(detached: Path) -> None:
+    engine = next(one for one in processes_of(detached) if "kvbm.embedded" in one.cmdline())
+    engine.suspend()
+    assert status(detached)[0]["state"] == "no answer"
+    engine.resume()
+    assert status(detached)[0]["state"] == "healthy"
+
+
+def test_logs_are_followed_until_the_engine_ends(detached: Path) -> None:
+    command = [*PROGRAM, "logs", "-f", "-n", "1"]
+    log = detached / RUNS / "mine-1" / "engine.log"
+    with subprocess.Popen(command, cwd=detached, env=environment(detached), stdout=subprocess.PIPE) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == b"loading the weights\n"
+        with log.open("ab") as file:
+            file.write(b"one more\nand a half")
+        assert following.stdout.readline() == b"one more\n"
+        kvbm("stop", home=detached)
+        assert following.stdout.read() == b"and a half\n"
+        assert following.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, ""), (1, "d\n"), (2, "c\nd\n"), (4, "a\nb\nc\nd\n"), (9, "a\nb\nc\nd\n")]
+)
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_last_lines_of_a_file(tmp_path: Path, count: int, text: str, end: str) -> None:
+    (tmp_path / "log").write_text(f"a\nb\nc\nd{end}")
+    with (tmp_path / "log").open("rb") as file:
+        file.seek(start_of_last_lines(file, count))
+        assert file.read().decode() == (text if end else text.removesuffix("\n"))
+
+
+def test_runs_of_another_boot_are_ended_and_never_signalled(home: Path) -> None:
+    """As after a restart of the machine: our own process id stands in the file of a run of before."""
+    (home / RUNS).mkdir(parents=True)
+    runs = Runs(home / ".local/state/kvbm")
+    run = runs.create("old")
+    run.begin(facts("old-1", replace(NOBODY, pid=os.getpid()), state=State.HEALTHY))
+    run.close()
+    assert status(home) == []
+    assert [seen["state"] for seen in status(home, "--all")] == ["dead"]
+    outcome = kvbm("stop", "old-1", home=home)
+    assert (outcome.exit_code, outcome.stderr) == (0, "old-1 has ended already\n")
+
+
+def test_profile_of_a_run_serves_again(detached: Path) -> None:
+    again = kvbm("profile", "show", f"{RUNS}/mine-1/profile.yaml", "--json", home=detached)
+    before = kvbm("profile", "show", "./mine.yaml", "--json", home=detached)
+
+    def values(outcome: Outcome) -> dict[str, object]:
+        return {key: entry["value"] for key, entry in json.loads(outcome.stdout).items()}
+
+    assert values(again) == values(before)
+
+
+def test_pasted_command_of_a_dry_run_starts_the_same_engine(home: Path) -> None:
+    variables = {"DYN_KVBM_CPU_CACHE_GB": "0.05", "ABC": "1"}
+    plan = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--port", "0", home=home, **variables).stdout
+    line = plan.strip().splitlines()[-1].replace("--port 0", f"--port {_free_port()}")
+    surroundings = {**environment(home), **variables}
+    with subprocess.Popen(["sh", "-c", f"exec {line}"], cwd=home, env=surroundings, stdout=subprocess.PIPE) as pasted:
+        try:
+            assert pasted.stdout is not None
+            assert pasted.stdout.readline() == b"loading the weights\n"
+            by_hand = _seen_by(psutil.Process(pasted.pid))
+        finally:
+            pasted.kill()
+    assert kvbm(*SERVE, home=home, **variables).exit_code == 0
+    by_us = _seen_by(next(one for one in processes_of(home) if "kvbm.embedded" in one.cmdline()))
+    kvbm("stop", home=home)
+    assert by_hand == by_us
+
+
+def _free_port() -> int:
+    from kvbm_cli.process import choose_port
+
+    return choose_port("127.0.0.1", 0)
+
+
+def _seen_by(engine: psutil.Process) -> tuple[list[str], dict[str, str], str]:
+    words = [re.sub(r'("port":|^)\d{5}', r"\1[PORT]", word) for word in engine.cmdline()]
+    variables = {name: value for name, value in engine.environ().items() if name not in ("TMPDIR", "PWD", "_")}
+    return words, variables, engine.cwd()
+
+
+def test_port_of_a_starting_engine_is_taken_before_it_listens(home: Path) -> None:
+    port = _free_port()
+    command = [*PROGRAM, *SERVE, "--port", str(port), "--set", "engine.environment.FAKE=hang"]
+    with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) as program:
+        eventually(lambda: [run["state"] for run in status(home)] == ["starting"])
+        outcome = kvbm("serve", "-p", "./mine.yaml", "--port", str(port), home=home)
+        assert outcome.stderr == (
+            f"error: port {port} is that of `mine-1`, which is starting\n\n"
+            "hint: `--port 0` chooses a free port; `kvbm stop mine-1` stops the other\n"
+        )
+        kvbm("stop", "--all", home=home)
+        assert program.wait(timeout=20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (2e5, "2 d")])
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_counted_progress_has_a_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("kvbm_cli.console.time.monotonic", lambda: now[0])
+    pace = Pace()
+    assert pace.of("loading the weights") == "loading the weights"
+    assert pace.of("taking space, 0 of 1000 MiB") == "taking space, 0 of 1000 MiB"
+    now[0] += 2
+    assert pace.of("taking space, 200 of 1000 MiB") == "taking space, 200 of 1000 MiB, 100 MiB/s, 8 s left"
+    assert pace.of("taking memory, 200 of 1000 MiB") == "taking memory, 200 of 1000 MiB"
+
+
+def test_a_url_that_nobody_serves_any_more_is_gone(detached: Path) -> None:
+    url = str(status(detached)[0]["url"])
+    kvbm("stop", home=detached)
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{url}/health")

@@ -1,0 +1,188 @@
+"""Run directories: what is written, who is believed to live, which run is meant, and what is pruned."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvbm.errors import UsageError
+from kvbm_cli import runs as module
+from kvbm_cli.identity import Identity
+from kvbm_cli.runs import FACTS, Facts, Run, RunDirectory, Runs, State
+
+NOBODY = Identity(2**22 + 1, 7, "another boot", "pid:[1]", "another host")
+
+
+def own() -> Identity:
+    found = Identity.of(os.getpid())
+    assert found is not None
+    return found
+
+
+def facts(name: str, launcher: Identity | None = None, **changes: object) -> Facts:
+    made = Facts(
+        name=name,
+        profile=name.rpartition("-")[0],
+        profile_path="/p.yaml",
+        engine="embedded",
+        model="m",
+        url="http://127.0.0.1:8000",
+        ports=(8000,),
+        logs={"engine": f"/logs/{name}"},
+        launcher=launcher or own(),
+        memory_bytes=1 << 20,
+        disk_directory=None,
+        directory="/",
+        command=("kvbm", "serve"),
+        versions={"kvbm": "1"},
+        stop_timeout_s=30.0,
+        started_s=time.time(),
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    (tmp_path / "runs").mkdir()
+    yield Runs(tmp_path)
+    while begun:
+        begun.pop().close()
+
+
+begun: list[RunDirectory] = []
+
+
+def begin(runs: Runs, profile: str, launcher: Identity | None = None, **changes: object) -> RunDirectory:
+    run = runs.create(profile)
+    run.begin(facts(run.name, launcher, **changes))
+    begun.append(run)
+    return run
+
+
+def test_facts_survive_the_way_through_the_file() -> None:
+    written = facts("demo-1", processes={"engine": own()}, state=State.HEALTHY, exit_code=3, ended_s=1.5)
+    assert Facts.from_json(written.to_json()) == written
+
+
+def test_what_a_later_version_adds_is_passed_over() -> None:
+    content = {**json.loads(facts("demo-1").to_json()), "colour": "red"}
+    assert Facts.from_json(json.dumps(content)).name == "demo-1"
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"name": 1}', '{"launcher": {}}', '{"state": "odd"}'])
+def test_a_directory_that_cannot_be_read_is_no_run(runs: Runs, tmp_path: Path, text: str) -> None:
+    begin(runs, "demo")
+    (tmp_path / "runs" / "demo-1" / FACTS).write_text(text)
+    assert runs.all() == []
+
+
+def test_numbers_go_up_and_are_those_of_a_profile(runs: Runs) -> None:
+    names = [begin(runs, profile).name for profile in ("demo", "demo", "demo-disk", "demo", "my own/ü profile", "..")]
+    assert names == ["demo-1", "demo-2", "demo-disk-1", "demo-3", "my-own-profile-1", "run-1"]
+
+
+def test_a_run_is_for_its_user_alone(runs: Runs) -> None:
+    run = begin(runs, "demo")
+    run.write_profile({"a": 1}, "# head")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in run.path.iterdir()}
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert modes[FACTS] == modes[module.PROFILE] == 0o600
+
+
+def test_states_as_others_see_them(runs: Runs) -> None:
+    run, lost = begin(runs, "demo"), begin(runs, "lost", NOBODY, state=State.HEALTHY)
+    lost.close()  # as the kernel does for a launcher that is killed
+    assert [seen.state for seen in runs.all()] == [State.STARTING, State.DEAD]
+    run.enter(State.HEALTHY)
+    assert [seen.facts.name for seen in runs.living()] == ["demo-1"]
+    run.end(0, "")
+    assert [seen.state for seen in runs.all()] == [State.ENDED, State.DEAD]
+
+
+def test_a_reused_process_id_is_another_process() -> None:
+    """The same id, and a start time that is not its own: it lives, and nobody takes it for the launcher."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+        found = Identity.of(child.pid)
+        assert found is not None
+        assert found.is_alive()
+        for other in (replace(found, started=found.started - 1), replace(found, boot="x"), replace(found, host="x")):
+            assert not other.is_alive()
+            assert not other.signal(signal.SIGKILL)
+            assert other.wait(0)
+        assert child.poll() is None
+        assert not found.wait(0.01)
+        assert found.signal(signal.SIGKILL)
+        assert found.wait(10)
+        assert not found.is_alive(), "a zombie is no living process"
+    assert not found.signal(signal.SIGKILL)
+
+
+def test_a_launcher_that_cannot_be_seen_lives_as_long_as_it_holds_its_lock(runs: Runs) -> None:
+    run = begin(runs, "demo", NOBODY)
+    (seen,) = runs.all()
+    assert seen.is_living
+    assert seen.is_elsewhere
+    run.close()
+    assert not seen.again().is_living
+
+
+def test_which_run_is_meant(runs: Runs) -> None:
+    def names(reference: str | None, *, ended: bool) -> list[str]:
+        return [run.facts.name for run in runs.find(reference, ended=ended)]
+
+    assert names(None, ended=True) == []
+    first, second, other = begin(runs, "demo"), begin(runs, "demo"), begin(runs, "other")
+    first.end(0, "")
+    assert names("demo", ended=True) == ["demo-2"], "the living one"
+    assert names("demo-1", ended=True) == ["demo-1"]
+    assert names("demo-1", ended=False) == []
+    assert names(None, ended=False) == ["demo-2", "other-1"]
+    with pytest.raises(UsageError, match="more than one engine runs: `demo-2`, `other-1`"):
+        runs.one(None)
+    second.end(1, "")
+    assert runs.one("demo").facts.name == "demo-2", "the last one"
+    assert runs.one(None).facts.name == "other-1"
+    other.end(0, "")
+    with pytest.raises(UsageError, match="no run is named `demmo`") as caught:
+        runs.one("demmo")
+    assert caught.value.hint == "did you mean `demo`?"
+
+
+def test_old_runs_are_pruned_and_living_ones_never(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_RUNS", 3)
+    living = begin(runs, "living")
+    for _ in range(6):
+        begin(runs, "demo").end(0, "")
+    abandoned = tmp_path / "runs" / "abandoned-1"
+    abandoned.mkdir()
+    os.utime(abandoned, (0, 0))
+    begin(runs, "demo")
+    left = sorted(run.facts.name for run in runs.all())
+    assert left == ["demo-5", "demo-6", "demo-7", living.name]
+    assert not abandoned.exists()
+
+
+def test_a_run_directory_that_vanishes_does_not_end_its_launcher(runs: Runs) -> None:
+    run = begin(runs, "demo")
+    (seen,) = runs.all()
+    run.remove()
+    run.enter(State.HEALTHY)
+    assert not seen.again().is_living
+
+
+def test_what_stop_asks_for_wins_over_the_profile(runs: Runs) -> None:
+    run = begin(runs, "demo")
+    assert run.stop_timeout_s() == 30.0
+    module.ask_to_stop_within(Run(run.path, facts("demo-1"), is_living=True), 2.5)
+    assert run.stop_timeout_s() == 2.5
+    (run.path / module.STOP).write_text("{")
+    assert run.stop_timeout_s() == 30.0
