@@ -31,7 +31,7 @@ def mounted(kind: str, directory: Path) -> Iterator[Path]:
     point = directory / "mount"
     point.mkdir()
     with contextlib.ExitStack() as stack:
-        yield KINDS[kind](directory, point, stack)
+        yield (KINDS | BREAKABLE)[kind](directory, point, stack)
 
 
 def _known(filesystem: str) -> None:
@@ -184,3 +184,4 @@ KINDS: dict[str, Callable[[Path, Path, contextlib.ExitStack], Path]] = {
     "full": _full(0),
     "nearly-full": _full(MIB),
 }
+BREAKABLE = {"fuse-obeys": _lying("obeys")}  # on request, by a file `orders` beside the mount point

@@ -1,10 +1,12 @@
-"""A FUSE filesystem over a directory that does not keep what it says of O_DIRECT. Run as a program:
+"""A FUSE filesystem over a directory that does not keep what it says of O_DIRECT, or breaks on request. As a program:
 
     python lying_filesystem.py LIE MOUNT_POINT DIRECTORY
 
 `refuses`: open does not take O_DIRECT, and so nobody may use it; fcntl never comes here and seems to work.
 `fails`: open takes it, and every write through such a file is EINVAL.
 `drops`: open takes it, and what is written through such a file is never seen again.
+`obeys`: it does what the file `orders` beside DIRECTORY says: an errno's name, which reads, writes and fsync fail with;
+`short`, where the arena of a cache is read and written in part; `stall`, where nothing ends until it says otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 
 import mfusepy
 
@@ -27,7 +30,27 @@ class LyingFilesystem(mfusepy.Operations):
     def _at(self, path: str) -> str:
         return os.path.join(self._root, path.lstrip("/"))
 
+    def _obey(self, *, may_fail=True):
+        while (order := self._order()) == "stall":
+            time.sleep(0.05)
+        if order.startswith("E") and may_fail:
+            raise mfusepy.FuseOSError(getattr(errno, order))
+
+    def _order(self):
+        if self._lie != "obeys":
+            return ""
+        try:
+            with open(os.path.join(os.path.dirname(self._root), "orders")) as file:
+                return file.read().strip()
+        except FileNotFoundError:
+            return ""
+
+    def _part(self, path, size):
+        """What is read or written of so many bytes."""
+        return -(-size // 2) if path.endswith("/arena") and self._order() == "short" else size
+
     def getattr(self, path, fh=None):
+        self._obey(may_fail=False)
         found = os.lstat(self._at(path))
         names = ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
         times = {f"st_{kind}time": getattr(found, f"st_{kind}time_ns") for kind in "acm"}
@@ -43,6 +66,7 @@ class LyingFilesystem(mfusepy.Operations):
         os.rmdir(self._at(path))
 
     def unlink(self, path):
+        self._obey()
         os.unlink(self._at(path))
 
     def rename(self, old, new):
@@ -60,6 +84,7 @@ class LyingFilesystem(mfusepy.Operations):
         return {name: getattr(found, name) for name in names}
 
     def create(self, path, mode, fi=None):
+        self._obey()
         return os.open(self._at(path), os.O_RDWR | os.O_CREAT, mode)
 
     def open(self, path, flags):
@@ -71,19 +96,22 @@ class LyingFilesystem(mfusepy.Operations):
         return fd
 
     def read(self, path, size, offset, fh):
-        return os.pread(fh, size, offset)
+        self._obey()
+        return os.pread(fh, self._part(path, size), offset)
 
     def write(self, path, data, offset, fh):
+        self._obey()
         if fh in self._direct and self._lie == "fails":
             raise mfusepy.FuseOSError(errno.EINVAL)
         if fh in self._direct and self._lie == "drops":
             return len(data)
-        return os.pwrite(fh, data, offset)
+        return os.pwrite(fh, data[: self._part(path, len(data))], offset)
 
     def truncate(self, path, length, fh=None):
         os.truncate(self._at(path), length)
 
     def fsync(self, path, datasync, fh):
+        self._obey()
         os.fdatasync(fh)
 
     def flush(self, path, fh):

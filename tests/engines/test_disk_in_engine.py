@@ -14,11 +14,9 @@ import signal
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from doctor.filesystems import Unavailable, mounted
 from kvbm_engine import assert_same, prompt, running
 
 from kvbm.config import schema
@@ -525,41 +523,6 @@ def test_a_reset_while_the_disk_hangs_is_not_undone_by_a_kill(written, faults):
         copy = cut_off(written, written.with_name("copy"))
         assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == 0
     with engine_on(copy) as engine:
-        assert engine.leader.blocks()[Tier.DISK]["evictable"] == 0
-
-
-def test_a_filesystem_that_fills_up_in_service_changes_no_output(tmp_path, expected, faults):
-    """A real one: what is refused are changes of the index, since the arena has its space."""
-    stack = ExitStack()
-    try:
-        point = stack.enter_context(mounted("ext4", tmp_path))
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    with stack, engine_on(point / "disk", host_blocks=24, num_blocks=24) as engine:
-        steps, filler = Steps(engine), point / "filler"
-        with filler.open("wb") as file, suppress(OSError):
-            while True:
-                file.write(bytes(1 << 16))
-                file.flush()
-        for _ in range(2):
-            assert_same(conversations(engine), expected[0])
-        rest(engine)
-        assert engine.counters.disk_io_errors > 0
-        filler.unlink()
-        wait_until(engine, lambda: is_on(engine))
-        for _ in range(2):
-            assert_same(conversations(engine), expected[0])
-        assert engine.counters.onboard_disk_blocks > 0
-        assert steps.longest_s < 1.5, "a step waited for the disk"
-
-
-def test_a_directory_that_is_removed_in_service_changes_no_output(tmp_path, expected):
-    with engine_on(tmp_path / "disk", host_blocks=40, num_blocks=32) as engine:
-        assert_same(conversations(engine), expected[0])
-        shutil.rmtree(tmp_path / "disk")
-        for _ in range(2):
-            assert_same(conversations(engine), expected[0])
-    with engine_on(tmp_path / "disk") as engine:
         assert engine.leader.blocks()[Tier.DISK]["evictable"] == 0
 
 
