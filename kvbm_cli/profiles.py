@@ -62,7 +62,10 @@ def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> 
     resolved = resolve(reference, overrides)
     values = resolved.values
     if as_json:
-        print_json({key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()})
+        shown_keys = {key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()}
+        for parent in resolved.extends[:1]:
+            shown_keys = {"extends": {"value": parent.written, "origin": parent.origin}, **shown_keys}
+        print_json(shown_keys)
         return
     width = min(max(map(len, values)), KEY_WIDTH)
     for source in resolved.extends:

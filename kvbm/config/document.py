@@ -242,7 +242,10 @@ class _Reader:
     def no_yaml(self, error: yaml.MarkedYAMLError, mark: yaml.Mark) -> Mistake:
         said = str(error.problem)
         problem = next((ours for begin, ours in _PROBLEMS.items() if said.startswith(begin)), said)
-        return located(f"not valid YAML: {problem}", self.at(mark, mark))
+        source = self.at(mark, mark)
+        if source.text[: source.column].endswith("$"):
+            problem = "inside brackets a `${NAME}` needs quotes"
+        return located(f"not valid YAML: {problem}", source)
 
     def character(self, text: str, index: int) -> Source:
         before = _LINE_BREAK.split(text[:index])

@@ -33,7 +33,7 @@ from kvbm.config.document import (
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.flags import flag_name, refused_flags
 from kvbm.config.interpolation import Interpolation
-from kvbm.config.mistakes import NOT_BUILT_PROFILES, mistakes_in, not_built, profile_file
+from kvbm.config.mistakes import NOT_BUILT_PROFILES, mistakes_in, no_sections, not_built, profile_file
 from kvbm.config.schema import Key, Profile, keys
 from kvbm.config.variables import PREFIX, drop_idle_disk, put, read_variables
 from kvbm.errors import ProfileError
@@ -211,7 +211,7 @@ def _with_layers(
             findings.mistakes.append(mistake)
     layers += [_option(key, *written) for key, written in options.items()]
     for layer in layers:
-        document = _merge(document, _one_spelling(layer, findings))
+        document = _merge(document, _sound(layer, findings))
     return document, warnings + drop_idle_disk(document)
 
 
@@ -312,7 +312,14 @@ def _file(path: Path, findings: _Findings) -> Document:
     findings.labels.append(str(path))
     findings.mistakes += mistakes
     findings.is_incomplete |= bool(mistakes) and not document
-    return _merge({}, _one_spelling(document, findings))
+    return _merge({}, _sound(document, findings))
+
+
+def _sound(document: Document, findings: _Findings) -> Document:
+    """A layer that can be laid over others: its sections are sections, its flags spelled in one way."""
+    document = dict(document)
+    _take_away(document, findings.add(no_sections(document, _SECTIONS)))
+    return _one_spelling(document, findings)
 
 
 def _override(text: str) -> Document:

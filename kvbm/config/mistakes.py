@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +92,17 @@ def _no_engine(kind: Entry) -> Mistake:
     return located(f"`{key}` must be {expected}{_but_is(value)}", source, hint=_nearest(value, ENGINE_KINDS), key=key)
 
 
+def no_sections(document: Document, sections: Collection[str], prefix: str = "") -> Iterator[Mistake]:
+    """Values where one of `sections` should be; laid under another layer they would take away what lies below."""
+    for name, entry in document.items():
+        path = f"{prefix}{name}"
+        if entry.section is not None:
+            yield from no_sections(dict(entry.section), sections, f"{path}.")
+        elif path in sections and entry.value is not None:
+            message = f"`{path}` must be a section with keys of its own{_but_is(entry.value)}"
+            yield located(message, entry.source, hint=_space_behind_colon(entry.value), key=path)
+
+
 def mistakes_in(
     error: ValidationError, document: Document, path: Path | str, kind: FileKind, *, is_complete: bool = True
 ) -> list[Mistake]:
@@ -149,15 +160,18 @@ def _entry_or_above(document: Document, names: Sequence[object]) -> Entry | None
 
 
 def _hint(detail: ErrorDetails) -> str | None:
-    value = detail["input"]
-    if detail["type"] in ("model_type", "dict_type") and isinstance(value, str) and _GLUED.fullmatch(value):
-        return f"a space belongs behind the colon: `{value.replace(':', ': ', 1)}`"
     if detail["type"] != "literal_error":
         return None
-    return _nearest(value, re.findall("'([^']*)'", detail["ctx"]["expected"]))
+    return _nearest(detail["input"], re.findall("'([^']*)'", detail["ctx"]["expected"]))
 
 
 _GLUED = re.compile(r"[a-z_]+:\S+")
+
+
+def _space_behind_colon(value: object) -> str | None:
+    if not isinstance(value, str) or not _GLUED.fullmatch(value):
+        return None
+    return f"a space belongs behind the colon: `{value.replace(':', ': ', 1)}`"
 
 
 def _nearest(value: object, choices: Sequence[str]) -> str | None:

@@ -179,6 +179,7 @@ EXTENDS = {
 INTERPOLATION = {
     "interpolation_not_set": mine("", base=MINE.replace("synthetic:tiny", "${MODELS}/tiny")),
     "interpolation_of_a_number": mine("server: {port: '${PORT}'}\n", variables={"PORT": "8000"}),
+    "interpolation_without_quotes": mine("server: {host: ${HOST}}\n"),
     "interpolation_without_brackets": mine("", base=MINE.replace("synthetic:tiny", "$HOME/tiny")),
     "interpolation_of_another_form": mine("", base=MINE.replace("synthetic:tiny", '"${MODEL:?none}"')),
     "interpolation_of_a_wrong_value": mine(

@@ -114,3 +114,11 @@ def test_mistake_behind_another_in_one_section_is_told_too(tmp_path: Path) -> No
         "FILE:3 `offload.min_priority` needs an engine that sends priorities; `embedded` sends none: leave it out\n"
         "FILE:3 unknown key `offload.to_disc`\n"
     )
+
+
+def test_value_for_a_section_does_not_take_away_what_lies_below(tmp_path: Path) -> None:
+    text = "engine: {model: m, arguments: {num_blocks: 7}}\ntiers: {host: {blocks: 1}}\n"
+    found = examined(tmp_path, text, "engine.arguments=none", "engine.arguments={}")
+    assert told(tmp_path, found) == (
+        "--set `engine.arguments` must be a section with keys of its own, not the text `none`\n"
+    )
