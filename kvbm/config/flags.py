@@ -62,7 +62,7 @@ def _refused_flag(name: str, entry: Entry) -> Mistake | None:
 
 def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
     if not _NAME.fullmatch(name):
-        written = entry.key.written.rpartition(".")[2]
+        written = entry.key.written if entry.key.line else entry.key.written.rpartition(".")[2]
         return f"`{written}` is not the name of a flag", (
             "write it without the hyphens in front, such as `max_model_len: 8192`"
         )

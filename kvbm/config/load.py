@@ -446,17 +446,20 @@ def _take_away(document: Document, mistakes: Sequence[Mistake]) -> bool:
 
 
 def _remove(document: Document, names: Sequence[str]) -> bool:
-    """Removes the entry at `names`, or the one above it that is no section."""
-    entry = document.get(names[0])
-    if entry is None:
-        return False
-    if len(names) > 1 and entry.section is not None:
-        inside = dict(entry.section)
-        is_removed = _remove(inside, names[1:])
-        document[names[0]] = Entry(entry.key, entry.source, inside)
-        return is_removed
-    del document[names[0]]
-    return True
+    """Removes the entry at `names`, or the one above it that is no section. A name may have dots in it."""
+    for depth in range(len(names), 0, -1):
+        name, below = ".".join(names[:depth]), names[depth:]
+        entry = document.get(name)
+        if entry is None:
+            continue
+        if below and entry.section is not None:
+            inside = dict(entry.section)
+            is_removed = _remove(inside, below)
+            document[name] = Entry(entry.key, entry.source, inside)
+            return is_removed
+        del document[name]
+        return True
+    return False
 
 
 def _engine_kind(document: Document) -> str:

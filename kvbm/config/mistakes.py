@@ -233,6 +233,8 @@ def _siblings(prefix: str, kind: FileKind) -> list[str]:
 def _nearest_key(dotted: str, kind: FileKind) -> str:
     """What the name stands for elsewhere, siblings, keys of that name in other sections, all that the section has."""
     prefix, _, leaf = dotted.rpartition(".")
+    if any(key.path == dotted for key in kind.keys):
+        return f"write it as a key of its section: `{prefix}: {{{leaf}: ...}}`"
     if kind.noun == "profile" and dotted.lower() in OTHER_NAMES:
         return f"did you mean `{OTHER_NAMES[dotted.lower()]}`?"
     close = _nearest_sibling(dotted, kind)

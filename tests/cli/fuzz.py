@@ -304,13 +304,13 @@ COMMANDS = (
 def command_line(dice: random.Random, sets: Sequence[str]) -> list[str]:
     command = dice.choice(COMMANDS)
     words = command.split()
-    words += ["-p", NAME, "--dry-run"] if command == "serve" else ["-p", NAME] if command == "size" else [NAME]
+    words += ["-p", NAME] if command in ("serve", "size") else [NAME]
     for text in sets:
         words += ["--set", text]
     if dice.random() < 0.06:
         at = dice.randrange(len(words))
         words[at : at + 1] = dice.choice(([], [misspelt(dice, words[at])], [words[at]] * 2, [dice.choice(TEXTS)]))
-    return words
+    return ["serve", "--dry-run", *words[1:]] if words[:1] == ["serve"] else words  # nothing is to be started
 
 
 # -- what the command makes of one -------------------------------------------------------------------------------------

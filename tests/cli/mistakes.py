@@ -96,6 +96,7 @@ PROFILE = {
     "profile_key_twice": mine("server: {port: 1}\nserver: {port: 2}\n"),
     "profile_misspelt_key": mine("server: {prt: 1}\n"),
     "profile_key_of_another_section": mine("port: 1\n"),
+    "profile_key_with_a_dot": mine("server.port: 1\n"),
     "profile_other_name": mine("  cpu: {capacity: 1GiB}\n"),
     "profile_key_like_no_other": mine("    zzz: 1\n"),
     "profile_flag_of_vllm_for_the_embedded_engine": engine("arguments: {enforce_eager: true}"),
@@ -268,10 +269,14 @@ def make_files(row: Row, home: Path) -> None:
         (home / name).write_bytes(contents if isinstance(contents, bytes) else contents.encode())
 
 
+LOCK = (".local", "state", "kvbm", "runs", "lock")  # is empty, and lies there from the first start on
+
+
 def what_lies_in(home: Path) -> dict[str, bytes | None]:
-    """Every file with its contents, and every directory."""
+    """Every file with its contents, and every directory, but for the lock of the run directories."""
+    expected = {str(home.joinpath(*LOCK[:depth])) for depth in range(1, len(LOCK) + 1)}
     found: dict[str, bytes | None] = {}
     for directory, directories, files in os.walk(home):
         found |= {os.path.join(directory, name): None for name in directories}
         found |= {os.path.join(directory, name): Path(directory, name).read_bytes() for name in files}
-    return found
+    return {path: contents for path, contents in found.items() if path not in expected or contents}

@@ -89,6 +89,14 @@ ONE_MISTAKE = {
         "tiers: {host: {blocks: 1}}\ndisaggregated: {prefill: 1, decode: 1}\n",
         "`engine.kind` must be 'embedded' or 'vllm', not the text `vlm`",
     ),
+    "a flag with a dot in its name": (
+        "engine: {kind: vllm, model: m, arguments: {max-num-seqs.x: 1}}\ntiers: {host: {blocks: 1}}\n",
+        "`max-num-seqs.x` is not the name of a flag",
+    ),
+    "a key with a dot in its name": (
+        "engine: {model: m}\ntiers: {host: {blocks: 1}}\nserver.port: 1\n",
+        "unknown key `server.port`",
+    ),
     "a parent that is not there": ("extends: ./no.yaml\ntiers: {host: {}}\n", "there is no file `DIR/no.yaml`"),
     "a file that is no YAML": ("engine: [\n", "not valid YAML: a bracket is not closed"),
 }
