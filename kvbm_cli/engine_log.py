@@ -59,7 +59,9 @@ class EngineLog:
 
 
 _ERROR = re.compile(r"\bERROR\b|^([A-Za-z_]+\.)*[A-Za-z_]+(Error|Exception): ")
-_LOG_PREFIX = re.compile(r"(\(\S+ pid=\d+\) )?((DEBUG|INFO) [\d-]+ [\d:.]+ \[[^\]]*:\d+\] ?)?")
+_LOG_PREFIX = re.compile(
+    r"(\(\S+ pid=\d+\) )?((DEBUG|INFO) [\d-]+ [\d:.]+ \[[^\]]*:\d+\] ?)?(\d\d:\d\d:\d\d )?(kvbm: )?"
+)
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PROGRESS_BAR = re.compile(r"\s*\|.*it/s\]$")
 _WORDS = re.compile(r"[A-Za-z]\w+ \w")

@@ -268,6 +268,8 @@ def test_host_that_is_none_is_named(host: str) -> None:
             "Using max model len 4096",
         ),
         ("loading the weights", "loading the weights"),
+        ("01:47:19 kvbm: 3 blocks were written", "3 blocks were written"),
+        ("INFO 11-21 18:02:27 [progress.py:2] kvbm: taken 1.0 of 2.0 GB", "taken 1.0 of 2.0 GB"),
         ("(APIServer pid=7962) INFO 11-21 18:02:27 [api_utils.py:347]  ▄▄ ▄█ █     █     █ ▀▄▀ █", None),
         ("(APIServer pid=7962) WARNING 11-21 18:02:28 [cpu.py:224] Triton is not installed.", None),
         ("/lib/python3.11/api_server.py:24: DeprecationWarning: `vllm` is deprecated and will like", None),
