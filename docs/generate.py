@@ -174,6 +174,7 @@ EXIT_CODES = """\
 | 10 | `kvbm bench`: `slower` |
 | 11 | `kvbm bench`: `invalid`, the run says nothing |
 | 12 | `kvbm bench`: `wrong`, outputs differ |
+| 70 | kvbm has a bug; the message names the file that has the traceback |
 | 130 | interrupted |
 | any other | `kvbm serve`: the engine's own; 128 + n when signal n ended it, or came before it was ready |
 """

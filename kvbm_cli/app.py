@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +17,9 @@ import typer
 from kvbm.errors import KvbmError
 from kvbm_cli.show_error import show_error, show_kvbm_error
 
+COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-INTERNAL = 1
 
 app = typer.Typer(
     name="kvbm",
@@ -32,13 +32,42 @@ app.add_typer(profile_app, name="profile")
 cache_app = typer.Typer(help="List, verify and clear the caches of the disk tier.", rich_markup_mode=None)
 app.add_typer(cache_app, name="cache")
 
+
+def _completed_by(name: str) -> Callable[[str], list[str]]:
+    """What a shell offers behind an option: names that a function of completion.py knows."""
+
+    def complete(incomplete: str) -> list[str]:
+        from kvbm_cli import completion
+
+        offered: list[str] = getattr(completion, name)(incomplete)
+        return offered
+
+    return complete
+
+
+PROFILES, RUNS = _completed_by("profiles"), _completed_by("runs")
 ProfileOption = Annotated[
-    str, typer.Option("--profile", "-p", metavar="NAME|PATH", help="A shipped profile by name, or a file.")
+    str,
+    typer.Option(
+        "--profile",
+        "-p",
+        metavar="NAME|PATH",
+        help="A shipped profile by name, or a file.",
+        autocompletion=PROFILES,
+    ),
 ]
-ProfileArgument = Annotated[str, typer.Argument(metavar="NAME|PATH", help="A shipped profile by name, or a file.")]
+ProfileArgument = Annotated[
+    str,
+    typer.Argument(metavar="NAME|PATH", help="A shipped profile by name, or a file.", autocompletion=PROFILES),
+]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the profile; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the profile; may be repeated.",
+        autocompletion=_completed_by("keys"),
+    ),
 ]
 CacheDirectoryOption = Annotated[
     Path | None,
@@ -46,10 +75,18 @@ CacheDirectoryOption = Annotated[
 ]
 CacheProfileOption = Annotated[
     str | None,
-    typer.Option("--profile", "-p", metavar="NAME|PATH", help="The profile whose `tiers.disk.directory` is meant."),
+    typer.Option(
+        "--profile",
+        "-p",
+        metavar="NAME|PATH",
+        help="The profile whose `tiers.disk.directory` is meant.",
+        autocompletion=PROFILES,
+    ),
 ]
 RunArgument = typer.Argument(
-    metavar="[RUN]", help="A run by its name (`demo-1`) or its profile; left out, the one that runs."
+    metavar="RUN",
+    help="A run by its name (`demo-1`) or its profile; left out, the one that runs.",
+    autocompletion=RUNS,
 )
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
@@ -178,7 +215,13 @@ def bench(
         str, typer.Option("--compare", metavar="ARM", help="What to compare with: `baseline`, the engine alone.")
     ] = "baseline",
     workload: Annotated[
-        str | None, typer.Option("--workload", metavar="NAME|PATH", help="A shipped workload by name, or a file.")
+        str | None,
+        typer.Option(
+            "--workload",
+            metavar="NAME|PATH",
+            help="A shipped workload by name, or a file.",
+            autocompletion=_completed_by("workloads"),
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="DIR", help="Directory for every request and the summary.")
@@ -203,7 +246,13 @@ def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = Fals
 def doctor(
     profile: Annotated[
         str | None,
-        typer.Option("--profile", "-p", metavar="NAME|PATH", help="A shipped profile by name, or a file."),
+        typer.Option(
+            "--profile",
+            "-p",
+            metavar="NAME|PATH",
+            help="A shipped profile by name, or a file.",
+            autocompletion=PROFILES,
+        ),
     ] = None,
     set_: SetOption = None,
     directory: Annotated[
@@ -347,6 +396,21 @@ def cache_export_stats(
     export_stats(dir_, profile, form=format_, output=output)
 
 
+@app.command()
+def completion(
+    shell: Annotated[
+        str,
+        typer.Argument(
+            metavar="bash|zsh|fish", help="The shell to complete in.", autocompletion=_completed_by("shells")
+        ),
+    ],
+) -> None:
+    """Print a script that completes commands, options and names: eval "$(kvbm completion bash)"."""
+    from kvbm_cli.completion import print_script
+
+    print_script(shell)
+
+
 def main() -> None:
     _repair_streams()
     sys.exit(run(sys.argv[1:]))
@@ -365,6 +429,10 @@ def _repair_streams() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code. Prints every failure; raises only under --debug."""
+    if COMPLETION_VARIABLE in os.environ:
+        from kvbm_cli.completion import prepare
+
+        prepare()
     try:
         result = typer.main.get_command(app).main(args=list(arguments), prog_name="kvbm", standalone_mode=False)
     except KvbmError as error:
@@ -382,13 +450,17 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        show_error(
-            f"a bug in kvbm: {type(error).__name__}: {error}",
-            cause=error.__cause__,
-            hint="`kvbm --debug ...` shows where; please report it",
-        )
-        return INTERNAL
+        return _show_bug(error, arguments)
     return result if isinstance(result, int) else 0
+
+
+def _show_bug(error: Exception, arguments: Sequence[str]) -> int:
+    from kvbm_cli.crash_report import A_BUG, save_report
+
+    saved = save_report(error, arguments)
+    hint = f"the traceback is in {saved}; please report it" if saved else "`kvbm --debug ...` shows where"
+    show_error(f"a bug in kvbm: {type(error).__name__}: {error}", cause=error.__cause__, hint=hint)
+    return A_BUG
 
 
 def _show_usage_error(error: typer.TyperException) -> int:

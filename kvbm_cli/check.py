@@ -79,6 +79,18 @@ def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
         show_warning(problem.message)
 
 
+def require_log(path: Path) -> None:
+    """EnvironmentProblem for a log that cannot be written, before anything is made for it."""
+    holder = nearest_existing(path.absolute().parent)
+    for is_wrong, reason in (
+        (path.is_dir(), "is a directory"),
+        (not holder.is_dir(), f"{holder} is not a directory"),
+        (not os.access(path if path.exists() else holder, os.W_OK), "permission denied"),
+    ):
+        if is_wrong:
+            raise EnvironmentProblem(f"cannot write the engine's log `{path}`: {reason}", hint="`--log FILE`, or none")
+
+
 def require_workload(resolved: ResolvedProfile) -> None:
     """ProfileError for a workload of `kvbm bench` that is absent or wrong."""
     from kvbm_cli.bench.workload import load_workload

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, KvbmError
 from kvbm_cli.console import ProgressLine, print_data, print_json, print_note
+from kvbm_cli.crash_report import A_BUG
 from kvbm_cli.first_token import wait_first_token
 from kvbm_cli.identity import Identity
 from kvbm_cli.process import EngineProcess, Progress
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 WATCH_S = 0.1
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
-A_BUG = 70
 
 
 def launch(

@@ -51,7 +51,7 @@ def require_memory(
     if needed_bytes <= left_bytes:
         return
     key, needed, left = size_key(resolved), format_size(needed_bytes), format_size(max(0, left_bytes))
-    lines = [f"`{key}` takes {needed}, and beside the engines that run {left} are left ({room.limit})"]
+    lines = [f"`{key}` takes {needed}, and the engines that run leave {left}"]
     lines += [f"  {run.facts.name}, {run.state}, takes {format_size(run.facts.memory_bytes)}" for run in living]
     hint = f"`kvbm stop {living[-1].facts.name}`, or lower `{key}`; `--force` starts it all the same"
     raise EnvironmentProblem("\n".join(lines), hint=hint)

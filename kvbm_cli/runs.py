@@ -9,8 +9,8 @@
       stop.json      what `kvbm stop --timeout` asks for
 
 A run lives if its launcher does. Nothing in a directory is believed of a run that does not: its processes are never
-signalled. Names are `PROFILE-NUMBER`, and numbers go up. `runs/lock` is held by whoever starts a run, from its look at
-the living ones until its own directory says what it takes.
+signalled. Names are `PROFILE-NUMBER`, and numbers go up. The directory of all is locked by whoever starts a run, from
+its look at the living ones until its own directory says what it takes.
 """
 
 from __future__ import annotations
@@ -223,10 +223,13 @@ class Runs:
     @contextlib.contextmanager
     def starting(self) -> Iterator[list[Run]]:
         """Nobody else starts a run in the meantime. Yields those that live."""
-        with (self._directory / LOCK).open("wb") as lock:
+        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
             with contextlib.suppress(OSError):  # a filesystem without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(directory, fcntl.LOCK_EX)
             yield self.living()
+        finally:
+            os.close(directory)
 
     def create(self, profile: str) -> RunDirectory:
         """A directory for the next run of a profile; the oldest ended runs go. To be called under `starting`."""

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX
-from kvbm.errors import EnvironmentProblem
-from kvbm_cli.check import check, require_engine
+from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm_cli.check import check, require_engine, require_log
 from kvbm_cli.console import print_data, print_json, print_note
 from kvbm_cli.engines import how_to_make_model
 from kvbm_cli.identity import Identity
@@ -54,10 +54,15 @@ def serve(
     """Runs the engine of a profile and returns its exit code; with `detach`, 0 when it is ready."""
     from kvbm_cli.background import Background
 
-    if not detach or dry_run:
+    if detach and dry_run:
+        raise UsageError("`--dry-run` starts nothing that `--detach` could leave running", hint="leave one of them out")
+    if log is not None:
+        require_log(log)
+    if not detach:
         return _serve(
             reference, overrides, port=port, dry_run=dry_run, force=force, background=None, as_json=as_json, log=log
         )
+    _runs(is_detached=True)  # a mistake that needs no second process
     background = Background.fork()
     if background.is_parent:
         return background.wait()
@@ -91,6 +96,7 @@ def _serve(
         return 0
     if resolved.profile.disaggregated.is_wanted:
         require_nixl(resolved.profile)
+    _free_port(resolved.profile, _living())
     make_model(resolved.profile, say=print_note)
     runs = _runs(is_detached=background is not None)
     with runs.starting() as living:
@@ -116,6 +122,13 @@ def _runs(*, is_detached: bool) -> Runs:
         raise EnvironmentProblem(problem, hint="set XDG_STATE_HOME to a directory that can be written to")
     show_warning(f"{problem}: `kvbm status`, `logs` and `stop` will not know this one")
     return runs
+
+
+def _living() -> list[Run]:
+    try:
+        return Runs.of_user().living()
+    except RuntimeError:  # there is no home
+        return []
 
 
 def _free_port(profile: Profile, living: Sequence[Run]) -> int:

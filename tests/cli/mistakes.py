@@ -73,6 +73,36 @@ def taken_port(home: Path) -> Iterator[None]:
         yield
 
 
+HERE, ELSEWHERE = True, False
+
+
+def runs(*named: tuple[str, bool], **changes: object) -> Callable[[Path], AbstractContextManager[None]]:
+    """Runs that live, in this process, or in one that only its lock shows: another machine with the same home."""
+
+    @contextmanager
+    def prepared(home: Path) -> Iterator[None]:
+        from test_runs import NOBODY, facts
+
+        from kvbm_cli.runs import Runs
+
+        directory = home / ".local/state/kvbm"
+        (directory / "runs").mkdir(parents=True, exist_ok=True)
+        made = []
+        for profile, is_here in named:
+            run = Runs(directory).create(profile)
+            run.begin(facts(run.name, None if is_here else NOBODY, **changes))
+            made.append(run)
+        try:
+            yield
+        finally:
+            for run in made:
+                run.remove()
+            for name in (".local/state/kvbm/runs", ".local/state/kvbm", ".local/state", ".local"):
+                (home / name).rmdir()
+
+    return prepared
+
+
 PROFILE = {
     "profile_empty": Row("profile check mine.yaml", {"mine.yaml": ""}),
     "profile_not_text": Row("profile check mine.yaml", {"mine.yaml": b"\xff\xfe\x00"}),
@@ -252,7 +282,37 @@ MACHINE_STATE = {
     ),
 }
 
+DEMO = "serve --profile demo --port 0"
+SERVING = {
+    "serve_port_of_a_starting_engine": Row(
+        "serve --profile demo", exit_code=MACHINE, prepare=runs(("other", HERE), state="starting")
+    ),
+    "serve_without_memory_beside_others": Row(
+        DEMO, exit_code=MACHINE, prepare=runs(("other", HERE), state="starting", memory_bytes=1 << 50)
+    ),
+    "serve_log_is_a_directory": Row(f"{DEMO} --log .", exit_code=MACHINE),
+    "serve_log_below_a_file": Row(f"{DEMO} --log mine.yaml/log", {"mine.yaml": MINE}, exit_code=MACHINE),
+    "serve_detached_without_a_state_directory": Row(
+        f"{DEMO} --detach", variables={"XDG_STATE_HOME": "/dev/null"}, exit_code=MACHINE
+    ),
+    "serve_detached_dry_run": Row(f"{DEMO} --detach --dry-run"),
+    "stop_a_process_id": Row("stop 1"),
+    "stop_a_misspelt_run": Row("stop dmo-1", prepare=runs(("demo", HERE))),
+    "stop_one_and_all": Row("stop demo-1 --all"),
+    "stop_one_of_two": Row("stop demo", prepare=runs(("demo", HERE), ("demo", HERE))),
+    "stop_on_another_machine": Row("stop", exit_code=MACHINE, prepare=runs(("demo", ELSEWHERE))),
+    "stop_in_a_time_that_is_none": Row("stop --timeout soon"),
+    "stop_in_negative_time": Row("stop --timeout -1"),
+    "status_of_no_run": Row("status zzz"),
+    "logs_before_anything_ran": Row("logs"),
+    "logs_of_two": Row("logs", prepare=runs(("demo", HERE), ("other", HERE))),
+    "logs_that_are_gone": Row("logs", exit_code=MACHINE, prepare=runs(("demo", HERE), state="ended")),
+    "logs_of_a_negative_number": Row("logs -n -1"),
+    "completion_in_another_shell": Row("completion fsh"),
+}
+
 ROWS: dict[str, Row] = {
+    **SERVING,
     **PROFILE,
     **EXTENDS,
     **INTERPOLATION,

@@ -7,17 +7,20 @@ import pty
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from terminal import PROGRAM, assert_snapshot, environment, kvbm
 
+from kvbm_cli.crash_report import A_BUG, KEPT_REPORTS, save_report
 from kvbm_cli.show_error import show_error
 
 HELPS = [
     *(
         "",
         "serve",
+        "completion",
         "status",
         "stop",
         "logs",
@@ -98,12 +101,33 @@ def test_bug_is_one_line_without_a_traceback(home: Path) -> None:
     breaks = (
         "import kvbm_cli.size as s; s.size_of = None; from kvbm_cli.app import run; exit(run(['size', '-p', 'demo']))"
     )
-    done = subprocess.run([sys.executable, "-c", breaks], cwd=home, capture_output=True, text=True)
-    assert done.returncode == 1
+    done = subprocess.run(
+        [sys.executable, "-c", breaks], cwd=home, env=environment(home), capture_output=True, text=True
+    )
+    assert done.returncode == A_BUG
+    (saved,) = (home / ".local/state/kvbm/crashes").iterdir()
     assert done.stderr == (
         "error: a bug in kvbm: TypeError: 'NoneType' object is not callable\n\n"
-        "hint: `kvbm --debug ...` shows where; please report it\n"
+        f"hint: the traceback is in {saved}; please report it\n"
     )
+    assert "$ kvbm size -p demo\n\nTraceback (most recent call last):" in saved.read_text()
+    assert saved.stat().st_mode & 0o777 == 0o600
+
+
+def test_reports_of_bugs_are_few_and_go_elsewhere_where_there_is_no_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for number in range(KEPT_REPORTS + 3):
+        (tmp_path / "kvbm" / "crashes").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "kvbm" / "crashes" / f"2000010{number:03}-1.txt").touch()
+    assert save_report(ValueError("x"), ["size"]) is not None
+    assert len(list((tmp_path / "kvbm" / "crashes").iterdir())) == KEPT_REPORTS
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    elsewhere = save_report(ValueError("x"), ["size"])
+    assert elsewhere is not None
+    assert elsewhere.parent.parent == tmp_path
 
 
 def test_causes_are_listed_between_error_and_hint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ class Family:
 
     @classmethod
     def of(cls, launcher: psutil.Process) -> Family:
-        everyone = [launcher, *launcher.children(recursive=True)]
+        everyone = [one for one in (launcher, *launcher.children(recursive=True)) if not is_gone(one.pid)]
         found = {name: _only(everyone, word) for name, word in VICTIMS.items()}
         held = {Path(path) for process in everyone for path in _shared_files(process)}
         return cls(found, everyone, held, Path(found["engine"].environ()["TMPDIR"]))
@@ -115,6 +115,10 @@ def _locked(directory: Path) -> list[str]:
         else:
             lock.release()
     return held
+
+
+def _guards(launcher: psutil.Process) -> list[int]:
+    return [one.pid for one in launcher.children() if not is_gone(one.pid) and str(GUARD) in one.cmdline()]
 
 
 def _is_taken(port: int) -> bool:
@@ -183,7 +187,7 @@ def kill(home: Path, victim: str, mode: str) -> dict[str, object]:
             assert ask(url, PROMPT) == answer
             eventually(lambda: ask(url, PROMPT) == answer)
             if victim == "guard":
-                eventually(lambda: len([one for one in launcher.children() if str(GUARD) in one.cmdline()]) == 1)
+                eventually(lambda: _guards(launcher) not in ([], [family.members["guard"].pid]))
             stopped = kvbm("stop", home=home)
             assert stopped.exit_code == 0, (stopped, (home / "stderr").read_text() if program else "")
         if program is not None:
