@@ -305,8 +305,8 @@ SERVING = {
     "stop_in_negative_time": Row("stop --timeout -1"),
     "status_of_no_run": Row("status zzz"),
     "logs_before_anything_ran": Row("logs"),
-    "logs_of_two": Row("logs", prepare=runs(("demo", HERE), ("other", HERE))),
-    "logs_that_are_gone": Row("logs", exit_code=MACHINE, prepare=runs(("demo", HERE), state="ended")),
+    "logs_of_two": Row("logs --follow", prepare=runs(("demo", HERE), ("other", HERE))),
+    "logs_that_are_gone": Row("logs demo", exit_code=MACHINE, prepare=runs(("demo", HERE), state="ended")),
     "logs_of_a_negative_number": Row("logs -n -1"),
     "completion_in_another_shell": Row("completion fsh"),
 }
