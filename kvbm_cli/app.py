@@ -337,12 +337,15 @@ def profile_new(
 
 
 @profile_app.command("schema")
-def profile_schema() -> None:
-    """Print the JSON Schema of a profile, for editors."""
-    from kvbm.config.json_schema import json_schema
-    from kvbm_cli.console import print_json
+def profile_schema(
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="Say in words what this key, or this section, may be.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of a profile, for editors, or what a key means."""
+    from kvbm_cli.profile_schema import show_schema
 
-    print_json(json_schema())
+    show_schema(key)
 
 
 @cache_app.command("ls")

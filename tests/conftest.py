@@ -5,9 +5,11 @@ import signal
 import sys
 from pathlib import Path
 
-import hypothesis  # noqa: F401  its plugin would load it at the end of a run, where Python 3.11 may fail to compile it
+import hypothesis  # its plugin would load it at the end of a run, where Python 3.11 may fail to compile it
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+hypothesis.settings.register_profile("no_clock", deadline=None)  # an example is not wrong because a machine is busy
+hypothesis.settings.load_profile("no_clock")
 sys.path.insert(0, str(Path(__file__).parent))
 
 

@@ -254,6 +254,7 @@ COMMAND_LINE = {
     "command_unknown_arm": Row("bench --profile demo --compare basline"),
     "command_port_that_is_none": Row("serve --profile demo --port http"),
     "command_unknown_workload": Row("bench --profile demo --workload chatt"),
+    "command_schema_of_no_key": Row("profile schema tiers.disk.treads"),
     "command_diff_of_one": Row("profile diff demo"),
     "command_diff_with_a_wrong_one": Row("profile diff demo ./mine.yaml", {"mine.yaml": MINE + "server: {prt: 1}\n"}),
 }

@@ -41,6 +41,8 @@ OUTPUTS = {
     "size_json": "size --profile ./mine.yaml --json",
     "profile_show": "profile show ./mine.yaml --set engine.environment.A=1",
     "profile_diff": "profile diff demo ./mine.yaml",
+    "profile_schema_of_a_section": "profile schema server",
+    "profile_schema_of_a_key": "profile schema engine.arguments.block_size",
     "profile_check": "profile check ./mine.yaml --set tiers.host.capacity=64MiB",
 }
 MINE = """\
