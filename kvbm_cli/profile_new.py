@@ -55,7 +55,7 @@ def new_profile(
     file: Path, answers: Mapping[str, str], overrides: Sequence[str], *, extends: str | None, is_forced: bool
 ) -> None:
     """Writes `file`. KvbmError for a mistake, and then nothing is written."""
-    from kvbm.config.load import find
+    from kvbm.config.layers import find
 
     _require_place(file, is_forced=is_forced)
     parent = find(extends, directories=[profiles_directory()]) if extends is not None else None

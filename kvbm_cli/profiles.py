@@ -39,7 +39,8 @@ def resolve(
 
 
 def list_profiles(*, as_json: bool) -> None:
-    from kvbm.config.load import load, shipped
+    from kvbm.config.layers import shipped
+    from kvbm.config.load import load
 
     directories = [profiles_directory()]
     found = [load(name, directories=directories) for name in shipped(directories)]

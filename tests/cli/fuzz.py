@@ -34,7 +34,7 @@ import typer
 import yaml
 
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.load import shipped
+from kvbm.config.layers import shipped
 from kvbm.config.schema import INTERPOLATED, keys
 from kvbm.config.sizes import parse_size
 from kvbm.config.variables import VARIABLES

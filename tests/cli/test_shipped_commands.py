@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from terminal import assert_snapshot, kvbm
 
-from kvbm.config.load import shipped
+from kvbm.config.layers import shipped
 from kvbm_cli.shipped import profiles_directory
 
 NAMES = shipped([profiles_directory()])

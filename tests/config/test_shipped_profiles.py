@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvbm.config.load import load, shipped
+from kvbm.config.layers import shipped
+from kvbm.config.load import load
 from kvbm.sizing import SizeUnknown, size
 from kvbm_cli.engines import launch_plan
 from kvbm_cli.model_facts import model_facts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.config.load import shipped
+from kvbm.config.layers import shipped
 from kvbm_cli.shipped import profiles_directory
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "profiles.md"

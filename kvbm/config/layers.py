@@ -1,0 +1,245 @@
+"""The layers of a profile, and how one is laid over another: files with all that they extend, variables, overrides.
+
+Mappings are merged key by key; anything else, lists included, replaces what was there. A layer is read on without what
+is wrong in it, so that all mistakes are found at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvbm.config.document import (
+    Document,
+    Entry,
+    Mistake,
+    Source,
+    entry_at,
+    located,
+    parse_file,
+    parse_value,
+    plain_scalar,
+)
+from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.findings import Findings, take_away
+from kvbm.config.flags import flag_name
+from kvbm.config.mistakes import NOT_BUILT_PROFILES, no_sections
+from kvbm.config.schema import keys
+from kvbm.config.variables import PREFIX, drop_idle_disk, put, read_variables
+from kvbm.errors import ProfileError
+
+SUFFIXES = (".yaml", ".yml")
+ARGUMENTS = "engine.arguments."
+_ALL_KEYS = {key.path: key for kind in ENGINE_KINDS for key in keys(engine=kind)}
+_SECTIONS = frozenset({"engine.environment", *(path for path, key in _ALL_KEYS.items() if key.is_section)})
+TIERS = frozenset(path for path in _SECTIONS if path.startswith("tiers."))
+
+
+def find(reference: str, *, directories: Sequence[Path]) -> Path:
+    """The file of a profile. What contains a slash or ends in .yaml is a path, anything else a name.
+
+    ProfileError for a name that is none.
+    """
+    if _is_path(reference):
+        return Path(reference)
+    candidates = [directory / f"{reference}{SUFFIXES[0]}" for directory in directories]
+    existing = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if existing is None:
+        if reference.lower() in NOT_BUILT_PROFILES:
+            about = NOT_BUILT_PROFILES[reference.lower()]
+            raise ProfileError(f"there is no profile `{reference}`: {about}", hint="`kvbm profile list`")
+        raise ProfileError(f"no profile is named `{reference}`", hint=_nearest_name(reference, shipped(directories)))
+    return existing
+
+
+def _is_path(reference: str) -> bool:
+    return "/" in reference or reference.endswith(SUFFIXES)
+
+
+def shipped(directories: Sequence[Path]) -> tuple[str, ...]:
+    """Names of the profiles in `directories`, sorted."""
+    return tuple(sorted({path.stem for directory in directories for path in directory.glob(f"*{SUFFIXES[0]}")}))
+
+
+def _nearest_name(reference: str, names: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(reference, names, n=1)
+    if nearest:
+        return f"did you mean `{nearest[0]}`? A file is given with its path: `./{reference}.yaml`"
+    return f"there are {', '.join(f'`{name}`' for name in names)}; a file is given with its path"
+
+
+def file_with_parents(path: Path, directories: Sequence[Path], findings: Findings) -> Document:
+    """The file's document over those of all that it extends. ProfileError if `path` itself cannot be read."""
+    chain: list[Document] = []
+    files: list[Path] = []
+    while True:
+        document = _file(path, findings)
+        chain.append(document)
+        files.append(path.resolve())
+        extends = document.pop("extends", None)
+        try:
+            parent = _parent(extends, path, directories, files) if extends is not None else None
+        except Mistake as mistake:
+            findings.mistakes.append(mistake)
+            findings.is_incomplete = True
+            parent = None
+        if extends is None or parent is None:
+            break
+        findings.extends.append(extends.source)
+        path = parent
+    merged: Document = {}
+    for document in reversed(chain):
+        merged = merge(merged, document)
+    return merged
+
+
+def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequence[Path]) -> Path:
+    """The file that `path` extends; a path is relative to the file that says so. Mistake if it cannot be read."""
+    reference, source = extends.value, extends.source
+    if not isinstance(reference, str) or not reference or not _can_be_a_path(reference):
+        raise located("`extends` must be the name or the path of a profile", source, key="extends")
+    try:
+        parent = path.parent / reference if _is_path(reference) else find(reference, directories=directories)
+    except ProfileError as error:
+        raise located(error.message, source, hint=error.hint, key="extends") from None
+    if parent.resolve() in files:
+        raise located(f"`extends` leads back to `{parent}`", source, key="extends")
+    if not parent.is_file():
+        raise located(f"there is no file `{parent}`", source, key="extends")
+    if not os.access(parent, os.R_OK):
+        raise located(f"`{parent}` cannot be read", source, key="extends")
+    return parent
+
+
+def _can_be_a_path(text: str) -> bool:
+    return "\0" not in text and len(text) < 4096
+
+
+def _file(path: Path, findings: Findings) -> Document:
+    document, mistakes = parse_file(path, noun="profile")
+    findings.labels.append(str(path))
+    findings.mistakes += mistakes
+    findings.is_incomplete |= bool(mistakes) and not document
+    return merge({}, _sound(document, findings))
+
+
+def _sound(document: Document, findings: Findings) -> Document:
+    """A layer that can be laid over others: its sections are sections, its flags spelled in one way."""
+    document = dict(document)
+    take_away(document, findings.add(no_sections(document, _SECTIONS)))
+    return _one_spelling(document, findings)
+
+
+def _one_spelling(document: Document, findings: Findings) -> Document:
+    """The same with flags by the names that they have in the schema, whichever way they were written."""
+    arguments = entry_at(document, ["engine", "arguments"])
+    if arguments is None or arguments.section is None:
+        return document
+    spelled: Document = {}
+    written: dict[str, str] = {}
+    for name, entry in arguments.section.items():
+        flag = flag_name(name)
+        if flag in spelled:
+            message = f"`{name}` and `{written[flag]}` are the same flag"
+            findings.mistakes.append(located(message, entry.key, key=f"{ARGUMENTS}{flag}"))
+        else:
+            spelled[flag], written[flag] = entry, name
+    engine = document["engine"]
+    inside = {**(engine.section or {}), "arguments": Entry(arguments.key, arguments.source, spelled)}
+    return {**document, "engine": Entry(engine.key, engine.source, inside)}
+
+
+def with_layers(
+    document: Document,
+    environment: Mapping[str, str],
+    overrides: Sequence[str],
+    options: Mapping[str, tuple[str, str]],
+    findings: Findings,
+) -> tuple[Document, tuple[str, ...]]:
+    """The document under what is no file, and warnings."""
+    from_variables, warnings = read_variables(_without_mistakes(environment, findings))
+    layers = [from_variables]
+    for text in overrides:
+        try:
+            layers.append(_override(text))
+        except Mistake as mistake:
+            findings.mistakes.append(mistake)
+    layers += [_option(key, *written) for key, written in options.items()]
+    for layer in layers:
+        document = merge(document, _sound(layer, findings))
+    return document, warnings + drop_idle_disk(document)
+
+
+def _without_mistakes(environment: Mapping[str, str], findings: Findings) -> dict[str, str]:
+    usable = {}
+    for name in sorted(name for name in environment if name.startswith(PREFIX)):
+        try:
+            read_variables({name: environment[name]})
+        except ProfileError as mistake:
+            findings.mistakes.append(mistake)
+        else:
+            usable[name] = environment[name]
+    return usable
+
+
+def _override(text: str) -> Document:
+    """The document of one `--set key=value`. The value is as in a file, on one line."""
+    path, equals, raw = text.partition("=")
+    shown = f"--set {text}"
+    names = path.strip().split(".")
+    if not equals or not all(names):
+        source = Source("--set", shown, len("--set "), len(text))
+        raise located("`--set` takes KEY=VALUE, such as `tiers.host.capacity=2GB`", source)
+    if names == ["extends"]:
+        source = Source("--set", shown, len("--set "), len(path))
+        hint = "write it into a file, whose keys are then laid over those of its parent"
+        raise located("`extends` is for files", source, hint=hint, key="extends")
+    key = Source("--set", shown, len("--set "), len(path))
+    document: Document = {}
+    source = Source("--set", shown, len(shown) - len(raw), len(raw))
+    put(document, names, Entry(key, source, _bracketed(raw, source) if raw[:1] in ("[", "{") else _typed(raw)))
+    return document
+
+
+def _bracketed(raw: str, source: Source) -> object:
+    """A list or a mapping, as a file has it."""
+    value, mistakes = parse_value(raw, source)
+    if mistakes:
+        raise mistakes[0]
+    return value
+
+
+def _option(key: str, option: str, text: str) -> Document:
+    source = Source(option, f"{option} {text}", len(option) + 1, len(text))
+    document: Document = {}
+    value = text if _ALL_KEYS[key].kind == "text" else _typed(text)
+    put(document, key.split("."), Entry(source, source, value))
+    return document
+
+
+def _typed(raw: str) -> object:
+    text = raw.strip()
+    is_quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if is_quoted else plain_scalar(text)
+
+
+def merge(base: Document, over: Document, *, path: str = "") -> Document:
+    """`over` laid over `base`, section by section. Consumes neither.
+
+    A section without keys says nothing; a tier that is `null` takes away what was there.
+    """
+    merged = dict(base)
+    for name, entry in over.items():
+        below, here = merged.get(name), f"{path}{name}"
+        if entry.value is None and here in _SECTIONS and not (here in TIERS and entry.source.written.strip()):
+            merged.setdefault(name, Entry(entry.key, entry.source, {}))
+            continue
+        if entry.section is not None:
+            under = dict((below.section if below is not None else None) or {})
+            entry = Entry(entry.key, entry.source, merge(under, dict(entry.section), path=f"{here}."))
+        merged[name] = entry
+    if path[:-1] in TIERS and "capacity" in over and "blocks" not in over:
+        merged.pop("blocks", None)  # `blocks` wins inside a layer; a later layer's capacity must not lose to it
+    return merged
