@@ -52,6 +52,7 @@ PINNED_SHARE = 4  # of G2 that writes may pin
 CLEANED_AHEAD = 256  # blocks at the old end of G2 that `on_evict` keeps written
 FILL_BLOCKS = 256
 FILL_S = 0.002  # of a step, for taking over what the next process has found
+SAY_INTERVAL_S = 2.0  # between two lines about what is written at the end
 AWAKE_S = 5.0  # that an engine without requests waits for the next process
 
 log = logging.getLogger(__name__)
@@ -436,10 +437,15 @@ class DiskSide:
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
         self._queue.hashes.clear()
         self._queue.add([sequence_hash for sequence_hash in absent if sequence_hash not in self._departing])
+        said_s = self._clock()
         while self.is_writing() and self._clock() < deadline_s:
             self._begin_writes()
             time.sleep(0.001)
             self.settle()
+            if self._clock() - said_s > SAY_INTERVAL_S:
+                said_s = self._clock()
+                done = len(absent) - len(self._queue.hashes)
+                log.info("kvbm: writing host memory to disk, %d of %d blocks", done, len(absent))
         left = len(self._queue.hashes)
         log.info(
             "kvbm: %d blocks of host memory were written to disk at the end, %d were not", len(absent) - left, left

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -88,6 +89,34 @@ class ProgressLine:
         elif phase not in ("", self._phase) and time.monotonic() - self._printed >= PHASE_INTERVAL_S:
             self._phase, self._printed = phase, time.monotonic()
             print_note(line)
+
+
+class Waiting:
+    """Shows that something which says nothing of its progress goes on, and for how long."""
+
+    def __init__(self, verb: str, what: str) -> None:
+        self._line = ProgressLine(verb)
+        self._what = what
+        self._started = time.monotonic()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        with self._line as show:
+            while not self._is_over.wait(WAITING_INTERVAL_S):
+                show(Progress(time.monotonic() - self._started, self._what))
+
+
+WAITING_INTERVAL_S = 0.5
 
 
 class Pace:

@@ -20,7 +20,7 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.check import check, require_engine, require_log
-from kvbm_cli.console import print_data, print_json, print_note
+from kvbm_cli.console import Waiting, print_data, print_json, print_note
 from kvbm_cli.engines import how_to_make_model
 from kvbm_cli.identity import Identity
 from kvbm_cli.neighbours import require_memory, require_port, taken_ports
@@ -97,7 +97,9 @@ def _serve(
     if resolved.profile.disaggregated.is_wanted:
         require_nixl(resolved.profile)
     _free_port(resolved.profile, _living())
-    make_model(resolved.profile, say=print_note)
+    if how_to_make_model(resolved.profile) is not None:
+        with Waiting("making", f"{resolved.profile.engine.model}, once"):
+            make_model(resolved.profile, say=print_note)
     runs = _runs(is_detached=background is not None)
     with runs.starting() as living:
         plan = _plan(resolved.profile, _free_port(resolved.profile, living), living)

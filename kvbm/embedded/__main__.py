@@ -95,11 +95,18 @@ def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tupl
         return None
     from kvbm.embedded.driver import create_connector
 
-    def progress(done_bytes: int, total_bytes: int) -> None:
-        report(f"taking host memory, {done_bytes // MEBIBYTE} of {total_bytes // MEBIBYTE} MiB")
+    def taking(what: str) -> Callable[[int, int], None]:
+        return lambda done_bytes, total_bytes: report(
+            f"taking {what}, {done_bytes // MEBIBYTE} of {total_bytes // MEBIBYTE} MiB"
+        )
 
     try:
-        connector = create_connector(flags.connector, worker_process=flags.worker_process, progress=progress)
+        connector = create_connector(
+            flags.connector,
+            worker_process=flags.worker_process,
+            memory_progress=taking("host memory"),
+            disk_progress=taking("disk space"),
+        )
     except ValueError as error:
         raise ProfileError(f"--connector is not a resolved profile: {error}") from None
     return connector

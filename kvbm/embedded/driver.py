@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from kvbm.embedded.request import Request
 
 
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
 @dataclass(frozen=True, slots=True)
 class Handshake:
     """What the worker side tells the scheduler side once, at start-up."""
@@ -41,24 +44,30 @@ class Handshake:
 
 
 def create_connector(
-    profile_json: str, *, worker_process: bool = False, progress: Callable[[int, int], None] | None = None
+    profile_json: str,
+    *,
+    worker_process: bool = False,
+    memory_progress: Progress | None = None,
+    disk_progress: Progress | None = None,
 ) -> tuple[KvbmScheduler, KvbmWorker]:
     """The two halves for one embedded engine, from the resolved profile's contents.
 
-    Memory is taken when the engine registers its KV pool, not here.
+    Memory and disk space are taken when the engine registers its KV pool, not here.
     """
     from kvbm.config.schema import Profile
 
     profile = Profile.model_validate_json(profile_json)
-    scheduler = KvbmScheduler(profile, progress)
-    worker = KvbmWorker(profile, handshake=scheduler.accept_handshake, worker_process=worker_process, progress=progress)
+    scheduler = KvbmScheduler(profile, disk_progress)
+    worker = KvbmWorker(
+        profile, handshake=scheduler.accept_handshake, worker_process=worker_process, progress=memory_progress
+    )
     return scheduler, worker
 
 
 class KvbmScheduler:
     """The decision half: engine hooks to `Leader` calls."""
 
-    def __init__(self, profile: Profile, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, profile: Profile, progress: Progress | None = None) -> None:
         self._profile = profile
         self._progress = progress
         self._namespace = b""
@@ -215,7 +224,7 @@ class KvbmWorker:
         *,
         handshake: Callable[[bytes], None],
         worker_process: bool,
-        progress: Callable[[int, int], None] | None,
+        progress: Progress | None,
     ) -> None:
         host = profile.tiers.host_memory()
         self._capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
