@@ -112,7 +112,7 @@ def measure(directory: Path, block_count: int, steps: int) -> dict[str, object]:
     at_rest = resident_bytes()
     times = sorted(step_times(leader, memory, block_count, steps))
     written = disk.counters.blocks_written
-    leader.close(10.0)
+    leader.close()
     memory.close()
     return {
         "blocks": block_count,
