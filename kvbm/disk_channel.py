@@ -1,7 +1,7 @@
 """DiskChannel: between the leader and the process that does its disk I/O, and the messages that travel there.
 
-    leader ──▶ Open, Write, Read, Forget, Clear, Withdraw, Close ──▶ child
-    leader ◀── Progress, Problem, Opened, Status, Cleared, Logged ◀── child
+    leader ──▶ Open, Recover, Write, Read, Forget, Clear, Withdraw, Close ──▶ child
+    leader ◀── Progress, Problem, Opened, Found, Status, Cleared, Logged ◀── child
 
 Neither `send` nor `receive` waits, so that an engine's step never does: what the socket does not take now is kept and
 sent by the next call. Messages are pickled; both ends are the same program, and nobody else has the socket.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.settings import DiskSettings, Namespace
-from kvbm.disk.tier import DiskResult
+from kvbm.disk.tier import DiskResult, FoundBlocks
 from kvbm.types import SegmentInfo
 
 HEADER = struct.Struct("<Q")
@@ -37,6 +37,10 @@ class Open(NamedTuple):
     hash_bytes: int
     cores: frozenset[int]
     instance: Path | None
+
+
+class Recover(NamedTuple):
+    """Tell the next of the blocks that were there."""
 
 
 class Write(NamedTuple):
@@ -88,13 +92,15 @@ class Problem(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """`slots` are int64, and `hashes` all hashes, one after the other: of the blocks that were there."""
-
     path: Path
     slot_count: int
     io_name: str
-    slots: bytes
-    hashes: bytes
+
+
+class Found(NamedTuple):
+    """What `Recover` asked for."""
+
+    blocks: FoundBlocks
 
 
 class Status(NamedTuple):

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-from array import array
 from collections import deque
 from contextlib import suppress
 from functools import partial
@@ -29,12 +28,14 @@ from kvbm.disk_channel import (
     Close,
     DiskChannel,
     Forget,
+    Found,
     Logged,
     Open,
     Opened,
     Problem,
     Progress,
     Read,
+    Recover,
     Status,
     Withdraw,
     Write,
@@ -97,6 +98,8 @@ class _Child:
             case Read():
                 self._in_flight[message.ticket] = "read", len(message.hashes)
                 self._tier.read(*message)
+            case Recover():
+                self._channel.send(Found(self._tier.recovered()))
             case Forget():
                 self._tier.forget(message.disk_slots)
             case Withdraw():
@@ -152,9 +155,7 @@ def main() -> int:
             channel.send(Problem(error.message, error.hint))
             _send_all(channel)
             return 1
-        slots, hashes = tier.recovered()
-        channel.send(Opened(tier.path, tier.slot_count, tier.io_name, array("q", slots).tobytes(), b"".join(hashes)))
-        del slots, hashes
+        channel.send(Opened(tier.path, tier.slot_count, tier.io_name))
         _Child(channel, tier, region, log).serve()
         _send_all(channel)
     except ChannelClosed:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import weakref
-from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from kvbm.disk.directory import INDEX, InstanceLock
 from kvbm.disk.health import DiskCounters, Limits
 from kvbm.disk.index import BlockIndex
 from kvbm.disk.settings import DiskSettings, Namespace
-from kvbm.disk.tier import DiskResult
+from kvbm.disk.tier import DiskResult, FoundBlocks
 from kvbm.disk.wear import Wear, WearMeter
 from kvbm.disk_channel import (
     ChannelClosed,
@@ -35,12 +35,14 @@ from kvbm.disk_channel import (
     Close,
     DiskChannel,
     Forget,
+    Found,
     Logged,
     Open,
     Opened,
     Problem,
     Progress,
     Read,
+    Recover,
     Status,
     Withdraw,
     Write,
@@ -51,6 +53,7 @@ from kvbm.types import SegmentInfo
 HOME = str(Path(__file__).parents[1])  # where the child finds this package
 CLEAR_TIMEOUT_S = Limits().clear_timeout_s + 5.0
 GRACE_S = 2.0
+BLOCKS_AT_A_TIME = 1024
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +71,8 @@ class DiskProcess:
         self._off_because: str | None = None
         self._is_alive = True
         self._has_ended = False  # set by who waits for its end, before the channel tells
-        self._recovered: tuple[list[int], list[bytes]] = ([], [])
+        self._found: deque[FoundBlocks] = deque()
+        self._is_told = self._is_asked = False  # all of it; some of it
         self._is_kept = False
         self.home: Path | None = None  # of all caches of the namespace, if it is kept
         self.counters = DiskCounters()
@@ -98,7 +102,7 @@ class DiskProcess:
         except BaseException:
             process._end()
             raise
-        process._take_over(opened, hash_bytes)
+        process._take_over(opened)
         process._is_kept = settings.persist
         process.home = opened.path.parent if settings.persist else None
         return process
@@ -134,10 +138,22 @@ class DiskProcess:
         """What this has done to the drive."""
         return self._wear.measure(self.counters.bytes_written)
 
-    def recovered(self) -> tuple[list[int], list[bytes]]:
-        """(slots, hashes) of the blocks that were there at opening, the one written longest ago first. Once only."""
-        found, self._recovered = self._recovered, ([], [])
-        return found
+    def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
+        """The next of the blocks that were there at opening, each once, the one written longest ago first. They are few
+        at a time, so that a step can take them and none has two places in this process. None if they have not come
+        yet, or if the process has ended."""
+        while not self._found and self._is_alive and not self._is_told:
+            if not self._is_asked:
+                self._is_asked = True
+                self._send(Recover())
+            elif waits:
+                self._channel.wait(None)
+            self._receive()
+            if not waits:
+                break
+        if self._found:
+            return self._found.popleft()
+        return FoundBlocks(b"", b"", is_last=True) if self._is_told else None
 
     def write(
         self,
@@ -174,7 +190,8 @@ class DiskProcess:
         Raises EnvironmentProblem if it is not: the tier is off then until it is, and tries again as long as it is open.
         """
         self._unanswered_clears += 1
-        self._recovered = ([], [])
+        self._found.clear()
+        self._is_told = True
         self._send(Clear(tenant))
         deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
         while self._unanswered_clears and self._is_alive and time.monotonic() < deadline_s:
@@ -250,16 +267,11 @@ class DiskProcess:
                         _log(message)
         raise EnvironmentProblem(f"the process for disk I/O ended with {self._child.wait(GRACE_S)}")
 
-    def _take_over(self, opened: Opened, hash_bytes: int) -> None:
+    def _take_over(self, opened: Opened) -> None:
         self.slot_count = opened.slot_count
         self.io_name = opened.io_name
         self._path = opened.path
         self._wear = WearMeter(opened.path)
-        hashes = opened.hashes
-        self._recovered = (
-            array("q", opened.slots).tolist(),
-            [hashes[start : start + hash_bytes] for start in range(0, len(hashes), hash_bytes)],
-        )
 
     def _send(self, message: object) -> None:
         """Where the child has ended, `_lose` has said so, and a ticket fails at once."""
@@ -281,6 +293,9 @@ class DiskProcess:
                 case Cleared():
                     self._cleared = message
                     self._unanswered_clears -= 1
+                case Found() if not self._is_told:
+                    self._found.extend(message.blocks.parts(BLOCKS_AT_A_TIME))
+                    self._is_asked, self._is_told = False, message.blocks.is_last
                 case Logged():
                     _log(message)
 

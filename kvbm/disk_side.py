@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.health import DiskCounters
-    from kvbm.disk.tier import DiskResult
+    from kvbm.disk.tier import DiskResult, FoundBlocks
     from kvbm.disk.wear import Wear
     from kvbm.lasting_disk import LastingDisk
     from kvbm.metrics import Counters
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 WRITES_AT_A_TIME = 2
 PINNED_SHARE = 4  # of G2 that writes may pin
 CLEANED_AHEAD = 256  # blocks at the old end of G2 that `on_evict` keeps written
-FILL_BLOCKS = 256
 FILL_S = 0.002  # of a step, for taking over what the next process has found
 SAY_INTERVAL_S = 2.0  # between two lines about what is written at the end
 AWAKE_S = 5.0  # that an engine without requests waits for the next process
@@ -73,7 +72,7 @@ class Disk(Protocol):
     def losses(self) -> int: ...
     @property
     def restarts(self) -> int: ...
-    def recovered(self) -> tuple[list[int], list[bytes]] | None: ...
+    def recovered(self, *, waits: bool) -> FoundBlocks | None: ...
     def write(
         self,
         ticket: int,
@@ -235,11 +234,9 @@ class DiskSide:
         self._clock = clock
         self.store = BlockStore(disk.slot_count, tier=Tier.DISK, hash_bytes=hash_bytes, events=False)
         self._losses = disk.losses
-        self._found: tuple[list[int], list[bytes]] | None = None  # by a process, and not yet taken over
-        self._filled = 0  # how much of it is
-        self._is_filled = False
+        self._is_filled = False  # with all that a process has found
         self._awake_until_s = 0.0
-        self._fill(math.inf)
+        self._fill(math.inf, waits=True)
         log.info("kvbm: %d blocks on disk are of an earlier engine", self.store.counts().inactive)
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
         self._decay_s = clock() + policy.frequency_decay_s
@@ -418,8 +415,6 @@ class DiskSide:
         """Forget every block, durably, and what is on its way too. Raises EnvironmentProblem where the disk does not
         answer: then it stays off until it has forgotten."""
         self.store.reset()
-        if self._found is not None:
-            self._found = [], []
         self._filter.clear()
         self._queue.hashes.clear()
         self._departing.clear()
@@ -467,29 +462,26 @@ class DiskSide:
             assert not tickets, f"{tickets} have not ended, and their process has"
             self._losses = self._disk.losses
             self.store.reset()
-            self._found, self._is_filled = None, False
+            self._is_filled = False
             self._awake_until_s = self._clock() + AWAKE_S
         if not self._is_filled:
             self._fill(FILL_S)
 
-    def _fill(self, limit_s: float) -> None:
+    def _fill(self, limit_s: float, *, waits: bool = False) -> None:
         """Take over what a process has found, as much as the time allows, once nobody holds a slot from before."""
-        if self._found is None:
-            self._found, self._filled = self._disk.recovered(), 0
         counts = self.store.counts()
-        if self._found is None or counts.free + counts.inactive < self.store.capacity_blocks:
+        if counts.free + counts.inactive < self.store.capacity_blocks:
             return
-        slots, hashes = self._found
         end_s = self._clock() + limit_s
-        while self._filled < len(slots) and self._clock() < end_s:
-            end = self._filled + FILL_BLOCKS
-            self.store.restore(slots[self._filled : end], hashes[self._filled : end])
-            self._filled = end
+        while not self._is_filled and self._clock() < end_s:
+            found = self._disk.recovered(waits=waits)
+            if found is None:
+                return
+            self.store.restore(*found.lists())
+            self._is_filled = found.is_last
             self._awake_until_s = self._clock() + AWAKE_S
-        if self._filled >= len(slots):
-            self._found, self._is_filled = None, True
-            if self._losses:
-                log.warning("kvbm: the disk tier has a process again, and %d blocks", len(slots))
+        if self._is_filled and self._losses:
+            log.warning("kvbm: the disk tier has a process again, and %d blocks", self.store.counts().inactive)
 
     def _note_tenant(self, slots: Sequence[int], tenant: bytes) -> None:
         if tenant:

@@ -28,7 +28,7 @@ from kvbm.errors import EnvironmentProblem
 if TYPE_CHECKING:
     from kvbm.disk.health import DiskCounters
     from kvbm.disk.settings import DiskSettings, Namespace
-    from kvbm.disk.tier import DiskResult
+    from kvbm.disk.tier import DiskResult, FoundBlocks
     from kvbm.disk.wear import Wear
     from kvbm.types import SegmentInfo
 
@@ -103,9 +103,9 @@ class LastingDisk:
         counters = self._process.counters
         return counters if self._before is None else self._before.plus(counters)
 
-    def recovered(self) -> tuple[list[int], list[bytes]] | None:
-        """What the process found when it was opened, once; None while there is none."""
-        return None if self._is_lost else self._process.recovered()
+    def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
+        """The next of what the process found when it was opened, each once; None while there is none."""
+        return None if self._is_lost else self._process.recovered(waits=waits)
 
     def write(
         self,

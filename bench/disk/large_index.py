@@ -106,7 +106,7 @@ def measure(directory: Path, block_count: int, steps: int) -> dict[str, object]:
         memory.region, settings, hold=lambda blocks: None, release=lambda blocks: None, hash_bytes=HASH_BYTES, disk=disk
     )
     ready_s = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - shared_bytes()
     gc.collect()
     gc.freeze()
     at_rest = resident_bytes()
@@ -154,8 +154,11 @@ def step_times(leader: Leader, memory: EngineMemory, block_count: int, steps: in
 
 def resident_bytes() -> int:
     """Without shared memory, which is the segment."""
-    fields = Path("/proc/self/statm").read_text().split()
-    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") - shared_bytes()
+
+
+def shared_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[2]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def misses(row: dict[str, object]) -> Iterator[str]:

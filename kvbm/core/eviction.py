@@ -21,8 +21,8 @@ class SlotLists:
     def __init__(self, slot_count: int) -> None:
         self.free = slot_count
         self.inactive = slot_count + 1
-        self._newer = array("i", range(1, slot_count + 3))
-        self._older = array("i", range(-1, slot_count + 1))
+        neighbours = array("i", range(-1, slot_count + 3))
+        self._older, self._newer = neighbours[:-2], neighbours[2:]
         self._join(self.free, 0 if slot_count else self.free)
         self._join(slot_count - 1 if slot_count else self.free, self.free)
         self._join(self.inactive, self.inactive)

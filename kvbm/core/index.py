@@ -14,9 +14,10 @@ Only the store calls this. `states` is the store's; it is read here, never writt
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import repeat
-from operator import mod, mul
+from itertools import compress, repeat
+from operator import eq, mod, mul
 from struct import Struct
 
 from kvbm.errors import InvariantError
@@ -96,13 +97,18 @@ class HashIndex:
         if self._retired:
             self._retired.pop()
         holders = list(map(dict.setdefault, self._dicts_of(hashes), hashes, slots))
-        if holders == slots and _is_consecutive(slots):
+        if holders != slots:
+            is_new = list(map(eq, slots, holders))
+            self._note(list(compress(slots, is_new)), list(compress(hashes, is_new)))
+        elif _is_consecutive(slots):
             self._hashes[slots[0] * self._hash_bytes : (slots[-1] + 1) * self._hash_bytes] = b"".join(hashes)
-            return holders
-        for slot, holder, sequence_hash in zip(slots, holders, hashes, strict=True):
-            if slot == holder:
-                self._write(self._hashes, slot * self._hash_bytes, sequence_hash)
+        else:
+            self._note(slots, hashes)
         return holders
+
+    def _note(self, slots: list[int], hashes: Sequence[bytes]) -> None:
+        offsets = map(mul, slots, repeat(self._hash_bytes))
+        deque(map(self._write, repeat(self._hashes), offsets, hashes), maxlen=0)
 
     def remove(self, slots: list[int]) -> tuple[bytes, ...]:
         """Forget the hashes of `slots`, all of which are registered, and return them."""

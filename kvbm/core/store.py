@@ -228,15 +228,14 @@ class BlockStore:
         """The hashes of up to `count` blocks that would be evicted first, the first one first."""
         return self._index.hashes_of(list(islice(self._lists.walk(self._lists.inactive), count)))
 
-    def restore(self, slots: Sequence[int], hashes: Sequence[bytes]) -> None:
+    def restore(self, slots: list[int], hashes: Sequence[bytes]) -> None:
         """Register what an earlier process left in these free slots, the last block most recently used."""
-        states = self._states
-        if any(states[slot] != FREE for slot in slots) or len(set(slots)) != len(slots):
+        if set(map(self._states.__getitem__, slots)) - {FREE} or len(set(slots)) != len(slots):
             raise InvariantError(f"{len(hashes)} blocks restored to {len(slots)} slots: {slots!r:.80}")
         self._index.require_length(hashes)
-        if self._index.add(hashes, list(slots)) != list(slots):
+        if self._index.add(hashes, slots) != slots:
             raise InvariantError(f"a hash was restored twice, or is registered: {len(hashes)} blocks")
-        self._lists.remove(slots)
+        self._lists.remove(slots[::-1])  # what was written together was free together, in this order
         self._set_states(slots, INACTIVE)
         self._lists.append(self._lists.inactive, slots)
         self._free_count -= len(slots)

@@ -13,14 +13,14 @@ SIGBUS. So the index is opened for one connection alone, and who wants to look a
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ import xxhash
 from numpy.typing import NDArray
 
 ROWS_PER_STATEMENT = 256
-ROWS_PER_FETCH = 2_000
+ROWS_PER_FETCH = 500  # fewer than the garbage collector looks at together
 BUSY_TIMEOUT_S = 5.0
 SEED_BYTES = 8
 COPY_ATTEMPTS = 10
@@ -76,13 +76,24 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """All rows of an index, in no order."""
+    """All rows of an index, in no order; of those whose hash has another length only the slots, in `misfits`."""
 
     slots: NDArray[np.int64]
     generations: NDArray[np.int64]
     lengths: NDArray[np.int64]
     checksums: NDArray[np.uint64]
-    hashes: list[bytes]
+    hashes: NDArray[np.void]
+    misfits: tuple[int, ...] = ()
+
+    def at(self, positions: NDArray[np.intp]) -> Recovered:
+        """These rows, in this order."""
+        return Recovered(
+            slots=self.slots[positions],
+            generations=self.generations[positions],
+            lengths=self.lengths[positions],
+            checksums=self.checksums[positions],
+            hashes=self.hashes[positions],
+        )
 
 
 def checksum(sequence_hash: bytes, shards: Sequence[NDArray[np.uint8]]) -> int:
@@ -142,26 +153,29 @@ class BlockIndex:
             raise
         return cls(connection)
 
-    def load(self) -> Recovered:
+    def load(self, hash_bytes: int) -> Recovered:
         """Everything, as of one moment. Raises sqlite3.Error, also where SQLite finds a type that cannot be."""
-        with _no_collection():
-            numbers, hashes = self._load()
-        if set(map(type, hashes)) - {bytes}:
-            raise sqlite3.DatabaseError("a hash that is none")
-        return Recovered(numbers[0], numbers[1], numbers[2], numbers[3].view(np.uint64), hashes)
-
-    def _load(self) -> tuple[NDArray[np.int64], list[bytes]]:
         cursor = self._connection.execute("SELECT slot, generation, length, checksum, hash FROM blocks")
         parts = [np.empty((4, 0), np.int64)]
         hashes: list[bytes] = []
-        while rows := cursor.fetchmany(ROWS_PER_FETCH):
-            *numbers, found = zip(*rows, strict=True)
-            try:
-                parts.append(np.array(numbers, np.int64))
-            except (TypeError, ValueError, OverflowError) as error:
-                raise sqlite3.DatabaseError(f"a row of a type that no index holds: {error}") from error
-            hashes += found
-        return np.concatenate(parts, axis=1), hashes
+        misfits: list[int] = []
+        try:
+            while rows := cursor.fetchmany(ROWS_PER_FETCH):
+                *columns, found = zip(*rows, strict=True)
+                numbers = np.array(columns, np.int64)
+                if set(map(type, found)) != {bytes}:
+                    raise sqlite3.DatabaseError("a hash that is none")
+                if set(map(len, found)) != {hash_bytes}:
+                    fits = np.array([len(sequence_hash) == hash_bytes for sequence_hash in found])
+                    misfits += numbers[0, ~fits].tolist()
+                    numbers, found = numbers[:, fits], tuple(compress(found, fits))
+                parts.append(numbers)
+                hashes.append(b"".join(found))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise sqlite3.DatabaseError(f"a row of a type that no index holds: {error}") from error
+        slots, generations, lengths, checksums = np.concatenate(parts, axis=1)
+        names = np.frombuffer(b"".join(hashes), f"V{hash_bytes}")
+        return Recovered(slots, generations, lengths, checksums.view(np.uint64), names, tuple(misfits))
 
     def block_count(self) -> int:
         return int(self._connection.execute("SELECT count(*) FROM blocks").fetchone()[0])
@@ -253,18 +267,6 @@ def is_damage(error: sqlite3.Error) -> bool:
     """Whether an error speaks of what is in the file, and not of the machine around it."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # ours have none
     return code & PRIMARY_CODE in DAMAGE or code == sqlite3.SQLITE_IOERR_SHORT_READ
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Rows by the million are no garbage, and walking them again and again costs more than reading them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def index_files(path: Path) -> list[Path]:

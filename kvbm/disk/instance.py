@@ -11,7 +11,6 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,7 +191,7 @@ class Instance:
         path = self.path / INDEX
         try:
             self.index = _open_index(path)
-            return self._drop_misfits(self.index.load(), slot_count)
+            return self._drop_misfits(self.index.load(self.shape.hash_bytes), slot_count)
         except sqlite3.Error as error:
             if not is_damage(error):
                 raise EnvironmentProblem(f"{path} cannot be opened: {error}") from error
@@ -205,33 +204,24 @@ class Instance:
         _remove_index(path)
         try:
             self.index = _open_index(path)
-            return self.index.load()
+            return self.index.load(self.shape.hash_bytes)
         except sqlite3.Error as error:
             raise EnvironmentProblem(f"{path} cannot be made: {error}") from error
 
     def _drop_misfits(self, found: Recovered, slot_count: int) -> Recovered:
         """Raises sqlite3.Error."""
         assert self.index is not None
-        if _has_equals(found.slots) or _has_equal_hashes(found.hashes):
+        if _has_equals(found.slots) or _has_equal_names(found.hashes):
             raise sqlite3.DatabaseError("a slot or a hash is there twice")
         fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
         fits &= found.generations >= 0
-        if set(map(len, found.hashes)) - {self.shape.hash_bytes}:
-            fits &= np.array([len(found_hash) == self.shape.hash_bytes for found_hash in found.hashes])
-        if fits.all():
+        misfits = [*found.misfits, *found.slots[~fits].tolist()]
+        if not misfits:
             return found
-        misfits = found.slots[~fits].tolist()
         logger.warning("%d blocks of the disk cache %s do not fit its arena and are dropped", len(misfits), self.path)
         self.losses.dropped_rows += len(misfits)
         self.index.delete(misfits)
-        kept = np.flatnonzero(fits)
-        return Recovered(
-            slots=found.slots[kept],
-            generations=found.generations[kept],
-            lengths=found.lengths[kept],
-            checksums=found.checksums[kept],
-            hashes=[found.hashes[position] for position in kept.tolist()],
-        )
+        return found.at(np.flatnonzero(fits))
 
 
 def _shape(arena: Arena, settings: DiskSettings, payload_bytes: int, hash_bytes: int) -> Shape:
@@ -249,17 +239,18 @@ def _shape(arena: Arena, settings: DiskSettings, payload_bytes: int, hash_bytes:
 
 
 def _has_equals(numbers: NDArray[Any]) -> bool:
+    if np.all(numbers[1:] > numbers[:-1]):
+        return False
     return bool(np.any(np.diff(np.sort(numbers)) == 0))
 
 
-def _has_equal_hashes(hashes: Sequence[bytes]) -> bool:
+def _has_equal_names(hashes: NDArray[np.void]) -> bool:
     """By their beginnings first: a set of millions of hashes takes more memory than all that is kept of them."""
-    lengths = set(map(len, hashes))
-    if len(lengths) == 1 and (length := lengths.pop()) >= WORD_BYTES:
-        rows = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, length)
-        if not _has_equals(np.ascontiguousarray(rows[:, :WORD_BYTES]).view(np.uint64).ravel()):
+    if hashes.itemsize >= WORD_BYTES:
+        words = hashes.view(np.uint8).reshape(-1, hashes.itemsize)[:, :WORD_BYTES]
+        if not _has_equals(np.ascontiguousarray(words).view(np.uint64).ravel()):
             return False
-    return len(set(hashes)) < len(hashes)
+    return len(set(hashes.tolist())) < len(hashes)
 
 
 def _is_compatible(former: Superblock, shape: Shape) -> bool:

@@ -9,12 +9,14 @@ so. Nothing that the disk does comes out as an exception.
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,10 @@ from kvbm.disk.transfers import Geometry, Transfer, TransferThreads
 from kvbm.disk.wear import Wear, WearMeter
 from kvbm.errors import EnvironmentProblem, InvariantError
 
+BLOCKS_FOUND_TOGETHER = 16_384
+SLOT_BYTES = 8
+NOTHING = np.empty(0, np.int64), np.empty(0, np.void)  # slots and hashes
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,6 +50,34 @@ class DiskResult:
     kind: str  # "read" | "write"
     is_good: tuple[bool, ...]
     error: str | None
+
+
+class FoundBlocks(NamedTuple):
+    """Blocks that were there at opening: `slots` are int64, and `hashes` all hashes, one after the other. Behind the
+    last ones there are no more."""
+
+    slots: bytes
+    hashes: bytes
+    is_last: bool
+
+    def parts(self, block_count: int) -> Iterator[FoundBlocks]:
+        """The same, at most so many at a time."""
+        count = len(self.slots) // SLOT_BYTES
+        width = len(self.hashes) // max(1, count)
+        for start in range(0, max(1, count), block_count):
+            end = start + block_count
+            yield FoundBlocks(
+                self.slots[start * SLOT_BYTES : end * SLOT_BYTES],
+                self.hashes[start * width : end * width],
+                self.is_last and end >= count,
+            )
+
+    def lists(self) -> tuple[list[int], list[bytes]]:
+        """(slots, hashes)."""
+        slots = array("q", self.slots).tolist()
+        if not slots:
+            return [], []
+        return slots, [name for (name,) in struct.iter_unpack(f"{len(self.hashes) // len(slots)}s", self.hashes)]
 
 
 class DiskTier:
@@ -70,7 +104,7 @@ class DiskTier:
         self._slots_being_written: set[int] = set()
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
         self.on_result: Callable[[], None] | None = None  # called by any thread when `poll` has something
-        self._recovered: tuple[list[int], list[bytes]] = ([], [])
+        self._found = NOTHING  # until it has been told
         last_generation = self._recover()
         self._index_thread = IndexThread(
             instance,
@@ -140,10 +174,13 @@ class DiskTier:
         """What this has done to the drive."""
         return self._wear.measure(self.counters.bytes_written)
 
-    def recovered(self) -> tuple[list[int], list[bytes]]:
-        """(slots, hashes) of the blocks that were there at opening, the one written longest ago first. Once only."""
-        found, self._recovered = self._recovered, ([], [])
-        return found
+    def recovered(self) -> FoundBlocks:
+        """The next of the blocks that were there at opening, the one written longest ago first. Each once only."""
+        slots, hashes = self._found
+        some, rest = slice(BLOCKS_FOUND_TOGETHER), slice(BLOCKS_FOUND_TOGETHER, None)
+        is_last = len(slots) <= BLOCKS_FOUND_TOGETHER
+        self._found = NOTHING if is_last else (slots[rest], hashes[rest])
+        return FoundBlocks(slots[some].tobytes(), hashes[some].tobytes(), is_last)
 
     def write(
         self,
@@ -282,11 +319,11 @@ class DiskTier:
         counters.damaged_indexes = losses.damaged_indexes
         counters.dropped_rows = losses.dropped_rows
         found, self._instance.recovered = self._instance.recovered, None
-        if found is None or not found.hashes:
+        if found is None or not len(found.slots):
             return 0
         np.frombuffer(self._checksums, np.uint64)[found.slots] = found.checksums
         order = np.argsort(found.generations, kind="stable")
-        self._recovered = found.slots[order].tolist(), [found.hashes[position] for position in order.tolist()]
+        self._found = found.slots[order], found.hashes[order]
         return int(found.generations[order[-1]])
 
     def _check(self, hashes: Sequence[bytes], host_slots: Sequence[int], disk_slots: Sequence[int]) -> None:

@@ -38,7 +38,7 @@ class Verified:
 
 def verify(instance: Path, superblock: Superblock, *, progress: Callable[[int, int], None]) -> Verified:
     """`progress(bytes done, bytes in all)`. OSError, EnvironmentProblem and sqlite3.Error are about the whole cache."""
-    found = _load(instance)
+    found = _load(instance, superblock)
     order = np.argsort(found.slots)
     suspects = []
     with _Reader(instance / ARENA, superblock.slot_bytes) as reader:
@@ -48,8 +48,9 @@ def verify(instance: Path, superblock: Superblock, *, progress: Callable[[int, i
             suspects += [at for at, payload in zip(group, payloads, strict=True) if not _fits(found, at, payload)]
             done += len(group)
             progress(done * superblock.payload_bytes, len(order) * superblock.payload_bytes)
-    bad = _still_there(instance, found, suspects) if suspects else []
-    return Verified(len(order) - len(suspects), tuple(bad), len(suspects) - len(bad))
+    count = len(suspects) + len(found.misfits)
+    bad = _still_there(found, suspects, _load(instance, superblock)) if count else []
+    return Verified(len(order) - len(suspects), tuple(bad), count - len(bad))
 
 
 def drop(instance: Path, slots: tuple[int, ...]) -> None:
@@ -81,10 +82,10 @@ def _engine_of(pid: int) -> int:
     return pid
 
 
-def _load(instance: Path) -> Recovered:
+def _load(instance: Path, superblock: Superblock) -> Recovered:
     index = BlockIndex.open_to_read(instance / INDEX)
     try:
-        return index.load()
+        return index.load(superblock.hash_bytes)
     finally:
         index.close()
 
@@ -93,17 +94,17 @@ def _fits(found: Recovered, at: int, payload: Buffer | None) -> bool:
     length = int(found.lengths[at])
     if payload is None or not 0 <= length <= len(payload):
         return False
-    return checksum(found.hashes[at], [payload[:length]]) == int(found.checksums[at])
+    return checksum(found.hashes[at].tobytes(), [payload[:length]]) == int(found.checksums[at])
 
 
-def _still_there(instance: Path, before: Recovered, suspects: list[int]) -> list[int]:
+def _still_there(before: Recovered, suspects: list[int], now: Recovered) -> list[int]:
     """Slots of those whose rows are what they were."""
-    now = _load(instance)
     generations = dict(zip(now.slots.tolist(), now.generations.tolist(), strict=True))
     slots = [int(before.slots[at]) for at in suspects]
-    return [
+    unchanged = [
         slot for at, slot in zip(suspects, slots, strict=True) if generations.get(slot) == int(before.generations[at])
     ]
+    return sorted([*unchanged, *set(before.misfits).intersection(now.misfits)])
 
 
 def _neighbours(slots: np.ndarray, order: np.ndarray, *, most: int) -> Iterator[list[int]]:

@@ -439,6 +439,20 @@ def test_restored_blocks_are_found_and_evicted_in_their_order():
     assert evicted_letters(store, 4) == "xab"
 
 
+def test_blocks_are_restored_part_by_part_the_last_part_newest():
+    store = make_store(6)
+    store.restore([3, 4, 5], names("abc"))
+    store.restore([], [])
+    store.restore([1, 0], names("de"))
+    store.check()
+    with store.pin(names("abcde")) as pinned:
+        assert list(pinned.slots) == [3, 4, 5, 1, 0]
+    store.forget(names("b"))
+    store.restore([4], names("f"))
+    assert letters(store.oldest(6)) == "edcaf"  # the chain was released tail first
+    store.check()
+
+
 @pytest.mark.parametrize(("slots", "text"), [([0], "y"), ([1, 1], "yz"), ([1, 2], "yy"), ([1], "x"), ([1, 2], "y")])
 def test_what_cannot_have_been_left_there_is_not_restored(slots, text):
     store = make_store(4)

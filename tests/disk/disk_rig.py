@@ -116,7 +116,7 @@ class Rig:
 
     def recovered(self):
         """{number of the block: disk slot}, and every one of them read and compared."""
-        slots, hashes = self.tier.recovered()
+        slots, hashes = found_blocks(self.tier)
         numbers = [int.from_bytes(sequence_hash[8:], "little") for sequence_hash in hashes]
         assert [make_hash(number) for number in numbers] == hashes
         return dict(zip(numbers, slots, strict=True))
@@ -124,6 +124,17 @@ class Rig:
 
 def settings_for(directory, **keys):
     return DiskSettings(directory, **{"block_count": 16, "threads": 2, **keys})
+
+
+def found_blocks(tier):
+    """(slots, hashes) of all that was there at opening, the oldest first."""
+    slots, hashes = [], []
+    while True:
+        found = tier.recovered()
+        for some, more in zip((slots, hashes), found.lists(), strict=True):
+            some += more
+        if found.is_last:
+            return slots, hashes
 
 
 @contextmanager

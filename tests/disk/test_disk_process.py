@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_for
 
+from kvbm import disk_process
 from kvbm.disk.directory import InstanceLock, list_caches
 from kvbm.disk.verify import holder
 from kvbm.disk_process import DiskProcess
@@ -90,7 +91,7 @@ def test_blocks_come_back_and_are_there_for_the_next_process(tmp_path: Path) -> 
     with opened(tmp_path) as rig:
         assert rig.tier.slot_count == 16
         assert rig.tier.io_name == "threads"
-        assert rig.tier.recovered() == ([], [])
+        assert rig.recovered() == {}
         assert all(rig.write(range(6), [3, 4, 5, 9, 1, 0]).is_good)
         assert all(rig.read([5, 0, 3], [0, 3, 9]).is_good)
         assert rig.tier.counters.blocks_read == 3
@@ -136,6 +137,37 @@ def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) ->
         assert rig.write([4], [3]).is_good == (True,)
     with opened(tmp_path) as rig:
         assert rig.recovered() == {4: 3}
+
+
+def test_blocks_that_were_there_are_told_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_process, "BLOCKS_AT_A_TIME", 2)
+    with opened(tmp_path) as rig:
+        assert rig.tier.recovered() == (b"", b"", True)
+        rig.write(range(5), [3, 4, 5, 9, 1])
+    with opened(tmp_path) as rig:
+        while (first := rig.tier.recovered(waits=False)) is None:
+            time.sleep(0.001)
+        assert first.lists() == ([3, 4], [make_hash(0), make_hash(1)])
+        assert rig.recovered() == {2: 5, 3: 9, 4: 1}
+        assert rig.tier.recovered(waits=False) == (b"", b"", True)
+
+
+def test_clear_covers_what_was_found_and_is_not_told_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_process, "BLOCKS_AT_A_TIME", 2)
+    with opened(tmp_path) as rig:
+        rig.write(range(5), range(5))
+    with opened(tmp_path) as rig:
+        assert not rig.tier.recovered().is_last
+        rig.tier.clear()
+        assert rig.tier.recovered() == (b"", b"", True)
+
+
+def test_blocks_of_a_process_that_has_ended_are_not_waited_for(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write(range(5), range(5))
+    with opened(tmp_path) as rig:
+        os.kill(rig.tier.pid, signal.SIGKILL)
+        assert rig.tier.recovered() is None
 
 
 def test_clear_is_durable_also_after_the_child_was_killed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, make_hash, settings_for
+from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, found_blocks, settings_for
 from test_disk_process import ProcessRig, has_ended, host_memory, opened
 
 from kvbm import lasting_disk
@@ -47,7 +47,7 @@ def kill(rig) -> int:
 def come_back(rig, restarts=1):
     """What the next process has found, by number."""
     rig.wait_until(lambda: rig.tier.restarts == restarts)
-    return {int.from_bytes(name[8:], "little"): slot for slot, name in zip(*rig.tier.recovered(), strict=True)}
+    return {int.from_bytes(name[8:], "little"): slot for slot, name in zip(*found_blocks(rig.tier), strict=True)}
 
 
 def test_killed_process_is_followed_by_one_that_has_its_blocks(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_several_that_end_unseen_do_no_harm(tmp_path: Path) -> None:
             seen.append(found)
             os.kill(found.pid, signal.SIGKILL)
         rig.wait_until(lambda: rig.tier.is_on and rig.tier._process not in seen and rig.tier.restarts)
-        assert rig.tier.recovered() == ([0], [make_hash(1)])
+        assert rig.recovered() == {1: 0}
         assert rig.read([1], [0]).is_good == (True,)
 
 

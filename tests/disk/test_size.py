@@ -7,7 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from disk_rig import HASH_BYTES, NAMESPACE, instance_of, make_hash, make_shards, opened, settings_for
+from disk_rig import HASH_BYTES, NAMESPACE, found_blocks, instance_of, make_hash, make_shards, opened, settings_for
 
 from kvbm.disk import files
 from kvbm.disk.index import ROWS_PER_STATEMENT, BlockIndex
@@ -48,7 +48,7 @@ def test_million_blocks_are_ready_within_three_seconds(tmp_path):
     for _ in range(3):
         started = time.perf_counter()
         tier = open_cache(tmp_path, MILLION)
-        slots, hashes = tier.recovered()
+        slots, hashes = found_blocks(tier)
         seconds.append(time.perf_counter() - started)
         tier.close(10)
     assert len(slots) == len(hashes) == MILLION
@@ -66,7 +66,7 @@ def test_block_takes_few_bytes_and_no_object_in_memory(tmp_path):
     tracemalloc.start()
     try:
         tier = open_cache(tmp_path, SMALLER)
-        tier.recovered()
+        found_blocks(tier)
         gc.collect()
         assert tracemalloc.get_traced_memory()[0] / SMALLER < BYTES_PER_BLOCK
         assert len(gc.get_objects()) - objects < 10_000

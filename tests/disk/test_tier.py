@@ -5,8 +5,9 @@ import mmap
 
 import numpy as np
 import pytest
-from disk_rig import LIMIT_S, instance_of, make_hash, opened
+from disk_rig import HASH_BYTES, LIMIT_S, instance_of, make_hash, opened
 
+from kvbm.disk import tier
 from kvbm.disk.block_io import ThreadsIO
 from kvbm.errors import InvariantError
 
@@ -29,7 +30,17 @@ def test_blocks_survive_a_restart_the_oldest_first(tmp_path):
         found = rig.recovered()
         assert list(found.items()) == [(5, 3), (6, 9), (7, 1), (8, 0)]
         assert all(rig.read(found, found.values()).is_good)
-        assert rig.tier.recovered() == ([], [])
+        assert rig.recovered() == {}
+
+
+def test_blocks_that_were_there_are_told_some_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(tier, "BLOCKS_FOUND_TOGETHER", 3)
+    with opened(tmp_path) as rig:
+        rig.write(range(8), range(8))
+    with opened(tmp_path) as rig:
+        parts = [rig.tier.recovered() for _ in range(4)]
+        assert [len(found.hashes) // HASH_BYTES for found in parts] == [3, 3, 2, 0]
+        assert [found.is_last for found in parts] == [False, False, True, True]
 
 
 def test_slots_in_any_order_and_a_part_of_them(tmp_path):

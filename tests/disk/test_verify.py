@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from pathlib import Path
 
+from disk_rig import instance_of, opened
+
 from kvbm.disk.index import BlockIndex, Row
+from kvbm.disk.superblock import read_superblock
+from kvbm.disk.verify import verify
 
 
 def row(slot: int) -> Row:
@@ -29,11 +34,24 @@ def test_index_is_loaded_as_of_one_moment_while_rows_come_and_go(tmp_path: Path)
     try:
         reader = BlockIndex.open_to_read(path)
         for _ in range(40):
-            found = reader.load()
+            found = reader.load(16)
             assert len(found.hashes) == len(found.slots) >= 5000
-            assert found.slots.tolist() == [int.from_bytes(name, "little") for name in found.hashes]
+            assert found.slots.tolist() == [int.from_bytes(name, "little") for name in found.hashes.tolist()]
         reader.close()
     finally:
         is_over.set()
         thread.join()
         writer.close()
+
+
+def test_block_whose_hash_has_another_length_is_bad(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write(range(8), range(8))
+    instance = instance_of(tmp_path)
+    with sqlite3.connect(instance / "index.sqlite") as connection:
+        connection.execute("UPDATE blocks SET hash = x'0011' WHERE slot = 6")
+    connection.close()
+    superblock = read_superblock(instance / "superblock")
+    assert superblock is not None
+    found = verify(instance, superblock, progress=lambda done, total: None)
+    assert (found.good_count, found.bad, found.replaced_count) == (7, (6,), 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -17,7 +18,7 @@ import torch
 from faults import FaultyCopier
 
 from kvbm.disk.health import DiskCounters
-from kvbm.disk.tier import DiskResult
+from kvbm.disk.tier import DiskResult, FoundBlocks
 from kvbm.disk.wear import Wear
 from kvbm.layout import BlockLayout, Piece
 from kvbm.leader import Leader, LeaderSettings, LoadResult
@@ -107,6 +108,8 @@ class FakeDisk:
         self.losses = 0
         self.restarts = 0
         self.is_lost = False
+        self.found: list[FoundBlocks] = []
+        self.blocks_at_a_time = 1024
         self.kept: dict[int, tuple[bytes, list[np.ndarray]]] = {}
         self.waiting: list[tuple[str, int, tuple[bytes, ...], list[int], list[int]]] = []
         self.cleared = 0
@@ -118,10 +121,13 @@ class FakeDisk:
         self.home = None
         self._ended: list[DiskResult] = []
 
-    def recovered(self):
+    def recovered(self, *, waits):
         if self.is_lost:
             return None
-        return list(self.kept), [sequence_hash for sequence_hash, _ in self.kept.values()]
+        if not self.found:
+            slots, hashes = array("q", self.kept), [sequence_hash for sequence_hash, _ in self.kept.values()]
+            self.found = list(FoundBlocks(slots.tobytes(), b"".join(hashes), is_last=True).parts(self.blocks_at_a_time))
+        return self.found.pop(0)
 
     def write(self, ticket, hashes, host_slots, disk_slots, tenants, *, generations):
         assert len(hashes) == len(host_slots) == len(disk_slots) == len(tenants)
@@ -148,6 +154,7 @@ class FakeDisk:
     def clear(self):
         self.cleared += 1
         self.kept.clear()
+        self.found.clear()
 
     def poll(self):
         ended, self._ended = self._ended, []
@@ -176,6 +183,7 @@ class FakeDisk:
     def begin_again(self) -> None:
         """Another process finds what is kept."""
         self.is_lost, self.is_on = False, True
+        self.found.clear()
         self.restarts += 1
 
     def run(self, kind: str, fault: str | None = None) -> bool:

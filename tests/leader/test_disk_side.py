@@ -461,8 +461,8 @@ def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_
     assert rig.leader._disk.contains(hashes[0])
 
 
-def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig, monkeypatch):
-    monkeypatch.setattr(disk_side, "FILL_BLOCKS", 1)
+def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
+    rig.disk.blocks_at_a_time = 1
     hashes = rig.fill("a", 4)
     settled(rig)
     rig.leader._store.reset()
@@ -501,7 +501,7 @@ def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkey
     hashes = rig.fill("a", 4)
     settled(rig)
     rig.leader._store.reset()
-    monkeypatch.setattr(disk_side, "FILL_BLOCKS", 1)
+    rig.disk.blocks_at_a_time = 1
     for _ in range(2):
         rig.disk.end()
         rig.settle()
