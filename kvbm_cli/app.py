@@ -65,7 +65,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a key of the profile; may be repeated.",
+        help="Override a key, which `kvbm profile schema KEY` explains; may be repeated.",
         autocompletion=_completed_by("keys"),
     ),
 ]
