@@ -64,6 +64,9 @@ def shipped(directories: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _nearest_name(reference: str, names: Sequence[str]) -> str:
+    beside = Path(f"{reference}{SUFFIXES[0]}")
+    if beside.is_file():
+        return f"a file is given with its path: `./{beside}`"
     nearest = difflib.get_close_matches(reference, names, n=1)
     if nearest:
         return f"did you mean `{nearest[0]}`? A file is given with its path: `./{reference}.yaml`"

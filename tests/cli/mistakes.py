@@ -109,6 +109,7 @@ PROFILE = {
     "profile_is_a_directory": Row("profile check .//"),
     "profile_absent": Row("profile check ./no.yaml"),
     "profile_unknown_name": Row("size --profile dmo"),
+    "profile_file_without_its_path": Row("profile check mine", {"mine.yaml": MINE}),
     "profile_name_like_no_other": Row("serve --profile zzz"),
     "profile_of_trtllm": Row("serve --profile trtllm"),
     "profile_is_a_list": Row("profile check mine.yaml", {"mine.yaml": "- engine\n- tiers\n"}),
