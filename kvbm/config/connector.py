@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from kvbm.config.document import Document, Entry, Source, plain_values, together
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.schema import ConnectorConfig, keys
-from kvbm.config.variables import drop_idle_disk, read_variables
+from kvbm.config.variables import read_variables, settle
 from kvbm.errors import ProfileError
 
 KEY = "kvbm"
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 
 def resolve_connector(
-    extra_config: Mapping[str, object], environment: Mapping[str, str], *, engine: str
+    extra_config: Mapping[str, object], environment: Mapping[str, str], *, engine: str, warns: bool = True
 ) -> ConnectorConfig:
     """What `extra_config["kvbm"]` says, else what the variables say. ProfileError for a mistake, without a tier, or for
     what this kind of engine cannot do.
 
-    A variable that has no effect is logged as a warning.
+    A variable that has no effect is logged as a warning, if this is the process that `warns`.
     """
-    config = _resolve(extra_config, environment)
+    config = _resolve(extra_config, environment, warns=warns)
     try:
         config.offload.require_priorities_from(engine)
     except ValueError as error:
@@ -49,13 +49,14 @@ def resolve_connector(
     return config
 
 
-def _resolve(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> ConnectorConfig:
+def _resolve(extra_config: Mapping[str, object], environment: Mapping[str, str], *, warns: bool) -> ConnectorConfig:
     if KEY in extra_config:
         return _validated(_written(extra_config[KEY]))
     document, warnings = read_variables(environment)
-    for warning in (*warnings, *drop_idle_disk(document)):
-        log.warning("%s", warning)
-    if "tiers" not in document:
+    for warning in (*warnings, *settle(document)):
+        log.log(logging.WARNING if warns else logging.DEBUG, "%s", warning)
+    tiers = document.get("tiers")
+    if tiers is None or not any(tier.section for tier in (tiers.section or {}).values()):
         raise ProfileError("no tier is configured: kvbm has nowhere to keep blocks", hint=_NO_TIER)
     return _validated(document)
 
@@ -70,7 +71,7 @@ def _validated(document: Document) -> ConnectorConfig:
 def _written(value: object) -> Document:
     if not isinstance(value, Mapping):
         raise ProfileError(
-            f"`{PLACE}` must be a mapping with `tiers`, `offload`, `onboard` and `transfer`, not `{value}`"
+            f"`{PLACE}` must be a mapping with `tiers`, `offload`, `onboard`, `transfer` and `metrics`, not `{value}`"
         )
     return _document(value, PLACE)
 

@@ -27,7 +27,7 @@ from kvbm.config.findings import Findings, take_away
 from kvbm.config.flags import flag_name
 from kvbm.config.mistakes import NOT_BUILT_PROFILES, no_sections
 from kvbm.config.schema import keys
-from kvbm.config.variables import PREFIX, drop_idle_disk, put, read_variables
+from kvbm.config.variables import put, read_variables, settle, usable
 from kvbm.errors import ProfileError
 
 SUFFIXES = (".yaml", ".yml")
@@ -162,7 +162,9 @@ def with_layers(
     findings: Findings,
 ) -> tuple[Document, tuple[str, ...]]:
     """The document under what is no file, and warnings."""
-    from_variables, warnings = read_variables(_without_mistakes(environment, findings))
+    variables, mistakes = usable(environment)
+    findings.mistakes += mistakes
+    from_variables, warnings = read_variables(variables)
     layers = [from_variables]
     for text in overrides:
         try:
@@ -170,21 +172,10 @@ def with_layers(
         except Mistake as mistake:
             findings.mistakes.append(mistake)
     layers += [_option(key, *written) for key, written in options.items()]
+    merged = document
     for layer in layers:
-        document = merge(document, _sound(layer, findings))
-    return document, warnings + drop_idle_disk(document)
-
-
-def _without_mistakes(environment: Mapping[str, str], findings: Findings) -> dict[str, str]:
-    usable = {}
-    for name in sorted(name for name in environment if name.startswith(PREFIX)):
-        try:
-            read_variables({name: environment[name]})
-        except ProfileError as mistake:
-            findings.mistakes.append(mistake)
-        else:
-            usable[name] = environment[name]
-    return usable
+        merged = merge(merged, _sound(layer, findings))
+    return merged, warnings + settle(merged, below=document)
 
 
 def _override(text: str) -> Document:

@@ -199,6 +199,7 @@ class Metrics(Section):
     log_interval_s: float = Field(
         default=5.0,
         ge=0,
+        le=86400,
         allow_inf_nan=False,
         description="Seconds between two lines of the log with the hit rates, if a request has ended; 0 for none.",
     )

@@ -1,198 +1,258 @@
-"""The `DYN_KVBM_*` variables of NVIDIA's block manager: which are honoured, refused or without effect, and why.
+"""The variables of NVIDIA's block manager: which are honoured, which change nothing here, and why.
 
 One table; the reference page is made from it. Every name that starts with `DYN_KVBM_` and is not in it is an error, and
-so is a value that its variable cannot mean: upstream ignored both without a word. A variable that asks for something
-this version cannot do is refused unless its value asks for nothing (`0`, `false`). One that changes nothing here is a
-warning that says why.
+so is a value that an honoured variable cannot mean: upstream ignored both without a word. A variable that changes
+nothing here is a warning that says why, whatever its value.
+
+A size of 0 is how upstream's users say that there is no such tier, and here it takes away the tier of a profile too.
 """
 
 from __future__ import annotations
 
 import difflib
-import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 
-from kvbm.config.document import Document, Entry, Source, located
+from kvbm.config.document import Document, Entry, Source, entry_at, located
+from kvbm.config.form import NO_CAPACITY, Form
+from kvbm.errors import ProfileError
 
 PREFIX = "DYN_KVBM_"
 
 
-class Effect(enum.Enum):
-    HONOURED = "sets a key"
-    REFUSED = "not in this version"
-    NONE = "no effect"
-
-
-class Form(enum.Enum):
-    """What a value must look like."""
-
-    GIGABYTES = "a number of GB (1e9 bytes), fractions allowed"
-    COUNT = "a whole number"
-    BOOLEAN = "one of 1, true, yes, on, 0, false, no, off"
-    TEXT = "text"
-
-
 @dataclass(frozen=True, slots=True)
 class Variable:
+    """`key` is what an honoured one sets. `states` are the values of the key that false and true come to, where they
+    are not these themselves. `upstream` says how the same text was read there, if that was another way."""
+
     name: str
-    form: Form
-    effect: Effect
     about: str
+    form: Form = Form.TEXT
     key: str | None = None
+    states: tuple[object, object] = (False, True)
+    upstream: str = ""
+
+    @property
+    def is_honoured(self) -> bool:
+        return self.key is not None
 
 
-def _honoured(name: str, form: Form, key: str, about: str) -> Variable:
-    return Variable(PREFIX + name, form, Effect.HONOURED, about, key)
-
-
-def _refused(name: str, form: Form, about: str) -> Variable:
-    return Variable(PREFIX + name, form, Effect.REFUSED, about)
-
-
-def _no_effect(name: str, form: Form, about: str) -> Variable:
-    return Variable(PREFIX + name, form, Effect.NONE, about)
-
-
+_PRESENCE = "any value switched it on, `false` and `0` too"
+_FRACTION = "a fraction counted as no tier in one place and as a tier in another"
+_DEFAULTED = "what was no number counted as not set, without a word"
 _OBJECT = "no object tier ever read it, in NVIDIA's wheel or here"
 _NO_PORTS = "leader and workers need no address: results travel through shared memory"
+_NO_CONSOLIDATOR = "there is no consolidator: events of host memory come with vLLM's own"
+_NO_NCCL = "it belongs to TensorRT-LLM, which is not in this version"
 
 VARIABLES: tuple[Variable, ...] = (
-    _honoured(
-        "CPU_CACHE_GB", Form.GIGABYTES, "tiers.host.capacity", "host memory, summed over the ranks of one engine"
+    Variable(
+        "DYN_KVBM_CPU_CACHE_GB",
+        "host memory, summed over the ranks of one engine; 0: no host tier",
+        Form.GIGABYTES,
+        "tiers.host.capacity",
+        upstream=_FRACTION,
     ),
-    _honoured(
-        "CPU_CACHE_OVERRIDE_NUM_BLOCKS",
+    Variable(
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS",
+        "host memory in blocks; wins over GB, and 0 means that there is no override",
         Form.COUNT,
         "tiers.host.blocks",
-        "host memory in blocks; wins over GB, and 0 means that there is no override",
+        upstream=_DEFAULTED,
     ),
-    _honoured("MAX_CONCURRENT_TRANSFERS", Form.COUNT, "transfer.max_concurrent", "transfers in flight"),
-    _honoured("MAX_TRANSFER_BATCH_SIZE", Form.COUNT, "transfer.batch_blocks", "blocks that one offload moves at most"),
-    _honoured(
-        "LEADER_WORKER_INIT_TIMEOUT_SECS",
-        Form.COUNT,
-        "transfer.init_timeout_s",
-        "seconds that the start may take",
+    Variable(
+        "DYN_KVBM_DISK_CACHE_GB",
+        "disk space, summed over the ranks of one engine; 0: no disk tier",
+        Form.GIGABYTES,
+        "tiers.disk.capacity",
+        upstream=_FRACTION,
     ),
-    _honoured(
-        "DISK_CACHE_GB", Form.GIGABYTES, "tiers.disk.capacity", "disk space, summed over the ranks of one engine"
-    ),
-    _honoured(
-        "DISK_CACHE_OVERRIDE_NUM_BLOCKS",
+    Variable(
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS",
+        "disk space in blocks; wins over GB, and 0 means that there is no override",
         Form.COUNT,
         "tiers.disk.blocks",
-        "disk space in blocks; wins over GB, and 0 means that there is no override",
+        upstream=_DEFAULTED,
     ),
-    _honoured("DISK_CACHE_DIR", Form.TEXT, "tiers.disk.directory", "directory of the cache files"),
-    _honoured("DISK_ALLOCATOR_TYPE", Form.TEXT, "tiers.disk.allocator", "`default` or `open-direct`"),
-    _honoured(
-        "DISK_ZEROFILL_FALLBACK",
+    Variable(
+        "DYN_KVBM_DISK_CACHE_DIR",
+        "directory of the cache files, absolute or from `~`",
+        Form.TEXT,
+        "tiers.disk.directory",
+        upstream="`/tmp/` where it was not set, and nothing outlived the engine",
+    ),
+    Variable("DYN_KVBM_DISK_ALLOCATOR_TYPE", "`default` or `open-direct`", Form.TEXT, "tiers.disk.allocator"),
+    Variable(
+        "DYN_KVBM_DISK_ZEROFILL_FALLBACK",
+        "zeros are written where fallocate is not supported",
         Form.BOOLEAN,
         "tiers.disk.zerofill",
-        "zeros are written where fallocate is not supported; `false` means false, unlike upstream",
+        upstream=_PRESENCE,
     ),
-    _honoured(
-        "DISK_DISABLE_O_DIRECT",
+    Variable(
+        "DYN_KVBM_DISK_DISABLE_O_DIRECT",
+        "goes through the page cache",
         Form.BOOLEAN,
         "tiers.disk.o_direct",
-        "goes through the page cache; `false` means false, unlike upstream",
+        (True, False),
+        upstream=_PRESENCE,
     ),
-    _honoured(
-        "DISABLE_DISK_OFFLOAD_FILTER",
+    Variable(
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER",
+        "every block of host memory goes to disk: `offload.to_disk: always`",
         Form.BOOLEAN,
         "offload.to_disk",
-        "every block of host memory goes to disk: `offload.to_disk: always`",
+        ("frequency", "always"),
     ),
-    _honoured(
-        "HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
+    Variable(
+        "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
+        "0 to 100; for engines that send priorities",
         Form.COUNT,
         "offload.min_priority",
-        "0 to 100; for engines that send priorities",
+        upstream="under vLLM, which sends none, any other than 0 switched the cache off without a word",
     ),
-    _no_effect("METRICS", Form.BOOLEAN, "kvbm_* metrics are always served, at /metrics of the engine's own server"),
-    _no_effect("METRICS_PORT", Form.COUNT, "kvbm_* metrics are at /metrics of the engine's own server, on its port"),
-    _no_effect("CACHE_STATS_MAX_REQUESTS", Form.COUNT, "the hit-rate gauge always covers the last 1000 requests"),
-    _no_effect("CACHE_STATS_LOG_INTERVAL_SECS", Form.COUNT, "there is no hit-rate log line in this version"),
-    _refused("ENABLE_RECORD", Form.BOOLEAN, "there is no recorder in this version"),
-    _refused("NCCL_MLA_MODE", Form.BOOLEAN, "there is no TensorRT-LLM in this version"),
-    _no_effect("NCCL_MAX_CTAS", Form.COUNT, "it belongs to NCCL_MLA_MODE of TensorRT-LLM, which is not here"),
-    _no_effect("LEADER_ZMQ_HOST", Form.TEXT, _NO_PORTS),
-    _no_effect("LEADER_ZMQ_PUB_PORT", Form.COUNT, _NO_PORTS),
-    _no_effect("LEADER_ZMQ_ACK_PORT", Form.COUNT, _NO_PORTS),
-    _no_effect("DISABLE_WRITE_COMBINED", Form.BOOLEAN, "host memory is never write-combined here"),
-    _refused("ENABLE_NUMA", Form.BOOLEAN, "host memory is not bound to a NUMA node in this version"),
-    _no_effect(
-        "KV_EVENTS_ENABLE_CONSOLIDATOR",
+    Variable("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", "transfers in flight", Form.COUNT, "transfer.max_concurrent"),
+    Variable(
+        "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", "blocks that one offload moves at most", Form.COUNT, "transfer.batch_blocks"
+    ),
+    Variable(
+        "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
+        "seconds that `kvbm serve` gives the start; a vLLM that is started by itself waits as it does",
+        Form.COUNT,
+        "transfer.init_timeout_s",
+        upstream="1800 where it was not set; here 600",
+    ),
+    Variable(
+        "DYN_KVBM_METRICS",
+        "the kvbm_* series on a port of their own, beside the engine's `/metrics`, which has them in any case",
         Form.BOOLEAN,
-        "there is no consolidator: events of host memory come with vLLM's own",
+        "metrics.serve",
     ),
-    _no_effect(
-        "KV_EVENTS_CONSOLIDATOR_MODE", Form.TEXT, "there is no consolidator: events of host memory come with vLLM's own"
+    Variable("DYN_KVBM_METRICS_PORT", "that port, 6880 if not set", Form.COUNT, "metrics.port"),
+    Variable(
+        "DYN_KVBM_METRICS_HOST",
+        "the address of that port; ours, not NVIDIA's",
+        Form.TEXT,
+        "metrics.host",
+        upstream="there was none, and it listened on every address; here 127.0.0.1 where nothing else is said",
     ),
-    _no_effect("TRTLLM_ZMQ_PORT", Form.COUNT, "there is no consolidator: events of host memory come with vLLM's own"),
-    _no_effect("ENABLE", Form.TEXT, "nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off"),
-    _no_effect("TRANSFER_BATCH_SIZE", Form.TEXT, "nothing ever read it; `DYN_KVBM_MAX_TRANSFER_BATCH_SIZE` is read"),
-    _no_effect("OBJECT_ENABLED", Form.TEXT, _OBJECT),
-    _no_effect("OBJECT_BUCKET", Form.TEXT, _OBJECT),
-    _no_effect("OBJECT_ENDPOINT", Form.TEXT, _OBJECT),
-    _no_effect("OBJECT_REGION", Form.TEXT, _OBJECT),
-    _no_effect("OBJECT_ACCESS_KEY", Form.TEXT, _OBJECT),
-    _no_effect("OBJECT_SECRET_KEY", Form.TEXT, _OBJECT),
-    _no_effect("OBJECT_NUM_BLOCKS", Form.TEXT, _OBJECT),
-    _no_effect("HOST_MEMORY_PROVIDER", Form.TEXT, "no released version ever read it"),
-    _no_effect("G2PB_ADMISSION_POLICY", Form.TEXT, "no released version ever read it"),
-    _no_effect("NIXL_BACKEND_<NAME>", Form.TEXT, "the released wheel never read it; `tiers.disk.io` chooses NIXL here"),
+    Variable(
+        "DYN_KVBM_CACHE_STATS_MAX_REQUESTS",
+        "finished requests that the hit rates are about",
+        Form.COUNT,
+        "metrics.window_requests",
+    ),
+    Variable(
+        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS",
+        "seconds between two lines of the log with the hit rates; 0: none",
+        Form.COUNT,
+        "metrics.log_interval_s",
+    ),
+    Variable("ENABLE_KVBM_RECORD", "the old name of `DYN_KVBM_ENABLE_RECORD`", Form.BOOLEAN, "metrics.record"),
+    Variable(
+        "DYN_KVBM_ENABLE_RECORD",
+        "every decision about blocks as JSON lines, in a private file of `metrics.record_directory`",
+        Form.BOOLEAN,
+        "metrics.record",
+        upstream="always `/tmp/records.jsonl`",
+    ),
+    Variable(
+        "DYN_KVBM_ENABLE_NUMA",
+        "host memory from the NUMA node of the GPU",
+        Form.BOOLEAN,
+        "transfer.numa",
+        upstream="`false` changed nothing",
+    ),
+    Variable("DYN_MEMORY_DISABLE_NUMA", "host memory from any NUMA node", Form.BOOLEAN, "transfer.numa", (True, False)),
+    Variable("DYN_KVBM_LEADER_ZMQ_HOST", _NO_PORTS),
+    Variable("DYN_KVBM_LEADER_ZMQ_PUB_PORT", _NO_PORTS),
+    Variable("DYN_KVBM_LEADER_ZMQ_ACK_PORT", _NO_PORTS),
+    Variable("DYN_KVBM_DISABLE_WRITE_COMBINED", "host memory is never write-combined here"),
+    Variable("DYN_KVBM_NCCL_MLA_MODE", _NO_NCCL),
+    Variable("DYN_KVBM_NCCL_MAX_CTAS", _NO_NCCL),
+    Variable("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", _NO_CONSOLIDATOR),
+    Variable("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", _NO_CONSOLIDATOR),
+    Variable("DYN_KVBM_TRTLLM_ZMQ_PORT", _NO_CONSOLIDATOR),
+    Variable("DYN_RUNTIME_ENABLED_KVBM", "there is no Dynamo runtime here that it could attach to"),
+    Variable("DYN_FATBIN_PATH", "blocks are copied by the driver's own copies, not by a kernel from a file"),
+    Variable("DYN_KVBM_ENABLE", "nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off"),
+    Variable("DYN_KVBM_TRANSFER_BATCH_SIZE", "nothing ever read it; `DYN_KVBM_MAX_TRANSFER_BATCH_SIZE` is read"),
+    *(
+        Variable(f"DYN_KVBM_OBJECT_{name}", _OBJECT)
+        for name in ("ENABLED", "BUCKET", "ENDPOINT", "REGION", "ACCESS_KEY", "SECRET_KEY", "NUM_BLOCKS")
+    ),
+    Variable("DYN_KVBM_HOST_MEMORY_PROVIDER", "no released version ever read it"),
+    Variable("DYN_KVBM_G2PB_ADMISSION_POLICY", "no released version ever read it"),
+    Variable("DYN_KVBM_NIXL_BACKEND_<NAME>", "the released wheel never read it; `tiers.disk.io` chooses NIXL here"),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 _NIXL_PREFIX = PREFIX + "NIXL_BACKEND_"
-_ZERO_IS_NONE = frozenset({"tiers.host.blocks", "tiers.disk.blocks", "tiers.disk.capacity"})
-_MEANINGS: dict[str, tuple[object, object]] = {  # what false and true come to
-    "tiers.disk.o_direct": (True, False),
-    "offload.to_disk": ("frequency", "always"),
-}
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
-_SECRET = frozenset({PREFIX + "OBJECT_ACCESS_KEY", PREFIX + "OBJECT_SECRET_KEY"})
+_TIERS = ("host", "disk")
+_OVERRIDES = ("tiers.host.blocks", "tiers.disk.blocks")
+_SECRET = re.compile(r"SECRET|ACCESS_KEY|PASSWORD|TOKEN")
+
+
+def named(environment: Mapping[str, str]) -> list[str]:
+    """The names in an environment that this table is about, right or wrong ones."""
+    return sorted(name for name in environment if name in _BY_NAME or name.upper().startswith(PREFIX))
+
+
+def variable_of(name: str) -> Variable | None:
+    """The row of a name, None for a name that there is not."""
+    return _BY_NAME.get(_NIXL_PREFIX + "<NAME>" if name.startswith(_NIXL_PREFIX) else name)
 
 
 def read_variables(environment: Mapping[str, str]) -> tuple[Document, tuple[str, ...]]:
     """The document that the honoured variables amount to, and one warning for each that changes nothing."""
     document: Document = {}
     warnings: list[str] = []
-    for name in sorted(name for name in environment if name.startswith(PREFIX)):
-        variable = _known(name, environment[name])
+    for name in named(environment):
+        variable = variable_of(name)
         source = _source(name, environment[name])
-        value = _parse(variable, environment[name], source)
-        if variable.effect is Effect.NONE:
+        if variable is None:
+            raise _unknown(source)
+        if variable.key is None:
             warnings.append(f"`{name}` has no effect: {variable.about}")
-        elif variable.effect is Effect.REFUSED and value not in (0, False):
-            raise located(f"`{name}` is not in this version: {variable.about}", source, hint=f"`unset {name}`")
-        elif variable.key is not None and not (variable.key in _ZERO_IS_NONE and value in (0, "0GB")):
-            if variable.key in _MEANINGS:
-                value = _MEANINGS[variable.key][bool(value)]
-            put(document, variable.key.split("."), Entry(source, source, value))
-    return document, tuple(warnings)
+            continue
+        value = variable.form.parse(environment[name], source)
+        if variable.form is Form.BOOLEAN:
+            value = variable.states[bool(value)]
+        if not (variable.key in _OVERRIDES and value == 0):
+            _put_once(document, variable.key.split("."), Entry(source, source, value))
+    return document, (*warnings, *_take_zero_tiers(document))
 
 
-def drop_idle_disk(document: Document) -> tuple[str, ...]:
-    """Take away what variables say about a disk that nothing gives a size, with one warning for each of them."""
-    tiers = document.get("tiers")
-    disk = (tiers.section or {}).get("disk") if tiers is not None else None
-    written = (disk.section or {}) if disk is not None else {}
-    are_variables = all(entry.source.label.startswith(PREFIX) for entry in written.values())
-    if disk is None or not written or not are_variables or "capacity" in written or "blocks" in written:
-        return ()
-    assert tiers is not None
-    rest = {name: entry for name, entry in (tiers.section or {}).items() if name != "disk"}
-    del document["tiers"]
-    if rest:
-        document["tiers"] = Entry(tiers.key, tiers.source, rest)
-    why = "there is no disk tier without `DYN_KVBM_DISK_CACHE_GB` or `tiers.disk.capacity`"
-    return tuple(f"`{entry.source.label}` has no effect: {why}" for entry in written.values())
+def usable(environment: Mapping[str, str]) -> tuple[dict[str, str], list[ProfileError]]:
+    """Those without a mistake, and all mistakes."""
+    found: dict[str, str] = {}
+    mistakes: list[ProfileError] = []
+    for name in named(environment):
+        try:
+            read_variables({**found, name: environment[name]})
+        except ProfileError as mistake:
+            mistakes.append(mistake)
+        else:
+            found[name] = environment[name]
+    return found, mistakes
+
+
+def settle(document: Document, *, below: Mapping[str, Entry] | None = None) -> tuple[str, ...]:
+    """Take away what variables in a merged document have no use for, with a warning for each that is worth one.
+
+    `below` is what lies under the variables. Told of are tiers of it that they take away; what they say about a disk
+    that nothing gives a size is idle, and so is a port that nothing serves on.
+    """
+    taken = tuple(
+        f"`{entry.source.text}` takes away `tiers.{name}` of the profile"
+        for name in _TIERS
+        if (entry := entry_at(document, ["tiers", name])) is not None
+        and entry.value is None
+        and _is_of_variable(entry)
+        and entry_at(below or {}, ["tiers", name]) is not None
+    )
+    return (*taken, *_take_idle_disk(document), *_idle_port(document))
 
 
 def put(document: Document, path: list[str], entry: Entry) -> None:
@@ -204,49 +264,75 @@ def put(document: Document, path: list[str], entry: Entry) -> None:
     document[path[-1]] = entry
 
 
-def _known(name: str, value: str) -> Variable:
-    variable = _BY_NAME.get(name)
-    if variable is None and name.startswith(_NIXL_PREFIX):
-        return _BY_NAME[_NIXL_PREFIX + "<NAME>"]
-    if variable is None:
-        nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.8)
-        hint = f"did you mean `{nearest[0]}`?" if nearest else f"`unset {name}`"
-        raise located(f"unknown variable `{name}`", Source(name, f"{name}={value}", 0, len(name)), hint=hint)
-    return variable
+def _put_once(document: Document, path: list[str], entry: Entry) -> None:
+    """Two variables may set one key, but not to different values."""
+    other = entry_at(document, path)
+    if other is not None and other.value != entry.value:
+        message = f"`{entry.source.text}` contradicts `{other.source.text}`"
+        raise located(message, entry.source, hint=f"`unset` one of them; both set `{'.'.join(path)}`")
+    put(document, path, entry)
+
+
+def _unknown(source: Source) -> ProfileError:
+    name = source.label
+    nearest = difflib.get_close_matches(name.upper(), _BY_NAME, n=1, cutoff=0.8)
+    hint = f"did you mean `{nearest[0]}`?" if nearest else f"`unset {name}`"
+    return located(f"unknown variable `{name}`", Source(name, source.text, 0, len(name)), hint=hint)
 
 
 def _source(name: str, value: str) -> Source:
-    shown = "***" if name in _SECRET else value
+    shown = "***" if _SECRET.search(name.upper()) else value
     return Source(name, f"{name}={shown}", len(name) + 1, max(1, len(shown)))
 
 
-def _parse(variable: Variable, text: str, source: Source) -> object:
-    """The value in the form that the profile key takes. ProfileError where the text is not of the variable's form."""
-    stripped = text.strip()
-    if not stripped:
-        raise located(f"`{source.label}` is empty", source, hint=f"`unset {source.label}`, or give it a value")
-    if variable.form is Form.TEXT:
-        return stripped
-    parsed = _PARSERS[variable.form](stripped)
-    if parsed is None:
-        raise located(f"`{source.label}` must be {variable.form.value}, not `{stripped}`", source)
-    return f"{parsed:f}GB" if variable.form is Form.GIGABYTES else parsed
+def _is_of_variable(entry: Entry) -> bool:
+    return entry.source.label in _BY_NAME
 
 
-_NUMBER = re.compile(r"(?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?")
+def _take_zero_tiers(document: Document) -> Iterator[str]:
+    """A size of 0 becomes a tier that is null. A number of blocks wins over it; what else there is of it is idle."""
+    for tier in _TIERS:
+        capacity = entry_at(document, ["tiers", tier, "capacity"])
+        if capacity is None or capacity.value != NO_CAPACITY:
+            continue
+        rest = {name: entry for name, entry in _section(document, tier).items() if name != "capacity"}
+        if "blocks" in rest:
+            _replace(document, tier, rest)
+            continue
+        put(document, ["tiers", tier], Entry(capacity.key, capacity.source, None))
+        yield from (f"`{one.source.label}` has no effect: `{capacity.source.text}`" for one in rest.values())
 
 
-def _gigabytes(text: str) -> Decimal | None:
-    return Decimal(text) if _NUMBER.fullmatch(text) else None
+def _take_idle_disk(document: Document) -> tuple[str, ...]:
+    written = _section(document, "disk")
+    if not written or "capacity" in written or "blocks" in written or not all(map(_is_of_variable, written.values())):
+        return ()
+    _replace(document, "disk", {})
+    why = "there is no disk tier without `DYN_KVBM_DISK_CACHE_GB` or `tiers.disk.capacity`"
+    return tuple(f"`{entry.source.label}` has no effect: {why}" for entry in written.values())
 
 
-def _count(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+def _idle_port(document: Document) -> tuple[str, ...]:
+    serve = entry_at(document, ["metrics", "serve"])
+    if serve is not None and serve.value is not False:
+        return ()
+    entries = [entry for name in ("port", "host") if (entry := entry_at(document, ["metrics", name])) is not None]
+    why = "the series have no port of their own without `DYN_KVBM_METRICS=1` or `metrics.serve`"
+    return tuple(f"`{entry.source.label}` has no effect: {why}" for entry in entries if _is_of_variable(entry))
 
 
-def _boolean(text: str) -> bool | None:
-    lowered = text.lower()
-    return True if lowered in _TRUE else False if lowered in _FALSE else None
+def _section(document: Document, tier: str) -> Mapping[str, Entry]:
+    entry = entry_at(document, ["tiers", tier])
+    return (entry.section if entry is not None else None) or {}
 
 
-_PARSERS = {Form.GIGABYTES: _gigabytes, Form.COUNT: _count, Form.BOOLEAN: _boolean}
+def _replace(document: Document, tier: str, section: Document) -> None:
+    """This section for a tier; an empty one takes the tier away, and `tiers` itself with the last."""
+    tiers = document["tiers"]
+    rest = {name: entry for name, entry in (tiers.section or {}).items() if name != tier}
+    if section:
+        old = (tiers.section or {})[tier]
+        rest[tier] = Entry(old.key, old.source, section)
+    del document["tiers"]
+    if rest:
+        document["tiers"] = Entry(tiers.key, tiers.source, rest)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from kvbm.config.variables import PREFIX, VARIABLES, Effect, Form, Variable, drop_idle_disk, read_variables
+from kvbm.config.form import Form
+from kvbm.config.variables import PREFIX, named, read_variables, settle, variable_of
 from kvbm.errors import ProfileError
 from kvbm_cli.doctor.result import Check, failure, ok, warning
 
@@ -17,24 +18,25 @@ if TYPE_CHECKING:
     from kvbm.config.schema import Tiers
 
 PRESENCE_ONLY = frozenset({f"{PREFIX}DISK_ZEROFILL_FALLBACK", f"{PREFIX}DISK_DISABLE_O_DIRECT"})
+NUMA = f"{PREFIX}ENABLE_NUMA"
+METRICS, METRICS_HOST = f"{PREFIX}METRICS", f"{PREFIX}METRICS_HOST"
 FALSE = frozenset({"0", "false", "no", "off"})
 
 
 def lint(environment: Mapping[str, str]) -> tuple[list[Check], dict[str, str]]:
     """What is found, and the variables that are without a mistake."""
-    names = sorted(name for name in environment if name.startswith(PREFIX))
     found: list[Check] = []
     usable: dict[str, str] = {}
-    for name in names:
+    for name in named(environment):
         try:
             _, warnings = read_variables({name: environment[name]})
+            read_variables({**usable, name: environment[name]})
         except ProfileError as error:
             found.append(failure(name, error.message.splitlines()[0], error.hint or f"`unset {name}`"))
             continue
         usable[name] = environment[name]
         found += [warning(name, text.partition(": ")[2], f"`unset {name}`") for text in warnings]
-        found += _misread(name, environment[name])
-    return found, usable
+    return [*found, *(check for name in usable for check in _misread(name, usable))], usable
 
 
 def all_or_none(found: list[Check], count: int) -> list[Check]:
@@ -52,7 +54,10 @@ def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
     from kvbm.config.schema import ConnectorConfig, keys
 
     document, _ = read_variables(variables)
-    idle = [_idle(text) for text in drop_idle_disk(document)]
+    try:
+        idle = [_idle(text) for text in settle(document)]
+    except ProfileError as error:
+        return None, [failure("tiers", error.message.splitlines()[0], error.hint or "another value")]
     if "tiers" not in document:
         return None, idle
     try:
@@ -65,7 +70,9 @@ def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
 
 def beside(resolved: ResolvedProfile) -> list[Check]:
     """What has no effect, or a bad one, with this profile. No engine that it could name sends priorities."""
-    idle = [_idle(text) for text in resolved.warnings if "there is no disk tier" in text]
+    idle = [
+        _idle(text) for text in resolved.warnings if "` has no effect: there" in text or "` has no effect: the" in text
+    ]
     return [*idle, *_priority(resolved.profile.offload.min_priority, failure)]
 
 
@@ -76,22 +83,38 @@ def _priority(threshold: int, say: Callable[[str, str, str], Check]) -> Iterator
 
 
 def _idle(text: str) -> Check:
-    name = text.split("`")[1]
-    return warning(name, text.partition(": ")[2], f"`unset {name}`")
+    name = _name_in(text)
+    return warning(name, text.partition(" has no effect: ")[2] or text, f"`unset {name}`")
 
 
-def _misread(name: str, value: str) -> Iterator[Check]:
+def _is_of_honoured(text: str) -> bool:
+    """Whether a warning is about one that has an effect elsewhere; `lint` has told of the others."""
+    variable = variable_of(_name_in(text))
+    return variable is not None and variable.is_honoured
+
+
+def _name_in(text: str) -> str:
+    return text.split("`")[1].partition("=")[0]
+
+
+def _misread(name: str, usable: Mapping[str, str]) -> Iterator[Check]:
     """What NVIDIA's block manager made of the same text, where that was something else."""
-    variable = next((variable for variable in VARIABLES if variable.name == name), None)
-    if variable is None or variable.effect is not Effect.HONOURED:
+    value, variable = usable[name].strip(), variable_of(name)
+    if variable is None or not variable.is_honoured:
         return
-    if name in PRESENCE_ONLY and value.strip().lower() in FALSE:
+    if name in PRESENCE_ONLY and value.lower() in FALSE:
         finding = f"`{value}` is off here; NVIDIA's block manager switched it on, whatever the value"
         yield warning(name, finding, f"`unset {name}`")
-    elif _is_fraction(variable, value):
+    elif variable.form is Form.GIGABYTES and _is_fraction(value):
         finding = f"`{value}` is {value} GB here; a part of NVIDIA's block manager took a fraction for no tier at all"
         yield warning(name, finding, f"nothing to do, or `{variable.key}` in a profile")
+    elif name == NUMA and value.lower() in FALSE:
+        finding = f"`{value}` is off here; to NVIDIA's block manager it meant nothing"
+        yield warning(name, finding, f"`unset {name}`")
+    elif name == METRICS and value.lower() not in FALSE and METRICS_HOST not in usable:
+        finding = "served on 127.0.0.1 or `server.host` here; NVIDIA's block manager listened on every address"
+        yield warning(name, finding, f"`{METRICS_HOST}=0.0.0.0`, for a Prometheus on another machine")
 
 
-def _is_fraction(variable: Variable, value: str) -> bool:
-    return variable.form is Form.GIGABYTES and "." in value and float(value) != int(float(value))
+def _is_fraction(value: str) -> bool:
+    return "." in value and float(value) != int(float(value))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.check import require_metrics_ports
 from kvbm_cli.doctor.result import Check, failure, ok, skipped
 from kvbm_cli.doctor.subject import Subject
 from kvbm_cli.process import choose_port
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
 
 
 def checks(subject: Subject) -> Iterator[Check]:
@@ -23,3 +28,16 @@ def checks(subject: Subject) -> Iterator[Check]:
     else:
         port = f"port {server.port} is free" if server.port else "a free port is chosen at the start"
         yield ok("server", f"{server.host}, {port}", host=server.host, port=server.port)
+    yield from _metrics(subject.resolved)
+
+
+def _metrics(resolved: ResolvedProfile) -> Iterator[Check]:
+    metrics = resolved.profile.metrics
+    if not metrics.serve:
+        return
+    try:
+        require_metrics_ports(resolved)
+    except EnvironmentProblem as error:
+        yield failure("metrics", error.message.splitlines()[0], error.hint or "`metrics.port: 0`")
+    else:
+        yield ok("metrics", f"port {metrics.port} is free" if metrics.port else "a free port is chosen at the start")

@@ -82,9 +82,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], str, str | None]] = {
     "no gigabytes": (
         {},
         {GIGABYTES: "0"},
-        "`tiers.host.capacity` must be more than 0 and at most 1024PiB, not `0GB`\n"
-        "  DYN_KVBM_CPU_CACHE_GB=0\n                        ^",
-        None,
+        "no tier is configured: kvbm has nowhere to keep blocks",
+        f"set `{GIGABYTES}` (1e9 bytes, over all ranks) or `{BLOCKS}`, for a disk `DYN_KVBM_DISK_CACHE_GB`",
     ),
     "unknown variable": (
         {},
@@ -117,8 +116,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], str, str | None]] = {
     "contents that are none": (
         {"kvbm": "1GiB"},
         {},
-        "`kv_connector_extra_config.kvbm` must be a mapping with `tiers`, `offload`, `onboard` and `transfer`, "
-        "not `1GiB`",
+        "`kv_connector_extra_config.kvbm` must be a mapping with `tiers`, `offload`, `onboard`, `transfer` and "
+        "`metrics`, not `1GiB`",
         None,
     ),
 }

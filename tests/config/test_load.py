@@ -540,13 +540,22 @@ HONOURED = {
     "DYN_KVBM_DISK_DISABLE_O_DIRECT": ("1", "tiers.disk.o_direct", False),
     "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": ("yes", "offload.to_disk", "always"),
     "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": ("0", "offload.min_priority", 0),
+    "DYN_KVBM_METRICS": ("On", "metrics.serve", True),
+    "DYN_KVBM_METRICS_PORT": ("7000", "metrics.port", 7000),
+    "DYN_KVBM_METRICS_HOST": ("0.0.0.0", "metrics.host", "0.0.0.0"),
+    "DYN_KVBM_CACHE_STATS_MAX_REQUESTS": ("50", "metrics.window_requests", 50),
+    "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": ("0", "metrics.log_interval_s", 0.0),
+    "DYN_KVBM_ENABLE_RECORD": ("1", "metrics.record", True),
+    "ENABLE_KVBM_RECORD": ("yes", "metrics.record", True),
+    "DYN_KVBM_ENABLE_NUMA": ("no", "transfer.numa", False),
+    "DYN_MEMORY_DISABLE_NUMA": ("1", "transfer.numa", False),
 }
 
 
 @pytest.mark.parametrize("name", HONOURED)
 def test_variable_sets_its_key(tmp_path: Path, name: str) -> None:
     text, key, value = HONOURED[name]
-    base = f"{BASE}  disk: {{blocks: 1}}\n" if ".disk." in key else BASE
+    base = f"{BASE}  disk: {{blocks: 1}}\n" if ".disk." in key else f"{BASE}metrics: {{serve: true}}\n"
     resolved = load_text(tmp_path, base, variables={name: text, "UNRELATED": "x"})
     section, _, leaf = key.rpartition(".")
     holder = resolved.profile
@@ -586,11 +595,11 @@ VARIABLE_MISTAKES = {
     ),
     "DYN_KVBM_CPU_CACHE_GB=100GB": (
         "`DYN_KVBM_CPU_CACHE_GB` must be a number of GB (1e9 bytes), fractions allowed, not `100GB`\nVALUE",
-        None,
+        "`DYN_KVBM_CPU_CACHE_GB=100`",
     ),
     "DYN_KVBM_CPU_CACHE_GB=0": (
-        "`tiers.host.capacity` must be more than 0 and at most 1024PiB, not `0GB`\nVALUE",
-        None,
+        "`tiers` needs `host`, `disk` or both\nVALUE",
+        "add `tiers.host.capacity`, such as `64GiB`",
     ),
     "DYN_KVBM_CPU_CACHE_GB=": (
         "`DYN_KVBM_CPU_CACHE_GB` is empty\nVALUE",
@@ -611,7 +620,7 @@ VARIABLE_MISTAKES = {
     "DYN_KVBM_WHATEVER=1": ("unknown variable `DYN_KVBM_WHATEVER`\nNAME", "`unset DYN_KVBM_WHATEVER`"),
     "DYN_KVBM_DISK_CACHE_GB=0.5TB": (
         "`DYN_KVBM_DISK_CACHE_GB` must be a number of GB (1e9 bytes), fractions allowed, not `0.5TB`\nVALUE",
-        None,
+        "`DYN_KVBM_DISK_CACHE_GB=500`",
     ),
     "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY=30": (
         "`offload.min_priority` needs an engine that sends priorities; `embedded` sends none: leave it out\nVALUE",
@@ -624,10 +633,6 @@ VARIABLE_MISTAKES = {
     "DYN_KVBM_ENABLE_RECORD=maybe": (
         "`DYN_KVBM_ENABLE_RECORD` must be one of 1, true, yes, on, 0, false, no, off, not `maybe`\nVALUE",
         None,
-    ),
-    "DYN_KVBM_ENABLE_RECORD=on": (
-        "`DYN_KVBM_ENABLE_RECORD` is not in this version: there is no recorder in this version\nVALUE",
-        "`unset DYN_KVBM_ENABLE_RECORD`",
     ),
 }
 
@@ -644,7 +649,7 @@ def test_mistake_in_a_variable(tmp_path: Path, assignment: str) -> None:
     assert caught.value.hint == hint
 
 
-@pytest.mark.parametrize("assignment", ["DISK_CACHE_GB=0", "ENABLE_RECORD=false", "NCCL_MLA_MODE=off"])
+@pytest.mark.parametrize("assignment", ["DISK_CACHE_GB=0", "ENABLE_RECORD=false", "METRICS=off"])
 def test_variable_that_asks_for_nothing_is_not_refused(tmp_path: Path, assignment: str) -> None:
     name, _, value = assignment.partition("=")
     assert load_text(tmp_path, BASE, variables={f"DYN_KVBM_{name}": value}).warnings == ()
@@ -668,8 +673,8 @@ def test_variable_that_nothing_reads_is_a_warning_with_the_reason(tmp_path: Path
 
 def test_secret_in_a_variable_is_not_shown(tmp_path: Path) -> None:
     with pytest.raises(ProfileError) as caught:
-        load_text(tmp_path, BASE, variables={"DYN_KVBM_OBJECT_SECRET_KEY": " "})
-    assert "DYN_KVBM_OBJECT_SECRET_KEY=***" in caught.value.message
+        load_text(tmp_path, BASE, variables={"DYN_KVBM_OBJECTS_SECRET_KEY": "hunter2"})
+    assert "DYN_KVBM_OBJECTS_SECRET_KEY=***" in caught.value.message
 
 
 # -- any input ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""What the text of a variable may look like, and what is said to one that does not.
+
+Upstream took what it could not read for a variable that is not set; here it is an error that names the variable, its
+value and what would be right, with the right spelling where there is only one that can have been meant.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from decimal import Decimal
+
+from kvbm.config.document import Source, located
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+_NUMBER = re.compile(r"(?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?")
+_WITH_UNIT = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([kmgt]i?b?)", re.IGNORECASE)
+_FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+NO_CAPACITY = "0GB"
+
+
+class Form(enum.Enum):
+    GIGABYTES = "a number of GB (1e9 bytes), fractions allowed"
+    COUNT = "a whole number"
+    BOOLEAN = "one of 1, true, yes, on, 0, false, no, off"
+    TEXT = "text"
+
+    def parse(self, text: str, source: Source) -> object:
+        """The value in the form that a profile's key takes. ProfileError where the text is not of this form."""
+        stripped = text.strip()
+        if not stripped:
+            raise located(f"`{source.label}` is empty", source, hint=f"`unset {source.label}`, or give it a value")
+        if self is Form.TEXT:
+            return stripped
+        parsed = _PARSERS[self](stripped)
+        if parsed is None:
+            meant = _meant(self, stripped)
+            hint = None if meant is None else f"`{source.label}={meant}`"
+            raise located(f"`{source.label}` must be {self.value}, not `{stripped}`", source, hint=hint)
+        return parsed
+
+
+def _gigabytes(text: str) -> str | None:
+    if not _NUMBER.fullmatch(text):
+        return None
+    number = Decimal(text)
+    return f"{number:f}GB" if number else NO_CAPACITY
+
+
+def _count(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
+def _boolean(text: str) -> bool | None:
+    lowered = text.lower()
+    return True if lowered in _TRUE else False if lowered in _FALSE else None
+
+
+def _meant(form: Form, text: str) -> str | None:
+    """The same in the right form, where the text says it in another one."""
+    if form is Form.GIGABYTES:
+        return _in_gigabytes(text)
+    if form is Form.COUNT and re.fullmatch(r"[0-9]{1,18}\.0*", text):
+        return text.partition(".")[0]
+    if form is Form.COUNT and re.fullmatch(r"[0-9]{1,3}([,_ ][0-9]{3}){1,4}", text):
+        return re.sub("[,_ ]", "", text)
+    return None
+
+
+def _in_gigabytes(text: str) -> str | None:
+    found = _WITH_UNIT.fullmatch(text)
+    if found is None:
+        return None
+    gigabytes = Decimal(found[1]) * _FACTORS[found[2].lower().removesuffix("b")] / 10**9
+    return f"{gigabytes.normalize():f}"
+
+
+_PARSERS = {Form.GIGABYTES: _gigabytes, Form.COUNT: _count, Form.BOOLEAN: _boolean}

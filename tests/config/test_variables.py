@@ -1,0 +1,285 @@
+"""The variables of NVIDIA's block manager: every name that it reads or documents, and each way to get one wrong."""
+
+from __future__ import annotations
+
+import pytest
+from test_load import BASE, load_text
+
+from kvbm.config.connector import resolve_connector
+from kvbm.config.document import entry_at
+from kvbm.config.schema import ConnectorConfig, keys
+from kvbm.config.variables import VARIABLES, read_variables, variable_of
+from kvbm.errors import ProfileError
+
+# What the wheel of NVIDIA reads (kvbm 1.6.1), with the key that it sets here; None for what has no effect here.
+READ_THERE = {
+    "DYN_KVBM_CPU_CACHE_GB": "tiers.host.capacity",
+    "DYN_KVBM_DISK_CACHE_GB": "tiers.disk.capacity",
+    "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "tiers.host.blocks",
+    "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "tiers.disk.blocks",
+    "DYN_KVBM_DISK_CACHE_DIR": "tiers.disk.directory",
+    "DYN_KVBM_DISK_ALLOCATOR_TYPE": "tiers.disk.allocator",
+    "DYN_KVBM_DISK_ZEROFILL_FALLBACK": "tiers.disk.zerofill",
+    "DYN_KVBM_DISK_DISABLE_O_DIRECT": "tiers.disk.o_direct",
+    "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "offload.to_disk",
+    "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "offload.min_priority",
+    "DYN_KVBM_MAX_CONCURRENT_TRANSFERS": "transfer.max_concurrent",
+    "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE": "transfer.batch_blocks",
+    "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": "transfer.init_timeout_s",
+    "DYN_KVBM_LEADER_ZMQ_HOST": None,
+    "DYN_KVBM_LEADER_ZMQ_PUB_PORT": None,
+    "DYN_KVBM_LEADER_ZMQ_ACK_PORT": None,
+    "DYN_KVBM_METRICS": "metrics.serve",
+    "DYN_KVBM_METRICS_PORT": "metrics.port",
+    "DYN_KVBM_CACHE_STATS_MAX_REQUESTS": "metrics.window_requests",
+    "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": "metrics.log_interval_s",
+    "DYN_KVBM_ENABLE_RECORD": "metrics.record",
+    "ENABLE_KVBM_RECORD": "metrics.record",
+    "DYN_KVBM_DISABLE_WRITE_COMBINED": None,
+    "DYN_KVBM_ENABLE_NUMA": "transfer.numa",
+    "DYN_MEMORY_DISABLE_NUMA": "transfer.numa",
+    "DYN_KVBM_NCCL_MLA_MODE": None,
+    "DYN_KVBM_NCCL_MAX_CTAS": None,
+    "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR": None,
+    "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE": None,
+    "DYN_KVBM_TRTLLM_ZMQ_PORT": None,
+    "DYN_RUNTIME_ENABLED_KVBM": None,
+    "DYN_FATBIN_PATH": None,
+}
+# What is declared or documented there and read by nothing, and what only its branches read.
+READ_NOWHERE = (
+    "DYN_KVBM_OBJECT_ENABLED",
+    "DYN_KVBM_OBJECT_BUCKET",
+    "DYN_KVBM_OBJECT_ENDPOINT",
+    "DYN_KVBM_OBJECT_REGION",
+    "DYN_KVBM_OBJECT_ACCESS_KEY",
+    "DYN_KVBM_OBJECT_SECRET_KEY",
+    "DYN_KVBM_OBJECT_NUM_BLOCKS",
+    "DYN_KVBM_TRANSFER_BATCH_SIZE",
+    "DYN_KVBM_ENABLE",
+    "DYN_KVBM_NIXL_BACKEND_GDS_MT",
+    "DYN_KVBM_HOST_MEMORY_PROVIDER",
+    "DYN_KVBM_G2PB_ADMISSION_POLICY",
+)
+OURS = {"DYN_KVBM_METRICS_HOST"}
+KEYS = {key.path for key in keys(ConnectorConfig)}
+
+
+@pytest.mark.parametrize("name", READ_THERE)
+def test_name_that_the_wheel_reads_is_in_the_table(name: str) -> None:
+    variable = variable_of(name)
+    assert variable is not None
+    assert (variable.key, variable.key is None or variable.key in KEYS) == (READ_THERE[name], True)
+    assert variable.about
+
+
+@pytest.mark.parametrize("name", [*READ_NOWHERE, *(name for name, key in READ_THERE.items() if key is None)])
+@pytest.mark.parametrize("value", ["1", "true", "", "-5", "not this"])
+def test_name_without_an_effect_is_a_warning_whatever_its_value(name: str, value: str) -> None:
+    document, warnings = read_variables({name: value})
+    assert document == {}
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"`{name}` has no effect: ")
+    assert not value or len(value) < 3 or value == "true" or value not in warnings[0]
+
+
+def test_table_has_no_other_names() -> None:
+    known = {*READ_THERE, *READ_NOWHERE, *OURS, "DYN_KVBM_NIXL_BACKEND_<NAME>"}
+    assert {variable.name for variable in VARIABLES} <= known
+
+
+def test_two_variables_of_one_key_may_agree() -> None:
+    document, _ = read_variables({"DYN_KVBM_ENABLE_RECORD": "1", "ENABLE_KVBM_RECORD": "true"})
+    entry = entry_at(document, ["metrics", "record"])
+    assert entry is not None
+    assert entry.value is True
+
+
+def test_names_that_are_not_of_the_block_manager_are_left_alone() -> None:
+    assert read_variables({"DYN_LOG": "debug", "KVBM_PROFILE": "x", "PATH": "/bin"}) == ({}, ())
+
+
+# -- a size of 0 -------------------------------------------------------------------------------------------------------
+
+WITH_DISK = f"{BASE}  disk: {{capacity: 10GB, directory: /mnt/kv}}\n"
+
+
+def test_zero_takes_the_disk_tier_of_a_profile_away_and_says_so(tmp_path) -> None:
+    resolved = load_text(tmp_path, WITH_DISK, variables={"DYN_KVBM_DISK_CACHE_GB": "0.0"})
+    assert resolved.profile.tiers.disk is None
+    assert resolved.profile.tiers.host is not None
+    assert resolved.warnings == ("`DYN_KVBM_DISK_CACHE_GB=0.0` takes away `tiers.disk` of the profile",)
+
+
+def test_zero_takes_the_host_tier_away_and_leaves_a_disk_alone(tmp_path) -> None:
+    resolved = load_text(tmp_path, WITH_DISK, variables={"DYN_KVBM_CPU_CACHE_GB": "0"})
+    assert resolved.profile.tiers.host is None
+    assert resolved.profile.tiers.disk is not None
+
+
+def test_zero_says_nothing_where_there_is_no_such_tier(tmp_path) -> None:
+    assert load_text(tmp_path, BASE, variables={"DYN_KVBM_DISK_CACHE_GB": "0"}).warnings == ()
+
+
+def test_a_number_of_blocks_wins_over_zero_gigabytes(tmp_path) -> None:
+    variables = {"DYN_KVBM_DISK_CACHE_GB": "0", "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "7"}
+    disk = load_text(tmp_path, WITH_DISK, variables=variables).profile.tiers.disk
+    assert disk is not None
+    assert disk.blocks == 7
+
+
+def test_an_override_brings_a_tier_back(tmp_path) -> None:
+    variables = {"DYN_KVBM_DISK_CACHE_GB": "0"}
+    disk = load_text(tmp_path, WITH_DISK, "tiers.disk.capacity=3GB", variables=variables).profile.tiers.disk
+    assert disk is not None
+    assert (disk.capacity, disk.directory) == (3 * 10**9, "~/.cache/kvbm")
+
+
+def test_what_else_is_said_of_a_disk_of_size_zero_is_idle(tmp_path) -> None:
+    variables = {"DYN_KVBM_DISK_CACHE_GB": "0", "DYN_KVBM_DISK_CACHE_DIR": "/mnt"}
+    assert load_text(tmp_path, BASE, variables=variables).warnings == (
+        "`DYN_KVBM_DISK_CACHE_DIR` has no effect: `DYN_KVBM_DISK_CACHE_GB=0`",
+    )
+
+
+def test_disk_without_host_memory_under_a_bare_command() -> None:
+    config = resolve_connector({}, {"DYN_KVBM_CPU_CACHE_GB": "0", "DYN_KVBM_DISK_CACHE_GB": "2.5"}, engine="vllm")
+    assert config.tiers.host is None
+    assert config.tiers.disk is not None
+    assert config.tiers.disk.capacity == 2_500_000_000
+
+
+def test_port_that_nothing_serves_on_is_idle() -> None:
+    from kvbm.config.variables import settle
+
+    document, _ = read_variables({"DYN_KVBM_METRICS_PORT": "7000", "DYN_KVBM_METRICS": "0"})
+    why = "the series have no port of their own without `DYN_KVBM_METRICS=1` or `metrics.serve`"
+    assert settle(document) == (f"`DYN_KVBM_METRICS_PORT` has no effect: {why}",)
+
+
+# -- mistakes: one row each --------------------------------------------------------------------------------------------
+
+GB = "a number of GB (1e9 bytes), fractions allowed"
+BOOLEAN = "one of 1, true, yes, on, 0, false, no, off"
+C, D = "DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_DISK_CACHE_GB"
+BLOCKS, BATCH = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE"
+MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
+    "no number": ({C: "lots"}, f"`{C}` must be {GB}, not `lots`", None),
+    "negative": ({C: "-5"}, f"`{C}` must be {GB}, not `-5`", None),
+    "not a number": ({C: "NaN"}, f"`{C}` must be {GB}, not `NaN`", None),
+    "infinite": ({D: "inf"}, f"`{D}` must be {GB}, not `inf`", None),
+    "with a unit": ({C: "100GB"}, f"`{C}` must be {GB}, not `100GB`", f"`{C}=100`"),
+    "in another unit": ({C: "64 GiB"}, f"`{C}` must be {GB}, not `64 GiB`", f"`{C}=68.719476736`"),
+    "in terabytes": ({D: "0.5T"}, f"`{D}` must be {GB}, not `0.5T`", f"`{D}=500`"),
+    "decimal comma": ({C: "2,5"}, f"`{C}` must be {GB}, not `2,5`", None),
+    "huge": ({C: "1e30"}, "`tiers.host.capacity` must be more than 0 and at most 1024PiB, not `{VALUE}`", None),
+    "less than a byte": ({C: "1e-20"}, "`tiers.host.capacity` must be more than 0 and at most 1024PiB", None),
+    "empty": ({C: ""}, f"`{C}` is empty", f"`unset {C}`, or give it a value"),
+    "blocks with a fraction": ({BLOCKS: "12.0"}, f"`{BLOCKS}` must be a whole number, not `12.0`", f"`{BLOCKS}=12`"),
+    "blocks with commas": (
+        {BLOCKS: "1,000,000"},
+        f"`{BLOCKS}` must be a whole number, not `1,000,000`",
+        f"`{BLOCKS}=1000000`",
+    ),
+    "negative blocks": ({BLOCKS: "-1"}, f"`{BLOCKS}` must be a whole number, not `-1`", None),
+    "blocks out of range": ({BLOCKS: "9" * 18}, "`tiers.host.blocks` must be at most 1099511627776", None),
+    "batch of none": ({C: "1", BATCH: "0"}, "`transfer.batch_blocks` must be at least 1, not `0`", None),
+    "half a switch": (
+        {C: "1", "DYN_KVBM_METRICS": "2"},
+        f"`DYN_KVBM_METRICS` must be {BOOLEAN}, not `2`",
+        None,
+    ),
+    "switch in words": (
+        {D: "1", "DYN_KVBM_DISK_ZEROFILL_FALLBACK": "enabled"},
+        f"`DYN_KVBM_DISK_ZEROFILL_FALLBACK` must be {BOOLEAN}, not `enabled`",
+        None,
+    ),
+    "port that there is not": (
+        {C: "1", "DYN_KVBM_METRICS": "1", "DYN_KVBM_METRICS_PORT": "70000"},
+        "`metrics.port` must be at most 65535, not `70000`",
+        None,
+    ),
+    "window of none": (
+        {C: "1", "DYN_KVBM_CACHE_STATS_MAX_REQUESTS": "0"},
+        "`metrics.window_requests` must be at least 1, not `0`",
+        None,
+    ),
+    "interval beyond a day": (
+        {C: "1", "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": "99999999"},
+        "`metrics.log_interval_s` must be at most 86400.0, not `99999999`",
+        None,
+    ),
+    "allocator": (
+        {D: "1", "DYN_KVBM_DISK_ALLOCATOR_TYPE": "direct"},
+        "`tiers.disk.allocator` must be 'default' or 'open-direct', not the text `direct`",
+        "did you mean `open-direct`?",
+    ),
+    "directory from nowhere": (
+        {D: "1", "DYN_KVBM_DISK_CACHE_DIR": "cache"},
+        "`tiers.disk.directory` must be an absolute path, or begin with `~`, not `cache`",
+        None,
+    ),
+    "priorities that nobody sends": (
+        {C: "1", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "10"},
+        "`offload.min_priority` needs an engine that sends priorities; `vllm` sends none: leave it out",
+        "`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`",
+    ),
+    "misspelt": ({"DYN_KVBM_CPU_CACHE_GBS": "1"}, "unknown variable `DYN_KVBM_CPU_CACHE_GBS`", f"did you mean `{C}`?"),
+    "in small letters": (
+        {"dyn_kvbm_cpu_cache_gb": "1"},
+        "unknown variable `dyn_kvbm_cpu_cache_gb`",
+        f"did you mean `{C}`?",
+    ),
+    "words swapped": (
+        {"DYN_KVBM_CACHE_CPU_GB": "1"},
+        "unknown variable `DYN_KVBM_CACHE_CPU_GB`",
+        f"did you mean `{C}`?",
+    ),
+    "like no other": (
+        {"DYN_KVBM_GO_FASTER": "1"},
+        "unknown variable `DYN_KVBM_GO_FASTER`",
+        "`unset DYN_KVBM_GO_FASTER`",
+    ),
+    "two that disagree": (
+        {C: "1", "DYN_KVBM_ENABLE_NUMA": "1", "DYN_MEMORY_DISABLE_NUMA": "1"},
+        "`DYN_MEMORY_DISABLE_NUMA=1` contradicts `DYN_KVBM_ENABLE_NUMA=1`",
+        "`unset` one of them; both set `transfer.numa`",
+    ),
+    "old and new name disagree": (
+        {C: "1", "DYN_KVBM_ENABLE_RECORD": "no", "ENABLE_KVBM_RECORD": "1"},
+        "`ENABLE_KVBM_RECORD=1` contradicts `DYN_KVBM_ENABLE_RECORD=no`",
+        "`unset` one of them; both set `metrics.record`",
+    ),
+    "no tier": (
+        {"DYN_KVBM_METRICS": "1"},
+        "no tier is configured: kvbm has nowhere to keep blocks",
+        f"set `{C}` (1e9 bytes, over all ranks) or `{BLOCKS}`, for a disk `{D}`",
+    ),
+    "both tiers of no size": (
+        {C: "0", D: "0"},
+        "no tier is configured: kvbm has nowhere to keep blocks",
+        f"set `{C}` (1e9 bytes, over all ranks) or `{BLOCKS}`, for a disk `{D}`",
+    ),
+}
+
+
+ONLY_BARE = ("no tier", "both tiers of no size", "priorities that nobody sends")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_names_variable_value_and_what_would_be_right(name: str) -> None:
+    variables, message, hint = MISTAKES[name]
+    with pytest.raises(ProfileError) as caught:
+        resolve_connector({}, variables, engine="vllm")
+    said = caught.value.message
+    assert said.startswith(message.partition("{VALUE}")[0])
+    assert caught.value.hint == hint
+    assert len(variables) > 1 or any(f"{one}={value}" in said for one, value in variables.items()) or name == "no tier"
+
+
+@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in ONLY_BARE])
+def test_the_same_mistake_over_a_profile(tmp_path, name: str) -> None:
+    variables, message, _ = MISTAKES[name]
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, BASE, variables=variables)
+    assert message.partition("{VALUE}")[0] in caught.value.message
