@@ -549,6 +549,7 @@ class DiskSide:
         good = [h for h, is_written in zip(hashes, is_good, strict=True) if is_written]
         written.stage(good).register().release()
         self._counters.disk_offload_blocks += len(good)
+        self._counters.disk_only_blocks += len(good) * self._policy.is_buffer
         self._counters.disk_offload_bytes += len(good) * self._block_bytes
         self._counters.disk_failed_blocks += len(hashes) - len(good)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from kvbm.core.store import BlockStore
 from kvbm.disk_side import Disk, DiskPolicy, DiskSide
 from kvbm.errors import EnvironmentProblem
 from kvbm.loads import Load, Loads
-from kvbm.metrics import Counters, TierBlocks
+from kvbm.metrics import WINDOW_REQUESTS, Counters, TierBlocks
 from kvbm.plan import Offload, StepPlan
 from kvbm.region import Region
 from kvbm.types import SegmentInfo, SlotState, Tier
@@ -57,7 +58,7 @@ class LeaderSettings:
     G1 blocks are held by offloads at a time. A transfer without a result is asked after every `overdue_steps` steps;
     while an onboard is older than that, no further hit is promised. `groups` are the engine's KV cache groups, those
     that look back over everything first; without any, there is one. An engine that `gives_up_blocks` of a failed load,
-    and computes in others, need not wait for the end of an overdue one.
+    and computes in others, need not wait for the end of an overdue one. Hit rates are about the last `window_requests`.
     """
 
     block_tokens: int
@@ -69,6 +70,7 @@ class LeaderSettings:
     overdue_steps: int = 2000
     groups: tuple[Group, ...] = ()
     gives_up_blocks: bool = False
+    window_requests: int = WINDOW_REQUESTS
     disk: DiskPolicy = field(default_factory=DiskPolicy)
 
     @classmethod
@@ -92,6 +94,7 @@ class LeaderSettings:
             min_priority=config.offload.min_priority,
             groups=groups,
             gives_up_blocks=gives_up_blocks,
+            window_requests=config.metrics.window_requests,
             disk=DiskPolicy.of(config),
         )
 
@@ -186,7 +189,7 @@ class Leader:
         self._generation = 0
         self._step = 0
         self._checked_slots = 0
-        self.counters = Counters()
+        self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
         self._disk: DiskSide | None = (
             None
             if disk is None

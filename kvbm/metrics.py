@@ -20,7 +20,7 @@ from kvbm.types import Tier
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-HIT_RATE_WINDOW_REQUESTS = 1000
+WINDOW_REQUESTS = 1000
 
 
 @dataclass(slots=True)
@@ -57,7 +57,9 @@ class Counters:
     disk_times_off: int = 0
     disk_off: int = 0
     disk_restarts: int = 0
-    hit_window: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=HIT_RATE_WINDOW_REQUESTS))
+    disk_only_blocks: int = 0
+    record_dropped_calls: int = 0
+    hit_window: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_REQUESTS))
 
     def hits(self) -> tuple[int, int, int]:
         """Of the prompt blocks of the last finished requests: (came from G2, came from G3, asked for)."""
@@ -85,6 +87,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kvbm_onboard_blocks_d2d": (
         "onboard_disk_blocks",
         "blocks of disk given to the engine; they are part of kvbm_onboard_blocks_h2d too",
+    ),
+    "kvbm_offload_blocks_d2d": (
+        "disk_only_blocks",
+        "blocks registered on disk where there is no host tier; they are part of kvbm_offload_blocks_h2d too",
     ),
     "kvbm_offload_bytes_h2d": ("disk_offload_bytes", "bytes copied from host to disk, of registered blocks"),
     "kvbm_disk_fetched_blocks": ("disk_fetched_blocks", "blocks read from disk, proven and registered in host"),
@@ -126,19 +132,30 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kvbm_evicted_blocks": ("evicted_blocks", "registered blocks evicted from host to make room"),
     "kvbm_resets": ("resets", "times the cache was emptied on request"),
     "kvbm_finished_requests": ("finished_requests", "requests that asked for blocks and have ended"),
+    "kvbm_record_dropped_calls": ("record_dropped_calls", "decisions that the recording had no room for"),
     "kvbm_disabled": ("disabled", "1 after a rank was lost: the engine runs on without the cache"),
 }
 
 HIT_RATES = {
     tier: (
         f"kvbm_{name}_cache_hit_rate",
-        f"share of prompt blocks that came from {name}, last {HIT_RATE_WINDOW_REQUESTS} requests",
+        f"share of prompt blocks that came from {name}, 0 to 1, over the last `metrics.window_requests` requests",
     )
     for tier, name in ((Tier.HOST, "host"), (Tier.DISK, "disk"))
 }
 BLOCKS = {
     tier: (f"kvbm_{name}_blocks", f"blocks of the {name} tier by `state`: free, moving, pinned or evictable")
     for tier, name in ((Tier.HOST, "host"), (Tier.DISK, "disk"))
+}
+# What NVIDIA's dashboards and alerts ask for and nothing here can move; 0 is the truth, and no gap in a panel.
+NEVER: dict[str, str] = {
+    "kvbm_offload_blocks_d2o": "blocks copied to an object store, of which there is none in this version: always 0",
+    "kvbm_onboard_blocks_o2d": "blocks copied from an object store, of which there is none in this version: always 0",
+    "kvbm_object_read_failures": "of an object store, of which there is none in this version: always 0",
+    "kvbm_object_write_failures": "of an object store, of which there is none in this version: always 0",
+}
+NEVER_GAUGES: dict[str, str] = {
+    "kvbm_object_cache_hit_rate": "of an object store, of which there is none in this version: always 0",
 }
 DISK_GAUGES: dict[str, str] = {
     "kvbm_disk_write_amplification": "bytes that reached the drive for each byte of blocks written, by everybody on it",
@@ -167,8 +184,13 @@ class KvbmCollector:
 
         for name, (attribute, description) in COUNTERS.items():
             yield UnknownMetricFamily(name, description, value=getattr(self._counters, attribute))
+        for name, description in NEVER.items():
+            yield UnknownMetricFamily(name, description, value=0)
+        for tier, rate in HIT_RATES.items():
+            yield GaugeMetricFamily(*rate, value=self._counters.hit_rate(tier))
+        for name, description in NEVER_GAUGES.items():
+            yield GaugeMetricFamily(name, description, value=0)
         for tier, states in self._blocks().items():
-            yield GaugeMetricFamily(*HIT_RATES[tier], value=self._counters.hit_rate(tier))
             blocks = GaugeMetricFamily(*BLOCKS[tier], labels=["state"])
             for state, count in states.items():
                 blocks.add_metric([state], count)

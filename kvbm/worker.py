@@ -136,12 +136,14 @@ class Worker:
         rank: int = 0,
         rank_count: int = 1,
         thread_count: int = 4,
+        binds_memory: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> Worker:
-        """Allocate, touch and pin this rank's segment and start its threads. Raises EnvironmentProblem."""
+        """Allocate, touch and pin this rank's segment and start its threads; `binds_memory` to the NUMA node of the
+        device, where that is known and there are several. Raises EnvironmentProblem."""
         slot_count = capacity.slot_count(layout.slot_stride, rank_count)
         pin = storages[0].is_cuda
-        node = numa_node_of(storages[0])
+        node = numa_node_of(storages[0]) if binds_memory else None
         segment = Segment.create(rank=rank, layout=layout, slot_count=slot_count, node=node, pin=pin, progress=progress)
         return cls(
             segment,

@@ -17,6 +17,8 @@ from kvbm_cli.process import OWN_ADDRESS, choose_port
 from kvbm_cli.show_error import show_warning
 from kvbm_cli.size import size_key, size_of
 
+MAX_PORT = 65535
+
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.sizing import SizeUnknown, Sizing
@@ -48,7 +50,7 @@ def examine_here(resolved: ResolvedProfile) -> tuple[Sizing | SizeUnknown | None
         sizing = unknown
     except ProfileError as mistake:
         mistakes.append(mistake)
-    for require in (_require_program, _require_address, _require_directory):
+    for require in (_require_program, _require_address, _require_metrics, _require_directory):
         try:
             require(resolved)
         except ProfileError as mistake:
@@ -114,6 +116,41 @@ def _require_address(resolved: ResolvedProfile) -> None:
         choose_port(resolved.profile.server.host, 0)
     except EnvironmentProblem as error:
         raise resolved.mistake("server.host", error.message, hint=OWN_ADDRESS) from None
+
+
+def _require_metrics(resolved: ResolvedProfile) -> None:
+    """Each engine that keeps blocks has a port of its own for their series."""
+    ports = _metrics_ports(resolved)
+    if ports and ports[-1] > MAX_PORT:
+        message = f"`metrics.port` and those that follow it, one for each of {len(ports)} engines, end at {MAX_PORT}"
+        raise resolved.mistake("metrics.port", message)
+    if ports and resolved.profile.metrics.host is not None:
+        try:
+            choose_port(resolved.profile.metrics.host, 0)
+        except EnvironmentProblem as error:
+            hint = "`metrics.host` is an address of this machine, or left out that of `server.host`"
+            raise resolved.mistake("metrics.host", error.message, hint=hint) from None
+
+
+def require_metrics_ports(resolved: ResolvedProfile) -> None:
+    """EnvironmentProblem where somebody listens at a port that is wanted for the series: just before a start."""
+    metrics, server = resolved.profile.metrics, resolved.profile.server
+    try:
+        for port in _metrics_ports(resolved):
+            choose_port(metrics.host or server.host, port)
+    except EnvironmentProblem as error:
+        key = "metrics.port" if "metrics.port" in resolved.sources else "metrics.serve"
+        hint = "`metrics.port: 0` chooses a free port, `metrics.serve: false` does without"
+        message = error.message.replace(": ", " for metrics: ", 1)
+        raise EnvironmentProblem(resolved.mistake(key, message).message, hint=hint) from None
+
+
+def _metrics_ports(resolved: ResolvedProfile) -> range:
+    from kvbm_cli.engines import copy_count
+
+    metrics = resolved.profile.metrics
+    is_wanted = metrics.serve and metrics.port
+    return range(metrics.port, metrics.port + copy_count(resolved.profile)) if is_wanted else range(0)
 
 
 def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:

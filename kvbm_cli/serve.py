@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.check import check, require_engine, require_log
+from kvbm_cli.check import check, require_engine, require_log, require_metrics_ports
 from kvbm_cli.console import Waiting, print_data, print_json, print_note
 from kvbm_cli.engines import how_to_make_model
 from kvbm_cli.identity import Identity
@@ -97,6 +97,7 @@ def _serve(
     if resolved.profile.disaggregated.is_wanted:
         require_nixl(resolved.profile)
     _free_port(resolved.profile, _living())
+    require_metrics_ports(resolved)
     if how_to_make_model(resolved.profile) is not None:
         with Waiting("making", f"{resolved.profile.engine.model}, once"):
             make_model(resolved.profile, say=print_note)

@@ -20,7 +20,8 @@ PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "
 SEAMS = ("kvbm.core.groups", "kvbm.events", "kvbm.layout", "kvbm.region")  # what an engine's facts are translated into
 DISK_PROCESS = ("kvbm.lasting_disk", "kvbm.disk_process", "kvbm.disk_child", "kvbm.disk_channel")
 DECIDING = ("kvbm.leader", "kvbm.loads", "kvbm.disk_side", "kvbm.rates", "kvbm.known_rates")
-ORCHESTRATION = (*DECIDING, "kvbm.lasting_disk", "kvbm.worker", "kvbm.plan", "kvbm.metrics")
+OBSERVING = ("kvbm.observation", "kvbm.metrics_server", "kvbm.hit_rate_log", "kvbm.record")
+ORCHESTRATION = (*DECIDING, "kvbm.lasting_disk", "kvbm.worker", "kvbm.plan", "kvbm.metrics", "kvbm.observation")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ TABLE = (
         (*SHARED, *PHYSICAL, "kvbm.plan"),
         never=ENGINES[1:],
         lazily=("torch",),
+    ),
+    Layer(
+        OBSERVING,
+        (*SHARED, *OBSERVING, "kvbm.leader", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema"),
+        never=("numpy", *ENGINES),
     ),
     Layer(("kvbm.plan", "kvbm.metrics"), (*SHARED, "kvbm.plan", "kvbm.leader"), never=ENGINES),
     Layer(("kvbm.config", "kvbm.sizing"), (*SHARED, "kvbm.config", "kvbm.sizing"), never=ENGINES),

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from kvbm.disk_side import open_disk
 from kvbm.embedded.worker_home import InlineWorker, ProcessWorker, WorkerHome
 from kvbm.hashing import HASH_BYTES
-from kvbm.leader import Leader, LeaderSettings
+from kvbm.leader import LeaderSettings
 from kvbm.metrics import KvbmCollector
+from kvbm.observation import Observation
 from kvbm.plan import StepPlan
 from kvbm.region import Region
 from kvbm.types import SegmentInfo
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvbm.embedded.connector import ConnectorOutput, SchedulerOutput
     from kvbm.embedded.kv import KVPool
     from kvbm.embedded.request import Request
+    from kvbm.leader import Leader
 
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -52,7 +54,8 @@ def create_connector(
 ) -> tuple[KvbmScheduler, KvbmWorker]:
     """The two halves for one embedded engine, from the resolved profile's contents.
 
-    Memory and disk space are taken when the engine registers its KV pool, not here.
+    Memory and disk space are taken when the engine registers its KV pool, not here. EnvironmentProblem where the
+    profile asks for a port for metrics that is taken, or for a recording that cannot be written.
     """
     from kvbm.config.schema import Profile
 
@@ -69,6 +72,7 @@ class KvbmScheduler:
 
     def __init__(self, profile: Profile, progress: Progress | None = None) -> None:
         self._profile = profile
+        self._observation = Observation(profile.connector_config().metrics)
         self._progress = progress
         self._namespace = b""
         self._step = (0, 0.0)  # tokens of the step under way, and when it began
@@ -113,7 +117,7 @@ class KvbmScheduler:
             hash_bytes=HASH_BYTES,
             progress=self._progress,
         )
-        self._leader = Leader(
+        self._leader = self._observation.leader_class(
             self._region,
             settings,
             hold=self._pool.hold,
@@ -122,6 +126,7 @@ class KvbmScheduler:
             disk=disk,
             tenant_of=self._tenant_of,
         )
+        self._observation.watch(self._leader)
 
     def _tenant_of(self, request_id: str) -> bytes:
         request = self._requests.get(request_id)
@@ -191,6 +196,7 @@ class KvbmScheduler:
         """Before the worker's: what only host memory has is written to disk first."""
         if self._leader is not None:
             self._leader.close()
+        self._observation.close()
         if self._region is not None:
             self._region.close()
 
@@ -230,6 +236,7 @@ class KvbmWorker:
         self._capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
         self._thread_count = profile.transfer.max_concurrent
         self._init_timeout_s = profile.transfer.init_timeout_s
+        self._binds_memory = profile.transfer.numa
         self._send_handshake = handshake
         self._worker_process = worker_process
         self._progress = progress
@@ -241,7 +248,13 @@ class KvbmWorker:
         if self._worker_process:
             home = ProcessWorker(pool, self._capacity, self._thread_count, self._init_timeout_s)
         else:
-            home = InlineWorker(pool, self._capacity, self._thread_count, self._progress)
+            home = InlineWorker(
+                pool,
+                self._capacity,
+                self._thread_count,
+                binds_memory=self._binds_memory,
+                progress=self._progress,
+            )
         self._home = home
         self._send_handshake(pickle.dumps(Handshake((home.info,), pool.block_size)))
 

@@ -44,10 +44,21 @@ class WorkerHome(Protocol):
 
 class InlineWorker:
     def __init__(
-        self, pool: KVPool, capacity: HostCapacity, thread_count: int, progress: Callable[[int, int], None] | None
+        self,
+        pool: KVPool,
+        capacity: HostCapacity,
+        thread_count: int,
+        *,
+        binds_memory: bool,
+        progress: Callable[[int, int], None] | None,
     ) -> None:
         self._worker = Worker.create(
-            pool.layout(), pool.storages, capacity, thread_count=thread_count, progress=progress
+            pool.layout(),
+            pool.storages,
+            capacity,
+            thread_count=thread_count,
+            binds_memory=binds_memory,
+            progress=progress,
         )
         self.info = self._worker.info
         self.start = self._worker.start

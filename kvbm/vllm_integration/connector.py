@@ -67,7 +67,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         _refuse_rival()
         transfer_config = vllm_config.kv_transfer_config
         transfer_config.kv_load_failure_policy = "recompute"
-        config = _resolved(transfer_config.kv_connector_extra_config)
+        extra_config = transfer_config.kv_connector_extra_config
+        config = _resolved(extra_config, warns=role is KVConnectorRole.SCHEDULER)
         events = getattr(vllm_config, "kv_events_config", None)
         self._publishes_events = bool(events and events.enable_kv_cache_events)
         self._scheduler: SchedulerSide | None = None
@@ -87,11 +88,18 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 continues_prompts=continues_prompts(vllm_config),
                 gives_up_blocks=KNOWS_FAILED_REQUESTS,
                 identity=partial(identity, vllm_config),
+                engine=_engine_index(vllm_config),
             )
         else:
             self._worker = self.worker_side_class()(
                 config, kv_cache_config, groups, rank=_rank(vllm_config), rank_count=_rank_count(vllm_config)
             )
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """vLLM asks this of a GPU's engine before any process of it starts: the first moment to refuse a mistake."""
+        _resolved(extra_config, warns=False)
+        return bool(super().requires_piecewise_for_cudagraph(extra_config))
 
     @classmethod
     def worker_side_class(cls) -> type[WorkerSide]:
@@ -231,10 +239,10 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return KvbmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _resolved(extra_config: dict[str, Any]) -> ConnectorConfig:
+def _resolved(extra_config: dict[str, Any], *, warns: bool) -> ConnectorConfig:
     """The configuration. A mistake ends the start, and vLLM's log then has the hint too."""
     try:
-        return resolve_connector(extra_config, os.environ, engine="vllm")
+        return resolve_connector(extra_config, os.environ, engine="vllm", warns=warns)
     except ProfileError as error:
         if error.hint is not None:
             error.add_note(f"hint: {error.hint}")
@@ -272,6 +280,12 @@ def _rank(vllm_config: VllmConfig) -> int:
     stage: int = get_pp_group().rank_in_group
     part: int = get_tp_group().rank_in_group
     return stage * int(vllm_config.parallel_config.tensor_parallel_size) + part
+
+
+def _engine_index(vllm_config: VllmConfig) -> int:
+    """Of this engine in a data-parallel server. vLLM sets the rank back to 0 where the engines share no experts."""
+    parallel = vllm_config.parallel_config
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
 
 
 def _rank_count(vllm_config: VllmConfig) -> int:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kvbm.disk_side import open_disk
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
-from kvbm.leader import NO_BLOCK, Leader, LeaderSettings, LoadResult
+from kvbm.leader import NO_BLOCK, LeaderSettings, LoadResult
+from kvbm.observation import Observation
 from kvbm.region import Region
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from kvbm.config.schema import ConnectorConfig
     from kvbm.lasting_disk import LastingDisk
+    from kvbm.leader import Leader
     from kvbm.types import SegmentInfo
     from kvbm.vllm_integration.cache_groups import CacheGroup
 
@@ -58,7 +60,7 @@ class SchedulerSide:
     """Hooks of one engine's scheduler. `hash_bytes`: length of vLLM's block hashes; `continues_prompts`: whether the
     engine can compute the rest of a prompt, or only its last token, on top of a hit; `gives_up_blocks`: whether it
     computes what could not be loaded in other blocks; `identity` tells what blocks on disk must agree in, and whether
-    the next start will."""
+    the next start will; `engine` is its number in a data-parallel server."""
 
     def __init__(
         self,
@@ -70,8 +72,10 @@ class SchedulerSide:
         continues_prompts: bool,
         gives_up_blocks: bool,
         identity: Callable[[], tuple[dict[str, object], bool]],
+        engine: int = 0,
     ) -> None:
         self._config = config
+        self._observation = Observation(config.metrics, engine=engine)
         self._identity = identity
         self._groups = groups
         self._rank_count = rank_count
@@ -136,7 +140,7 @@ class SchedulerSide:
             groups=tuple(group.group for group in self._groups),
             gives_up_blocks=self._gives_up_blocks,
         )
-        self.leader = Leader(
+        self.leader = self._observation.leader_class(
             self._region,
             settings,
             hold=self._hold,
@@ -145,6 +149,7 @@ class SchedulerSide:
             disk=self._open_disk(segments),
             tenant_of=self._tenant_of,
         )
+        self._observation.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
 
     def _open_disk(self, segments: Sequence[SegmentInfo]) -> LastingDisk | None:
@@ -293,6 +298,7 @@ class SchedulerSide:
         """What only host memory has goes to disk. vLLM has ended its ranks; their memory is still mapped here."""
         if self.leader is not None:
             self.leader.close()
+        self._observation.close()
         if self._region is not None:
             self._region.close()
 

@@ -73,6 +73,7 @@ class WorkerSide:
             rank=self._rank,
             rank_count=self._rank_count,
             thread_count=self._config.transfer.max_concurrent,
+            binds_memory=self._config.transfer.numa,
             progress=progress_log(f"of host memory for rank {self._rank}"),
         )
 

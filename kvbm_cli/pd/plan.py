@@ -57,22 +57,26 @@ def plan(
     ports = ports if ports is not None else free_ports()
     devices = _devices(profile, wanted.prefill + wanted.decode, environment)
 
-    def engines(kind: str, count: int, connector: Mapping[str, object]) -> dict[str, LaunchPlan]:
+    def engines(kind: str, connectors: Sequence[Mapping[str, object]]) -> dict[str, LaunchPlan]:
         return {
             f"{kind} {number}": _engine(profile, connector, next(devices), next(ports), next(ports))
-            for number in range(count)
+            for number, connector in enumerate(connectors)
         }
 
-    prefill = engines("prefill", wanted.prefill, prefill_connector(profile))
-    decode = engines("decode", wanted.decode, DECODE_CONNECTOR)
+    prefill = engines("prefill", [prefill_connector(profile, number) for number in range(wanted.prefill)])
+    decode = engines("decode", [DECODE_CONNECTOR] * wanted.decode)
     proxy = _proxy(profile, port, prefill=list(prefill.values()), decode=list(decode.values()))
     return DisaggregatedPlan(tuple({**prefill, **decode}.items()), proxy)
 
 
-def prefill_connector(profile: Profile) -> dict[str, object]:
-    """PdConnector: ours, which has the host tier, and NIXL, which hands blocks to an engine that decodes."""
+def prefill_connector(profile: Profile, number: int = 0) -> dict[str, object]:
+    """PdConnector: ours, which has the host tier, and NIXL, which hands blocks to an engine that decodes. Each of the
+    engines that prefill has a port of its own for metrics, if there is to be one."""
     from kvbm.vllm_integration.launch import transfer_config
 
+    metrics = profile.metrics
+    port = metrics.port + number if metrics.port and metrics.serve else metrics.port
+    profile = profile.model_copy(update={"metrics": metrics.model_copy(update={"port": port})})
     assert isinstance(profile.engine, VllmEngine), "only vLLM can prefill apart"
     ours = transfer_config(profile, profile.engine.arguments)
     return {

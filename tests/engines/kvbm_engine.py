@@ -58,6 +58,7 @@ class KvbmEngine:
         disk: dict | None = None,
         offload: dict | None = None,
         onboard: dict | None = None,
+        metrics: dict | None = None,
         **config,
     ):
         defaults = {"model": "synthetic:tiny", "num_blocks": 40, "max_num_batched_tokens": 128, "verify": False}
@@ -70,6 +71,7 @@ class KvbmEngine:
                     "offload": {"generated": generated, **(offload or {})},
                     "onboard": onboard or {},
                     "transfer": {"max_concurrent": 2},
+                    "metrics": metrics or {},
                 }
             )
             self.connector = create_connector(profile.model_dump_json(), worker_process=worker_process)

@@ -250,7 +250,15 @@ class Rig:
     """Leader, ranks and G1 together; `step` is one engine step."""
 
     def __init__(
-        self, *, slots: int = 8, blocks: int = 16, ranks: int = 1, onboard_parts: int = 1, fake_disk=None, **settings
+        self,
+        *,
+        slots: int = 8,
+        blocks: int = 16,
+        ranks: int = 1,
+        onboard_parts: int = 1,
+        fake_disk=None,
+        leader_class=Leader,
+        **settings,
     ) -> None:
         self.g1 = G1(blocks, ranks)
         self.ranks = [Rank(rank, self.g1, slots, onboard_parts) for rank in range(ranks)]
@@ -262,7 +270,7 @@ class Rig:
             self.disk.slots_carry = self.region.slots_carry
         self.now_s = 0.0
         defaults = {"block_tokens": 16, "block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
-        self.leader = Leader(
+        self.leader = leader_class(
             self.region,
             LeaderSettings(**(defaults | settings)),
             hold=self.g1.hold,
