@@ -21,8 +21,8 @@ from kvbm.config.flags import KVBM_SETS
 from kvbm.config.json_schema import json_schema
 from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
 from kvbm.config.schema import INTERPOLATED, Key, keys
-from kvbm.config.variables import VARIABLES, Effect
-from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES
+from kvbm.config.variables import VARIABLES
+from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES, NEVER, NEVER_GAUGES
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN, shown
 from kvbm_cli.app import app
 from kvbm_cli.bench.workload import KEYS as WORKLOAD_KEYS
@@ -143,15 +143,35 @@ without it the profile's `bench.workload` counts, and without that `conversation
 VARIABLES_HEAD = """\
 # DYN_KVBM_* variables
 
-The names of NVIDIA's block manager. A name that is not in this table is an error, and so is a value that the variable
-cannot mean. An engine that `kvbm` starts never sees them: it gets the resolved profile. In a vLLM that is started with
-`DynamoConnector` by its own command line the connector reads them itself, by the same table.
+The names of NVIDIA's block manager, whichever way the engine is started. A name that begins with `DYN_KVBM_` and is not
+here is an error with the nearest one, and so is a value that the variable cannot mean. An engine that `kvbm` starts
+never sees them: it gets the resolved profile. In a vLLM that is started with `DynamoConnector` by its own command line
+the connector reads them itself, by the same tables. `kvbm profile import-env` writes those that are set as a profile,
+and [the page about moving](../guide/migrate-from-nvidia.md) says how to go over.
+
+## Honoured
+
+| variable | key of a profile | value | about | NVIDIA's read it otherwise |
+| --- | --- | --- | --- | --- |
+"""
+
+NO_EFFECT_HEAD = """\
+## Without effect here
+
+Each that is set is a warning, whatever its value, and never an error.
+
+| variable | why |
+| --- | --- |
 """
 
 METRICS_HEAD = """\
 # Metrics of the block manager
 
-At `/metrics` of the engine, beside the engine's own under vLLM's names. A counter moves when the thing has happened.
+At `/metrics` of the engine, beside the engine's own under vLLM's names. With `metrics.serve` (`DYN_KVBM_METRICS=1`)
+also by themselves, at `/metrics` of `metrics.port`, from the process of the leader; engine n of a data-parallel server
+is at that port + n. A counter moves when the thing has happened. What the panels of NVIDIA's dashboard show is in
+[the page about moving](../guide/migrate-from-nvidia.md#dashboards).
+
 The counters are exported without a type, because the names of NVIDIA's block manager, which are kept, have no `_total`;
 `rate()` works on them.
 """
@@ -224,19 +244,22 @@ def _default(key: Key) -> str:
 
 
 def variables_page() -> str:
-    lines = [NOTE, "", VARIABLES_HEAD, "| variable | effect | value | about |", "| --- | --- | --- | --- |"]
-    for variable in VARIABLES:
-        effect = f"sets `{variable.key}`" if variable.effect is Effect.HONOURED else variable.effect.value
-        lines.append(f"| `{variable.name}` | {effect} | {variable.form.value} | {variable.about} |")
-    return "\n".join([*lines, ""])
+    honoured = [
+        f"| `{one.name}` | `{one.key}` | {one.form.value} | {one.about} | {one.upstream} |"
+        for one in VARIABLES
+        if one.is_honoured
+    ]
+    others = [f"| `{one.name}` | {one.about} |" for one in VARIABLES if not one.is_honoured]
+    return "\n".join([NOTE, "", VARIABLES_HEAD.rstrip(), *honoured, "", NO_EFFECT_HEAD.rstrip(), *others, ""])
 
 
-GAUGES = (*HIT_RATES.values(), *BLOCKS.values(), *DISK_GAUGES.items())
+GAUGES = (*HIT_RATES.values(), *NEVER_GAUGES.items(), *BLOCKS.values(), *DISK_GAUGES.items())
 
 
 def metrics_page() -> str:
     lines = [NOTE, "", METRICS_HEAD, "| metric | type | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{name}` | counter | {about} |" for name, (_, about) in COUNTERS.items()]
+    lines += [f"| `{name}` | counter | {about} |" for name, about in NEVER.items()]
     lines += [f"| `{name}` | gauge | {about} |" for name, about in GAUGES]
     return "\n".join([*lines, ""])
 

@@ -336,6 +336,21 @@ def profile_new(
     new_profile(file, answers, set_ or [], extends=extends, is_forced=force)
 
 
+@profile_app.command("import-env")
+def profile_import_env(
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="A new file, which ends in .yaml; else to stdout.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="The engine's model, which no variable names.")
+    ] = None,
+) -> None:
+    """Turn the DYN_KVBM_* variables of this environment into a profile."""
+    from kvbm_cli.import_env import import_env
+
+    import_env(os.environ, output=output, model=model)
+
+
 @profile_app.command("schema")
 def profile_schema(
     key: Annotated[

@@ -63,8 +63,8 @@ def override(text: str, profile: str = "demo") -> Row:
     return Row(f"profile check {profile} --set {text}")
 
 
-def variable(name: str, value: str) -> Row:
-    return Row("profile check demo", variables={name: value})
+def variable(name: str, value: str, *, profile: str = "demo", **more: str) -> Row:
+    return Row(f"profile check {profile}", variables={name: value, **more})
 
 
 @contextmanager
@@ -240,6 +240,41 @@ VARIABLES = {
     "variable_unknown": variable("DYN_KVBM_CPU_CACHE_GIB", "4"),
     "variable_not_a_number": variable("DYN_KVBM_CPU_CACHE_GB", "4GB"),
     "variable_empty": variable("DYN_KVBM_DISK_CACHE_DIR", ""),
+    "variable_negative": variable("DYN_KVBM_CPU_CACHE_GB", "-1"),
+    "variable_nan": variable("DYN_KVBM_DISK_CACHE_GB", "NaN"),
+    "variable_huge": variable("DYN_KVBM_CPU_CACHE_GB", "1e30"),
+    "variable_decimal_comma": variable("DYN_KVBM_CPU_CACHE_GB", "2,5"),
+    "variable_in_gibibytes": variable("DYN_KVBM_CPU_CACHE_GB", "64GiB"),
+    "variable_zero_of_the_only_tier": variable("DYN_KVBM_CPU_CACHE_GB", "0"),
+    "variable_blocks_with_commas": variable("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "1,000"),
+    "variable_switch_that_is_none": variable("DYN_KVBM_DISK_ZEROFILL_FALLBACK", "enabled", profile="demo-disk"),
+    "variable_allocator": variable("DYN_KVBM_DISK_ALLOCATOR_TYPE", "open_direct", profile="demo-disk"),
+    "variable_relative_directory": variable("DYN_KVBM_DISK_CACHE_DIR", "cache", profile="demo-disk"),
+    "variable_no_transfers": variable("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", "0"),
+    "variable_priorities": variable("DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY", "50"),
+    "variable_timeout_in_words": variable("DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS", "30m"),
+    "variable_port_of_metrics": variable("DYN_KVBM_METRICS_PORT", "70000", DYN_KVBM_METRICS="1"),
+    "variable_port_of_the_server": variable("DYN_KVBM_METRICS_PORT", "8000", DYN_KVBM_METRICS="1"),
+    "variable_address_of_metrics": variable("DYN_KVBM_METRICS_HOST", "192.0.2.1", DYN_KVBM_METRICS="1"),
+    "variable_window_of_none": variable("DYN_KVBM_CACHE_STATS_MAX_REQUESTS", "0"),
+    "variable_in_small_letters": variable("dyn_kvbm_metrics", "1"),
+    "variables_that_disagree": variable("DYN_KVBM_ENABLE_NUMA", "1", DYN_MEMORY_DISABLE_NUMA="1"),
+    "variables_all_wrong": variable("DYN_KVBM_CPU_CACHE_GBS", "1", DYN_KVBM_METRICS="2", DYN_KVBM_DISK_CACHE_GB="x"),
+    "import_env_of_nothing": Row("profile import-env"),
+    "import_env_of_wrong_ones": Row(
+        "profile import-env", variables={"DYN_KVBM_CPU_CACHE_GB": "10GiB", "DYN_KVBM_METRIC": "1"}
+    ),
+    "import_env_without_a_tier": Row("profile import-env", variables={"DYN_KVBM_METRICS": "1"}),
+    "import_env_into_a_file_that_is_there": Row(
+        "profile import-env --output mine.yaml", {"mine.yaml": MINE}, {"DYN_KVBM_CPU_CACHE_GB": "1"}
+    ),
+    "import_env_without_a_suffix": Row("profile import-env --output mine", {}, {"DYN_KVBM_CPU_CACHE_GB": "1"}),
+    "variable_port_of_metrics_taken": Row(
+        "serve --profile demo --port 0",
+        variables={"DYN_KVBM_METRICS": "1", "DYN_KVBM_METRICS_PORT": "18734"},
+        exit_code=MACHINE,
+        prepare=taken_port,
+    ),
 }
 
 COMMAND_LINE = {

@@ -1,0 +1,112 @@
+"""`kvbm profile import-env`: for any environment a profile that means the same, or the mistakes of the variables."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from terminal import assert_snapshot, kvbm
+
+from kvbm.config.connector import resolve_connector
+from kvbm.config.load import load
+from kvbm.config.schema import ConnectorConfig
+from kvbm.errors import ProfileError
+from kvbm_cli.import_env import profile_text
+
+SECTIONS = ("tiers", "offload", "onboard", "transfer", "metrics")
+BOOLEANS = st.sampled_from(["1", "true", "Yes", " on", "0", "false", "NO", "off "])
+WHOLE = st.integers(1, 64).map(str)
+SIZES = st.one_of(st.decimals("0.001", 10**5, places=3).map(str), st.sampled_from(["0", "1e2", ".5", "00100"]))
+DIRECTORIES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
+VALUES = {
+    "DYN_KVBM_CPU_CACHE_GB": SIZES,
+    "DYN_KVBM_DISK_CACHE_GB": SIZES,
+    "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": st.integers(0, 10**6).map(str),
+    "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": st.integers(0, 10**6).map(str),
+    "DYN_KVBM_DISK_CACHE_DIR": DIRECTORIES.map(lambda text: f"/mnt/{text}"),
+    "DYN_KVBM_DISK_ALLOCATOR_TYPE": st.sampled_from(["default", "open-direct"]),
+    "DYN_KVBM_DISK_ZEROFILL_FALLBACK": BOOLEANS,
+    "DYN_KVBM_DISK_DISABLE_O_DIRECT": BOOLEANS,
+    "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": BOOLEANS,
+    "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": st.just("0"),
+    "DYN_KVBM_MAX_CONCURRENT_TRANSFERS": WHOLE,
+    "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE": WHOLE,
+    "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS": WHOLE,
+    "DYN_KVBM_METRICS": BOOLEANS,
+    "DYN_KVBM_METRICS_PORT": st.one_of(st.sampled_from(["0", "8000", "6880"]), st.integers(0, 65535).map(str)),
+    "DYN_KVBM_METRICS_HOST": st.sampled_from(["0.0.0.0", "::1", "localhost", "a: b", "#x"]),
+    "DYN_KVBM_CACHE_STATS_MAX_REQUESTS": WHOLE,
+    "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": st.integers(0, 86400).map(str),
+    "DYN_KVBM_ENABLE_RECORD": BOOLEANS,
+    "DYN_KVBM_ENABLE_NUMA": BOOLEANS,
+    "DYN_KVBM_LEADER_ZMQ_HOST": DIRECTORIES,
+    "DYN_KVBM_OBJECT_SECRET_KEY": st.just("hunter2"),
+    "DYN_FATBIN_PATH": DIRECTORIES,
+    "PATH": st.just("/bin"),
+}
+ENVIRONMENTS = st.fixed_dictionaries({}, optional=VALUES)
+
+
+@given(ENVIRONMENTS)
+def test_the_profile_means_what_the_variables_do(tmp_path_factory: pytest.TempPathFactory, variables) -> None:
+    expected: ConnectorConfig | ProfileError
+    try:
+        expected = resolve_connector({}, variables, engine="vllm", warns=False)
+    except ProfileError as mistake:
+        expected = mistake
+    if isinstance(expected, ProfileError):
+        with pytest.raises(ProfileError) as caught:
+            profile_text(variables)
+        assert caught.value.message == expected.message
+        return
+    text = profile_text(variables, model="a/b")
+    path = tmp_path_factory.getbasetemp() / "imported.yaml"
+    path.write_text(text, encoding="utf-8")
+    profile = load(str(path), directories=[]).profile
+    assert {name: getattr(profile, name) for name in SECTIONS} == {name: getattr(expected, name) for name in SECTIONS}
+    assert profile.engine.model == "a/b"
+    assert "hunter2" not in text
+
+
+@given(ENVIRONMENTS, st.dictionaries(st.sampled_from(list(VALUES)), st.text("0123456789.GBx- $", max_size=6)))
+def test_any_environment_gives_a_profile_or_its_mistakes(variables, wrong) -> None:
+    said = ""
+    try:
+        assert profile_text({**variables, **wrong})
+    except ProfileError as mistake:
+        said = mistake.message
+    assert "is not valid:" not in said
+
+
+ENVIRONMENT = {
+    "DYN_KVBM_CPU_CACHE_GB": "0",
+    "DYN_KVBM_DISK_CACHE_GB": "0.5",
+    "DYN_KVBM_DISK_CACHE_DIR": "/mnt/my cache/$USER",
+    "DYN_KVBM_DISK_DISABLE_O_DIRECT": "1",
+    "DYN_KVBM_METRICS": "1",
+    "DYN_KVBM_METRICS_PORT": "8000",
+    "DYN_KVBM_OBJECT_BUCKET": "b",
+    "ENABLE_KVBM_RECORD": "1",
+}
+
+
+def test_output(tmp_path: Path) -> None:
+    outcome = kvbm("profile", "import-env", home=tmp_path, **ENVIRONMENT)
+    assert_snapshot("import_env", outcome.text("kvbm profile import-env"))
+    assert outcome.exit_code == 0
+
+
+def test_file_is_new_and_can_be_checked(tmp_path: Path) -> None:
+    outcome = kvbm("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **ENVIRONMENT)
+    assert (outcome.exit_code, outcome.stdout) == (0, "")
+    written = (tmp_path / "mine.yaml").read_text()
+    assert written == kvbm("profile", "import-env", home=tmp_path, **ENVIRONMENT).stdout
+    assert not (tmp_path / "mine.yaml").stat().st_mode & stat.S_IXUSR
+    shown = kvbm("profile", "show", "./mine.yaml", home=tmp_path)
+    assert shown.exit_code == 0
+    assert "/mnt/my cache/$USER" in shown.stdout
+    again = kvbm("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **ENVIRONMENT)
+    assert (again.exit_code, (tmp_path / "mine.yaml").read_text()) == (2, written)
