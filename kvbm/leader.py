@@ -125,6 +125,7 @@ class _Request:
     has_asked: bool = False
     awaited: int = 0
     may_onboard: bool = True
+    may_read_disk: bool = True
     may_offload: bool = True
     is_waiting: bool = False
     asked_blocks: int = 0
@@ -231,14 +232,14 @@ class Leader:
         last token of the request, unless the engine computes that one again. None means that another request is
         bringing this very prefix into G1, where this one will then find it.
         """
-        return self._match(request_id, hashes, start, lambda: self._prefix(hashes, start))
+        return self._match(request_id, hashes, start, lambda disk: self._prefix(disk, hashes, start))
 
     def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
         """The same for an engine with several KV cache groups, in tokens: `chains[g]` are the hashes of group g,
         `start` tokens are in G1 already, and a hit ends after `end` tokens at most."""
 
-        def search() -> int:
-            contains = self._store.contains if self._disk is None else self._contains
+        def search(disk: DiskSide | None) -> int:
+            contains = self._store.contains if disk is None else self._contains
             return longest_hit(contains, self._groups, chains, start=start, end=end) - start
 
         return self._match(request_id, chains[0], start // self._groups[0].block_tokens, search)
@@ -366,7 +367,7 @@ class Leader:
             self._loads.fetched(self._disk.settle())
         for load in self._loads.settle(gives_up_blocks=self._settings.gives_up_blocks):
             if load.is_failed:
-                self._fail_load(load.owner, load.block_ids)
+                self._fail_load(load.owner, load.block_ids, by_disk=load.is_failed_by_disk)
             else:
                 self._succeed_load(load)
         results, self._unreported = self._unreported, []
@@ -472,8 +473,11 @@ class Leader:
             request = self._requests[request_id] = _Request([0] * count, [0] * count, [0] * count)
         return request
 
-    def _match(self, request_id: str, hashes: Sequence[bytes], start: int, search: Callable[[], int]) -> int | None:
-        """What `search` finds from `hashes[start]` on, if this request may load and no other one brings just that."""
+    def _match(
+        self, request_id: str, hashes: Sequence[bytes], start: int, search: Callable[[DiskSide | None], int]
+    ) -> int | None:
+        """What `search` finds from `hashes[start]` on, with the disk or without, if this request may load and no other
+        one brings just that."""
         request = self._live(request_id)
         if self._disk is not None:
             self._disk.refresh()
@@ -490,19 +494,19 @@ class Leader:
         if request.is_waiting:
             request.is_waiting = False
             self.counters.onboard_shared_requests += 1
-        return search()
+        return search(self._disk if request.may_read_disk else None)
 
-    def _prefix(self, hashes: Sequence[bytes], start: int) -> int:
+    def _prefix(self, disk: DiskSide | None, hashes: Sequence[bytes], start: int) -> int:
         """How many of `hashes[start:]` are in host memory or on disk and worth a load, up to the first that is not."""
         end = start + self._store.match(hashes, start)
-        if self._disk is None or end == len(hashes):
+        if disk is None or end == len(hashes):
             return end - start
         spans = [(False, end - start)]
-        while count := self._disk.match(hashes, end):
+        while count := disk.match(hashes, end):
             in_host = self._store.match(hashes, end + count)
             end += count + in_host
             spans += [(True, count), (False, in_host)]
-        return self._disk.worthwhile(spans)
+        return disk.worthwhile(spans)
 
     def _contains(self, sequence_hash: bytes) -> bool:
         assert self._disk is not None
@@ -616,10 +620,13 @@ class Leader:
             self.counters.matched_tokens += load.loaded_tokens
         self._unreported.append(LoadResult(request_id, load.block_ids, left_out, is_live))
 
-    def _fail_load(self, asking: _Asking, block_ids: tuple[int, ...]) -> None:
-        """The request must recompute: it is not offered a load again, so that nothing can loop."""
+    def _fail_load(self, asking: _Asking, block_ids: tuple[int, ...], *, by_disk: bool = False) -> None:
+        """The request must recompute. It is offered no load again, so that nothing can loop, but for once what is in
+        host memory, if it was the disk that failed."""
         self.counters.onboard_failed_blocks += len(block_ids)
-        asking.request.may_onboard = False
+        request = asking.request
+        request.may_onboard &= by_disk and request.may_read_disk
+        request.may_read_disk = False
         is_live = self._requests.get(asking.request_id) is asking.request
         self._unreported.append(LoadResult(asking.request_id, block_ids, block_ids, is_live))
 

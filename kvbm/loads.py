@@ -4,8 +4,9 @@ A load is what one request was promised: blocks of a chain, and the G1 blocks th
 memory are one part, ordered at once; those on disk are read batch by batch, in order, each a part of its own that is
 ordered when its bytes are in host memory. So a load larger than host memory passes through it, and the copy of one
 batch runs beside the read of the next. When all parts have ended, the load has: well if all went well, else as failed,
-and then the engine computes all of it. A load for whose disk the waiting has become too long is cut: what has come, up
-to the first block that has not, is the engine's, which computes the rest.
+and then the engine computes all of it. A load whose disk fails, or takes too long, is cut: what comes up to the first
+block that does not is the engine's, which computes the rest. Where the beginning of a load is of no use without the
+rest, it fails by the disk, and what has come can still be found in host memory.
 
 The G1 blocks of a load are held from its beginning until nothing of it can write to them any more; a load that is given
 up before its copiers have stopped is told as failed at once, and its blocks stay held. Blocks that are still being read
@@ -69,6 +70,7 @@ class Load(Generic[Owner]):
     kept: PinnedBlocks | None = None
     open_parts: int = 0
     is_failed: bool = False
+    is_failed_by_disk: bool = False
     is_given_up: bool = False
 
     @property
@@ -209,7 +211,7 @@ class Loads(Generic[Owner]):
                 self._order(load, part, fetch.blocks)
             else:
                 self._release(part.block_ids[::-1])
-                self._fail(load)
+                self._cut(load, part.first)
             self._end_if_over(load)
 
     def settle(self, *, gives_up_blocks: bool) -> list[Load[Owner]]:
@@ -306,14 +308,22 @@ class Loads(Generic[Owner]):
     def _fail(self, load: Load[Owner]) -> None:
         """Begin nothing more of it, and give the blocks back that nothing writes to."""
         load.is_failed = True
-        self._fetch_no_more(load)
+        self._fetch_no_more(load, 0)
 
-    def _fetch_no_more(self, load: Load[Owner]) -> None:
-        while load.waiting:
+    def _cut(self, load: Load[Owner], end: int) -> None:
+        """What lies from `end` on will not come from disk."""
+        load.end = min(load.end, end if self._can_cut else 0)
+        if load.end == 0:
+            load.is_failed = load.is_failed_by_disk = True
+        self._fetch_no_more(load, load.end)
+
+    def _fetch_no_more(self, load: Load[Owner], end: int) -> None:
+        while load.waiting and load.waiting[-1].first >= end:
             self._release(load.waiting.pop().block_ids[::-1])
-        for fetch in [fetch for fetch, (other, _) in self._fetches.items() if other is load]:
+        mine = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
+        for fetch, part in mine:
             assert self._disk is not None
-            _, part = self._fetches.pop(fetch)
+            del self._fetches[fetch]
             self._disk.abandon(fetch)
             self._release(part.block_ids[::-1])
             load.open_parts -= 1
@@ -358,13 +368,8 @@ class Loads(Generic[Owner]):
             is_late = waited_s > self._disk_timeout_s or not self._disk.is_on
             if is_late or self._disk.is_hopeless(waited_s, blocks, all_blocks):
                 self._disk.gave_up(blocks, all_blocks - blocks, waited_s)
-                self._cut(load, end if self._can_cut else 0)
-
-    def _cut(self, load: Load[Owner], end: int) -> None:
-        load.end = end
-        load.is_failed |= end == 0
-        self._fetch_no_more(load)
-        self._end_if_over(load)
+                self._cut(load, end)
+                self._end_if_over(load)
 
 
 def _part(hashes: Sequence[bytes], block_ids: Sequence[int], indexes: Sequence[int]) -> _Part:

@@ -147,6 +147,7 @@ def _place(directory: Path | None, profile: str | None) -> Path:
             raise UsageError("`--dir` and `--profile` both name a directory", hint="leave one of them out")
         if not directory.is_dir():
             raise UsageError(f"`--dir {directory}` is no directory")
+        _require_outside(directory)
         return directory
     if profile is None:
         return Path(DiskTier.model_fields["directory"].default).expanduser()
@@ -156,6 +157,17 @@ def _place(directory: Path | None, profile: str | None) -> Path:
     if disk is None:
         raise UsageError(f"profile `{profile}` has no disk tier", hint="`--dir DIR` names the directory itself")
     return Path(disk.directory).expanduser()
+
+
+def _require_outside(place: Path) -> None:
+    """UsageError for a cache itself, or what holds those of one kind: nothing would be found in it."""
+    from kvbm.disk.directory import directory_around
+
+    around = directory_around(place)
+    if around is not None:
+        models = {str(cache.facts.get("model")) for cache in _caches(around) if cache.path.is_relative_to(place)}
+        whose = f" of {', '.join(sorted(models))}" if models else ""
+        raise UsageError(f"`--dir {place}` lies inside a cache{whose}", hint=f"`--dir {around}`")
 
 
 def _caches(place: Path) -> list[CacheFacts]:

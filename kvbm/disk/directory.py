@@ -81,7 +81,8 @@ class InstanceLock:
 class CacheFacts:
     """One instance, as it lies on the disk. None is what cannot be told, and `problem` says why.
 
-    `is_locked` tells that an engine uses it, and `last_used` when one opened or closed it, in seconds since 1970.
+    `is_locked` tells that an engine uses it, and `last_used` when one opened or closed it or, to half a minute, moved
+    blocks, in seconds since 1970.
     """
 
     path: Path
@@ -102,6 +103,16 @@ class CacheFacts:
 def list_caches(directory: Path) -> list[CacheFacts]:
     """All instances, the one used last first; changes nothing."""
     return [_facts_of(instance) for instance in reversed(_instances(directory))]
+
+
+def directory_around(place: Path) -> Path | None:
+    """The directory of which `place` is a cache, or holds the caches of one namespace; None if it is neither."""
+    place = Path(os.path.abspath(place))
+    for directory, instances in ((place.parent.parent, [place]), (place.parent, _instances_of(place))):
+        name = instances[0].parent.name if instances else ""
+        if NAMESPACE_NAME.fullmatch(name) and any((instance / LOCK).is_file() for instance in instances):
+            return directory
+    return None
 
 
 def claim(directory: Path, namespace: str, *, only: Path | None = None) -> InstanceLock:

@@ -30,6 +30,7 @@ from kvbm.disk.instance import Instance
 from kvbm.disk.transfers import Transfer, TransferThreads
 
 LOOK_INTERVAL_S = 1.0  # for whether the arena still has its name
+TOUCH_INTERVAL_S = 30.0  # between two notes on the disk that blocks are in use
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,8 @@ class IndexThread:
         self._has_made_last_try = False
         self._next_look_s = 0.0
         self._next_probe_s = 0.0
+        self._next_touch_s = 0.0
+        self._moved_blocks = 0  # when it was last noted that blocks are in use
 
     def start(self, threads: TransferThreads) -> None:
         """They do the I/O of writes, and call `written` at its end."""
@@ -183,6 +186,7 @@ class IndexThread:
 
     def _advance(self, commands: Sequence[Command], written: Sequence[Transfer]) -> None:
         self._look(has_clears=any(isinstance(command, Clear) for command in commands))
+        self._touch()
         for transfer in written:
             if transfer.is_intact is not None and not transfer.is_intact():
                 transfer.fail("the host slots have lost what they held")
@@ -214,6 +218,13 @@ class IndexThread:
             if not (has_clears or self._clears_to_repeat or self._is_any_overdue(now)) and self._probe():
                 self._health.turn_on()
             self._next_probe_s = time.monotonic() + self._health.limits.probe_interval_s
+
+    def _touch(self) -> None:
+        """The cache used last is the one that the next engine takes over, and the last that is removed for room."""
+        now, moved = time.monotonic(), self._health.counters.blocks_read + self._health.counters.blocks_written
+        if now >= self._next_touch_s and moved != self._moved_blocks and self._health.is_on:
+            self._next_touch_s, self._moved_blocks = now + TOUCH_INTERVAL_S, moved
+            self._instance.touch()
 
     def _is_any_overdue(self, now: float) -> bool:
         since = self._threads.busy_since()

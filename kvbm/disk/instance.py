@@ -134,6 +134,11 @@ class Instance:
         sync_directory(self.path)
         self.index = _open_index(self.path / INDEX)
 
+    def touch(self) -> None:
+        """Blocks of it are in use now."""
+        if self.lock is not None:
+            self.lock.touch()
+
     def close(self) -> None:
         """Nobody reads or writes any more."""
         if self.index is not None:

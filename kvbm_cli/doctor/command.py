@@ -6,7 +6,7 @@ With --quick, checks that have not had their turn after QUICK_WORK_S are skipped
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from kvbm.errors import ProfileError, UsageError
 from kvbm_cli.console import print_data, print_json, print_note
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
 from kvbm_cli.doctor.examination import OVER, Examination
+from kvbm_cli.doctor.in_variables import in_variables
 from kvbm_cli.doctor.machine import Machine
 from kvbm_cli.doctor.result import Check, State, failure, skipped
 from kvbm_cli.doctor.show import Progress, as_data, summary
@@ -55,7 +56,7 @@ def doctor(
     else:
         tiers_wanted, mistakes = resolved.profile.tiers, environment.beside(resolved)
     with Progress() as progress:
-        examination = Examination(progress, as_json=as_json)
+        examination = Examination(progress, as_json=as_json, say_remedy=_way_of_saying(resolved, tiers_wanted))
         with examination.at_most(QUICK_WORK_S if is_quick else None):
             examination.group("environment", _each(environment.all_or_none([*lint, *mistakes], len(variables))))
             sizing, unsized = examination.in_time(partial(_size, resolved)) or (None, [skipped("size", OVER)])
@@ -69,7 +70,7 @@ def doctor(
             examination.group("engine", engine.checks(subject))
     exit_code = _end(examination.groups, subject, settings, as_json=as_json)
     if write is not None:
-        exit_code = max(exit_code, _write(resolved, settings, write))
+        exit_code = max(exit_code, _write(resolved, settings, write, place))
     return exit_code
 
 
@@ -79,6 +80,8 @@ def _require_options(profile: str | None, overrides: Sequence[str], write: Path 
         raise UsageError(f"`{what}` needs a profile", hint="`--profile PROFILE`")
     if write is not None and os.path.lexists(write):
         raise UsageError(f"`{write}` exists", hint="name a file that does not")
+    if write is not None and not write.parent.is_dir():
+        raise UsageError(f"there is no directory `{write.parent}` to write to", hint=f"`mkdir -p {write.parent}`")
 
 
 def _resolve(
@@ -94,7 +97,7 @@ def _resolve(
     resolved = load(profile, directories=places, variables=variables, overrides=overrides)
     if directory is None or resolved.profile.tiers.disk is None:
         return resolved
-    options = {DIRECTORY_KEY: ("--dir", f"'{_absolute(directory)}'")}
+    options = {DIRECTORY_KEY: ("--dir", str(_absolute(directory)))}
     return load(profile, directories=places, variables=variables, overrides=overrides, options=options)
 
 
@@ -132,14 +135,19 @@ def _size(resolved: ResolvedProfile | None) -> tuple[Sizing | None, list[Check]]
         return None, [failure("size", error.message.splitlines()[0], error.hint)]
 
 
+def _way_of_saying(resolved: ResolvedProfile | None, tiers: Tiers | None) -> Callable[[str], str]:
+    """Variables speak of variables where they are all that there is."""
+    return in_variables if resolved is None and tiers is not None else str
+
+
 def _each(found: Sequence[Check] | Iterator[Check]) -> Generator[Check, None, None]:
     yield from found
 
 
-def _write(resolved: ResolvedProfile | None, settings: Settings | None, target: Path) -> int:
+def _write(resolved: ResolvedProfile | None, settings: Settings | None, target: Path, directory: Path | None) -> int:
     assert resolved is not None
     if settings is None:
-        print_note(f"{target} is not written: nothing is known of the directory")
+        print_note(f"{target} is not written: what {directory} needs is not known, as it cannot be used")
         return FAILED
     write_profile(resolved, _keys(settings), target)
     print_note(f"written: {target}")
@@ -166,7 +174,8 @@ def _end(groups: Mapping[str, Sequence[Check]], subject: Subject, settings: Sett
     else:
         if settings is not None:
             print_data(f"\nrecommended for {subject.directory}")
+            say = _way_of_saying(subject.resolved, subject.tiers)
             for key, value in _keys(settings).items():
-                print_data(f"  {key}: {str(value).lower()}")
+                print_data("  " + say(f"`{key}: {str(value).lower()}`").strip("`"))
         print_data(f"\n{summary(checks)}")
     return exit_code

@@ -5,6 +5,7 @@ What it can do then is in disk_abilities.py.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -53,7 +54,7 @@ def checks(subject: Subject) -> Found:
             report = _probe(subject, place)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        yield failure("directory", f"cannot be written: {reason}", _way_out(directory))
+        yield failure("directory", f"cannot be written: {reason}", _way_out(directory, error))
         return None
     except EnvironmentProblem as error:
         yield failure("directory", error.message, error.hint or ANOTHER)
@@ -66,11 +67,18 @@ def checks(subject: Subject) -> Found:
     return report.settings
 
 
-def _way_out(directory: Path) -> str:
+def _way_out(directory: Path, error: OSError) -> str:
     existing = nearest_existing(directory)
+    if error.errno == errno.EROFS:
+        return f"`mount -o remount,rw {_mount_point(existing)}`, or {ANOTHER}"
     if existing.is_dir() and not os.access(existing, os.W_OK):
-        return f"`chown {os.geteuid()} {existing}`, or {ANOTHER}"
+        is_own = existing.stat().st_uid == os.geteuid()
+        return f"`{'chmod u+rwx' if is_own else f'chown {os.geteuid()}'} {existing}`, or {ANOTHER}"
     return ANOTHER
+
+
+def _mount_point(directory: Path) -> Path:
+    return next(path for path in (directory, *directory.parents) if path.is_mount())
 
 
 def _probe(subject: Subject, place: Path) -> Report:
@@ -141,10 +149,24 @@ def _space(subject: Subject, directory: Path, report: Report) -> Iterator[Check]
         say = ok if subject.disk is not None and subject.disk.reclaim else warning
         yield replace(say("free space", finding, **facts), remedy=None if say is ok else RECLAIM)
     else:
-        remedy = f"`tiers.disk.capacity: {capacity(free * 9 // 10)}`, or another `tiers.disk.directory`"
+        remedy = f"{_smaller(subject, free)}another `tiers.disk.directory`"
         yield failure("free space", f"{finding}, the tier takes {format_size(needed)}", remedy, **facts)
     yield from _caches(directory, caches)
-    yield from _limits(report, needed, needed if needed is None else needed // _engine_count(subject))
+    yield from _limits(subject, report, needed)
+
+
+def _smaller(subject: Subject, room: int) -> str:
+    """A capacity that fits, unless host memory holds as much, so that such a disk would be of no use."""
+    fits = room * 9 // 10
+    return "" if fits < _host_bytes(subject) else f"`tiers.disk.capacity: {capacity(fits)}`, or "
+
+
+def _host_bytes(subject: Subject) -> int:
+    host = subject.tiers.host if subject.tiers is not None else None
+    if host is None:
+        return 0
+    sized = subject.sizing.host.total_bytes if subject.sizing is not None else host.capacity or 0
+    return sized * _engine_count(subject)
 
 
 def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:
@@ -162,13 +184,14 @@ def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:
         yield ok("caches", finding, **facts)
 
 
-def _limits(report: Report, needed: int | None, arena_bytes: int | None) -> Iterator[Check]:
-    """What is allowed to this user; each engine has one file of `arena_bytes`."""
+def _limits(subject: Subject, report: Report, needed: int | None) -> Iterator[Check]:
+    """What is allowed to this user; each engine has one file."""
+    arena_bytes = needed if needed is None else needed // _engine_count(subject)
     for quota in report.quotas:
         finding = f"{quota.kind}: {format_size(quota.left_bytes)} of {format_size(quota.limit_bytes)} left"
         facts = {"left_bytes": quota.left_bytes, "limit_bytes": quota.limit_bytes}
         if needed is not None and needed > quota.left_bytes:
-            remedy = f"`tiers.disk.capacity: {capacity(quota.left_bytes * 9 // 10)}`, or a larger quota"
+            remedy = f"{_smaller(subject, quota.left_bytes)}a larger quota"
             yield failure("quota", f"{finding}, the tier takes {format_size(needed)}", remedy, **facts)
         elif quota.left_bytes < report.free_bytes:
             yield warning("quota", f"{finding}, less than the free space", **facts)

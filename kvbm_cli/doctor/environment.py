@@ -104,7 +104,7 @@ def _misread(name: str, usable: Mapping[str, str]) -> Iterator[Check]:
         return
     if name in PRESENCE_ONLY and value.lower() in FALSE:
         finding = f"`{value}` is off here; NVIDIA's block manager switched it on, whatever the value"
-        yield warning(name, finding, f"`unset {name}`")
+        yield warning(name, finding, f"nothing to do, or `unset {name}`")
     elif variable.form is Form.GIGABYTES and _is_fraction(value):
         finding = f"`{value}` is {value} GB here; a part of NVIDIA's block manager took a fraction for no tier at all"
         yield warning(name, finding, f"nothing to do, or `{variable.key}` in a profile")

@@ -1,7 +1,7 @@
 """Examination: runs groups of checks, collects what they find, and shows each at once unless JSON is wanted.
 
 Within `at_most` an alarm of the kernel ends whatever check is at work when the time is up, also one that waits for
-another process. That check and all later ones are skipped.
+another process. That check and all later ones are skipped. `say_remedy` is how remedies are put.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvbm_cli.doctor.result import Check, skipped
@@ -27,9 +28,10 @@ class _TimeIsUp(BaseException):
 class Examination:
     """See the module's text. `groups` has the checks by the name of their group, in order."""
 
-    def __init__(self, progress: Progress, *, as_json: bool) -> None:
+    def __init__(self, progress: Progress, *, as_json: bool, say_remedy: Callable[[str], str] = str) -> None:
         self._progress = progress
         self._as_json = as_json
+        self._say_remedy = say_remedy
         self._is_at_work = False
         self._is_over = False
         self.groups: dict[str, list[Check]] = {}
@@ -84,6 +86,8 @@ class Examination:
         return None
 
     def _add(self, group: str, check: Check) -> None:
+        if check.remedy is not None:
+            check = replace(check, remedy=self._say_remedy(check.remedy))
         self.groups[group].append(check)
         if not self._as_json:
             self._progress.clear()

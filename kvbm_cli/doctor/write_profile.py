@@ -68,12 +68,8 @@ def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
     """The profile of a file under `keys`, without any variable."""
     from kvbm.config.load import load
 
-    options = {key: (key, _quoted(value)) for key, value in keys.items()}
+    options = {key: (key, value if isinstance(value, str) else _written(value)) for key, value in keys.items()}
     return load(_as_path(path), directories=[profiles_directory()], options=options).profile
-
-
-def _quoted(value: Value) -> str:
-    return f"'{value}'" if isinstance(value, str) else _written(value)
 
 
 def _as_path(path: Path) -> str:

@@ -138,6 +138,22 @@ def test_mistake(home: Path, caches: tuple[Path, Path], name: str) -> None:
     assert_snapshot(f"mistake_cache_{name}", text(outcome, MISTAKES[name]))
 
 
+@pytest.mark.parametrize("command", ["ls", "verify", "clear --yes", "export-stats"])
+def test_directory_inside_a_cache_is_not_taken_for_an_empty_one(
+    home: Path, caches: tuple[Path, Path], command: str
+) -> None:
+    for inside in (caches[0], caches[0].parent):
+        outcome = run(home, f"{command} --dir {inside}")
+        assert (outcome.exit_code, outcome.stdout) == (2, "")
+        assert outcome.stderr.split("\n")[:4] == [
+            f"error: `--dir {inside}` lies inside a cache of Qwen3-8B",
+            "",
+            f"hint: `--dir {home / 'caches'}`",
+            "",
+        ]
+    assert all(cache.is_dir() for cache in caches)
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "clear"])
 def test_empty_directory_is_no_mistake(home: Path, command: str) -> None:
     assert run(home, f"{command} --dir caches") == Outcome(0, "no caches in caches\n", "")

@@ -20,6 +20,7 @@ from kvbm.disk.probe import Outcome as Tried
 from kvbm.disk.quota import Quota
 from kvbm_cli.doctor import command, show
 from kvbm_cli.doctor.command import doctor
+from kvbm_cli.doctor.in_variables import in_variables
 
 PROFILE = """\
 engine:
@@ -157,7 +158,44 @@ def test_variables_say_which_tiers_there_are(tmp_path: Path, capsys: pytest.Capt
     assert outcome.exit_code == 1
     assert f"disk: {tmp_path}/cache\n" in outcome.stdout
     assert "failure  free space         931.3 GiB of 1.8 TiB free, the tier takes 1.8 TiB" in outcome.stdout
-    assert "remedy: `tiers.disk.capacity: 900GB`, or another `tiers.disk.directory`" in outcome.stdout
+    assert "remedy: `DYN_KVBM_DISK_CACHE_GB=900`, or another `DYN_KVBM_DISK_CACHE_DIR`" in outcome.stdout
+    assert "\n  DYN_KVBM_DISK_DISABLE_O_DIRECT=false\n" in outcome.stdout
+
+
+REMEDIES = {
+    "`tiers.disk.capacity: 47MB`, or another `tiers.disk.directory`": (
+        "`DYN_KVBM_DISK_CACHE_GB=0.047`, or another `DYN_KVBM_DISK_CACHE_DIR`"
+    ),
+    "`tiers.disk.o_direct: false`": "`DYN_KVBM_DISK_DISABLE_O_DIRECT=true`",
+    "`tiers.disk.zerofill: true`": "`DYN_KVBM_DISK_ZEROFILL_FALLBACK=true`",
+    "`tiers.host.blocks: 64` at least": "`DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=64` at least",
+    "for others `tiers.disk.reclaim: true`": "for others `tiers.disk.reclaim: true` in a profile",
+    "`ulimit -f unlimited`": "`ulimit -f unlimited`",
+}
+
+
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_remedy_for_who_has_no_profile_names_the_variable(remedy: str) -> None:
+    assert in_variables(remedy) == REMEDIES[remedy]
+
+
+def test_a_disk_that_host_memory_outgrows_is_no_remedy(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for free, remedy in ((10**8, "`tiers.disk.capacity: 90MB`, or another"), (7 * 10**7, "another")):
+        known = machine(tmp_path / f"machine-{free}", report=replace(GOOD, free_bytes=free))
+        outcome = run(capsys, str(profile), machine=known)
+        assert f"remedy: {remedy} `tiers.disk.directory`" in outcome.stdout
+
+
+def test_copy_is_not_written_where_the_directory_cannot_be_used(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = machine(tmp_path / "machine", report="no answer within 9 s")
+    outcome = run(capsys, str(profile), machine=known, write=tmp_path / "new.yaml")
+    assert outcome.exit_code == 1
+    assert f"new.yaml is not written: what {tmp_path}/cache needs is not known, as it cannot be used" in outcome.stderr
+    assert not (tmp_path / "new.yaml").exists()
 
 
 @pytest.mark.parametrize(
@@ -280,6 +318,7 @@ MISTAKES = {
     "doctor_write_without_a_profile": "doctor --write new.yaml",
     "doctor_set_without_a_profile": "doctor --set server.port=0",
     "doctor_write_over_a_file": "doctor --profile ./mine.yaml --write ./mine.yaml",
+    "doctor_write_into_nothing": "doctor --profile ./mine.yaml --write ./there/is/none.yaml",
 }
 
 

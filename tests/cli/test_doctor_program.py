@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from doctor.filesystems import Unavailable, mounted
 from terminal import PROGRAM, environment, kvbm
 
 QUICK_S = 20
@@ -107,6 +108,19 @@ def test_doctor_needs_no_torch_itself(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "nixl"} & set(done.stderr.split())
+
+
+def test_file_system_that_is_read_only(tmp_path: Path) -> None:
+    try:
+        with mounted("tmpfs", tmp_path) as point:
+            subprocess.run(["mount", "-o", "remount,ro", point], check=True)
+            command = [*PROGRAM, "doctor", "--quick", "--json", "--dir", str(point / "cache")]
+            done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    (check,) = [check for check in json.loads(done.stdout)["checks"] if check["group"] == "disk"]
+    assert (done.returncode, check["finding"]) == (1, "cannot be written: read-only file system")
+    assert check["remedy"].startswith(f"`mount -o remount,rw {point}`, or another directory")
 
 
 def test_directory_that_others_own(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 import ctypes
 import mmap
+import os
+import time
 
 import numpy as np
 import pytest
-from disk_rig import HASH_BYTES, LIMIT_S, instance_of, make_hash, opened
+from disk_rig import HASH_BYTES, LIMIT_S, QUICK, assembled, instance_of, make_hash, opened
 
-from kvbm.disk import tier
+from kvbm.disk import index_thread, tier
 from kvbm.disk.block_io import ThreadsIO
+from kvbm.disk.directory import LOCK, list_caches
 from kvbm.errors import InvariantError
 
 
@@ -56,6 +59,25 @@ def test_overwritten_slot_gives_its_former_block_back_as_a_miss(tmp_path):
         assert rig.read([1], [0]).is_good == (False,)
         assert rig.tier.counters.checksum_misses == 1
         assert rig.read([2], [0]).is_good == (True,)
+
+
+def test_cache_is_used_when_blocks_move_and_not_when_nothing_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_thread, "TOUCH_INTERVAL_S", 0.0)
+    long_ago = 1_000_000_000
+
+    def last_used():
+        (cache,) = list_caches(tmp_path)
+        return cache.last_used
+
+    with assembled(tmp_path) as rig:
+        rig.write([1], [0])
+        rig.wait_until(lambda: rig.tier._index_thread._moved_blocks == 1)
+        for move in (lambda: rig.read([1], [0]), lambda: rig.write([2], [1])):
+            os.utime(instance_of(tmp_path) / LOCK, (long_ago, long_ago))
+            time.sleep(3 * QUICK.probe_interval_s)
+            assert last_used() == long_ago
+            move()
+            rig.wait_until(lambda: last_used() > long_ago)
 
 
 def test_forgotten_blocks_are_not_recovered(tmp_path):

@@ -276,7 +276,7 @@ def test_nothing_is_copied_to_the_engine_before_its_bytes_have_come(rig):
 
 
 @pytest.mark.parametrize("fault", ["fail", "fail-all"])
-def test_a_load_whose_read_fails_is_computed_and_the_block_forgotten(rig, fault):
+def test_of_a_load_whose_read_fails_the_rest_is_computed_and_the_block_forgotten(rig, fault):
     hashes = rig.fill("a", 4)
     settled(rig)
     rig = restarted(rig)
@@ -285,12 +285,30 @@ def test_a_load_whose_read_fails_is_computed_and_the_block_forgotten(rig, fault)
     rig.disk.run("read")
     rig.disk.run("read", fault)
     results = rig.settle() + settled(rig)
-    assert [(result.request_id, len(result.failed_block_ids)) for result in results] == [("r", 4)]
+    assert [(result.request_id, list(result.failed_block_ids)) for result in results] == [("r", blocks[2:])]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks[:2], hashes[:2], strict=True))
     assert rig.leader.match("r", hashes, 0) == 0, "a failed load is not tried again by the same request"
     rig.finish("r", hashes, blocks)
     assert not +rig.g1.references
     assert rig.leader.match("next", hashes, 0) == (3 if fault == "fail" else 2)
     assert rig.leader.counters.disk_failed_blocks == (1 if fault == "fail" else 2)
+    rig.close()
+
+
+def test_reads_before_one_that_has_failed_are_waited_for(rig):
+    hashes = rig.fill("a", 6)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.waiting.sort(key=lambda waiting: waiting[2][0] != hashes[2])  # the second part comes first
+    rig.disk.run("read", "fail-all")
+    assert rig.settle() == []
+    results = settled(rig)
+    assert [(result.request_id, list(result.failed_block_ids)) for result in results] == [("r", blocks[2:])]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks[:2], hashes[:2], strict=True))
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references
     rig.close()
 
 
@@ -677,6 +695,61 @@ def test_blocks_of_several_groups_are_of_use_together_or_not_at_all():
     rig.settle()
     rig.now_s += 10.0
     assert [result.failed_block_ids for result in settled(rig)] == [tuple(blocks)]
+    rig.close()
+
+
+def group_rig(groups):
+    """An engine with groups on a disk that has two chains, and a request that has begun to load both."""
+    rig = make(disk=32, slots=16, blocks=32)
+    chains = [rig.fill("a", 4), rig.fill("b", 4)]
+    settled(rig)
+    rig = restarted(rig, slots=16, blocks=32, groups=groups)
+    rig.leader.note_step(1000, 1.0)
+    return rig, chains
+
+
+def load_groups(rig, chains, tokens, first=0):
+    """Of the second chain from its block `first` on."""
+    wanted = [*chains[0][: tokens // 16], *chains[1][first : tokens // 16]]
+    blocks = rig.g1.allocate(len(wanted))
+    rig.leader.onboard("r", wanted, 0, blocks, tokens=tokens)
+    return blocks, wanted
+
+
+def test_of_a_load_of_several_groups_that_the_disk_fails_what_has_come_is_offered_once():
+    rig, chains = group_rig((Group(16), Group(16)))
+    assert rig.leader.match_groups("r", chains, 0, 64) == 64
+    load_groups(rig, chains, 64)
+    rig.order()
+    for _ in range(3):  # all of the first chain, half of the second
+        rig.disk.run("read")
+    rig.settle()
+    rig.now_s += 10.0
+    assert [len(result.failed_block_ids) for result in settled(rig)] == [8]
+    assert rig.leader.match_groups("r", chains, 0, 64) == 32, "in host memory, the disk is not asked"
+    load_groups(rig, chains, 32)
+    rig.ranks[0].copier.next("fail")
+    assert [len(result.failed_block_ids) for result in settled(rig)] == [4]
+    assert rig.leader.match_groups("r", chains, 0, 64) == 0, "it goes on without"
+    assert rig.leader.match_groups("other", chains, 0, 64) > 0
+    rig.close()
+
+
+def test_where_a_group_with_a_window_lacks_its_end_what_host_memory_serves_is_offered():
+    rig, chains = group_rig((Group(16), Group(16, window_tokens=20)))
+    for name, hashes in zip("ab", chains, strict=True):  # the first two blocks of both are in host memory
+        blocks = rig.compute(name, hashes[:2])
+        rig.step()
+        rig.g1.release(blocks)
+    assert rig.leader.match_groups("r", chains, 0, 64) == 64
+    load_groups(rig, chains, 64, first=2)
+    rig.order()
+    rig.now_s += 10.0
+    assert [len(result.failed_block_ids) for result in settled(rig)] == [6]
+    assert rig.leader.match_groups("r", chains, 0, 64) == 32
+    blocks, wanted = load_groups(rig, chains, 32, first=0)
+    assert [result.failed_block_ids for result in settled(rig)] == [()]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, wanted, strict=True))
     rig.close()
 
 
