@@ -106,9 +106,10 @@ def test_all_that_it_is_made_of_can_do_with_hybrid_models() -> None:
     )
 
 
-def test_configuration_in_the_guide_is_taken() -> None:
+def test_configuration_in_the_guide_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvbm.vllm_integration.pd import PdConnector
 
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "100")  # as the guide says: without a tier it is refused
     guide = Path(__file__).parents[2] / "docs" / "guide" / "disaggregated.md"
     written = guide.read_text().partition("--kv-transfer-config '")[2].partition("'")[0]
     PdConnector.requires_piecewise_for_cudagraph(json.loads(written)["kv_connector_extra_config"])
