@@ -7,6 +7,7 @@ what runs when the module is imported does. Modules that do not exist yet are pa
 import ast
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,3 +198,9 @@ def test_importing_a_light_module_loads_nothing_heavy(module):
     script = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'numpy', 'aiohttp'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert result.stdout.strip() == "[]"
+
+
+def test_no_two_test_modules_have_one_name():
+    """pytest imports them by their names alone, so that one would hide the other in a run of all."""
+    names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
