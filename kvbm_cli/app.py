@@ -45,7 +45,7 @@ def _completed_by(name: str) -> Callable[[str], list[str]]:
     return complete
 
 
-PROFILES, RUNS = _completed_by("profiles"), _completed_by("runs")
+PROFILES = _completed_by("profiles")
 ProfileOption = Annotated[
     str,
     typer.Option(
@@ -83,11 +83,9 @@ CacheProfileOption = Annotated[
         autocompletion=PROFILES,
     ),
 ]
-RunArgument = typer.Argument(
-    metavar="RUN",
-    help="A run by its name (`demo-1`) or its profile; left out, the one that runs.",
-    autocompletion=RUNS,
-)
+RUN_HELP = "A run by its name (`demo-1`) or its profile; left out, the one that runs."
+RunArgument = typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=_completed_by("runs"))
+LivingRunArgument = typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=_completed_by("living_runs"))
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -171,7 +169,7 @@ def status(
 
 @app.command()
 def stop(
-    run: Annotated[str | None, RunArgument] = None,
+    run: Annotated[str | None, LivingRunArgument] = None,
     all_: Annotated[bool, typer.Option("--all", "-a", help="Stop every engine that runs.")] = False,
     timeout: Annotated[
         float | None,
@@ -459,7 +457,7 @@ def run(arguments: Sequence[str]) -> int:
         show_kvbm_error(error)
         return error.exit_code
     except typer.TyperException as error:
-        return _show_usage_error(error)
+        return _show_usage_error(error, arguments)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
@@ -481,13 +479,15 @@ def _show_bug(error: Exception, arguments: Sequence[str]) -> int:
     return A_BUG
 
 
-def _show_usage_error(error: typer.TyperException) -> int:
+def _show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> int:
     """The parser's complaint in our form. It knows the nearest name as a list (options) or in its text (commands)."""
     context = getattr(error, "ctx", None)
     possible = getattr(error, "possibilities", None)
     text = error.message if possible else error.format_message()
     message, _, suggested = text.replace("'", "`").rstrip(".?").partition(". Did you mean ")
     nearest = f"`{possible[0]}`" if possible else suggested
+    if message.startswith("Missing option `--profile`") and len(arguments) > 1 and not arguments[1].startswith("-"):
+        nearest = f"`kvbm {arguments[0]} --profile {arguments[1]}`"
     command = context.command_path if context is not None else "kvbm"
     show_error(message[0].lower() + message[1:], hint=f"did you mean {nearest}?" if nearest else f"`{command} --help`")
     return error.exit_code

@@ -51,13 +51,18 @@ def workloads(incomplete: str) -> list[str]:
     return _beginning(sorted(path.stem for path in workloads_directory().glob("*.yaml")), incomplete)
 
 
-def runs(incomplete: str) -> list[str]:
+def runs(incomplete: str, *, living: bool = False) -> list[str]:
     from kvbm_cli.runs import Runs
 
     try:
-        return _beginning([run.facts.name for run in Runs.of_user().all()], incomplete)
+        found = Runs.of_user().all()
     except RuntimeError:  # there is no home
         return []
+    return _beginning([run.facts.name for run in found if run.is_living or not living], incomplete)
+
+
+def living_runs(incomplete: str) -> list[str]:
+    return runs(incomplete, living=True)
 
 
 def keys(incomplete: str) -> list[str]:

@@ -40,7 +40,7 @@ def import_env(environment: Mapping[str, str], *, output: Path | None, model: st
         print_data(text.rstrip("\n"))
     else:
         _write(output, text)
-        print_note(f"{output}: written; `kvbm profile check {output}` says whether it can be served here")
+        print_note(f"{output}: written; `kvbm doctor --profile {output}` says whether it can be served here")
 
 
 def profile_text(environment: Mapping[str, str], *, model: str | None = None) -> str:

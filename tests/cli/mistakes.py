@@ -284,6 +284,7 @@ COMMAND_LINE = {
     "command_unknown_option": Row("serve --profil demo"),
     "command_option_like_no_other": Row("serve --profile demo --zzz"),
     "command_missing_option": Row("serve"),
+    "command_profile_without_its_option": Row("serve demo"),
     "command_missing_value": Row("serve --profile"),
     "command_missing_argument": Row("profile show"),
     "command_extra_argument": Row("size --profile demo more"),

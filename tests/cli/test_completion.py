@@ -119,8 +119,11 @@ def test_runs_are_offered_by_their_names(tmp_path: Path, bin_directory: Path) ->
     (tmp_path / ".local/state/kvbm/runs").mkdir(parents=True)
     run = Runs(tmp_path / ".local/state/kvbm").create("demo")
     run.begin(facts(run.name))
-    run.close()
     assert asked_by("bash", "kvbm stop d", tmp_path, bin_directory) == {"demo-1"}
+    run.end(0, "")
+    run.close()
+    assert asked_by("bash", "kvbm stop d", tmp_path, bin_directory) == set()
+    assert asked_by("bash", "kvbm logs d", tmp_path, bin_directory) == {"demo-1"}
 
 
 def test_a_shell_does_not_wait(tmp_path: Path, bin_directory: Path) -> None:
