@@ -429,7 +429,7 @@ def _is_shown(path: tuple[str, ...], node: yaml.Node, every: Mapping, case: Case
     if entry is None:
         if not _is_above(key, every, case):
             yield f"{key} is not shown"
-    elif entry["origin"].startswith(("--", "DYN_KVBM_")):
+    elif entry["origin"].startswith(("--", "DYN_")):
         return
     elif not entry["origin"].startswith(NAME):
         if not _capacity_won(key, every):
@@ -450,7 +450,7 @@ def _capacity_won(key: str, every: Mapping) -> bool:
     """A later layer's `capacity` takes the `blocks` of an earlier one away."""
     section, _, name = key.rpartition(".")
     capacity = every.get(f"{section}.capacity")
-    return name == "blocks" and capacity is not None and capacity["origin"].startswith(("--", "DYN_KVBM_"))
+    return name == "blocks" and capacity is not None and capacity["origin"].startswith(("--", "DYN_"))
 
 
 def says_null(node: yaml.Node) -> bool:

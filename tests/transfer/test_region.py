@@ -267,6 +267,9 @@ def test_a_failure_while_pages_are_taken_says_how_far_it_came(monkeypatch):
     class Exhausted:
         calls = 0
 
+        def advise_huge_pages(self, address, length):
+            pass
+
         def populate(self, address, length):
             Exhausted.calls += 1
             if Exhausted.calls == 3:
