@@ -585,7 +585,9 @@ def test_an_engine_that_rests_after_a_kill_has_its_disk_again_by_itself(written)
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("to_disk", POLICIES)
+@pytest.mark.parametrize(
+    "to_disk", ["always", *(pytest.param(one, marks=pytest.mark.soak) for one in ("frequency", "on_evict"))]
+)
 def test_disk_processes_killed_under_load_change_no_output(tmp_path, expected, to_disk, monkeypatch):
     """Again and again, at any moment of reads and writes."""
     monkeypatch.setattr("kvbm.lasting_disk.FIRST_PAUSE_S", 0.05)
