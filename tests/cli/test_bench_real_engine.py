@@ -62,7 +62,7 @@ def test_blocks_come_back_from_g2_and_every_output_is_the_same(tmp_path, capsys)
 
 
 @needs_torch
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_wrong_block_per_onboarding_is_found(tmp_path, capsys):
     """The tokens alone would often not show it: their probabilities do."""
     (tmp_path / "broken").mkdir()

@@ -275,7 +275,7 @@ def images():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
+@pytest.mark.parametrize("kind", ["ext4", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("xfs", "btrfs"))])
 def test_power_cut_costs_misses_at_most(tmp_path, images, kind):
     if (why := why_no_images(kind)) is not None:
         pytest.skip(why)

@@ -28,7 +28,7 @@ def scrape(url: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_series_at_a_port_of_their_own_are_those_of_vllm_itself(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
