@@ -127,8 +127,13 @@ def test_runs_are_offered_by_their_names(tmp_path: Path, bin_directory: Path) ->
 
 
 def test_a_shell_does_not_wait(tmp_path: Path, bin_directory: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """The least of several: children of earlier tests that end meanwhile are counted too."""
     variables = {"_KVBM_COMPLETE": "complete_bash", "COMP_WORDS": "kvbm\nserve\n-p\ndemo", "COMP_CWORD": "3"}
-    assert set(kvbm(home=tmp_path, **variables).stdout.split()) == SHIPPED
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert set(kvbm(home=tmp_path, **variables).stdout.split()) == SHIPPED
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(5)) < 0.5
