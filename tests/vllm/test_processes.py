@@ -168,12 +168,12 @@ def load(url: str) -> Iterator[None]:
             thread.join()
 
 
-LONG = pytest.mark.soak  # every test starts a server of its own; the short form has one for each way to end
+LONG = pytest.mark.soak  # every test starts a server of its own; the short form has one that is killed and one that is asked to end
 
 
 @pytest.mark.parametrize(
     "victim",
-    [pytest.param("api_server", marks=LONG), pytest.param("VLLM::EngineCore", marks=LONG), "VLLM::Worker"],
+    [pytest.param(name, marks=LONG) for name in ("api_server", "VLLM::EngineCore", "VLLM::Worker")],
 )
 def test_a_killed_process_of_vllm_ends_the_command_with_an_error(tmp_path: Path, model: Path, victim: str) -> None:
     with serving(tmp_path, model) as served, load(served.url):
