@@ -168,7 +168,7 @@ def load(url: str) -> Iterator[None]:
             thread.join()
 
 
-LONG = pytest.mark.soak  # every test starts a server of its own; the short form has one that is killed and one that is asked to end
+LONG = pytest.mark.soak  # every test starts a server of its own; the short form kills one and asks one to end
 
 
 @pytest.mark.parametrize(
