@@ -566,7 +566,7 @@ def test_a_disk_process_killed_while_the_engine_rests_is_back_with_all_its_block
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         assert not Path(f"/proc/{pid}").exists()
-        wait_until(engine, lambda: not engine.counters.disk_off)  # what it has found comes in parts
+        wait_until(engine, lambda: engine.counters.disk_restarts and not engine.counters.disk_off)
         answer = engine.ask(prompt(1, LENGTH))
         assert answer.last.num_external_tokens == LOADABLE
         assert_same([answer.said()], [expected[1]])
