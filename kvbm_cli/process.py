@@ -13,6 +13,7 @@ import contextlib
 import errno
 import importlib.util
 import os
+import random
 import select
 import shutil
 import signal
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -233,6 +234,9 @@ class EngineProcess:
 
 
 OWN_ADDRESS = "`server.host` is an address of this machine: `127.0.0.1`, or `0.0.0.0` for all that it has"
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_CHOICE = 20_000  # below lie ports that services are known by
+CHOICES = 64  # so many are tried before the kernel chooses
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 
 
@@ -248,7 +252,26 @@ def additions(plan: LaunchPlan) -> dict[str, str]:
 
 
 def choose_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0. EnvironmentProblem if something listens there or the address is not ours."""
+    """`port`, or a free one for 0. EnvironmentProblem if something listens there or the address is not ours.
+
+    The free one is outside the range from which the kernel takes ports for connections: it must still be free when the
+    engine listens, which may be a minute from now.
+    """
+    bound = _bound_port(host, port)
+    for lasting in random.sample(_lasting_ports(), k=CHOICES) if port == 0 else ():
+        with contextlib.suppress(EnvironmentProblem):
+            return _bound_port(host, lasting)
+    return bound
+
+
+def _lasting_ports() -> Sequence[int]:
+    """Ports that no connection out of this machine gets by itself."""
+    first, last = map(int, EPHEMERAL_PORTS.read_text().split())
+    ports = [port for port in range(FIRST_CHOICE, 1 << 16) if not first <= port <= last]
+    return ports if len(ports) >= CHOICES else range(FIRST_CHOICE, 1 << 16)
+
+
+def _bound_port(host: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

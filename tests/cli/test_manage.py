@@ -24,6 +24,7 @@ from test_serve import home as home  # the fixture
 
 from kvbm_cli.console import Pace
 from kvbm_cli.logs import start_of_last_lines
+from kvbm_cli.process import choose_port
 from kvbm_cli.runs import Runs, State
 from kvbm_cli.status import duration
 
@@ -239,7 +240,8 @@ def test_profile_of_a_run_serves_again(detached: Path) -> None:
 def test_pasted_command_of_a_dry_run_starts_the_same_engine(home: Path) -> None:
     variables = {"DYN_KVBM_CPU_CACHE_GB": "0.05", "ABC": "1"}
     plan = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--port", "0", home=home, **variables).stdout
-    line = plan.strip().splitlines()[-1].replace("--port 0", f"--port {_free_port()}")
+    port = choose_port("127.0.0.1", 0)
+    line = plan.strip().splitlines()[-1].replace("--port 0", f"--port {port}")
     surroundings = {**environment(home), **variables}
     with subprocess.Popen(["sh", "-c", f"exec {line}"], cwd=home, env=surroundings, stdout=subprocess.PIPE) as pasted:
         try:
@@ -254,12 +256,6 @@ def test_pasted_command_of_a_dry_run_starts_the_same_engine(home: Path) -> None:
     assert by_hand == by_us
 
 
-def _free_port() -> int:
-    from kvbm_cli.process import choose_port
-
-    return choose_port("127.0.0.1", 0)
-
-
 def _seen_by(engine: psutil.Process) -> tuple[list[str], dict[str, str], str]:
     words = [re.sub(r'("port":|^)\d{5}', r"\1[PORT]", word) for word in engine.cmdline()]
     variables = {name: value for name, value in engine.environ().items() if name not in ("TMPDIR", "PWD", "_")}
@@ -267,7 +263,7 @@ def _seen_by(engine: psutil.Process) -> tuple[list[str], dict[str, str], str]:
 
 
 def test_port_of_a_starting_engine_is_taken_before_it_listens(home: Path) -> None:
-    port = _free_port()
+    port = choose_port("127.0.0.1", 0)
     command = [*PROGRAM, *SERVE, "--port", str(port), "--set", "engine.environment.FAKE=hang"]
     with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) as program:
         eventually(lambda: [run["state"] for run in status(home)] == ["starting"])

@@ -25,7 +25,7 @@ from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli import process
 from kvbm_cli.die_with_parent import CANNOT_RUN
 from kvbm_cli.engine_log import readable_phase
-from kvbm_cli.process import GUARD, WRAPPER, EngineProcess, Progress, choose_port, engine_environment
+from kvbm_cli.process import EPHEMERAL_PORTS, GUARD, WRAPPER, EngineProcess, Progress, choose_port, engine_environment
 
 DEADLINE_S = 20
 
@@ -236,6 +236,11 @@ def test_taken_port_is_named() -> None:
             choose_port("127.0.0.1", port)
     assert caught.value.message == f"cannot listen on 127.0.0.1 port {port}: address already in use"
     assert choose_port("127.0.0.1", port) == port
+
+
+def test_chosen_port_is_none_that_a_connection_may_get_before_the_engine_listens() -> None:
+    first, last = map(int, EPHEMERAL_PORTS.read_text().split())
+    assert not {choose_port("127.0.0.1", 0) for _ in range(100)} & set(range(first, last + 1))
 
 
 def test_address_of_another_machine_is_named() -> None:

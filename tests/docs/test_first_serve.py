@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from kvbm_cli.process import choose_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guide/first-serve.md"
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -44,9 +45,7 @@ def plain(line: str) -> str:
 
 @pytest.mark.timeout(300)
 def test_the_page_is_what_happens(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(choose_port("127.0.0.1", 0))
     commands = steps(PAGE.read_text())
     assert len(commands) > 10
     script = "".join(f"{command}\necho '{END}'\n" for command, _ in commands)

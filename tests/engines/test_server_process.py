@@ -19,6 +19,7 @@ import pytest
 from server_rig import DEADLY_TOKEN
 
 from kvbm.embedded.__main__ import main
+from kvbm_cli.process import choose_port
 
 RIG = Path(__file__).with_name("server_rig.py")
 WAIT_S = 20.0
@@ -69,9 +70,7 @@ class Process:
 
 @contextmanager
 def running(log_path: Path, *, load_s: float = 0.0, drain_s: float = 10.0) -> Iterator[Process]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = choose_port("127.0.0.1", 0)
     command = [sys.executable, str(RIG), str(port), str(load_s), str(drain_s)]
     with log_path.open("wb") as log, subprocess.Popen(command, stderr=log) as child:
         try:

@@ -25,6 +25,7 @@ from kvbm.metrics_server import MetricsServer
 from kvbm.observation import Observation
 from kvbm.record import Recorder, RecordingLeader
 from kvbm.types import Tier
+from kvbm_cli.process import choose_port
 
 
 def lines_of(path):
@@ -213,9 +214,7 @@ def test_series_are_served_on_a_port_of_their_own_as_prometheus_reads_them():
 
 
 def test_engines_of_one_server_have_ports_that_follow_each_other():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        base = probe.getsockname()[1]
+    base = choose_port("127.0.0.1", 0)
     ports = []
     for engine in (0, 1):
         observation = Observation(Metrics(serve=True, port=base), engine=engine)

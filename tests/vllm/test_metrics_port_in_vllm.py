@@ -14,6 +14,7 @@ from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, host_blocks
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.metrics import COUNTERS
 from kvbm_cli.make_model import materialise
+from kvbm_cli.process import choose_port
 
 PROMPT = tokens(Random(1), 3 * BLOCK_TOKENS + 10)
 
@@ -31,8 +32,7 @@ def scrape(url: str) -> dict[str, float]:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_series_at_a_port_of_their_own_are_those_of_vllm_itself(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = choose_port("127.0.0.1", 0)
     environment = host_blocks(60) | {
         "DYN_KVBM_METRICS": "1",
         "DYN_KVBM_METRICS_PORT": str(port),

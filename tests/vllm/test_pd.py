@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from vllm_server import BLOCK_TOKENS, Answer, VllmServer, host_blocks
 
 from kvbm.errors import ProfileError
 from kvbm_cli.make_model import materialise
+from kvbm_cli.process import choose_port
 
 PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
 MODULE = "kvbm.vllm_integration.connector"
@@ -401,9 +401,7 @@ def test_the_death_of_one_engine_ends_the_whole_and_is_reported(disaggregated: D
 
 def pd_server(nixl_role: str) -> VllmServer:
     """Not healthy yet. DynamoConnector is configured by variables, as under an engine's own command line."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        side_channel = str(probe.getsockname()[1])
+    side_channel = str(choose_port("127.0.0.1", 0))
     ours = {"kv_connector": "DynamoConnector", "kv_connector_module_path": MODULE, "kv_role": "kv_both"}
     both = [ours, {"kv_connector": "NixlConnector", "kv_role": nixl_role}]
     return VllmServer(

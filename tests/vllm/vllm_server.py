@@ -15,7 +15,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvbm_cli
+from kvbm_cli.process import choose_port
 
 BLOCK_TOKENS = 128
 START_TIMEOUT_S = 600.0  # 25 s on a quiet machine
@@ -84,7 +84,7 @@ class VllmServer:
         wait: bool = True,
     ) -> None:
         self.model = model.name
-        self.port = _free_port()
+        self.port = choose_port("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.port}"
         self._directory = tempfile.TemporaryDirectory(prefix="kvbm-v")  # short: sockets have paths of at most 107 bytes
         self.log_path = Path(self._directory.name) / "log"
@@ -263,9 +263,3 @@ def _allowed_core(number: re.Match[str]) -> str:
 def _margin(logprobs: Iterable[float]) -> float:
     best, second = sorted(logprobs, reverse=True)[:2]
     return best - second
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
