@@ -73,6 +73,14 @@ def _nearest_name(reference: str, names: Sequence[str]) -> str:
     return f"there are {', '.join(f'`{name}`' for name in names)}; a file is given with its path"
 
 
+def _nearest_file(path: Path, children: Sequence[Path]) -> str | None:
+    """A profile in the directory where `path` was looked for, and none that extends it."""
+    beside = [file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")]
+    names = [file.name for file in beside if file.resolve() not in children]
+    nearest = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean `{path.with_name(nearest[0])}`?" if nearest else None
+
+
 def file_with_parents(path: Path, directories: Sequence[Path], findings: Findings) -> Document:
     """The file's document over those of all that it extends. ProfileError if `path` itself cannot be read."""
     chain: list[Document] = []
@@ -108,9 +116,10 @@ def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequ
     except ProfileError as error:
         raise located(error.message, source, hint=error.hint, key="extends") from None
     if parent.resolve() in files:
-        raise located(f"`extends` leads back to `{parent}`", source, key="extends")
+        circle = " -> ".join(file.name for file in [*files[files.index(parent.resolve()) :], parent])
+        raise located(f"`extends` leads back to `{parent}`: {circle}", source, key="extends")
     if not parent.is_file():
-        raise located(f"there is no file `{parent}`", source, key="extends")
+        raise located(f"there is no file `{parent}`", source, hint=_nearest_file(parent, files), key="extends")
     if not os.access(parent, os.R_OK):
         raise located(f"`{parent}` cannot be read", source, key="extends")
     return parent

@@ -189,6 +189,9 @@ EXTENDS = {
     "extends_a_list": Row("profile check mine.yaml", {"mine.yaml": "extends: [demo, vllm]\n"}),
     "extends_a_misspelt_name": Row("profile check mine.yaml", {"mine.yaml": "extends: vlm\n"}),
     "extends_no_file": Row("profile check mine.yaml", {"mine.yaml": "extends: ../no.yaml\n"}),
+    "extends_a_misspelt_file": Row(
+        "profile check mine.yaml", {"mine.yaml": "extends: ./parnt.yaml\n", "parent.yaml": MINE}
+    ),
     "extends_itself": Row("profile check mine.yaml", {"mine.yaml": "extends: ./mine.yaml\n"}),
     "extends_in_a_circle": Row(
         "profile check a.yaml",

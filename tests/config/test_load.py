@@ -392,7 +392,8 @@ FILE_MISTAKES = {
     ),
     "extends itself": (
         "extends: mine\n",
-        "`extends` leads back to `DIR/mine.yaml`\n  FILE:1:10\n    |\n  1 | extends: mine\n    |          ^^^^",
+        "`extends` leads back to `DIR/mine.yaml`: mine.yaml -> mine.yaml\n"
+        "  FILE:1:10\n    |\n  1 | extends: mine\n    |          ^^^^",
         None,
     ),
 }
