@@ -21,6 +21,7 @@ import numpy as np
 from kvbm.errors import EnvironmentProblem
 from kvbm.host_memory import HostMemory
 from kvbm.layout import PAGE_BYTES
+from kvbm.libc import LIBC, last_error
 
 TOUCH_BYTES = 64 << 20
 MAX_TOUCH_THREADS = 16
@@ -187,7 +188,7 @@ class Kernel:
     """Calls on address ranges. Each releases the GIL for its whole length."""
 
     def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc = LIBC
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
         self._libc.memset.restype = ctypes.c_void_p
@@ -201,7 +202,7 @@ class Kernel:
         if self._libc.madvise(address, length, MADV_POPULATE_WRITE) == 0:
             return
         if ctypes.get_errno() != errno.EINVAL:
-            raise _last_error()
+            raise last_error()
         self._libc.memset(address, 0, length)
 
     def bind(self, address: int, length: int, node: int) -> None:
@@ -224,12 +225,7 @@ class Kernel:
         if number is None:
             raise OSError(errno.ENOSYS, f"system call not known on {platform.machine()}")
         if self._libc.syscall(*(ctypes.c_ulong(argument) for argument in (number, *arguments))) != 0:
-            raise _last_error()
-
-
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
+            raise last_error()
 
 
 KERNEL = Kernel()

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -46,16 +46,14 @@ def _completed_by(name: str) -> Callable[[str], list[str]]:
 
 
 PROFILES = _completed_by("profiles")
-ProfileOption = Annotated[
-    str,
-    typer.Option(
-        "--profile",
-        "-p",
-        metavar="NAME|PATH",
-        help="A shipped profile by name, or a file.",
-        autocompletion=PROFILES,
-    ),
-]
+PROFILE_HELP = "A shipped profile by name, or a file."
+
+
+def _profile_option(help_: str = PROFILE_HELP) -> Any:
+    return typer.Option("--profile", "-p", metavar="NAME|PATH", help=help_, autocompletion=PROFILES)
+
+
+ProfileOption = Annotated[str, _profile_option()]
 ProfileArgument = Annotated[
     str,
     typer.Argument(metavar="NAME|PATH", help="A shipped profile by name, or a file.", autocompletion=PROFILES),
@@ -73,16 +71,7 @@ CacheDirectoryOption = Annotated[
     Path | None,
     typer.Option("--dir", metavar="DIR", help="Directory of the caches; without it the profile's, or ~/.cache/kvbm."),
 ]
-CacheProfileOption = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        "-p",
-        metavar="NAME|PATH",
-        help="The profile whose `tiers.disk.directory` is meant.",
-        autocompletion=PROFILES,
-    ),
-]
+CacheProfileOption = Annotated[str | None, _profile_option("The profile whose `tiers.disk.directory` is meant.")]
 RUN_HELP = "A run by its name (`demo-1`) or its profile; left out, the one that runs."
 RunArgument = typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=_completed_by("runs"))
 LivingRunArgument = typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=_completed_by("living_runs"))
@@ -242,16 +231,7 @@ def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = Fals
 
 @app.command()
 def doctor(
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile",
-            "-p",
-            metavar="NAME|PATH",
-            help="A shipped profile by name, or a file.",
-            autocompletion=PROFILES,
-        ),
-    ] = None,
+    profile: Annotated[str | None, _profile_option()] = None,
     set_: SetOption = None,
     directory: Annotated[
         Path | None,

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.errors import EnvironmentProblem, InvariantError, UsageError
+from kvbm.errors import InvariantError, UsageError
 from kvbm_cli.console import print_data, print_note
+from kvbm_cli.places import no_temporary_file, write_new
 from kvbm_cli.profile_text import scalar
 
 if TYPE_CHECKING:
@@ -106,10 +107,13 @@ def _require_meaning(text: str, config: object) -> None:
 
     from kvbm.config.load import load
 
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as draft:
-        draft.write(text)
-        draft.flush()
-        profile = load(draft.name, directories=[]).profile
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as draft:
+            draft.write(text)
+            draft.flush()
+            profile = load(draft.name, directories=[]).profile
+    except OSError as error:
+        raise no_temporary_file(error) from None
     sections = ("tiers", "offload", "onboard", "transfer", "metrics")
     if any(getattr(profile, name) != getattr(config, name) for name in sections):
         raise InvariantError("the profile does not mean what the variables do")
@@ -118,10 +122,4 @@ def _require_meaning(text: str, config: object) -> None:
 def _write(output: Path, text: str) -> None:
     if output.suffix not in (".yaml", ".yml"):
         raise UsageError(f"`{output}` must end in `.yaml`", hint=f"`--output {output}.yaml`")
-    try:
-        with open(output, "x", encoding="utf-8") as opened:
-            opened.write(text)
-    except FileExistsError:
-        raise UsageError(f"`{output}` is there already", hint="give another name, or remove it first") from None
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot write `{output}`: {(error.strerror or str(error)).lower()}") from None
+    write_new(output, text)

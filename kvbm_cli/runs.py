@@ -31,7 +31,7 @@ from typing import Any
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.identity import Identity
-from kvbm_cli.places import state_directory
+from kvbm_cli.places import no_temporary_file, state_directory
 
 FORMAT = 1
 KEPT_RUNS = 20
@@ -216,7 +216,10 @@ class Runs:
                 return runs, True
         except (OSError, RuntimeError):  # RuntimeError: there is no home
             pass
-        elsewhere = cls(Path(tempfile.mkdtemp(prefix="kvbm-")))
+        try:
+            elsewhere = cls(Path(tempfile.mkdtemp(prefix="kvbm-")))
+        except OSError as error:
+            raise no_temporary_file(error) from None
         elsewhere._directory.mkdir(mode=0o700)
         return elsewhere, False
 

@@ -16,6 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 ENGINES = ("torch", "transformers", "vllm", "tensorrt_llm", "sglang")
 SHARED = ("kvbm.types", "kvbm.errors")
+LIBC = "kvbm.libc"
 LOGICAL = ("kvbm.core", "kvbm.hashing", "kvbm.events")
 PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "kvbm.shared_memory", "kvbm.cores")
 SEAMS = ("kvbm.core.groups", "kvbm.events", "kvbm.layout", "kvbm.region")  # what an engine's facts are translated into
@@ -41,14 +42,14 @@ TABLE = (
         (*SHARED, *LOGICAL),
         never=("numpy", "threading", "os", "time", "pydantic", *ENGINES),
     ),
-    Layer(("kvbm.types", "kvbm.errors"), (), never=("numpy", "pydantic", *ENGINES)),
+    Layer((*SHARED, LIBC), (), never=("numpy", "pydantic", *ENGINES)),
     Layer(
         PHYSICAL,
-        (*SHARED, *PHYSICAL),
+        (*SHARED, *PHYSICAL, LIBC),
         never=("pydantic", *ENGINES[1:]),
         lazily=("torch",),
     ),
-    Layer(("kvbm.disk",), (*SHARED, "kvbm.disk", "kvbm.cores"), never=("pydantic", *ENGINES)),
+    Layer(("kvbm.disk",), (*SHARED, "kvbm.disk", "kvbm.cores", LIBC), never=("pydantic", *ENGINES)),
     Layer(
         DISK_PROCESS, (*SHARED, "kvbm.disk", "kvbm.region", "kvbm.cores", *DISK_PROCESS), never=("pydantic", *ENGINES)
     ),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -97,13 +97,11 @@ class ThreadsIO:
     def _not_moved(self, operation: int, runs: Sequence[Run]) -> Sequence[Run]:
         """Move the runs at once if that is possible; returns those that are not, or not wholly, moved."""
         offsets, addresses, byte_counts, owners = [], [], [], []
-        for number, (offset, buffers) in enumerate(runs):
-            for buffer in buffers:
-                offsets.append(offset)
-                addresses.append(address_of(buffer))
-                byte_counts.append(buffer.nbytes)
-                owners.append(number)
-                offset += buffer.nbytes
+        for number, offset, buffer in pieces(runs):
+            offsets.append(offset)
+            addresses.append(address_of(buffer))
+            byte_counts.append(buffer.nbytes)
+            owners.append(number)
         aio = self._take_aio() if len(offsets) > 1 else None
         if aio is None:
             return runs
@@ -156,6 +154,14 @@ def _rest(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
             return [buffer[count:], *buffers[index + 1 :]]
         count -= len(buffer)
     return ()
+
+
+def pieces(runs: Sequence[Run]) -> Iterator[tuple[int, int, Buffer]]:
+    """Each buffer of each run: the run's number, and where in the arena the buffer's bytes lie."""
+    for number, (offset, buffers) in enumerate(runs):
+        for buffer in buffers:
+            yield number, offset, buffer
+            offset += buffer.nbytes
 
 
 def address_of(buffer: Buffer) -> int:

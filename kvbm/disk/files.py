@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvbm.disk.settings import Progress
 from kvbm.errors import EnvironmentProblem
+from kvbm.libc import LIBC, last_error
 
 PAGE_BYTES = 4096
 FALLOCATE_BYTES = 1 << 30
@@ -37,8 +38,7 @@ DIO_OFFSET_ALIGN_AT = 156
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class NoRoom(EnvironmentProblem):
@@ -230,18 +230,18 @@ class Arena:
 
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     """fallocate(2) itself: the C library's own stand-in writes one byte per block. Raises OSError."""
-    while _LIBC.fallocate(fd, mode, offset, length) != 0:
-        number = ctypes.get_errno()
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
+    while LIBC.fallocate(fd, mode, offset, length) != 0:
+        error = last_error()
+        if error.errno != errno.EINTR:
+            raise error
 
 
 def dio_alignment(fd: int) -> Alignment | None:
     """STATX_DIOALIGN: None where kernel or file system do not tell."""
-    if not hasattr(_LIBC, "statx"):
+    if not hasattr(LIBC, "statx"):
         return None
     found = ctypes.create_string_buffer(STATX_BYTES)
-    if _LIBC.statx(fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, found) != 0:
+    if LIBC.statx(fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, found) != 0:
         return None
 
     def word(at: int) -> int:

@@ -20,7 +20,6 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -168,7 +167,7 @@ class BlockIndex:
                 if set(map(len, found)) != {hash_bytes}:
                     fits = np.array([len(sequence_hash) == hash_bytes for sequence_hash in found])
                     misfits += numbers[0, ~fits].tolist()
-                    numbers, found = numbers[:, fits], tuple(compress(found, fits))
+                    numbers, found = numbers[:, fits], tuple(itertools.compress(found, fits))
                 parts.append(numbers)
                 hashes.append(b"".join(found))
         except (TypeError, ValueError, OverflowError) as error:

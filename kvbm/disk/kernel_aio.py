@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import platform
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from kvbm.libc import LIBC, last_error
 
 MAX_REQUESTS = 128  # of one batch; what all processes may have together is /proc/sys/fs/aio-max-nr, by default 65536
 READ, WRITE = 0, 1  # IOCB_CMD_PREAD and IOCB_CMD_PWRITE
@@ -47,7 +48,7 @@ _REQUEST = np.dtype(
 )
 _EVENT = np.dtype([("data", "<u8"), ("request", "<u8"), ("result", "<i8"), ("result2", "<i8")])
 
-_system_call = ctypes.CDLL(None, use_errno=True).syscall
+_system_call = LIBC["syscall"]  # a function of our own, unlike LIBC.syscall, whose result is an int
 _system_call.restype = ctypes.c_long
 
 
@@ -66,7 +67,7 @@ class KernelAio:
         self._events = np.zeros(MAX_REQUESTS, _EVENT)
         self._context = ctypes.c_ulong(0)
         if _system_call(numbers.setup, ctypes.c_long(MAX_REQUESTS), ctypes.byref(self._context)) < 0:
-            raise _last_error()
+            raise last_error()
 
     def move(
         self, operation: int, offsets: Sequence[int], addresses: Sequence[int], byte_counts: Sequence[int]
@@ -117,10 +118,5 @@ class KernelAio:
                 None,
             )
             if ended < 0 and ctypes.get_errno() != errno.EINTR:
-                raise _last_error()
+                raise last_error()
         return self._events[:ended]
-
-
-def _last_error() -> OSError:
-    code = ctypes.get_errno()
-    return OSError(code, os.strerror(code))

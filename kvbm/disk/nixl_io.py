@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm.disk.block_io import Buffer, Run, ThreadsIO, address_of
+from kvbm.disk.block_io import Buffer, Run, ThreadsIO, address_of, pieces
 from kvbm.errors import EnvironmentProblem
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class NixlIO:
 
     def close(self) -> None:
         self._idle.clear()
+        self._threads.close()
 
     def _is_moved(self, operation: str, runs: Sequence[Run]) -> bool:
         """False says nothing about what was moved, only that the system calls may do it now."""
@@ -178,11 +179,9 @@ def _load() -> _Nixl:
 def _transfers(runs: Sequence[Run], fd: int) -> Iterator[tuple[Descriptors, Descriptors]]:
     """Both sides of each transfer of at most MAX_DESCRIPTORS buffers: (address, length, 0) and (offset, length, fd)."""
     memory, file = [], []
-    for offset, buffers in runs:
-        for buffer in buffers:
-            memory.append((address_of(buffer), buffer.nbytes, 0))
-            file.append((offset, buffer.nbytes, fd))
-            offset += buffer.nbytes
+    for _, offset, buffer in pieces(runs):
+        memory.append((address_of(buffer), buffer.nbytes, 0))
+        file.append((offset, buffer.nbytes, fd))
     for start in range(0, len(memory), MAX_DESCRIPTORS):
         some = slice(start, start + MAX_DESCRIPTORS)
         yield np.array(memory[some], np.uint64), np.array(file[some], np.uint64)

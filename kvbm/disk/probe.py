@@ -20,7 +20,6 @@ import fcntl
 import json
 import mmap
 import os
-import platform
 import resource
 import secrets
 import signal
@@ -32,8 +31,10 @@ from typing import Any
 
 from kvbm.disk.block_io import ThreadsIO
 from kvbm.disk.files import PAGE_BYTES, UNSUPPORTED, Alignment, dio_alignment, fallocate
+from kvbm.disk.kernel_aio import KernelAio
 from kvbm.disk.quota import Quota, quotas
 from kvbm.disk.speed import Say, Speed, SpeedTrial
+from kvbm.libc import LIBC, last_error
 
 PREFIX = ".kvbm-probe-"
 TRIED_ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -49,7 +50,7 @@ CACHED_SHARE = 0.5
 
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2
 SYSCALL_IO_URING_SETUP = 425
-SYSCALLS_IO = {"x86_64": (206, 207), "aarch64": (0, 1)}  # io_setup, io_destroy
+NO_FILE = -1  # nothing is moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,13 +382,12 @@ def _write_and_compare(fd: int) -> Outcome:
 
 def _cached_share(fd: int) -> float:
     """Part of the area that the page cache has. What was in it from buffered writes, a direct write has dropped."""
-    libc = ctypes.CDLL(None, use_errno=True)
     pages = AREA_BYTES // mmap.PAGESIZE
     states = (ctypes.c_ubyte * pages)()
     try:
         with mmap.mmap(fd, AREA_BYTES, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
             start = ctypes.c_char.from_buffer(mapping)
-            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(AREA_BYTES), states)
+            failed = LIBC.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(AREA_BYTES), states)
             del start
     except (OSError, ValueError):
         return 0.0
@@ -411,31 +411,17 @@ def io_uring() -> Outcome:
 
     def create() -> None:
         parameters = ctypes.create_string_buffer(120)
-        os.close(_checked(ctypes.CDLL(None, use_errno=True).syscall(SYSCALL_IO_URING_SETUP, 4, parameters)))
+        fd = LIBC.syscall(SYSCALL_IO_URING_SETUP, 4, parameters)
+        if fd < 0:
+            raise last_error()
+        os.close(fd)
 
     return attempt(create)
 
 
 def aio() -> Outcome:
     """Whether this process may have a context of Linux's asynchronous I/O."""
-    if platform.machine() not in SYSCALLS_IO:
-        return Outcome(False, f"not known on {platform.machine()}")
-    setup, destroy = SYSCALLS_IO[platform.machine()]
-
-    def create() -> None:
-        context = ctypes.c_ulong(0)
-        syscall = ctypes.CDLL(None, use_errno=True).syscall
-        _checked(syscall(setup, 1, ctypes.byref(context)))
-        _checked(syscall(destroy, context))
-
-    return attempt(create)
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return result
+    return attempt(lambda: KernelAio(NO_FILE).close())
 
 
 def attempt(action: Callable[[], object]) -> Outcome:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbm.libc import LIBC
+
 SYSCALL_QUOTACTL_FD = 443
 Q_GETQUOTA = 0x800007
 KINDS = {"user": 0, "group": 1}
@@ -64,9 +66,8 @@ def _owners() -> tuple[tuple[str, int], ...]:
 def _block(fd: int, kind: str, number: int) -> tuple[int, int] | None:
     """(limit, used) in bytes, None where there is no limit."""
     buffer = ctypes.create_string_buffer(DQBLK.size)
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
     command = ctypes.c_uint(Q_GETQUOTA << 8 | KINDS[kind])
-    if syscall(SYSCALL_QUOTACTL_FD, fd, command, ctypes.c_uint(number), buffer):
+    if LIBC.syscall(SYSCALL_QUOTACTL_FD, fd, command, ctypes.c_uint(number), buffer):
         return None
     return limit_of(buffer.raw)
 

@@ -139,6 +139,7 @@ class _Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._io.close()
         os.close(self._fd)
 
     def read(self, slot: int, count: int) -> list[Buffer | None]:

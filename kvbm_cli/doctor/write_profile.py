@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, UsageError
+from kvbm.errors import InvariantError, KvbmError, UsageError
+from kvbm_cli.places import write_new
 from kvbm_cli.shipped import profiles_directory
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, Value], t
     keys = {**_from_elsewhere(resolved), **recommended}
     wanted = _load(resolved.path, keys)
     for text in _texts(resolved, keys, target):
-        _write(target, text)
+        write_new(target, text)
         if _means(target, wanted):
             return
         target.unlink()
@@ -81,15 +82,6 @@ def _means(target: Path, wanted: Profile) -> bool:
         return _load(target, {}) == wanted
     except KvbmError:
         return False
-
-
-def _write(target: Path, text: str) -> None:
-    try:
-        with open(target, "x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise EnvironmentProblem(f"cannot write `{target}`: {reason}") from None
 
 
 def _extending(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import assert_snapshot, kvbm
+from terminal import PROGRAM, assert_snapshot, environment, kvbm
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.load import load
@@ -110,3 +112,28 @@ def test_file_is_new_and_can_be_checked(tmp_path: Path) -> None:
     assert "/mnt/my cache/$USER" in shown.stdout
     again = kvbm("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **ENVIRONMENT)
     assert (again.exit_code, (tmp_path / "mine.yaml").read_text()) == (2, written)
+
+
+def on_a_full_disk(*command: str, directory: Path) -> tuple[int, str]:
+    """Exit code and first line of stderr, where there is room for names alone."""
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *command],
+        cwd=directory,
+        env=environment(directory, **ENVIRONMENT),
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stderr.partition("\n")[0]
+
+
+def test_no_room_for_a_temporary_file_is_no_bug(tmp_path: Path) -> None:
+    exit_code, error = on_a_full_disk(*PROGRAM, "profile", "import-env", directory=tmp_path)
+    assert exit_code == 1
+    assert error.startswith("error: cannot write a temporary file: no usable temporary directory")
+
+
+def test_file_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
+    script = "from pathlib import Path; from kvbm_cli.places import write_new; write_new(Path('mine.yaml'), 'a: 1')"
+    exit_code, _ = on_a_full_disk(sys.executable, "-c", script, directory=tmp_path)
+    assert exit_code == 1
+    assert list(tmp_path.iterdir()) == []
