@@ -314,11 +314,13 @@ def assert_is(answer: tuple[tuple[int, ...], tuple[float, ...]], truth: Answer) 
 def test_answers_are_those_of_one_engine_and_prompts_come_back_from_host_memory(
     disaggregated: Disaggregated, truth: Mapping[int, Answer]
 ) -> None:
+    decode = disaggregated.metrics("decode 0")  # which has had the token that says that all are ready
     for seed, expected in truth.items():
         assert_is(*disaggregated.ask(prompt(seed)), truth=expected)
+    pulled = disaggregated.moved("decode 0", decode, f"{SOURCE} p2p")
+    assert pulled == len(truth) * PROMPT_TOKENS, "every prompt was pulled, none was computed"
     prefill, decode = (disaggregated.metrics(name) for name in ("prefill 0", "decode 0"))
     assert prefill["kvbm_offload_blocks_d2h"] >= len(truth) * WHOLE_BLOCKS
-    assert decode[f"{SOURCE} p2p"] == len(truth) * PROMPT_TOKENS, "every prompt was pulled, none was computed"
 
     assert_is(*disaggregated.ask(prompt(0)), truth=truth[0])
     assert disaggregated.moved("prefill 0", prefill, "kvbm_onboard_blocks_h2d") == WHOLE_BLOCKS
