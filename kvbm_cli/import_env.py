@@ -26,6 +26,11 @@ HEAD = """\
 # those that are still set win over this file.
 description: what DYN_KVBM_* variables said
 """
+METRICS_NOTE = [
+    "# Metrics listen on 127.0.0.1 here, NVIDIA's did on every address: `metrics.host: 0.0.0.0` is for a Prometheus",
+    "# on another machine.",
+    "",
+]
 WIDTH = 118
 
 
@@ -42,28 +47,39 @@ def import_env(environment: Mapping[str, str], *, output: Path | None, model: st
     else:
         _write(output, text)
         print_note(f"{output}: written; `kvbm doctor --profile {output}` says whether it can be served here")
+        print_note(f"the variables win over it as long as they are set: `unset {' '.join(named(environment))}`")
 
 
 def profile_text(environment: Mapping[str, str], *, model: str | None = None) -> str:
     """The profile of an engine that takes the model for its own, and of all that the variables say."""
     from kvbm.config.connector import resolve_connector
-    from kvbm.config.document import together
-    from kvbm.config.variables import read_variables, settle, usable
+    from kvbm.config.variables import read_variables, settle
 
-    variables, mistakes = usable(environment)
-    if mistakes:
-        raise together(mistakes)
-    config = resolve_connector({}, variables, engine="vllm", warns=False)
-    document, warnings = read_variables(variables)
+    kind = _engine_kind(model or MODEL)
+    config = resolve_connector({}, environment, engine=kind, warns=False)
+    document, warnings = read_variables(environment)
     warnings += settle(document)
     note = "" if model is not None else "  # yours; no variable names it"
-    engine = ["engine:", "  kind: vllm", f"  model: {_escaped('engine.model', model or MODEL)}{note}", ""]
+    engine = ["engine:", f"  kind: {kind}", f"  model: {_escaped('engine.model', model or MODEL)}{note}", ""]
     if config.metrics.serve and config.metrics.port == SERVER_PORT:
         engine += ["server:", f"  port: {SERVER_PORT + 1}  # {SERVER_PORT} is the port of the metrics", ""]
-    lines = [*engine, *_section(document, ""), *_comments(warnings)]
+    notes = METRICS_NOTE if config.metrics.serve and config.metrics.host is None else []
+    lines = [*engine, *_section(document, ""), *notes, *_comments(warnings)]
     text = HEAD + "\n" + "\n".join(lines).rstrip("\n") + "\n"
     _require_meaning(text, config)
     return text
+
+
+def _engine_kind(model: str) -> str:
+    """The engine that has this model, if it is a synthetic one. ProfileError where none has it."""
+    from kvbm.embedded.presets import SYNTHETIC
+    from kvbm_cli.model_facts import SYNTHETIC_PREFIX, model_facts
+
+    if model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC and model.startswith(SYNTHETIC_PREFIX):
+        return "embedded"
+    if model.startswith(SYNTHETIC_PREFIX):
+        model_facts(model, kind="vllm")
+    return "vllm"
 
 
 def _section(section: Mapping[str, Entry], path: str) -> Iterator[str]:
@@ -96,8 +112,9 @@ def _comments(warnings: tuple[str, ...]) -> Iterator[str]:
     if warnings:
         yield "# Without effect here:"
         for warning in warnings:
+            text = _shown(warning.replace("` has no effect: ", "`: ", 1))
             yield from textwrap.wrap(
-                _shown(warning), WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False
+                text, WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False
             )
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import ValidationError
 
-from kvbm.config.document import Document, Entry, Source, plain_values, together
+from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, located, plain_values, together
 from kvbm.config.mistakes import FileKind, mistakes_in
-from kvbm.config.schema import ConnectorConfig, keys
-from kvbm.config.variables import read_variables, settle
+from kvbm.config.schema import ConnectorConfig, Offload, keys
+from kvbm.config.values import WrongKey
+from kvbm.config.variables import read_variables, settle, usable
 from kvbm.errors import ProfileError
 
 KEY = "kvbm"
@@ -34,38 +35,55 @@ log = logging.getLogger(__name__)
 def resolve_connector(
     extra_config: Mapping[str, object], environment: Mapping[str, str], *, engine: str, warns: bool = True
 ) -> ConnectorConfig:
-    """What `extra_config["kvbm"]` says, else what the variables say. ProfileError for a mistake, without a tier, or for
-    what this kind of engine cannot do.
+    """What `extra_config["kvbm"]` says, else what the variables say. ProfileError for a mistake, or for what this
+    kind of engine cannot do; ProfileMistakes for several.
 
     A variable that has no effect is logged as a warning, if this is the process that `warns`.
     """
-    config = _resolve(extra_config, environment, warns=warns)
-    try:
-        config.offload.require_priorities_from(engine)
-    except ValueError as error:
-        raise ProfileError(
-            f"`offload.min_priority` {error}", hint="`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`"
-        ) from None
+    mistakes: list[ProfileError] = []
+    if KEY in extra_config:
+        document = _written(extra_config[KEY])
+    else:
+        document, mistakes = _of_variables(environment, warns=warns)
+    config, wrong = _validated(document, is_complete=not mistakes)
+    mistakes += [*wrong, *_unsent_priorities(document, engine, wrong)]
+    if mistakes:
+        raise together(mistakes)
+    assert config is not None, "without a mistake there is a configuration"
     return config
 
 
-def _resolve(extra_config: Mapping[str, object], environment: Mapping[str, str], *, warns: bool) -> ConnectorConfig:
-    if KEY in extra_config:
-        return _validated(_written(extra_config[KEY]))
-    document, warnings = read_variables(environment)
+def _of_variables(environment: Mapping[str, str], *, warns: bool) -> tuple[Document, list[ProfileError]]:
+    """What those without a mistake say, and the mistakes."""
+    variables, mistakes = usable(environment)
+    document, warnings = read_variables(variables)
     for warning in (*warnings, *settle(document)):
         log.log(logging.WARNING if warns else logging.DEBUG, "%s", warning)
     tiers = document.get("tiers")
-    if tiers is None or not any(tier.section for tier in (tiers.section or {}).values()):
+    has_tier = tiers is not None and any(tier.section for tier in (tiers.section or {}).values())
+    if not has_tier and not mistakes:
         raise ProfileError("no tier is configured: kvbm has nowhere to keep blocks", hint=_NO_TIER)
-    return _validated(document)
+    return document, mistakes
 
 
-def _validated(document: Document) -> ConnectorConfig:
+def _validated(document: Document, *, is_complete: bool) -> tuple[ConnectorConfig | None, list[Mistake]]:
     try:
-        return ConnectorConfig.model_validate(plain_values(document))
+        return ConnectorConfig.model_validate(plain_values(document)), []
     except ValidationError as error:
-        raise together(mistakes_in(error, document, PLACE, _FILE)) from None
+        return None, mistakes_in(error, document, PLACE, _FILE, is_complete=is_complete)
+
+
+def _unsent_priorities(document: Document, engine: str, wrong: Sequence[Mistake]) -> Iterator[Mistake]:
+    """A threshold for priorities that this kind of engine does not send."""
+    key = "offload.min_priority"
+    entry = entry_at(document, key.split("."))
+    if entry is None or not isinstance(entry.value, int) or key in (one.key for one in wrong):
+        return
+    try:
+        Offload.model_construct(min_priority=entry.value).require_priorities_from(engine)
+    except WrongKey as error:
+        hint = "`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`"
+        yield located(f"`{key}` {error}", entry.source, hint=hint, key=key)
 
 
 def _written(value: object) -> Document:

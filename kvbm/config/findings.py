@@ -15,6 +15,7 @@ class Findings:
 
     mistakes: list[ProfileError] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
+    own: set[str] = field(default_factory=set)  # those of them that are no shipped profile
     wrong: set[str] = field(default_factory=set)  # keys that were taken away, and what unknown ones stood for
     extends: list[Source] = field(default_factory=list)
     is_incomplete: bool = False  # a file could not be read, and what is missing may be in it

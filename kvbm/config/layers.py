@@ -27,7 +27,7 @@ from kvbm.config.findings import Findings, take_away
 from kvbm.config.flags import flag_name
 from kvbm.config.mistakes import NOT_BUILT_PROFILES, no_sections
 from kvbm.config.schema import keys
-from kvbm.config.variables import put, read_variables, settle, usable
+from kvbm.config.variables import overruled, put, read_variables, settle, usable
 from kvbm.errors import ProfileError
 
 SUFFIXES = (".yaml", ".yml")
@@ -87,6 +87,8 @@ def file_with_parents(path: Path, directories: Sequence[Path], findings: Finding
     files: list[Path] = []
     while True:
         document = _file(path, findings)
+        if path.parent not in directories:
+            findings.own.add(str(path))
         chain.append(document)
         files.append(path.resolve())
         extends = document.pop("extends", None)
@@ -184,7 +186,8 @@ def with_layers(
     merged = document
     for layer in layers:
         merged = merge(merged, _sound(layer, findings))
-    return merged, warnings + settle(merged, below=document)
+    warnings += settle(merged, below=document)
+    return merged, (*warnings, *overruled(from_variables, merged, document, findings.own))
 
 
 def _override(text: str) -> Document:

@@ -9,13 +9,15 @@ A size of 0 is how upstream's users say that there is no such tier, and here it 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvbm.config.document import Document, Entry, Source, entry_at, located
 from kvbm.config.form import NO_CAPACITY, Form
+from kvbm.config.sizes import parse_size
 from kvbm.errors import ProfileError
 
 PREFIX = "DYN_KVBM_"
@@ -253,6 +255,46 @@ def settle(document: Document, *, below: Mapping[str, Entry] | None = None) -> t
         and entry_at(below or {}, ["tiers", name]) is not None
     )
     return (*taken, *_take_idle_disk(document), *_idle_port(document))
+
+
+def overruled(said: Document, merged: Document, below: Document, own: Collection[str]) -> Iterator[str]:
+    """Of each value in the files `own`, below the variables, that one of these replaces by another.
+
+    `said` is what the variables say. The values of shipped profiles are there to be replaced.
+    """
+    for path, entry in _leaves(said):
+        key = _spoken_of(below, path)
+        other, winner = entry_at(below, key.split(".")), entry_at(merged, path.split("."))
+        is_own = other is not None and other.source.label in own
+        if other is None or not is_own or winner is None or winner.source is not entry.source:
+            continue
+        if key != path or _meaning(key, entry.value) != _meaning(key, other.value):
+            told = f"`{entry.source.text}` wins over `{key}: {other.source.written}` ({other.source.origin})"
+            yield f"{told}; `unset {entry.source.label}` to go by the file"
+
+
+def _leaves(document: Mapping[str, Entry], prefix: str = "") -> Iterator[tuple[str, Entry]]:
+    for name, entry in document.items():
+        if entry.section is not None:
+            yield from _leaves(entry.section, f"{prefix}{name}.")
+        elif entry.value is not None:  # a tier that is taken away is told of by `settle`
+            yield f"{prefix}{name}", entry
+
+
+def _spoken_of(below: Document, path: str) -> str:
+    """The key with which a document says what `path` says: of a tier's size its blocks, its capacity, or no tier."""
+    section, _, name = path.rpartition(".")
+    if name not in ("capacity", "blocks"):
+        return path
+    asked = (f"{section}.blocks", f"{section}.capacity", section)
+    found = {key: entry_at(below, key.split(".")) for key in asked}
+    return next((key for key, entry in found.items() if entry is not None and entry.section is None), path)
+
+
+def _meaning(key: str, value: object) -> object:
+    with contextlib.suppress(ValueError):  # a mistake, which is told elsewhere
+        return parse_size(value) if key.endswith(".capacity") and isinstance(value, str) else value
+    return value
 
 
 def put(document: Document, path: list[str], entry: Entry) -> None:

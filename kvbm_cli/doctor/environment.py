@@ -70,9 +70,8 @@ def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
 
 def beside(resolved: ResolvedProfile) -> list[Check]:
     """What has no effect, or a bad one, with this profile. No engine that it could name sends priorities."""
-    idle = [
-        _idle(text) for text in resolved.warnings if "` has no effect: there" in text or "` has no effect: the" in text
-    ]
+    told = ("` has no effect: there", "` has no effect: the", "` wins over `")
+    idle = [_idle(text) for text in resolved.warnings if any(words in text for words in told)]
     return [*idle, *_priority(resolved.profile.offload.min_priority, failure)]
 
 

@@ -267,6 +267,17 @@ VARIABLES = {
     "import_env_of_wrong_ones": Row(
         "profile import-env", variables={"DYN_KVBM_CPU_CACHE_GB": "10GiB", "DYN_KVBM_METRIC": "1"}
     ),
+    "import_env_of_wrong_ones_and_priorities": Row(
+        "profile import-env",
+        variables={
+            "DYN_KVBM_CPU_CACHE_GB": "2GB",
+            "DYN_KVBM_METRICS_PORT": "70000",
+            "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "50",
+        },
+    ),
+    "import_env_with_a_synthetic_model_that_is_none": Row(
+        "profile import-env --model synthetic:vllm-25", variables={"DYN_KVBM_CPU_CACHE_GB": "1"}
+    ),
     "import_env_without_a_tier": Row("profile import-env", variables={"DYN_KVBM_METRICS": "1"}),
     "import_env_into_a_file_that_is_there": Row(
         "profile import-env --output mine.yaml", {"mine.yaml": MINE}, {"DYN_KVBM_CPU_CACHE_GB": "1"}

@@ -114,6 +114,23 @@ def test_file_is_new_and_can_be_checked(tmp_path: Path) -> None:
     assert (again.exit_code, (tmp_path / "mine.yaml").read_text()) == (2, written)
 
 
+def test_file_says_which_variables_would_win_over_it(tmp_path: Path) -> None:
+    variables = {"DYN_KVBM_CPU_CACHE_GB": "1", "DYN_KVBM_DISK_CACHE_GB": "2"}
+    outcome = kvbm("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **variables)
+    assert "`unset DYN_KVBM_CPU_CACHE_GB DYN_KVBM_DISK_CACHE_GB`" in outcome.stderr
+    checked = kvbm("serve", "--dry-run", "-p", "mine.yaml", home=tmp_path, **variables | {"DYN_KVBM_CPU_CACHE_GB": "3"})
+    (line, *_) = checked.stderr.splitlines()
+    assert line == (
+        "warning: `DYN_KVBM_CPU_CACHE_GB=3` wins over `tiers.host.capacity: 1GB` (mine.yaml:11); "
+        "`unset DYN_KVBM_CPU_CACHE_GB` to go by the file"
+    )
+
+
+@pytest.mark.parametrize(("model", "kind"), [("synthetic:tiny", "embedded"), ("synthetic:vllm-25m", "vllm")])
+def test_synthetic_model_is_given_to_the_engine_that_has_it(model: str, kind: str) -> None:
+    assert f"kind: {kind}\n" in profile_text({"DYN_KVBM_CPU_CACHE_GB": "1"}, model=model)
+
+
 def on_a_full_disk(*command: str, directory: Path) -> tuple[int, str]:
     """Exit code and first line of stderr, where there is room for names alone."""
     done = subprocess.run(

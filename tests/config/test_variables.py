@@ -7,9 +7,13 @@ from test_load import BASE, load_text
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.document import entry_at
+from kvbm.config.load import load
 from kvbm.config.schema import ConnectorConfig, keys
 from kvbm.config.variables import VARIABLES, read_variables, variable_of
 from kvbm.errors import ProfileError
+
+C, D = "DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_DISK_CACHE_GB"
+BLOCKS, BATCH = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE"
 
 # What the wheel of NVIDIA reads (kvbm 1.6.1), with the key that it sets here; None for what has no effect here.
 READ_THERE = {
@@ -142,6 +146,47 @@ def test_what_else_is_said_of_a_disk_of_size_zero_is_idle(tmp_path) -> None:
     )
 
 
+# -- a value of a file that a variable replaces ------------------------------------------------------------------------
+
+OVERRULED = {
+    "capacity": ("host: {capacity: 1GB}", {C: "2"}, f"`{C}=2` wins over `tiers.host.capacity: 1GB`"),
+    "the same in another unit": ("host: {capacity: 1000MB}", {C: "1"}, None),
+    "blocks lose to a capacity": ("host: {blocks: 7}", {C: "2"}, f"`{C}=2` wins over `tiers.host.blocks: 7`"),
+    "capacity loses to blocks": (
+        "host: {capacity: 1GB}",
+        {BLOCKS: "7"},
+        f"`{BLOCKS}=7` wins over `tiers.host.capacity: 1GB`",
+    ),
+    "the same blocks": ("host: {capacity: 1GB, blocks: 7}", {BLOCKS: "7"}, None),
+    "no tier": ("host: {capacity: 1GB}\n  disk: null", {D: "2"}, f"`{D}=2` wins over `tiers.disk: null`"),
+    "nothing is said": ("host: {capacity: 1GB}", {"DYN_KVBM_METRICS": "1"}, None),
+    "a boolean": (
+        "host: {capacity: 1GB}\nmetrics: {serve: false}",
+        {"DYN_KVBM_METRICS": "1"},
+        "`DYN_KVBM_METRICS=1` wins over `metrics.serve: false`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERRULED)
+def test_variable_that_replaces_a_value_of_the_users_file_is_told_of(tmp_path, name: str) -> None:
+    text, variables, told = OVERRULED[name]
+    (tmp_path / "parent.yaml").write_text(f"engine: {{model: m}}\ntiers:\n  {text}\n")
+    (tmp_path / "mine.yaml").write_text("extends: ./parent.yaml\n")
+    warnings = load(str(tmp_path / "mine.yaml"), directories=[], variables=variables).warnings
+    assert [warning.partition(" (")[0] for warning in warnings] == ([] if told is None else [told])
+    assert all(f"{tmp_path}/parent.yaml:" in warning for warning in warnings)
+
+
+def test_variable_may_replace_a_value_of_a_shipped_profile_and_lose_to_an_override(tmp_path) -> None:
+    (tmp_path / "mine.yaml").write_text("engine: {model: m}\ntiers: {host: {capacity: 1GB}}\n")
+    assert load("mine", directories=[tmp_path], variables={C: "2"}).warnings == ()
+    overridden = load(
+        str(tmp_path / "mine.yaml"), directories=[], variables={C: "2"}, overrides=["tiers.host.capacity=3GB"]
+    )
+    assert overridden.warnings == ()
+
+
 def test_disk_without_host_memory_under_a_bare_command() -> None:
     config = resolve_connector({}, {"DYN_KVBM_CPU_CACHE_GB": "0", "DYN_KVBM_DISK_CACHE_GB": "2.5"}, engine="vllm")
     assert config.tiers.host is None
@@ -161,8 +206,6 @@ def test_port_that_nothing_serves_on_is_idle() -> None:
 
 GB = "a number of GB (1e9 bytes), fractions allowed"
 BOOLEAN = "one of 1, true, yes, on, 0, false, no, off"
-C, D = "DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_DISK_CACHE_GB"
-BLOCKS, BATCH = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE"
 MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
     "no number": ({C: "lots"}, f"`{C}` must be {GB}, not `lots`", None),
     "negative": ({C: "-5"}, f"`{C}` must be {GB}, not `-5`", None),
