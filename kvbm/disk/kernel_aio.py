@@ -37,7 +37,7 @@ _REQUEST = np.dtype(
         ("rw_flags", "<u4"),
         ("operation", "<u2"),
         ("priority", "<i2"),
-        ("fd", "<u4"),
+        ("fd", "<i4"),
         ("address", "<u8"),
         ("byte_count", "<u8"),
         ("offset", "<i8"),

@@ -65,7 +65,8 @@ def test_the_profile_means_what_the_variables_do(tmp_path_factory: pytest.TempPa
         assert caught.value.message == expected.message
         return
     text = profile_text(variables, model="a/b")
-    path = tmp_path_factory.getbasetemp() / "imported.yaml"
+    path = tmp_path_factory.getbasetemp() / "imported" / "imported.yaml"  # not where `../` of another test is
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     profile = load(str(path), directories=[]).profile
     assert {name: getattr(profile, name) for name in SECTIONS} == {name: getattr(expected, name) for name in SECTIONS}
