@@ -9,6 +9,7 @@ import tiny_models
 from engine_rig import EngineRig
 
 BLOCK = 8
+MODELS = ("qwen3", "gpt_oss")
 REQUESTS = 24
 CONFIGS = [
     {"num_blocks": 24, "max_num_batched_tokens": 17},
@@ -29,7 +30,7 @@ def draw_prompts(numbers: random.Random) -> list[tuple[list[int], int]]:
     return drawn
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gpt_oss"])
+@pytest.fixture(scope="module")
 def path(request, tmp_path_factory):
     return tiny_models.save(request.param, tmp_path_factory.mktemp("stress"))
 
@@ -50,19 +51,27 @@ def serve_randomly(path, seed: int, *, config: dict, is_async: bool) -> None:
                 rig.core.scheduler.reset_prefix_cache()
             rig.step()
         rig.check_idle()
-        longest = max(new_tokens for _, new_tokens in work)
-        expected = tiny_models.generate(path, [prompt for prompt, _ in work], longest)
-        for result, (_, new_tokens), tokens in zip(results, work, expected, strict=True):
-            assert result.token_ids == tokens[:new_tokens]
+        expected = tiny_models.generate(path, *map(list, zip(*work, strict=True)))
+        assert [result.token_ids for result in results] == expected
         assert connector[0].finished == dict.fromkeys(connector[0].finished, 1)
 
 
-@pytest.mark.parametrize("index", range(len(CONFIGS)))
+@pytest.mark.parametrize(
+    ("path", "index"),
+    [
+        *(("qwen3", index) for index in range(len(CONFIGS))),
+        ("gpt_oss", 0),
+        *(pytest.param("gpt_oss", index, marks=pytest.mark.soak) for index in (1, 2)),
+    ],
+    indirect=["path"],
+)
 def test_outputs_are_equal_under_random_load(path, index):
+    """Every configuration with the model of one group of layers, and one with windows, whose `generate` is slow."""
     serve_randomly(path, index, config=CONFIGS[index], is_async=index != 1)
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("path", MODELS, indirect=True)
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_outputs_are_equal_under_random_load_for_long(path, seed):
     serve_randomly(path, seed, config=CONFIGS[seed % len(CONFIGS)], is_async=seed % 4 != 0)

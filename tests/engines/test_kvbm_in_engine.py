@@ -132,11 +132,17 @@ def test_preemption_and_host_hits_together_keep_outputs_equal():
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["fail", "short", "die", "odd"])
-def test_every_seventh_copy_failing_changes_no_output(expected, fault):
+FAILURES = ("fail", "short", "die", "odd")
+
+
+@pytest.mark.parametrize(
+    "faults", [FAILURES, *(pytest.param((fault,), marks=pytest.mark.soak) for fault in FAILURES)], ids="-".join
+)
+def test_every_seventh_copy_failing_changes_no_output(expected, faults):
+    """By turns in each way; the long form has an engine for each."""
     with running(host_blocks=400) as engine:
-        for call in range(0, 400, 7):
-            engine.copier.at(call, fault)
+        for number, call in enumerate(range(0, 400, 7)):
+            engine.copier.at(call, faults[number % len(faults)])
         assert_same(conversations(engine), expected)
         engine.copier.heal()
         engine.settle()

@@ -94,15 +94,15 @@ def save(name: str, directory: Path) -> Path:
     return path
 
 
-def generate(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """What transformers' own greedy generation gives for each prompt alone."""
+def generate(path: Path, prompts: list[list[int]], new_tokens: int | list[int]) -> list[list[int]]:
+    """What transformers' own greedy generation gives for each prompt alone: so many tokens, for all or for each."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    outputs = []
-    for prompt in prompts:
+    outputs, counts = [], [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
+    for prompt, count in zip(prompts, counts, strict=True):
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
-        result = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, use_cache=True)
+        result = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, use_cache=True)
         outputs.append(result[0, len(prompt) :].tolist())
     return outputs
