@@ -5,7 +5,6 @@ Bodies live in the other modules and are imported when they run, so that `kvbm -
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from kvbm.errors import KvbmError
+from kvbm_cli import streams
+from kvbm_cli.places import problem_of
 from kvbm_cli.show_error import show_error, show_kvbm_error
 
 COMPLETION_VARIABLE = "_KVBM_COMPLETE"
@@ -408,19 +409,8 @@ def completion(
 
 
 def main() -> None:
-    _repair_streams()
+    streams.repair()
     sys.exit(run(sys.argv[1:]))
-
-
-def _repair_streams() -> None:
-    """Output that was closed (`2>&-`) goes nowhere; a character that the terminal's encoding lacks becomes `?`."""
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -431,6 +421,7 @@ def run(arguments: Sequence[str]) -> int:
         prepare()
     try:
         result = typer.main.get_command(app).main(args=list(arguments), prog_name="kvbm", standalone_mode=False)
+        sys.stdout.flush()
     except KvbmError as error:
         if "--debug" in arguments:
             raise
@@ -441,12 +432,15 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
         if "--debug" in arguments:
             raise
-        return _show_bug(error, arguments)
+        problem = problem_of(error)
+        if problem is None:
+            return _show_bug(error, arguments)
+        show_kvbm_error(problem)
+        return problem.exit_code
     return result if isinstance(result, int) else 0
 
 

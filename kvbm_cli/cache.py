@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.console import print_data, print_json, print_note, table
+from kvbm_cli.places import write_whole
 
 if TYPE_CHECKING:
     from kvbm.disk.directory import CacheFacts, InstanceLock
@@ -133,9 +134,13 @@ def export_stats(directory: Path | None, profile: str | None, *, form: str, outp
         print_data(text.removesuffix("\n"))
         return
     try:
-        output.write_text(text, encoding="utf-8")
+        if output.is_symlink() or (output.exists() and not output.is_file()):  # not a file to be put in its place
+            output.write_text(text, encoding="utf-8")
+        else:
+            write_whole(output, text)
     except OSError as error:
-        raise EnvironmentProblem(f"{output} cannot be written: {error.strerror}") from None
+        reason = (error.strerror or str(error)).lower()
+        raise EnvironmentProblem(f"cannot write `{output}`: {reason}") from None
 
 
 def _place(directory: Path | None, profile: str | None) -> Path:

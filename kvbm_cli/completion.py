@@ -56,7 +56,7 @@ def runs(incomplete: str, *, living: bool = False) -> list[str]:
 
     try:
         found = Runs.of_user().all()
-    except RuntimeError:  # there is no home
+    except (RuntimeError, OSError):  # there is no home, or it cannot be read
         return []
     return _beginning([run.facts.name for run in found if run.is_living or not living], incomplete)
 

@@ -83,7 +83,7 @@ def _no_directory(model: str, hint: str) -> ProfileError:
 def _downloaded(model: str) -> Path | None:
     """The snapshot that the Hugging Face cache has of a name's main branch."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
     repository = cache / f"models--{model.replace('/', '--')}"
     try:
         snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()

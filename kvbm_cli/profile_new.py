@@ -6,6 +6,7 @@ name is always whole and right. Nothing is overwritten without being asked to.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -201,16 +202,17 @@ def _write(file: Path, text: str, wanted: Examined, *, is_forced: bool) -> None:
     except OSError as error:
         raise EnvironmentProblem(f"cannot write `{file}`: {(error.strerror or str(error)).lower()}") from None
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def _require_meaning(draft: Path, wanted: Examined) -> None:
     from kvbm.config.load import load
+    from kvbm.config.variables import others
 
     assert wanted.resolved is not None
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DYN_KVBM_")}
     try:
-        read = load(str(draft), directories=[profiles_directory()], variables=environment)
+        read = load(str(draft), directories=[profiles_directory()], variables=others(os.environ))
     except KvbmError as error:
         raise InvariantError(f"what was written is not right: {error.message}") from error
     if read.profile != wanted.resolved.profile:

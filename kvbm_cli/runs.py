@@ -31,7 +31,7 @@ from typing import Any
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.identity import Identity
-from kvbm_cli.places import no_temporary_file, state_directory
+from kvbm_cli.places import no_temporary_file, state_directory, write_whole
 
 FORMAT = 1
 KEPT_RUNS = 20
@@ -125,7 +125,7 @@ class Run:
 
 def ask_to_stop_within(run: Run, timeout_s: float) -> None:
     """For the launcher, when it is signalled."""
-    _write_whole(run.path / STOP, json.dumps({"timeout_s": timeout_s}))
+    _write(run.path / STOP, json.dumps({"timeout_s": timeout_s}))
 
 
 class RunDirectory:
@@ -177,7 +177,7 @@ class RunDirectory:
     def write_profile(self, content: Mapping[str, Any], head: str) -> None:
         import yaml
 
-        _write_whole(self.path / PROFILE, f"{head}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
+        _write(self.path / PROFILE, f"{head}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
 
     def remove(self) -> None:
         """A run that has not begun."""
@@ -192,7 +192,7 @@ class RunDirectory:
         """A disk that is full, or a directory that is gone, does not end the engine."""
         self._facts = facts
         with contextlib.suppress(OSError):
-            _write_whole(self.path / FACTS, facts.to_json())
+            _write(self.path / FACTS, facts.to_json())
 
 
 class Runs:
@@ -209,8 +209,8 @@ class Runs:
     def writable(cls) -> tuple[Runs, bool]:
         """Those of the user, or where none can be written, new ones in a temporary directory that nobody else finds.
         The second value says whether they are the user's."""
-        runs = cls.of_user()
         try:
+            runs = cls.of_user()
             runs._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(runs._directory, os.W_OK | os.X_OK):
                 return runs, True
@@ -335,9 +335,6 @@ def _age_s(path: Path) -> float:
     return 0.0
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: written beside and renamed. Readable by the user alone: it has the engine's environment."""
-    draft = path.with_name(f".{path.name}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    draft.replace(path)
+def _write(path: Path, text: str) -> None:
+    """Readable by the user alone: it has the engine's environment."""
+    write_whole(path, text, mode=0o600)

@@ -18,6 +18,7 @@ from kvbm_cli.console import ProgressLine, print_data, print_json, print_note
 from kvbm_cli.engine_log import EngineLog
 from kvbm_cli.process import Progress
 from kvbm_cli.runs import Run, Runs, ask_to_stop_within
+from kvbm_cli.show_error import show_warning
 from kvbm_cli.status import log_paths, names
 
 KILLED = 3
@@ -94,10 +95,19 @@ def _stop(runs: Sequence[Run], timeout_s: float | None) -> list[Stopped]:
     started = time.monotonic()
     for run in runs:
         if timeout_s is not None:
-            ask_to_stop_within(run, timeout_s)
+            _ask_to_stop_within(run, timeout_s)
         _signal(run, signal.SIGTERM)
     with ProgressLine("stopping") as show:
         return [_wait(run, started, timeout_s, show) for run in runs]
+
+
+def _ask_to_stop_within(run: Run, timeout_s: float) -> None:
+    """A disk that is full does not keep an engine from being stopped."""
+    try:
+        ask_to_stop_within(run, timeout_s)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        show_warning(f"`--timeout` cannot be told to `{run.facts.name}`: {reason}; it takes the time of its profile")
 
 
 def _signal(run: Run, number: signal.Signals) -> None:

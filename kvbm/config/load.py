@@ -22,7 +22,7 @@ from kvbm.config.interpolation import Interpolation
 from kvbm.config.layers import ARGUMENTS, TIERS, file_with_parents, find, merge, with_layers
 from kvbm.config.mistakes import mistakes_in, not_built, profile_file
 from kvbm.config.schema import Key, Profile, keys
-from kvbm.config.variables import named
+from kvbm.config.variables import others
 from kvbm.errors import ProfileError
 
 DEFAULT = "default"
@@ -105,8 +105,7 @@ def examine_written(
     """What a file at `path` would amount to that says what `written` says and extends `parent`."""
     findings = Findings()
     below = file_with_parents(parent, directories, findings) if parent is not None else {}
-    environment = {name: value for name, value in (variables or {}).items() if name not in named(variables or {})}
-    return _examined(path, merge(below, written), environment, (), {}, findings)
+    return _examined(path, merge(below, written), others(variables or {}), (), {}, findings)
 
 
 def written_by(

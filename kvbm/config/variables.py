@@ -201,6 +201,12 @@ def named(environment: Mapping[str, str]) -> list[str]:
     return sorted(name for name in environment if name in _BY_NAME or name.upper().startswith(PREFIX))
 
 
+def others(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that this table is not about: a profile may refer to them."""
+    ours = set(named(environment))
+    return {name: value for name, value in environment.items() if name not in ours}
+
+
 def variable_of(name: str) -> Variable | None:
     """The row of a name, None for a name that there is not."""
     return _BY_NAME.get(_NIXL_PREFIX + "<NAME>" if name.startswith(_NIXL_PREFIX) else name)

@@ -89,7 +89,8 @@ def measure(
         print(f"interrupted; {directory.path} holds a part of a run, marked as such", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
     except KvbmError as error:
-        directory.write_json("summary.json", interrupted_summary(error.message, surroundings))
+        with contextlib.suppress(OSError):
+            directory.write_json("summary.json", interrupted_summary(error.message, surroundings))
         raise
     except OSError as error:
         reason = f"cannot write to {directory.path}: {(error.strerror or str(error)).lower()}"
@@ -100,11 +101,13 @@ def measure(
         for number, handler in previous.items():
             signal.signal(number, handler)
         directory.close()
-    directory.write_json("summary.json", summary)
-    if as_json:
-        print(json.dumps(summary, indent=2))
-    else:
-        show(summary, Console(width=WIDTH, markup=False), directory=directory.path)
+    try:
+        directory.write_json("summary.json", summary)
+    finally:  # what was measured for minutes is told also where it cannot be written
+        if as_json:
+            print(json.dumps(summary, indent=2))
+        else:
+            show(summary, Console(width=WIDTH, markup=False), directory=directory.path)
     return Verdict(summary["verdict"]).exit_code
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm_cli.places import write_whole
 
 DEFAULT_PARENT = Path("kvbm-runs")
 
@@ -48,9 +49,7 @@ class RunDirectory:
 
     def write_json(self, name: str, content: dict[str, Any], *, indent: int | None = 2) -> None:
         """Whole or not at all: written beside and renamed."""
-        draft = self.path / f".{name}"
-        draft.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")
-        draft.replace(self.path / name)
+        write_whole(self.path / name, json.dumps(content, indent=indent) + "\n")
 
     def close(self) -> None:
         self._requests.close()

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.config.variables import others
 from kvbm.errors import ProfileError, UsageError
 from kvbm_cli.console import print_data, print_json, print_note
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
@@ -48,7 +49,7 @@ def doctor(
     machine = machine or Machine()
     _require_options(profile, overrides, write)
     lint, variables = environment.lint(machine.environment)
-    resolved = _resolve(profile, overrides, variables, directory)
+    resolved = _resolve(profile, overrides, {**others(machine.environment), **variables}, directory)
     if write is not None:
         require_disk_tier(resolved)
     if resolved is None:

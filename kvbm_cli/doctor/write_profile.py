@@ -7,6 +7,7 @@ of the two, is tried: what was written is read back, and compared with the profi
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -66,11 +67,13 @@ def _from_elsewhere(resolved: ResolvedProfile) -> dict[str, Value]:
 
 
 def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
-    """The profile of a file under `keys`, without any variable."""
+    """The profile of a file under `keys`, with no other variables than those that it refers to itself."""
     from kvbm.config.load import load
+    from kvbm.config.variables import others
 
     options = {key: (key, value if isinstance(value, str) else _written(value)) for key, value in keys.items()}
-    return load(_as_path(path), directories=[profiles_directory()], options=options).profile
+    places = [profiles_directory()]
+    return load(_as_path(path), directories=places, variables=others(os.environ), options=options).profile
 
 
 def _as_path(path: Path) -> str:

@@ -329,7 +329,7 @@ def test_stats_go_to_a_file(home: Path, caches: tuple[Path, Path]) -> None:
     assert run(home, "export-stats --dir caches --output stats.json") == Outcome(0, "", "")
     assert len(json.loads((home / "stats.json").read_text())) == 2
     outcome = run(home, "export-stats --dir caches --output no/stats.json")
-    assert outcome == Outcome(1, "", "error: no/stats.json cannot be written: No such file or directory\n")
+    assert outcome == Outcome(1, "", "error: cannot write `no/stats.json`: no such file or directory\n")
 
 
 def test_progress_shows_rate_and_time_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

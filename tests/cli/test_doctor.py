@@ -148,6 +148,16 @@ def test_leftovers_of_others_are_named(tmp_path: Path, profile: Path, capsys: py
     assert outcome.exit_code == 0
 
 
+def test_variables_that_the_profile_refers_to_are_known(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile.write_text(PROFILE % "${CACHE}")
+    known = machine(tmp_path / "machine", environment={"CACHE": str(tmp_path / "cache")})
+    outcome = run(capsys, str(profile), machine=known)
+    assert f"disk: {tmp_path}/cache\n" in outcome.stdout
+    assert outcome.exit_code == 0
+
+
 def test_variables_say_which_tiers_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     variables = {
         "DYN_KVBM_CPU_CACHE_GB": "1",

@@ -89,6 +89,14 @@ def test_what_a_variable_and_the_command_line_say_is_written_too(tmp_path: Path)
     assert '    capacity: 500MB\n    directory: "/scratch: 1"\n    threads: 8\n' in text
 
 
+def test_variable_that_the_profile_refers_to_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHE", "/data")
+    (tmp_path / "mine.yaml").write_text(BLOCK.replace('"/data/a b"', '"${CACHE}"'))
+    resolved = load(str(tmp_path / "mine.yaml"), directories=[], variables={"CACHE": "/data"})
+    write_profile(resolved, NEEDED, tmp_path / "new.yaml")
+    assert '    directory: "${CACHE}"\n' in (tmp_path / "new.yaml").read_text()
+
+
 def test_profile_without_a_disk_tier(tmp_path: Path) -> None:
     resolved = load("demo", directories=[profiles_directory()])
     with pytest.raises(UsageError, match=r"has no `tiers\.disk`"):

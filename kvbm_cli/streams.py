@@ -1,0 +1,59 @@
+"""The command's own output: closed, cut off, on a full disk, or in an encoding that lacks a character.
+
+What goes to stderr is for people who read along: where it cannot be written, the command goes on. What goes to stdout
+is what was asked for: where it cannot be written, that is the failure, told once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TextIO
+
+from kvbm.errors import EnvironmentProblem
+
+
+def repair() -> None:
+    """Output that was closed (`2>&-`) goes nowhere; a character that the terminal's encoding lacks becomes `?`."""
+    sys.stdout = _on(sys.stdout, _Output)
+    sys.stderr = _on(sys.stderr, _Notes)
+
+
+def _on(stream: TextIO | None, kind: type[io.FileIO]) -> TextIO:
+    if stream is None:
+        return open(os.devnull, "w")
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(kind(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors="replace",
+        line_buffering=stream.line_buffering,
+    )
+
+
+class _Output(io.FileIO):
+    """Raises EnvironmentProblem or BrokenPipeError once, and swallows what comes after it: nobody gets the rest."""
+
+    _has_failed = False
+
+    def write(self, data: bytes) -> int | None:  # type: ignore[override]
+        if self._has_failed:
+            return len(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._has_failed = True
+            if isinstance(error, BrokenPipeError):
+                raise
+            reason = (error.strerror or str(error)).lower()
+            raise EnvironmentProblem(f"cannot write to standard output: {reason}") from None
+
+
+class _Notes(io.FileIO):
+    def write(self, data: bytes) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError:  # there is nowhere to say so
+            return len(data)
