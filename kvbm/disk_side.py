@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvbm.types import SegmentInfo
 
 WRITES_AT_A_TIME = 2
+TAKEN_AT_A_TIME = 8  # batches in a step: one that has left host memory meanwhile is only dropped, but takes time too
 PINNED_SHARE = 4  # of G2 that writes may pin
 CLEANED_AHEAD = 256  # blocks at the old end of G2 that `on_evict` keeps written
 FILL_S = 0.002  # of a step, for taking over what the next process has found
@@ -515,7 +516,9 @@ class DiskSide:
             self._enqueue(self._host.oldest(CLEANED_AHEAD))
 
     def _begin_writes(self) -> None:
-        while self._queue.hashes and len(self._writes) < WRITES_AT_A_TIME and self.is_on:
+        for _ in range(TAKEN_AT_A_TIME):
+            if not self._queue.hashes or len(self._writes) >= WRITES_AT_A_TIME or not self.is_on:
+                return
             share = 1 if self._policy.is_buffer else PINNED_SHARE
             limit = max(1, min(self._policy.batch_blocks, self._host.capacity_blocks // share // WRITES_AT_A_TIME))
             due = self._queue.take(limit)
