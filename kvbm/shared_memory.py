@@ -129,8 +129,8 @@ class _RoomCheck:
         if self.length - done_bytes > room.available_bytes:
             available = room.available_bytes + done_bytes
             raise EnvironmentProblem(
-                f"{self.who} asks for {self.length} bytes ({self.length / 2**30:.2f} GiB) of host memory, and "
-                f"{available} bytes ({available / 2**30:.2f} GiB) are available: {room.limit}",
+                f"{self.who} asks for {self.length / 2**30:.2f} GiB of host memory, and "
+                f"{available / 2**30:.2f} GiB are available: {room.limit}",
                 hint=CAPACITY_HINT,
             )
 

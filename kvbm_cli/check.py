@@ -21,24 +21,27 @@ MAX_PORT = 65535
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
+    from kvbm.host_memory import Room
     from kvbm.sizing import SizeUnknown, Sizing
 
 
-def check(resolved: ResolvedProfile) -> Sizing | SizeUnknown:
+def check(resolved: ResolvedProfile, *, warns_of_memory: bool = True) -> Sizing | SizeUnknown:
     """Sizes of a profile that can be served here, or why only the engine can tell them; else ProfileError.
 
     Prints a warning where memory or disk space is too scarce.
     """
     from kvbm.config.document import together
 
-    sizing, mistakes = examine_here(resolved)
+    sizing, mistakes = examine_here(resolved, warns_of_memory=warns_of_memory)
     if mistakes:
         raise together(mistakes)
     assert sizing is not None, "without a mistake there is a size, or a reason why there is none"
     return sizing
 
 
-def examine_here(resolved: ResolvedProfile) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
+def examine_here(
+    resolved: ResolvedProfile, *, warns_of_memory: bool = True
+) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
     """Sizes, None where a mistake keeps them from being known, and all that this machine finds wrong with a profile."""
     from kvbm.sizing import SizeUnknown
 
@@ -60,7 +63,8 @@ def examine_here(resolved: ResolvedProfile) -> tuple[Sizing | SizeUnknown | None
             _require_length(resolved, sizing)
         except ProfileError as mistake:
             mistakes.append(mistake)
-        _warn_of_memory(resolved, sizing)
+        if warns_of_memory:
+            _warn_of_memory(resolved, sizing)
         _warn_of_disk(resolved, sizing)
     return sizing, mistakes
 
@@ -209,13 +213,17 @@ def _warn_of_disk(resolved: ResolvedProfile, sizing: Sizing) -> None:
 
 
 def _warn_of_memory(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    from kvbm.config.sizes import format_size
     from kvbm.host_memory import THIS_MACHINE
     from kvbm_cli.engines import copy_count
 
-    room, key = THIS_MACHINE.room(), size_key(resolved)
+    room = THIS_MACHINE.room()
     taken_bytes = sizing.host.total_bytes * copy_count(resolved.profile)
     if taken_bytes > room.available_bytes:
-        taken, available = format_size(taken_bytes), format_size(room.available_bytes)
-        message = f"`{key}` takes {taken}, more than the {room.limit}, {available}"
-        show_warning(resolved.mistake(key, message).message)
+        show_warning(too_much_memory(resolved, taken_bytes, room).message)
+
+
+def too_much_memory(resolved: ResolvedProfile, taken_bytes: int, room: Room) -> ProfileError:
+    from kvbm.config.sizes import format_size
+
+    key, taken, available = size_key(resolved), format_size(taken_bytes), format_size(room.available_bytes)
+    return resolved.mistake(key, f"`{key}` takes {taken}, more than the {room.limit}, {available}")

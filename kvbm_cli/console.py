@@ -59,6 +59,11 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [""]
 
 
+def stopped_text(name: str, took_s: float, *, was_killed: bool) -> str:
+    """How a run ended that was told to."""
+    return f"{name} {'was killed' if was_killed else 'stopped'} after {took_s:.1f} s"
+
+
 class ProgressLine:
     """Shows what an engine is at while it starts or stops: one live line on a terminal, a line per phase anywhere else.
 
@@ -66,7 +71,7 @@ class ProgressLine:
     """
 
     def __init__(self, verb: str) -> None:
-        self._verb = verb
+        self.verb = verb
         self._live = sys.stderr.isatty()
         self._phase = ""
         self._printed = -PHASE_INTERVAL_S
@@ -78,12 +83,16 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Before something else is printed."""
         if self._live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
     def __call__(self, progress: Progress) -> None:
         phase = progress.phase
-        line = f"{self._verb}  {progress.elapsed_s:5.1f} s  {self._pace.of(phase)}"[: WIDTH - 1]
+        line = f"{self.verb}  {progress.elapsed_s:5.1f} s  {self._pace.of(phase)}"[: WIDTH - 1]
         if self._live:
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
         elif phase not in ("", self._phase) and time.monotonic() - self._printed >= PHASE_INTERVAL_S:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,9 +49,12 @@ class EngineLog:
         except FileNotFoundError:
             return 0.0
 
-    def tail(self) -> str:
-        """The last lines, and the first error shortly before them: what several processes say at their end is long."""
-        lines = self.lines()
+    def tail(self, *, told: Collection[str] = ()) -> str:
+        """The last lines, and the first error shortly before them: what several processes say at their end is long.
+
+        Lines that are `told` already are left out.
+        """
+        lines = [line for line in self.lines() if line not in told]
         shown = lines[-TAIL_LINES:]
         error = next(filter(_ERROR.search, lines[:-TAIL_LINES]), None)
         report = [f"  {self.path}, last lines:" if lines else f"  {self.path} is empty"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, KvbmError
-from kvbm_cli.console import ProgressLine, print_data, print_json, print_note
+from kvbm_cli.console import ProgressLine, print_data, print_json, print_note, stopped_text
 from kvbm_cli.crash_report import A_BUG
 from kvbm_cli.first_token import wait_first_token
 from kvbm_cli.identity import Identity
@@ -74,16 +74,16 @@ def _run(
 
                 def on_progress(progress: Progress) -> None:
                     _note_processes(run, engine)
-                    signals.pass_on(engine)
-                    show(progress)
+                    _show(show, signals, engine, progress)
 
                 engine.wait_healthy(init_timeout_s, on_progress)
                 refusal = wait_first_token(engine, init_timeout_s, on_progress)
         except EngineError:
-            if signals.received:
-                engine.stop()
-                return 128 + signals.received[0]
-            raise
+            if not signals.received:
+                raise
+            engine.stop()
+            signals.say_stopped()
+            return 128 + signals.received[0]
         if refusal is not None:
             show_warning(f"the engine is healthy, but a completion of one token was refused: {refusal}")
         run.enter(State.HEALTHY)
@@ -97,13 +97,25 @@ def _watch(engine: EngineProcess | DisaggregatedEngines, run: RunDirectory, sign
     with ProgressLine("stopping") as show:
         while (code := engine.poll()) is None:
             _note_processes(run, engine)
-            signals.pass_on(engine)
-            if signals.stopping_s is not None:
-                show(Progress(signals.stopping_s, engine.phase()))
+            _show(show, signals, engine, None)
             time.sleep(WATCH_S)
     if not signals.received:
         raise engine.ended_error("the engine ended by itself")
+    signals.say_stopped()
     return code
+
+
+def _show(
+    show: ProgressLine, signals: _Signals, engine: EngineProcess | DisaggregatedEngines, start: Progress | None
+) -> None:
+    """Passes signals on, and shows how far the start is, or from the first signal on how long the stop takes."""
+    if signals.received:
+        show.verb = "stopping"
+        show.clear()
+    signals.pass_on(engine)
+    progress = start if signals.stopping_s is None else Progress(signals.stopping_s, engine.phase())
+    if progress is not None:
+        show(progress)
 
 
 def _start(plan: LaunchPlan | DisaggregatedPlan, log_path: Path) -> EngineProcess | DisaggregatedEngines:
@@ -129,6 +141,7 @@ class _Signals:
         self.received: list[signal.Signals] = []
         self._run = run
         self._passed_on = 0
+        self._has_killed = False
         self._began = 0.0
         self._deadline = float("inf")
         self._previous = {number: signal.getsignal(number) for number in FORWARDED}
@@ -151,6 +164,7 @@ class _Signals:
     def pass_on(self, engine: EngineProcess | DisaggregatedEngines) -> None:
         """The first signal goes to the engine. The second, or the end of its patience, kills it."""
         if len(self.received) > 1 or time.monotonic() > self._deadline:
+            self._has_killed = True
             engine.kill()
         elif len(self.received) > self._passed_on:
             self._passed_on = len(self.received)
@@ -159,6 +173,9 @@ class _Signals:
             self._run.enter(State.STOPPING)
             print_note("stopping; once more kills the engine")
             engine.signal(FORWARDED[self.received[0]])
+
+    def say_stopped(self) -> None:
+        print_note(stopped_text(self._run.name, self.stopping_s or 0.0, was_killed=self._has_killed))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))

@@ -36,20 +36,19 @@ def taken_ports(living: Sequence[Run]) -> set[int]:
 def require_memory(
     resolved: ResolvedProfile, needed_bytes: int, living: Sequence[Run], *, memory: HostMemory | None = None
 ) -> None:
-    """EnvironmentProblem if this engine and those that live beside it do not fit into memory together.
-
-    An engine without neighbours is not refused here: it says itself what it cannot get.
-    """
+    """EnvironmentProblem if this engine, with those that live beside it, does not fit into memory."""
     from kvbm.config.sizes import format_size
     from kvbm.host_memory import THIS_MACHINE
+    from kvbm_cli.check import too_much_memory
     from kvbm_cli.size import size_key
 
-    if not living:
-        return
     room, owed = (memory or THIS_MACHINE).room(), sum(map(owed_bytes, living))
     left_bytes = room.available_bytes - owed
     if needed_bytes <= left_bytes:
         return
+    if not living:
+        hint = f"lower `{size_key(resolved)}`; `--force` starts it all the same"
+        raise EnvironmentProblem(too_much_memory(resolved, needed_bytes, room).message, hint=hint)
     key, needed, left = size_key(resolved), format_size(needed_bytes), format_size(max(0, left_bytes))
     lines = [f"`{key}` takes {needed}, and the engines that run leave {left}"]
     lines += [f"  {run.facts.name}, {run.state}, takes {format_size(run.facts.memory_bytes)}" for run in living]

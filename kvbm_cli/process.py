@@ -163,8 +163,9 @@ class EngineProcess:
         assert code is not None, "the engine still runs"
         reason = reason_of(self._log.lines(), code, oom_kill_count=oom_kills() - self._oom_kills_before)
         because = f"\n  {reason.text}" if reason is not None else ""
+        told = () if reason is None else (f"error: {reason.text}", f"hint: {reason.hint}")
         return EngineError(
-            f"{message}, with exit code {code} after {self.elapsed_s:.1f} s{because}\n{self._log.tail()}",
+            f"{message}, with exit code {code} after {self.elapsed_s:.1f} s{because}\n{self._log.tail(told=told)}",
             hint=(reason and reason.hint) or f"the whole log: `less {self.log_path}`",
             exit_code=code or 1,
         )

@@ -119,6 +119,11 @@ class Run:
         """Whether it lives in another container or on another machine that has the same home directory."""
         return self.is_living and not self.facts.launcher.is_here()
 
+    def last_sign_s(self) -> float:
+        """When its launcher or its engine has written anything for the last time, in seconds since 1970."""
+        written = [self.path / FACTS, *map(Path, self.facts.logs.values())]
+        return max((path.stat().st_mtime for path in written if path.exists()), default=self.facts.started_s)
+
     def again(self) -> Run:
         return _read(self.path) or replace(self, is_living=False)
 

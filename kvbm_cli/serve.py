@@ -88,7 +88,7 @@ def _serve(
 
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
     require_engine(resolved, force=force or dry_run)
-    sizing = check(resolved)
+    sizing = check(resolved, warns_of_memory=force or dry_run)
     server = resolved.profile.server
     if dry_run:
         plan = _plan(resolved.profile, server.port)

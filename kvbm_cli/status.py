@@ -69,10 +69,11 @@ class Seen:
 
 def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> None:
     runs = Runs.of_user()
+    every = runs.all()
     if reference is not None:
         found = runs.find(reference, ended=True)
     else:
-        found = [run for run in runs.all() if run.is_living or with_ended]
+        found = [run for run in every if run.is_living or with_ended]
     with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
         seen = list(threads.map(_see, found))
     if as_json:
@@ -80,11 +81,27 @@ def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> No
     elif reference is not None:
         print_data("\n\n".join(_page(one) for one in seen))
     elif seen:
-        print_data(table([("run", "state", "pid", "up", "address", "used"), *map(_row, seen)], right=(2, 3)))
+        print_data(_table(seen, with_start=with_ended))
     else:
-        ended = runs.all()
-        more = f"; `kvbm status --all` shows {len(ended)} that did" if ended and not with_ended else ""
+        more = f"; `kvbm status --all` shows {len(every)} that did" if every and not with_ended else ""
         print_note(f"nothing runs{more}")
+    if reference is None and not as_json and not with_ended:
+        for run in _died_last(every):
+            print_note(f"{run.facts.name} {_death(run)}; `kvbm logs {run.facts.name}`")
+
+
+def _died_last(every: Sequence[Run]) -> list[Run]:
+    """Dead runs that no other of their profile has followed."""
+    last = {run.facts.profile: run for run in every}
+    return [run for run in last.values() if run.state is State.DEAD]
+
+
+def _death(run: Run) -> str:
+    return f"died, last seen at {_when(run.last_sign_s())}: its launcher was killed, or the machine was restarted"
+
+
+def _when(seconds: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _see(run: Run) -> Seen:
@@ -99,6 +116,14 @@ def _see(run: Run) -> Seen:
             states = blocks.setdefault(tier, {})
             states[state] = states.get(state, 0) + int(float(count))
     return Seen(run, is_healthy, blocks)
+
+
+def _table(seen: Sequence[Seen], *, with_start: bool) -> str:
+    rows = [("run", "state", "launcher", "up", "address", "used"), *map(_row, seen)]
+    if with_start:
+        starts = ["started", *(_when(one.run.facts.started_s) for one in seen)]
+        rows = [(*row, start) for row, start in zip(rows, starts, strict=True)]
+    return table(rows, right=(2, 3))
 
 
 def _row(seen: Seen) -> tuple[str, ...]:
@@ -144,10 +169,9 @@ def _page(seen: Seen) -> str:
 def _state_text(seen: Seen) -> str:
     run, facts = seen.run, seen.run.facts
     if run.state is State.DEAD:
-        return "dead: its launcher was killed, or the machine was restarted"
+        return f"dead: it {_death(run)}"
     if run.state is State.ENDED:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.ended_s))
-        return f"ended at {when} with exit code {facts.exit_code}, after {_age(run)}"
+        return f"ended at {_when(facts.ended_s)} with exit code {facts.exit_code}, after {_age(run)}"
     where = f", on {facts.launcher.host}, where this machine cannot see it" if run.is_elsewhere else ""
     return f"{seen.state} for {_age(run)}{where}" if not where else f"{seen.state}{where}"
 

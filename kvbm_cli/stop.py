@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.console import ProgressLine, print_data, print_json, print_note
+from kvbm_cli.console import ProgressLine, print_data, print_json, print_note, stopped_text
 from kvbm_cli.engine_log import EngineLog
 from kvbm_cli.process import Progress
 from kvbm_cli.runs import Run, Runs, ask_to_stop_within
@@ -42,8 +42,7 @@ class Stopped:
         name = self.run.facts.name
         if not self.has_ended:
             return f"{name} still lives after {self.took_s:.1f} s"
-        how = "was killed" if self.was_killed else "stopped"
-        return f"{name} {how} after {self.took_s:.1f} s"
+        return stopped_text(name, self.took_s, was_killed=self.was_killed)
 
     def as_data(self) -> dict[str, Any]:
         return {

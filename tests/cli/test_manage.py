@@ -67,7 +67,18 @@ def test_detached_engine_is_seen_read_and_stopped(home: Path) -> None:
     command = "serve -p ./mine.yaml --detach"
     text = shown(kvbm(*command.split(), home=home), f"kvbm {command}")
     processes = processes_of(home)
-    for command in ("status", "status mine", "logs", "logs mine-1 -n 1", "stop", "status", "status mine-1", "stop"):
+    commands = (
+        "status",
+        "status mine",
+        "logs",
+        "logs mine-1 -n 1",
+        "stop",
+        "status",
+        "status -a",
+        "status mine-1",
+        "stop",
+    )
+    for command in commands:
         text += "\n" + shown(kvbm(*command.split(), home=home), f"kvbm {command}")
     assert_snapshot("detached", text)
     assert all(is_gone(process.pid) for process in processes)
@@ -130,6 +141,19 @@ def test_engine_in_the_foreground_can_be_stopped_from_elsewhere(home: Path) -> N
         "exit_code": 0,
         "took_s": 0,
     }
+
+
+@pytest.mark.parametrize(("mode", "how", "code"), [("", "stopped", 0), ("stubborn", "was killed", 137)])
+def test_interrupt_in_the_foreground_ends_with_what_stop_says(home: Path, mode: str, how: str, code: int) -> None:
+    override = ("--set", f"engine.environment.FAKE={mode}") if mode else ()
+    with serving(home, *override) as program:
+        for _ in range(1 + bool(mode)):
+            program.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert program.stderr is not None
+        told = program.stderr.read().splitlines()
+        assert program.wait(timeout=20) == code
+    assert re.fullmatch(rf"mine-1 {how} after \d\.\d s", told[-1])
 
 
 def test_stubborn_engine_is_killed_at_the_deadline_of_the_command_line(home: Path) -> None:
@@ -223,6 +247,11 @@ def test_runs_of_another_boot_are_ended_and_never_signalled(home: Path) -> None:
     run.close()
     assert status(home) == []
     assert [seen["state"] for seen in status(home, "--all")] == ["dead"]
+    told = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "[WHEN]", kvbm("status", home=home).stderr)
+    assert told == (
+        "nothing runs; `kvbm status --all` shows 1 that did\n"
+        "old-1 died, last seen at [WHEN]: its launcher was killed, or the machine was restarted; `kvbm logs old-1`\n"
+    )
     outcome = kvbm("stop", "old-1", home=home)
     assert (outcome.exit_code, outcome.stderr) == (0, "old-1 has ended already\n")
 

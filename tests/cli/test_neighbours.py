@@ -67,8 +67,13 @@ def test_one_that_is_healthy_counts_in_what_the_kernel_says(memory: HostMemory, 
         require_memory(resolved, 1025 * MIB, [healthy], memory=memory)
 
 
-def test_one_without_neighbours_speaks_for_itself(memory: HostMemory, resolved: ResolvedProfile) -> None:
-    require_memory(resolved, 1 << 60, [], memory=memory)
+def test_one_without_neighbours_is_refused_at_its_key(memory: HostMemory, resolved: ResolvedProfile) -> None:
+    require_memory(resolved, 1024 * MIB, [], memory=memory)
+    with pytest.raises(EnvironmentProblem) as caught:
+        require_memory(resolved, 1025 * MIB, [], memory=memory)
+    told = "`tiers.host.capacity` takes 1.0 GiB, more than the free memory of this machine, 1.0 GiB"
+    assert caught.value.message.splitlines()[0] == told
+    assert caught.value.hint == "lower `tiers.host.capacity`; `--force` starts it all the same"
 
 
 def test_a_port_is_that_of_an_address() -> None:
