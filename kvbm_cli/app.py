@@ -34,19 +34,20 @@ cache_app = typer.Typer(help="List, verify and clear the caches of the disk tier
 app.add_typer(cache_app, name="cache")
 
 
-def _completed_by(name: str) -> Callable[[str], list[str]]:
+def _completed_by(name: str) -> Callable[[str], list[Any]]:
     """What a shell offers behind an option: names that a function of completion.py knows."""
 
-    def complete(incomplete: str) -> list[str]:
+    def complete(incomplete: str) -> list[Any]:
         from kvbm_cli import completion
 
-        offered: list[str] = getattr(completion, name)(incomplete)
+        offered: list[Any] = getattr(completion, name)(incomplete)
         return offered
 
     return complete
 
 
 PROFILES = _completed_by("profiles")
+FILES = _completed_by("files")
 PROFILE_HELP = "A shipped profile by name, or a file."
 
 
@@ -70,7 +71,12 @@ SetOption = Annotated[
 ]
 CacheDirectoryOption = Annotated[
     Path | None,
-    typer.Option("--dir", metavar="DIR", help="Directory of the caches; without it the profile's, or ~/.cache/kvbm."),
+    typer.Option(
+        "--dir",
+        metavar="DIR",
+        help="Directory of the caches; without it the profile's, or ~/.cache/kvbm.",
+        autocompletion=FILES,
+    ),
 ]
 CacheProfileOption = Annotated[str | None, _profile_option("The profile whose `tiers.disk.directory` is meant.")]
 RUN_HELP = "A run by its name (`demo-1`) or its profile; left out, the one that runs."
@@ -134,7 +140,12 @@ def serve(
     json: JsonOption = False,
     log: Annotated[
         Path | None,
-        typer.Option("--log", metavar="FILE", help="Where the engine's log goes; left out, the run's directory."),
+        typer.Option(
+            "--log",
+            metavar="FILE",
+            help="Where the engine's log goes; left out, the run's directory.",
+            autocompletion=FILES,
+        ),
     ] = None,
 ) -> int:
     """Run the engine of a profile, in the foreground or, with --detach, beside it."""
@@ -212,7 +223,10 @@ def bench(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="DIR", help="Directory for every request and the summary.")
+        Path | None,
+        typer.Option(
+            "--output", metavar="DIR", help="Directory for every request and the summary.", autocompletion=FILES
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> int:
@@ -236,12 +250,19 @@ def doctor(
     set_: SetOption = None,
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", metavar="DIR", help="Directory to examine; left out, the one of the disk tier."),
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="Directory to examine; left out, the one of the disk tier.",
+            autocompletion=FILES,
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Take at most 20 seconds.")] = False,
     write: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FILE", help="Copy the profile to FILE with what is recommended."),
+        typer.Option(
+            "--write", metavar="FILE", help="Copy the profile to FILE with what is recommended.", autocompletion=FILES
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> int:
@@ -278,7 +299,9 @@ def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOp
 @profile_app.command("diff")
 def profile_diff(
     profile: ProfileArgument,
-    other: Annotated[str, typer.Argument(metavar="NAME|PATH", help="The profile to compare it with.")],
+    other: Annotated[
+        str, typer.Argument(metavar="NAME|PATH", help="The profile to compare it with.", autocompletion=PROFILES)
+    ],
     set_: SetOption = None,
     json: JsonOption = False,
 ) -> int:
@@ -290,19 +313,32 @@ def profile_diff(
 
 @profile_app.command("new")
 def profile_new(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, which ends in .yaml.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The file to write, which ends in .yaml.", autocompletion=FILES)
+    ],
     engine: Annotated[
-        str | None, typer.Option("--engine", metavar="KIND", help="The engine: vllm or embedded.")
+        str | None,
+        typer.Option(
+            "--engine", metavar="KIND", help="The engine: vllm or embedded.", autocompletion=_completed_by("engines")
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL", help="A directory, or what the engine takes for a model.")
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="A directory, or what the engine takes for a model.", autocompletion=FILES
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option("--host", metavar="SIZE", help="Host memory for blocks: 64GiB.")] = None,
     disk: Annotated[str | None, typer.Option("--disk", metavar="SIZE", help="Disk space for blocks: 1TB.")] = None,
-    directory: Annotated[str | None, typer.Option("--dir", metavar="DIR", help="Directory of the disk tier.")] = None,
+    directory: Annotated[
+        str | None, typer.Option("--dir", metavar="DIR", help="Directory of the disk tier.", autocompletion=FILES)
+    ] = None,
     port: Annotated[str | None, typer.Option("--port", metavar="PORT", help="Port to serve on.")] = None,
     extends: Annotated[
-        str | None, typer.Option("--extends", metavar="NAME|PATH", help="A profile whose keys are taken over.")
+        str | None,
+        typer.Option(
+            "--extends", metavar="NAME|PATH", help="A profile whose keys are taken over.", autocompletion=PROFILES
+        ),
     ] = None,
     set_: SetOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
@@ -318,10 +354,16 @@ def profile_new(
 @profile_app.command("import-env")
 def profile_import_env(
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="A new file, which ends in .yaml; else to stdout.")
+        Path | None,
+        typer.Option(
+            "--output", metavar="FILE", help="A new file, which ends in .yaml; else to stdout.", autocompletion=FILES
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL", help="The engine's model, which no variable names.")
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="The engine's model, which no variable names.", autocompletion=FILES
+        ),
     ] = None,
 ) -> None:
     """Turn the DYN_KVBM_* variables of this environment into a profile."""
@@ -333,7 +375,12 @@ def profile_import_env(
 @profile_app.command("schema")
 def profile_schema(
     key: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="Say in words what this key, or this section, may be.")
+        str | None,
+        typer.Argument(
+            metavar="KEY",
+            help="Say in words what this key, or this section, may be.",
+            autocompletion=_completed_by("sections_and_keys"),
+        ),
     ] = None,
 ) -> None:
     """Print the JSON Schema of a profile, for editors, or what a key means."""
@@ -384,7 +431,8 @@ def cache_export_stats(
     profile: CacheProfileOption = None,
     format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="json or csv.")] = "json",
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Where it goes; without it to stdout.")
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Where it goes; without it to stdout.", autocompletion=FILES),
     ] = None,
 ) -> None:
     """Write everything that is known of each cache, for other programs."""

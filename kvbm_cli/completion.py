@@ -1,4 +1,4 @@
-"""Completion in a shell: the scripts for bash, zsh and fish, and the names that are completed beside the commands'.
+"""Completion in a shell: the names that are completed beside the commands'. How they reach it: completion_shells.py.
 
 A script asks the command itself, with _KVBM_COMPLETE in its environment, each time that Tab is pressed; so everything
 here is quick and says nothing when it fails: there is no place for an error in the middle of a line.
@@ -6,11 +6,18 @@ here is quick and says nothing when it fails: there is no place for an error in 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from kvbm.errors import UsageError
-from kvbm_cli.app import COMPLETION_VARIABLE
 from kvbm_cli.console import print_data
 
-PROGRAM = "kvbm"
+if TYPE_CHECKING:
+    from kvbm.config.schema import Key
+
+FILES = "files"  # what stands beside a word that any file may complete
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -18,37 +25,48 @@ def print_script(shell: str) -> None:
     """UsageError for a shell that is none of SHELLS."""
     import difflib
 
-    from typer._completion_shared import get_completion_script
+    from kvbm_cli.completion_shells import script
 
     if shell not in SHELLS:
         nearest = difflib.get_close_matches(shell, SHELLS, n=1)
         hint = f"did you mean `{nearest[0]}`?" if nearest else f"there are {', '.join(f'`{one}`' for one in SHELLS)}"
         raise UsageError(f"there is no completion for `{shell}`", hint=hint)
-    print_data(get_completion_script(prog_name=PROGRAM, complete_var=COMPLETION_VARIABLE, shell=shell))
+    print_data(script(shell))
 
 
 def prepare() -> None:
     """Makes known to the parser what answers a shell."""
-    from typer._completion_classes import completion_init
+    from kvbm_cli.completion_shells import answer_shells
 
-    completion_init()
+    answer_shells()
 
 
 def shells(incomplete: str) -> list[str]:
     return _beginning(SHELLS, incomplete)
 
 
-def profiles(incomplete: str) -> list[str]:
-    """Names of the shipped ones. Where none begins so, the shell goes on with the names of files."""
+def files(incomplete: str) -> list[tuple[str, str]]:
+    """The shell knows them."""
+    return [(incomplete, FILES)]
+
+
+def profiles(incomplete: str) -> list[str] | list[tuple[str, str]]:
+    """Names of the shipped ones, and files where none begins so."""
     from kvbm_cli.shipped import profiles_directory
 
-    return _beginning(sorted(path.stem for path in profiles_directory().glob("*.yaml")), incomplete)
+    return _names_in(profiles_directory(), incomplete) or files(incomplete)
 
 
-def workloads(incomplete: str) -> list[str]:
+def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:
     from kvbm_cli.shipped import workloads_directory
 
-    return _beginning(sorted(path.stem for path in workloads_directory().glob("*.yaml")), incomplete)
+    return _names_in(workloads_directory(), incomplete) or files(incomplete)
+
+
+def engines(incomplete: str) -> list[str]:
+    from kvbm.config.engine import ENGINE_KINDS
+
+    return _beginning(ENGINE_KINDS, incomplete)
 
 
 def runs(incomplete: str, *, living: bool = False) -> list[str]:
@@ -66,12 +84,35 @@ def living_runs(incomplete: str) -> list[str]:
 
 
 def keys(incomplete: str) -> list[str]:
-    """Keys of a profile that `--set` can change, section by section."""
+    """Keys of a profile that `--set` can change, section by section; behind the `=` what the key may be."""
+    offered = [f"{key.path}={value}" for key in _keys() if not key.is_section for value in ("", *_values(key))]
+    return _beginning(sorted({one for one in offered if ("=" in incomplete) != one.endswith("=")}), incomplete)
+
+
+def sections_and_keys(incomplete: str) -> list[str]:
+    return _beginning(sorted({key.path for key in _keys()}), incomplete)
+
+
+def _keys() -> Iterator[Key]:
     from kvbm.config.engine import ENGINE_KINDS
     from kvbm.config.schema import keys as keys_of
 
-    paths = {key.path for kind in ENGINE_KINDS for key in keys_of(engine=kind) if not key.is_section}
-    return _beginning(sorted(f"{path}=" for path in paths), incomplete)
+    for kind in ENGINE_KINDS:
+        yield from keys_of(engine=kind)
+
+
+def _values(key: Key) -> list[str]:
+    """All that a key may be, where these are a few words."""
+    if key.kind == "true or false":
+        return ["true", "false"]
+    return re.findall("`([^`]+)`", key.kind) if _WORDS.fullmatch(key.kind) else []
+
+
+_WORDS = re.compile("`[^`]+`(?: or `[^`]+`)*")
+
+
+def _names_in(directory: Path, incomplete: str) -> list[str]:
+    return _beginning(sorted(path.stem for path in directory.glob("*.yaml")), incomplete)
 
 
 def _beginning(names: list[str] | tuple[str, ...], incomplete: str) -> list[str]:

@@ -26,11 +26,14 @@ ASKED = {
     "kvbm completion f": {"fish"},
     "kvbm bench -p demo --workload conv": {"conversations"},
     "kvbm size -p demo --set tiers.disk.dir": {"tiers.disk.directory="},
+    "kvbm profile new mine.yaml --engine v": {"vllm"},
+    "kvbm profile schema tiers.disk.dir": {"tiers.disk.directory"},
+    "kvbm serve --port 1": set(),
 }
 BASH = """
-set -eu
+set -u
 {script}
-COMP_WORDS=({line}) COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
+COMP_LINE='{line}' COMP_POINT=${{#COMP_LINE}} COMP_WORDS=({line}) COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
 _kvbm_completion kvbm
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
@@ -73,32 +76,54 @@ def test_fish_offers(line: str, tmp_path: Path, bin_directory: Path) -> None:
     assert asked_by("fish", line, tmp_path, bin_directory) == ASKED[line]
 
 
-@pytest.mark.parametrize(("line", "completed"), [("kvbm ser", "kvbm serve"), ("kvbm size -p demo-", "demo-disk")])
-def test_zsh_completes_at_a_terminal(line: str, completed: str, tmp_path: Path, bin_directory: Path) -> None:
-    """Tab is pressed in a real zsh, on a terminal of its own."""
-    if shutil.which("zsh") is None:
-        pytest.skip("zsh is not installed")
-    (tmp_path / "kvbm.zsh").write_text(kvbm("completion", "zsh", home=tmp_path).stdout)
-    variables = {**environment(tmp_path), "TERM": "xterm", "PATH": f"{bin_directory}{os.pathsep}{os.environ['PATH']}"}
+STARTS = {
+    "bash": (["bash", "--norc", "-i"], "bind 'set bell-style none'; source ./script; "),
+    "zsh": (["zsh", "-f", "-i"], "autoload -U compinit; compinit -u -D; source ./script; "),
+}
+SHOW = "kvbm() { printf '<%s>' \"$@\"; }; echo rea''dy\n"  # completion still asks the program
+TYPED = {  # the words that there are when an `X` is typed behind what Tab makes of the line
+    "kvbm ser": "<serve><X>",
+    "kvbm size -p demo-": "<size><-p><demo-disk><X>",
+    "kvbm size --profile=demo-": "<size><--profile=demo-disk><X>",
+    "kvbm size --set tiers.disk.dir": "<size><--set><tiers.disk.directory=X>",
+    "kvbm size --set=tiers.disk.dir": "<size><--set=tiers.disk.directory=X>",
+    "kvbm size --set offload.to_disk=fr": "<size><--set><offload.to_disk=frequency><X>",
+    "kvbm size --profile=./oth": "<size><--profile=./other.yaml><X>",
+    "kvbm serve --log ./oth": "<serve><--log><./other.yaml><X>",
+    "kvbm stop ./oth": "<stop><./othX>",
+    "kvbm profile schema oth": "<profile><schema><othX>",
+}
+
+
+@pytest.mark.parametrize("shell", STARTS)
+def test_shell_completes_at_a_terminal(shell: str, tmp_path: Path, bin_directory: Path) -> None:
+    """Tab is pressed in a real shell, on a terminal of its own."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "script").write_text(kvbm("completion", shell, home=tmp_path).stdout)
+    (tmp_path / "other.yaml").touch()
+    variables = {**environment(tmp_path), "TERM": "dumb", "PATH": f"{bin_directory}{os.pathsep}{os.environ['PATH']}"}
+    command, first_line = STARTS[shell]
     leader, follower = pty.openpty()
     with subprocess.Popen(
-        ["zsh", "-f", "-i"],
+        command,
         stdin=follower,
         stdout=follower,
         stderr=follower,
         env=variables,
         cwd=tmp_path,
         start_new_session=True,
-    ) as shell:
+    ) as program:
         os.close(follower)
         try:
-            os.write(leader, b"autoload -U compinit; compinit -u -D; source ./kvbm.zsh; print rea''dy\n")
-            shown = _read_until(leader, "ready")
-            os.write(leader, f"{line}\t".encode())
-            shown = _read_until(leader, completed)
-            assert completed in shown
+            os.write(leader, f"{first_line}{SHOW}".encode())
+            assert "ready" in _read_until(leader, "ready")
+            for line, words in TYPED.items():
+                os.write(leader, f"{line}\tX\n".encode())
+                shown = _read_until(leader, "X>")
+                assert words in shown, (line, shown)
         finally:
-            shell.kill()
+            program.kill()
             os.close(leader)
 
 
@@ -128,7 +153,7 @@ def test_runs_are_offered_by_their_names(tmp_path: Path, bin_directory: Path) ->
 
 def test_a_shell_does_not_wait(tmp_path: Path, bin_directory: Path) -> None:
     """The least of several: children of earlier tests that end meanwhile are counted too."""
-    variables = {"_KVBM_COMPLETE": "complete_bash", "COMP_WORDS": "kvbm\nserve\n-p\ndemo", "COMP_CWORD": "3"}
+    variables = {"_KVBM_COMPLETE": "complete_bash", "_TYPER_COMPLETE_ARGS": "kvbm serve -p demo", "_KVBM_WORD": "demo"}
 
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
