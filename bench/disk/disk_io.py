@@ -6,7 +6,9 @@ Throughput: ext4 on a loop device on tmpfs; every block of the arena once, in ra
 tier as a leader has it, from the first ticket to the last result: messages to its process and back, cutting, I/O,
 checksums, and for writes also flushes and the index. fio moves as many bytes with io_uring and with libaio at a depth
 of 32, without checksums or flushes; the better of the two, by its own clock, is 1.00. Contenders take turns, each round
-in another order; medians. Host slots are a memfd, as in an engine.
+in another order; medians. Host slots are a memfd, as in an engine. Whether that has huge pages decides what moving a
+block costs, and is in the result: `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`, as `kvbm doctor`
+advises, or `never`, which is what most systems start with.
 
 Steps: see gil_steps.py.
 
@@ -46,6 +48,7 @@ BLOCKS_PER_TICKET_BYTES = 32 << 20
 TICKETS_IN_FLIGHT = 4
 WAIT_S = 0.005
 AIMS = {(1 << 20, "threads"): 0.80, (256 << 10, "threads"): 0.65, (256 << 10, "nixl"): 0.72}
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 
 
@@ -212,6 +215,7 @@ def main() -> int:
         "benchmark": "disk_io",
         "command": f"python bench/disk/{Path(__file__).name} " + " ".join(sys.argv[1:]),
         **facts(("numpy", "xxhash", "nixl-cu13")),
+        "huge_pages_of_host_memory": HUGE_PAGES.read_text().strip(),
         "fio": subprocess.run(["fio", "--version"], check=True, capture_output=True, text=True).stdout.strip(),
         "load_at_the_end": os.getloadavg()[0],
         "throughput": rows,

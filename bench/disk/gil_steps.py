@@ -4,9 +4,13 @@ A step is 5 ms of Python on one core, which never gives up the interpreter's loc
 does what its leader does, polls and submits (timed apart), and then either goes on at once ("busy"), so that disk
 threads get the lock only where the interpreter takes it from the step, or waits for a millisecond as for a device
 ("waits"). The disk's threads are on the other core, at the full rate of memory: the arena lies on tmpfs, where each
-copies its own bytes and the kernel does nothing elsewhere. Rounds with and without the disk take turns; what is
-compared is the 99th percentile of a step over all rounds. A part of a step for which its thread did not run, because it
-waited for the lock or the core, is shown too: other work on the machine makes steps longer, and hardly ever stops them.
+copies its own bytes and the kernel does nothing elsewhere. Rounds with and without the disk take turns, and their 99th
+percentiles are compared.
+
+What disk threads take from a step is the part of it for which its thread does not run, because it waits for the lock or
+for the core: `not_running_ms`, and the aim is about what is added to that. `added_p99_ms` is about the whole step. It
+also has what any traffic in memory costs whoever computes beside it, and what the machine does to a loop by itself:
+where `step_ms_alone` has a p99 far above 5 ms, it says little.
 """
 
 from __future__ import annotations
@@ -131,6 +135,7 @@ def measure(load: Load, kind: str, turns: int, rounds: int) -> dict[str, object]
         "not_running_ms_alone": percentiles(alone.waits),
         "not_running_ms_beside_the_disk": percentiles(beside.waits),
         "poll_and_submit_ms": percentiles(beside.ticks),
+        "added_not_running_p99_ms": round(percentiles(beside.waits)["p99"] - percentiles(alone.waits)["p99"], 3),
         "added_p99_ms": round(percentiles(beside.steps)["p99"] - percentiles(alone.steps)["p99"], 3),
         "disk_megabytes_per_s": round(moved / seconds / 1e6),
     }
@@ -138,9 +143,9 @@ def measure(load: Load, kind: str, turns: int, rounds: int) -> dict[str, object]
 
 def missed(rows: list[dict[str, object]]) -> list[str]:
     return [
-        f"{case(row)}: p99 of a step + {row['added_p99_ms']} ms > {AIM_MS}"
+        f"{case(row)}: a step waits for {row['added_not_running_p99_ms']} ms more at its p99 > {AIM_MS}"
         for row in rows
-        if row["place"] == PLACES[0] and row["added_p99_ms"] > AIM_MS
+        if row["place"] == PLACES[0] and row["added_not_running_p99_ms"] > AIM_MS
     ]
 
 
