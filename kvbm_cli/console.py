@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TextIO
 
 from kvbm_cli.process import Progress
 
@@ -39,20 +41,32 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
     return "\n".join("  ".join(cell(text, column) for column, text in enumerate(row)).rstrip() for row in rows)
 
 
+def columns(stream: TextIO | None = None) -> int | None:
+    """Of the terminal that a stream (stdout) is, or COLUMNS; None in a pipe or a file, where nothing is wrapped."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns if (stream or sys.stdout).isatty() else None
+
+
 def labelled(label: str, text: str, *, label_width: int) -> list[str]:
     """Lines with `text` beside `label`, or below it, at the right, where one of them is too long for its place."""
-    room = WIDTH - label_width - 2
+    width = columns()
+    if width is None:
+        return [f"{label.ljust(label_width)}  {text}"]
+    room = width - label_width - 2
     lines = _wrapped(text, room)
     if len(label) > label_width or max(map(len, lines)) > room:
-        return [label, *(line.rjust(WIDTH) for line in _wrapped(text, WIDTH))]
+        return [label, *(line.rjust(width) for line in _wrapped(text, width))]
     labels = [label, *[""] * (len(lines) - 1)]
     return [f"{head.ljust(label_width)}  {line}" for head, line in zip(labels, lines, strict=True)]
 
 
 def noted(line: str, note: str, *, separator: str = "  ") -> str:
     """`line` with `note` behind it, or below it, at the right, where the line has no room for it."""
-    whole = f"{line}{separator}{note}"
-    return whole if len(whole) <= WIDTH else f"{line.rstrip()}\n{note.rjust(WIDTH)}"
+    whole, width = f"{line}{separator}{note}", columns()
+    if width is None or len(whole) <= width:
+        return whole
+    line = line.rstrip()
+    room = width - len(line)
+    return line + (note.rjust(room) if len(separator + note) <= room else f"\n{note.rjust(width)}")
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -92,7 +106,7 @@ class ProgressLine:
 
     def __call__(self, progress: Progress) -> None:
         phase = progress.phase
-        line = f"{self.verb}  {progress.elapsed_s:5.1f} s  {self._pace.of(phase)}"[: WIDTH - 1]
+        line = f"{self.verb}  {progress.elapsed_s:5.1f} s  {self._pace.of(phase)}"[: (columns(sys.stderr) or WIDTH) - 1]
         if self._live:
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
         elif phase not in ("", self._phase) and time.monotonic() - self._printed >= PHASE_INTERVAL_S:

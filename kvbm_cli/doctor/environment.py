@@ -83,7 +83,8 @@ def _priority(threshold: int, say: Callable[[str, str, str], Check]) -> Iterator
 
 def _idle(text: str) -> Check:
     name = _name_in(text)
-    return warning(name, text.partition(" has no effect: ")[2] or text, f"`unset {name}`")
+    finding = text.partition(" has no effect: ")[2] or text.partition("; `unset ")[0]
+    return warning(name, finding, f"`unset {name}`")
 
 
 def _is_of_honoured(text: str) -> bool:

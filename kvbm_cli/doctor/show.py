@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from kvbm_cli.console import WIDTH, print_data
+from kvbm_cli.console import WIDTH, columns, print_data
 from kvbm_cli.doctor.result import Check, State
 
 STATE_WIDTH = max(len(state.value) for state in State)
@@ -39,7 +39,8 @@ def show_check(check: Check) -> None:
 
 def _beside(text: str) -> str:
     """The text in lines that begin at COLUMN; a word that is too long for one, such as a path, stays whole."""
-    return f"\n{INDENT}".join(textwrap.wrap(text, WIDTH - COLUMN, break_long_words=False, break_on_hyphens=False))
+    room = max(1, (columns() or WIDTH) - COLUMN)
+    return f"\n{INDENT}".join(textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False))
 
 
 def summary(checks: Sequence[Check]) -> str:

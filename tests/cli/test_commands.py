@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import resource
@@ -165,6 +166,34 @@ def test_colour_is_for_terminals_that_want_it(home: Path, extra: dict[str, str],
     assert done.returncode == 2
     assert (b"\033[1;31merror:\033[0m" in shown) == coloured
     assert b"no profile is named `dmo`" in shown
+
+
+def on_a_terminal(*command: str, home: Path, columns: int) -> list[str]:
+    """The lines that are shown on a terminal of that width."""
+    leader, follower = pty.openpty()
+    env = {**environment(home), "COLUMNS": str(columns), "TERM": "dumb"}
+    with subprocess.Popen([*PROGRAM, *command], cwd=home, env=env, stdout=follower, stderr=follower) as program:
+        os.close(follower)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while part := os.read(leader, 4096):
+                shown += part
+        os.close(leader)
+    assert program.returncode == 0, shown
+    return shown.decode().splitlines()
+
+
+@pytest.mark.parametrize("command", ["profile show ./mine.yaml", "profile list", "size -p ./mine.yaml"])
+def test_tables_fit_into_a_terminal_and_are_not_wrapped_in_a_pipe(home: Path, command: str) -> None:
+    narrow, wide = (on_a_terminal(*command.split(), home=home, columns=columns) for columns in (60, 200))
+    assert max(map(len, narrow)) <= 60
+    assert len(wide) < len(narrow)
+    assert wide == kvbm(*command.split(), home=home).stdout.splitlines()
+
+
+def test_origin_stays_on_the_line_of_its_key_where_there_is_room(home: Path) -> None:
+    shown = on_a_terminal("profile", "show", "vllm", "--set", "tiers.host.capacity=2GB", home=home, columns=80)
+    assert any(line.startswith("tiers.host.capacity ") and line.endswith(" # --set") for line in shown)
 
 
 HEAVY = ("torch", "transformers", "numpy", "httpx", "aiohttp", "pydantic", "yaml")
