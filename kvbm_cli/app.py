@@ -27,10 +27,11 @@ app = typer.Typer(
     help="Keeps KV cache blocks of an LLM server outside device memory, and shows what that brings.",
     add_completion=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
-profile_app = typer.Typer(help="List, show, check, write and compare profiles.", rich_markup_mode=None)
+profile_app = typer.Typer(help="List, check, write and compare profiles.", rich_markup_mode=None)
 app.add_typer(profile_app, name="profile")
-cache_app = typer.Typer(help="List, verify and clear the caches of the disk tier.", rich_markup_mode=None)
+cache_app = typer.Typer(help="List, verify and clear caches on disk.", rich_markup_mode=None)
 app.add_typer(cache_app, name="cache")
 
 
@@ -148,7 +149,7 @@ def serve(
         ),
     ] = None,
 ) -> int:
-    """Run the engine of a profile, in the foreground or, with --detach, beside it."""
+    """Run the engine of a profile. In the foreground or, with --detach, beside it."""
     from kvbm_cli import serve as body
 
     return body.serve(
@@ -162,7 +163,7 @@ def status(
     all_: Annotated[bool, typer.Option("--all", "-a", help="Also runs that have ended.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show which engines run: state, address, age, tiers; of one run, all that is known."""
+    """Show which engines run. State, address, age and tiers; of one run, all that is known."""
     from kvbm_cli.status import show_status
 
     show_status(run, with_ended=all_, as_json=json)
@@ -184,7 +185,7 @@ def stop(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Stop an engine: let it finish what it serves, then kill it."""
+    """Stop an engine. It may finish what it serves, and is then killed."""
     from kvbm_cli.stop import stop_runs
 
     return stop_runs(run, every=all_, timeout_s=timeout, as_json=json)
@@ -200,7 +201,7 @@ def logs(
         int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="The last N lines; left out, all.")
     ] = None,
 ) -> None:
-    """Print what an engine has printed, also when it has ended."""
+    """Print what an engine has printed. Also when it has ended."""
     from kvbm_cli.logs import show_logs
 
     show_logs(run, follow=follow, line_count=lines)
@@ -230,7 +231,7 @@ def bench(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure what the block manager brings over a baseline."""
+    """Measure what the block manager brings. The same engine without it is the baseline."""
     from kvbm_cli.bench import command as body
 
     return body.bench(profile, set_ or [], compare=compare, workload=workload, output=output, as_json=json)
@@ -238,7 +239,7 @@ def bench(
 
 @app.command()
 def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = False) -> None:
-    """Show how many blocks and tokens each tier of a profile holds."""
+    """Show what each tier of a profile holds. In blocks, tokens and bytes."""
     from kvbm_cli.size import show_size
 
     show_size(profile, set_ or [], as_json=json)
@@ -266,7 +267,7 @@ def doctor(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Check this machine and a directory before an engine starts."""
+    """Check this machine before a start. Memory, ports, the engine, and a directory for blocks."""
     from kvbm_cli.doctor import command as body
 
     return body.doctor(profile, set_ or [], directory=directory, as_json=json, is_quick=quick, write=write)
@@ -282,7 +283,7 @@ def profile_list(json: JsonOption = False) -> None:
 
 @profile_app.command("show")
 def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> None:
-    """Print every key of a profile, its value and its origin."""
+    """Print every key, its value and its origin."""
     from kvbm_cli.profiles import show_profile
 
     show_profile(profile, set_ or [], as_json=json)
@@ -290,7 +291,7 @@ def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOpt
 
 @profile_app.command("check")
 def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> int:
-    """Find every mistake of a profile, or say that there is none."""
+    """Find every mistake of a profile. Ends with 2 if there are any."""
     from kvbm_cli.profiles import check_profile
 
     return check_profile(profile, set_ or [], as_json=json)
@@ -305,7 +306,7 @@ def profile_diff(
     set_: SetOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Print the keys in which two profiles differ; ends with 1 if there are any."""
+    """Compare two profiles key by key. Ends with 1 if they differ."""
     from kvbm_cli.profile_diff import diff_profiles
 
     return diff_profiles(profile, other, set_ or [], as_json=json)
@@ -343,7 +344,7 @@ def profile_new(
     set_: SetOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> None:
-    """Write a commented profile from options, or from questions on a terminal."""
+    """Write a commented profile. From options, or from questions on a terminal."""
     from kvbm_cli.profile_new import new_profile
 
     given = {"--engine": engine, "--model": model, "--host": host, "--disk": disk, "--dir": directory, "--port": port}
@@ -366,7 +367,7 @@ def profile_import_env(
         ),
     ] = None,
 ) -> None:
-    """Turn the DYN_KVBM_* variables of this environment into a profile."""
+    """Turn DYN_KVBM_* variables into a profile."""
     from kvbm_cli.import_env import import_env
 
     import_env(os.environ, output=output, model=model)
@@ -383,7 +384,7 @@ def profile_schema(
         ),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of a profile, for editors, or what a key means."""
+    """Print the JSON Schema of a profile. For editors; of a key, what it means."""
     from kvbm_cli.profile_schema import show_schema
 
     show_schema(key)
@@ -391,7 +392,7 @@ def profile_schema(
 
 @cache_app.command("ls")
 def cache_ls(dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False) -> None:
-    """List caches: blocks, bytes, age, last use, and who uses them."""
+    """List caches. Blocks, bytes, age, last use, and who uses them."""
     from kvbm_cli.cache import list_caches
 
     list_caches(dir_, profile, as_json=json)
@@ -401,7 +402,7 @@ def cache_ls(dir_: CacheDirectoryOption = None, profile: CacheProfileOption = No
 def cache_verify(
     dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False
 ) -> int:
-    """Read every block and drop those that are damaged; ends with 1 if there are any."""
+    """Read every block, drop damaged ones. Ends with 1 if there are any."""
     from kvbm_cli.cache import verify_caches
 
     return verify_caches(dir_, profile, as_json=json)
@@ -419,7 +420,7 @@ def cache_clear(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
 ) -> int:
-    """Remove all caches of a directory, or one tenant's blocks; not while an engine uses them."""
+    """Remove all caches of a directory. Or one tenant's blocks; not while an engine uses them."""
     from kvbm_cli.cache import clear_caches
 
     return clear_caches(dir_, profile, salt=salt, is_sure=yes)
@@ -435,7 +436,7 @@ def cache_export_stats(
         typer.Option("--output", metavar="FILE", help="Where it goes; without it to stdout.", autocompletion=FILES),
     ] = None,
 ) -> None:
-    """Write everything that is known of each cache, for other programs."""
+    """Write all that is known of each cache. For other programs."""
     from kvbm_cli.cache import export_stats
 
     export_stats(dir_, profile, form=format_, output=output)
@@ -450,7 +451,7 @@ def completion(
         ),
     ],
 ) -> None:
-    """Print a script that completes commands, options and names: eval "$(kvbm completion bash)"."""
+    """Print a script for completion in a shell. It is used by eval "$(kvbm completion bash)"."""
     from kvbm_cli.completion import print_script
 
     print_script(shell)
@@ -481,6 +482,10 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return BROKEN_PIPE
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # the parser ends with 1 then
+            return BROKEN_PIPE
+        raise
     except Exception as error:
         if "--debug" in arguments:
             raise
@@ -505,11 +510,35 @@ def _show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> 
     """The parser's complaint in our form. It knows the nearest name as a list (options) or in its text (commands)."""
     context = getattr(error, "ctx", None)
     possible = getattr(error, "possibilities", None)
-    text = error.message if possible else error.format_message()
+    text = _wanted(error) or (error.message if possible else error.format_message())
     message, _, suggested = text.replace("'", "`").rstrip(".?").partition(". Did you mean ")
-    nearest = f"`{possible[0]}`" if possible else suggested
+    nearest = f"`{possible[0]}`" if possible else _if_near(message, suggested)
     if message.startswith("Missing option `--profile`") and len(arguments) > 1 and not arguments[1].startswith("-"):
         nearest = f"`kvbm {arguments[0]} --profile {arguments[1]}`"
     command = context.command_path if context is not None else "kvbm"
     show_error(message[0].lower() + message[1:], hint=f"did you mean {nearest}?" if nearest else f"`{command} --help`")
     return error.exit_code
+
+
+NUMBERS = {"SECONDS": "a number of seconds, such as `30`", "N": "a number of lines, such as `20`"}
+INSTEAD = {"restart": "`kvbm stop`, then `kvbm serve`"}
+NEAR = 0.7
+
+
+def _wanted(error: typer.TyperException) -> str | None:
+    """What an option wants that is a number, where the parser complains of its value; it does not say the value."""
+    parameter, wrong = getattr(error, "param", None), error.__cause__
+    numbers = NUMBERS.get(getattr(parameter, "metavar", None) or "")
+    if parameter is None or wrong is None or numbers is None:
+        return None
+    return f"`{parameter.opts[0]}` takes {numbers}, not `{wrong.errors()[0]['input']}`"  # type: ignore[attr-defined]
+
+
+def _if_near(message: str, suggested: str) -> str:
+    """The parser suggests `status` for `restart` too."""
+    import difflib
+
+    given = message.partition("`")[2].partition("`")[0]
+    if given in INSTEAD:
+        return INSTEAD[given]
+    return suggested if difflib.SequenceMatcher(None, given, suggested.strip("`")).ratio() > NEAR else ""

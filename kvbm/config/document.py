@@ -245,7 +245,8 @@ class _Reader:
         source = self.at(mark, mark)
         if source.text[: source.column].endswith("$"):
             problem = "inside brackets a `${NAME}` needs quotes"
-        return located(f"not valid YAML: {problem}", source)
+        hint = f"`{source.text.expandtabs(2)}`" if "\t" in source.text else None
+        return located(f"not valid YAML: {problem}", source, hint=hint)
 
     def character(self, text: str, index: int) -> Source:
         before = _LINE_BREAK.split(text[:index])

@@ -43,7 +43,10 @@ def find(reference: str, *, directories: Sequence[Path]) -> Path:
     ProfileError for a name that is none.
     """
     if _is_path(reference):
-        return Path(reference)
+        path = Path(reference)
+        if not path.exists() and (hint := _instead_of(path, directories)) is not None:
+            raise ProfileError(f"cannot read the profile `{reference}`: no such file or directory", hint=hint)
+        return path
     candidates = [directory / f"{reference}{SUFFIXES[0]}" for directory in directories]
     existing = next((candidate for candidate in candidates if candidate.is_file()), None)
     if existing is None:
@@ -71,6 +74,13 @@ def _nearest_name(reference: str, names: Sequence[str]) -> str:
     if nearest:
         return f"did you mean `{nearest[0]}`? A file is given with its path: `./{reference}.yaml`"
     return f"there are {', '.join(f'`{name}`' for name in names)}; a file is given with its path"
+
+
+def _instead_of(path: Path, directories: Sequence[Path]) -> str | None:
+    """The shipped profile whose name was taken for a file, or a file of nearly that name."""
+    if path.parent == Path() and path.stem in shipped(directories):
+        return f"the shipped profile is `{path.stem}`, without a suffix"
+    return _nearest_file(path, [])
 
 
 def _nearest_file(path: Path, children: Sequence[Path]) -> str | None:

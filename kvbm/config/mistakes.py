@@ -147,6 +147,8 @@ def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: F
     if detail["type"] == "missing":
         return Mistake(f"`{key}` is missing", path, hint=kind.missing[key.partition(".")[0]], key=key)
     message = f"`{key}` {_complaint(detail)}"
+    if any(one.path == key and one.kind == "port" for one in kind.keys):
+        message = message.replace("must be a whole number", "must be a whole number or `auto`")
     if entry is None:
         return Mistake(message, path, key=key)
     source = entry.key if entry.section is not None or "[key]" in detail["loc"] else entry.source

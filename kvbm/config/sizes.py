@@ -22,6 +22,7 @@ UNITS = {
 MAX_BYTES = 2**60
 
 _BY_LOWER = {unit.lower(): factor for unit, factor in UNITS.items()}
+_WORD = re.compile(r"([kmgt])(?:i|igs?|egs?|[a-z]+bytes?)?")
 _PATTERN = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[A-Za-z]*)")
 
 
@@ -34,6 +35,9 @@ def parse_size(text: str) -> int:
     if not unit:
         raise ValueError(f"needs a unit: `{number}GB` or `{number}GiB`")
     factor = _BY_LOWER.get(unit.lower())
+    if factor is None and (meant := _WORD.fullmatch(unit.lower())):
+        letter = meant[1].upper()
+        raise ValueError(f"has the unknown unit `{unit}`: `{number}{letter}B`, or `{number}{letter}iB` in powers of 2")
     if factor is None:
         raise ValueError(f"has the unknown unit `{unit}`; units are {', '.join(UNITS)}")
     byte_count = int(Decimal(number) * factor)

@@ -108,6 +108,8 @@ PROFILE = {
     "profile_not_text": Row("profile check mine.yaml", {"mine.yaml": b"\xff\xfe\x00"}),
     "profile_is_a_directory": Row("profile check .//"),
     "profile_absent": Row("profile check ./no.yaml"),
+    "profile_shipped_as_a_file": Row("profile check demo.yaml"),
+    "profile_misspelt_file": Row("profile check mien.yaml", {"mine.yaml": MINE}),
     "profile_unknown_name": Row("size --profile dmo"),
     "profile_file_without_its_path": Row("profile check mine", {"mine.yaml": MINE}),
     "profile_name_like_no_other": Row("serve --profile zzz"),
@@ -145,6 +147,7 @@ PROFILE = {
     "profile_tier_without_a_size": mine("  disk: {threads: 2}\n"),
     "profile_size_without_a_unit": mine("", base=MINE.replace("64MiB", "64")),
     "profile_size_with_an_unknown_unit": mine("", base=MINE.replace("64MiB", "64 Mbit")),
+    "profile_size_in_gigs": mine("", base=MINE.replace("64MiB", "1gigs")),
     "profile_size_of_zero": mine("", base=MINE.replace("64MiB", "0GB")),
     "profile_size_below_a_block": mine("", base=MINE.replace("64MiB", "1KB")),
     "profile_boolean_in_words": mine("offload: {generated: yes}\n"),
@@ -293,6 +296,8 @@ VARIABLES = {
 
 COMMAND_LINE = {
     "command_unknown": Row("serv"),
+    "command_restart": Row("restart"),
+    "command_that_is_not_near": Row("ls"),
     "command_like_no_other": Row("zzz"),
     "command_unknown_subcommand": Row("profile sho demo"),
     "command_unknown_option": Row("serve --profil demo"),

@@ -143,6 +143,20 @@ def test_causes_are_listed_between_error_and_hint(capsys: pytest.CaptureFixture[
     )
 
 
+def test_help_of_a_narrow_terminal_cuts_no_summary(home: Path) -> None:
+    for command in ("", "profile", "cache"):
+        shown = kvbm(*command.split(), "-h", home=home, COLUMNS="60")
+        assert shown.exit_code == 0
+        assert "..." not in shown.stdout.partition("Commands:")[2]
+
+
+def test_output_that_nobody_reads_ends_with_the_code_of_a_broken_pipe(home: Path) -> None:
+    with subprocess.Popen([*PROGRAM, "profile", "show", "demo"], cwd=home, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        program.stdout.close()
+        assert program.wait(timeout=20) == 141
+
+
 def test_closed_pipe_is_not_an_error(home: Path) -> None:
     done = subprocess.run(
         f"{sys.executable} -c 'from kvbm_cli.app import main; main()' profile show demo | true",

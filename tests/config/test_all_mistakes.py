@@ -38,7 +38,7 @@ FILE:4 `engine.environment.C` must be text: an environment knows no booleans; wr
 FILE:6 unknown key `tiers.host.capcity`
 FILE:7 `tiers.disk.capacity` needs a unit: `100GB` or `100GiB`
 FILE:8 `tiers.object` is not in this version
-FILE:9 `server.port` must be a whole number, not the text `eighty`
+FILE:9 `server.port` must be a whole number or `auto`, not the text `eighty`
 FILE:9 `port` appears twice; it is already on line 9
 FILE:10 tags are not supported
 PARENT:6 `max_model_len` and `max-model-len` are the same flag

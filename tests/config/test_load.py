@@ -205,7 +205,7 @@ FILE_MISTAKES = {
     ),
     "number in quotes": (
         f'{BASE}server: {{port: "8000"}}\n',
-        "`server.port` must be a whole number, not the text `8000`\n"
+        "`server.port` must be a whole number or `auto`, not the text `8000`\n"
         '  FILE:6:16\n    |\n  6 | server: {port: "8000"}\n    |                ^^^^^^',
         None,
     ),
@@ -287,7 +287,7 @@ FILE_MISTAKES = {
     ),
     "section for a value": (
         f"{BASE}server:\n  port:\n    number: 8000\n",
-        "`server.port` must be a whole number, not a section\n  FILE:7:3\n    |\n  7 |   port:\n    |   ^^^^",
+        "`server.port` must be a whole number or `auto`, not a section\n  FILE:7:3\n    |\n  7 |   port:\n    |   ^^^^",
         None,
     ),
     "boolean in the environment": (
@@ -467,7 +467,7 @@ OVERRIDE_MISTAKES = {
         None,
     ),
     "server.port=": (
-        "`server.port` must be a whole number, not empty\n  --set server.port=\n                    ^",
+        "`server.port` must be a whole number or `auto`, not empty\n  --set server.port=\n                    ^",
         None,
     ),
     "server=x": (
@@ -475,7 +475,7 @@ OVERRIDE_MISTAKES = {
         None,
     ),
     "server.port.x=1": (
-        "`server.port` must be a whole number, not a section\n  --set server.port.x=1\n        ^^^^^^^^^^^^^",
+        "`server.port` must be a whole number or `auto`, not a section\n  --set server.port.x=1\n        ^^^^^^^^^^^^^",
         None,
     ),
     "server.port": (
