@@ -86,9 +86,9 @@ def _instead_of(path: Path, directories: Sequence[Path]) -> str | None:
 def _nearest_file(path: Path, children: Sequence[Path]) -> str | None:
     """A profile in the directory where `path` was looked for, and none that extends it."""
     beside = [file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")]
-    names = [file.name for file in beside if file.resolve() not in children]
-    nearest = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean `{path.with_name(nearest[0])}`?" if nearest else None
+    names = {file.stem: file.name for file in beside if file.resolve() not in children}
+    nearest = difflib.get_close_matches(path.stem, names, n=1)
+    return f"did you mean `{path.with_name(names[nearest[0]])}`?" if nearest else None
 
 
 def file_with_parents(path: Path, directories: Sequence[Path], findings: Findings) -> Document:

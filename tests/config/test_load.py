@@ -433,6 +433,11 @@ UNREADABLE = {
         "no profile is named `zz`",
         "there are `binary`, `demo`; a file is given with its path",
     ),
+    "misspelt file": (
+        "DIR/dmo.yaml",
+        "cannot read the profile `DIR/dmo.yaml`: no such file or directory",
+        "did you mean `DIR/demo.yaml`?",
+    ),
     "missing file": ("DIR/no.yaml", "cannot read the profile `DIR/no.yaml`: no such file or directory", None),
     "engine of a later version": (
         "trtllm",
@@ -452,7 +457,8 @@ def test_profile_that_cannot_be_read(tmp_path: Path, name: str) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ProfileError) as caught:
         load(reference.replace("DIR", str(tmp_path)), directories=[tmp_path])
-    assert (caught.value.message.replace(str(tmp_path), "DIR"), caught.value.hint) == (message, hint)
+    said = [text and text.replace(str(tmp_path), "DIR") for text in (caught.value.message, caught.value.hint)]
+    assert said == [message, hint]
 
 
 # -- mistakes in overrides and variables -------------------------------------------------------------------------------
