@@ -89,8 +89,9 @@ def test_interrupt_twice_ends_it_at_once(home: Path) -> None:
     assert all(is_gone(child.pid) for child in children)
 
 
-@pytest.mark.parametrize("worker_process", ["false", "true"])
+@pytest.mark.parametrize("worker_process", ["false", pytest.param("true", marks=pytest.mark.soak)])
 def test_killed_parent_leaves_no_process_and_no_memory(home: Path, worker_process: str) -> None:
+    """The short form of one with a worker process is the killed launcher of test_kill_rounds.py."""
     before = set(SHARED_MEMORY.iterdir())
     with serving(home, f"engine.arguments.worker_process={worker_process}") as (program, url):
         ask(url, "hello " * 30)
@@ -101,8 +102,9 @@ def test_killed_parent_leaves_no_process_and_no_memory(home: Path, worker_proces
     assert set(SHARED_MEMORY.iterdir()) <= before
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.soak)])
 def test_killed_engine_is_reported_and_leaves_no_process(home: Path, number: signal.Signals) -> None:
+    """Other numbers are reported alike; test_end_reason.py says what of each."""
     with serving(home, "engine.arguments.worker_process=true") as (program, _):
         children = descendants(program)
         engine = next(child for child in children if "kvbm.embedded" in child.cmdline())
@@ -122,7 +124,9 @@ def test_parent_killed_while_the_engine_loads_leaves_no_process(home: Path) -> N
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_there_is(home: Path) -> None:
-    outcome = kvbm("serve", "-p", "./tiny.yaml", "--set", "tiers.host.capacity=900TB", home=home, timeout_s=120)
+    """By the engine itself, where `--force` has started it all the same."""
+    too_much = ("--set", "tiers.host.capacity=900TB", "--force")
+    outcome = kvbm("serve", "-p", "./tiny.yaml", *too_much, home=home, timeout_s=120)
     assert outcome.exit_code == 1
     assert outcome.stdout == ""
     assert "the engine ended before it was healthy, with exit code 1" in outcome.stderr
