@@ -59,7 +59,7 @@ def _ask(method: str, url: str, body: bytes | None, headers: Mapping[str, str], 
         connection.request(method, parts.path, body, dict(headers))
         answer = connection.getresponse()
         return Answer(answer.status, answer.read(), address)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, UnicodeError, http.client.HTTPException) as error:
         return Answer(refusal=str(error) or type(error).__name__)
     finally:
         connection.close()

@@ -21,6 +21,7 @@ from kvbm_cli.console import ProgressLine, print_data, print_json, print_note, s
 from kvbm_cli.crash_report import A_BUG
 from kvbm_cli.first_token import wait_first_token
 from kvbm_cli.identity import Identity
+from kvbm_cli.places import problem_of
 from kvbm_cli.process import EngineProcess, Progress
 from kvbm_cli.runs import OWN_LOG, RunDirectory, State
 from kvbm_cli.show_error import show_warning
@@ -53,7 +54,8 @@ def launch(
         run.end(128 + signal.SIGINT, "")
         raise
     except BaseException as error:
-        run.end(A_BUG, f"{type(error).__name__}: {error}")
+        problem = problem_of(error)
+        run.end(A_BUG if problem is None else problem.exit_code, f"{type(error).__name__}: {error}")
         raise
     run.end(code, "")
     return code

@@ -39,15 +39,20 @@ REFUSALS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
 }
 NO_THREAD, NO_HOME = "can't start new thread", "Could not determine home directory"
+NO_TEMPORARY = "No usable temporary directory"
+NO_MAPPING = "failed to map segment from shared object"
 
 
-def problem_of(error: Exception) -> EnvironmentProblem | None:
+def problem_of(error: BaseException) -> EnvironmentProblem | None:
     """What this machine refused, where that is what has ended a command; None for anything else, which is a bug."""
-    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+    is_of_memory = isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MAPPING in str(error))
+    number = errno.ENOMEM if is_of_memory else getattr(error, "errno", None)
     if isinstance(error, RuntimeError) and NO_HOME in str(error):
         return EnvironmentProblem("you have no home directory, and what is looked for lies in it", hint="set `HOME`")
     if isinstance(error, RuntimeError) and NO_THREAD in str(error):
         number = errno.EAGAIN
+    if isinstance(error, OSError) and NO_TEMPORARY in (error.strerror or ""):
+        return no_temporary_file(error)
     if number not in REFUSALS:
         return None
     hint = HINTS.get(number, "`kvbm --debug ...` shows where")

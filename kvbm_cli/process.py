@@ -93,7 +93,13 @@ class EngineProcess:
             except BaseException:
                 os.rmdir(directory)
                 raise
-            return cls(child, plan, EngineRemains(child.pid, directory, foreign), log, log_start)
+            remains = EngineRemains(child.pid, directory, foreign)
+            try:
+                return cls(child, plan, remains, log, log_start)
+            except BaseException:  # no guard could be started
+                remains.clear_away()
+                child.wait()
+                raise
 
     def __enter__(self) -> EngineProcess:
         return self

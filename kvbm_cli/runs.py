@@ -16,11 +16,13 @@ its look at the living ones until its own directory says what it takes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.identity import Identity
@@ -35,6 +38,8 @@ from kvbm_cli.places import no_temporary_file, state_directory, write_whole
 
 FORMAT = 1
 KEPT_RUNS = 20
+LATEST_S = 1e11  # in the year 5138
+MOST_BYTES = 1 << 20  # of run.json
 ABANDONED_AFTER_S = 3600.0  # a directory whose run was killed before it was described
 FACTS, PROFILE, ENGINE_LOG, OWN_LOG, LOCK, STOP = (
     "run.json",
@@ -89,12 +94,35 @@ class Facts:
     @classmethod
     def from_json(cls, text: str) -> Facts:
         """ValueError, TypeError or KeyError for what is none. What a later version has added is passed over."""
-        content = json.loads(text)
+        try:
+            content = json.loads(text)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
         known = {name: content[name] for name in (one.name for one in fields(cls)) if name in content}
         known["launcher"] = Identity(**known["launcher"])
         known["processes"] = {name: Identity(**one) for name, one in known.get("processes", {}).items()}
         known["state"] = State(known["state"])
-        return cls(**{**known, "ports": tuple(known["ports"]), "command": tuple(known["command"])})
+        facts = cls(**{**known, "ports": tuple(known["ports"]), "command": tuple(known["command"])})
+        if not facts._are_of_a_run():
+            raise ValueError("not what a launcher writes")
+        return facts
+
+    def _are_of_a_run(self) -> bool:
+        """Whether a reader can rely on every kind. ValueError or TypeError where that cannot even be asked."""
+        texts = [self.name, self.profile, self.profile_path, self.engine, self.model, self.url, self.directory]
+        texts += [self.message, *self.command, *self.logs.values(), *self.versions.values()]
+        texts += [self.disk_directory] if self.disk_directory is not None else []
+        times = [self.started_s, self.stop_timeout_s, *(one for one in (self.ready_s, self.ended_s) if one is not None)]
+        numbers = [*self.ports, self.memory_bytes, *([self.exit_code] if self.exit_code is not None else [])]
+        processes = [self.launcher, *self.processes.values()]
+        address = urlsplit(self.url)
+        return (
+            all(isinstance(text, str) and "\0" not in text for text in texts)
+            and all(0 <= moment < LATEST_S for moment in times)
+            and all(isinstance(number, int) for number in numbers)
+            and all(isinstance(one.pid, int) and one.pid > 0 for one in processes)
+            and bool(self.logs and address.hostname and address.port is not None)
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -211,22 +239,26 @@ class Runs:
         return cls(state_directory())
 
     @classmethod
-    def writable(cls) -> tuple[Runs, bool]:
-        """Those of the user, or where none can be written, new ones in a temporary directory that nobody else finds.
-        The second value says whether they are the user's."""
+    def writable(cls) -> Runs | None:
+        """Those of the user, None where none can be written."""
         try:
             runs = cls.of_user()
             runs._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(runs._directory, os.W_OK | os.X_OK):
-                return runs, True
+                return runs
         except (OSError, RuntimeError):  # RuntimeError: there is no home
             pass
+        return None
+
+    @classmethod
+    def temporary(cls) -> Runs:
+        """In a directory that nobody else finds."""
         try:
             elsewhere = cls(Path(tempfile.mkdtemp(prefix="kvbm-")))
         except OSError as error:
             raise no_temporary_file(error) from None
         elsewhere._directory.mkdir(mode=0o700)
-        return elsewhere, False
+        return elsewhere
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[list[Run]]:
@@ -255,6 +287,10 @@ class Runs:
         """Every run that can be read, the one started last at the end."""
         found = [run for run in map(_read, self._paths()) if run is not None]
         return sorted(found, key=lambda run: (run.facts.started_s, run.facts.name))
+
+    def unreadable(self) -> list[Path]:
+        """Files that should describe a run and do not: damaged, or of a version that has changed them."""
+        return [path / FACTS for path in self._paths() if os.path.lexists(path / FACTS) and _read(path) is None]
 
     def living(self) -> list[Run]:
         return [run for run in self.all() if run.is_living]
@@ -311,7 +347,8 @@ def _number(name: str, stem: str) -> int:
 def _read(path: Path) -> Run | None:
     """None for a directory without a readable run.json, as there is for a moment while a run is made."""
     try:
-        facts = Facts.from_json((path / FACTS).read_text())
+        with open(_open_plain(path / FACTS), encoding="utf-8") as file:
+            facts = Facts.from_json(file.read(MOST_BYTES))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     has_ended = facts.state is State.ENDED
@@ -325,13 +362,22 @@ def _is_locked_elsewhere(path: Path, facts: Facts) -> bool:
     if facts.launcher.is_here():
         return False
     try:
-        with (path / LOCK).open("rb") as lock:
+        with open(_open_plain(path / LOCK), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
     return False
+
+
+def _open_plain(path: Path) -> int:
+    """Waits for nobody, as opening a FIFO would."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no plain file", str(path))
+    return descriptor
 
 
 def _age_s(path: Path) -> float:

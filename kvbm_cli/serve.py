@@ -117,14 +117,14 @@ def _serve(
 
 
 def _runs(*, is_detached: bool) -> Runs:
-    runs, is_of_user = Runs.writable()
-    if is_of_user:
+    runs = Runs.writable()
+    if runs is not None:
         return runs
     problem = "no run directory can be made in ~/.local/state/kvbm, by which an engine is found again"
     if is_detached:
         raise EnvironmentProblem(problem, hint="set XDG_STATE_HOME to a directory that can be written to")
     show_warning(f"{problem}: `kvbm status`, `logs` and `stop` will not know this one")
-    return runs
+    return Runs.temporary()
 
 
 def _living() -> list[Run]:

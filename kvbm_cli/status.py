@@ -13,6 +13,7 @@ from typing import Any
 from kvbm_cli.ask import get
 from kvbm_cli.console import print_data, print_json, print_note, table
 from kvbm_cli.runs import PROFILE, Run, Runs, State
+from kvbm_cli.show_error import show_warning
 
 ASK_TIMEOUT_S = 1.0
 ASKED_AT_ONCE = 16
@@ -70,6 +71,7 @@ class Seen:
 def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> None:
     runs = Runs.of_user()
     every = runs.all()
+    warn_of_unreadable(runs)
     if reference is not None:
         found = runs.find(reference, ended=True)
     else:
@@ -102,6 +104,11 @@ def _death(run: Run) -> str:
 
 def _when(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def warn_of_unreadable(runs: Runs) -> None:
+    for path in runs.unreadable():
+        show_warning(f"`{path}` is damaged, or of another version: whether something runs there is not known")
 
 
 def _see(run: Run) -> Seen:

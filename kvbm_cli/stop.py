@@ -19,7 +19,7 @@ from kvbm_cli.engine_log import EngineLog
 from kvbm_cli.process import Progress
 from kvbm_cli.runs import Run, Runs, ask_to_stop_within
 from kvbm_cli.show_error import show_warning
-from kvbm_cli.status import log_paths, names
+from kvbm_cli.status import log_paths, names, warn_of_unreadable
 
 KILLED = 3
 LIVES = 1
@@ -56,7 +56,9 @@ class Stopped:
 
 def stop_runs(reference: str | None, *, every: bool, timeout_s: float | None, as_json: bool) -> int:
     """The exit code. UsageError if it is not clear which run is meant, EnvironmentProblem if it cannot be signalled."""
-    runs = _meant(Runs.of_user(), reference, every=every)
+    every_run = Runs.of_user()
+    warn_of_unreadable(every_run)
+    runs = _meant(every_run, reference, every=every)
     _require_visible(runs)
     stopped = _stop(runs, timeout_s)
     if as_json:

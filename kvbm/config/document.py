@@ -8,7 +8,11 @@ are booleans (`off` is text, and a boolean key then refuses it), a key may appea
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import select
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +22,8 @@ import yaml
 from kvbm.errors import ProfileError, ProfileMistakes
 
 EXCERPT_WIDTH = 100
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 17  # that many wrong keys are told of within two seconds
+FIFO_TIMEOUT_S = 1.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -135,10 +140,10 @@ def _complete(parsed: tuple[Document, list[ProfileError]]) -> Document:
 def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
     """What a YAML file says, as far as it is right, and its mistakes. ProfileError if it cannot be read at all."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
             contents = file.read(MAX_FILE_BYTES + 1)
         if len(contents) > MAX_FILE_BYTES:
-            raise ProfileError(f"cannot read the {noun} `{path}`: it is larger than 1 MiB")
+            raise ProfileError(f"cannot read the {noun} `{path}`: it is larger than 128 KiB")
         text = contents.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ProfileError(f"`{path}` is not a text file in UTF-8") from None
@@ -146,6 +151,16 @@ def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
         reason = getattr(error, "strerror", None) or str(error)
         raise ProfileError(f"cannot read the {noun} `{path}`: {reason.lower()}") from None
     return parse_document(text, label=str(path), noun=noun)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Of a FIFO that has a name, the writer must be there; a pipe of the shell's (`<(...)`) has one for certain."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISFIFO(os.lstat(path).st_mode) and not select.select([descriptor], [], [], FIFO_TIMEOUT_S)[0]:
+        os.close(descriptor)
+        raise OSError(errno.EAGAIN, "Nobody writes to it")
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def parse_document(text: str, *, label: str, noun: str = "profile") -> tuple[Document, list[ProfileError]]:

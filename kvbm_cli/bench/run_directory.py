@@ -37,7 +37,7 @@ class RunDirectory:
                 raise UsageError(f"{path} is not empty, and a run never writes into another one's results")
             return cls(path)
         except OSError as error:
-            raise EnvironmentProblem(f"cannot write to {path}: {error.strerror or error}") from error
+            raise EnvironmentProblem(f"cannot write to {path}: {(error.strerror or str(error)).lower()}") from None
 
     def arm(self, name: str) -> Path:
         folder = self.path / name

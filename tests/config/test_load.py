@@ -444,7 +444,7 @@ UNREADABLE = {
         "there is no profile `trtllm`: TensorRT-LLM is not in this version; engines are `embedded` and `vllm`",
         "`kvbm profile list`",
     ),
-    "endless file": ("/dev/zero", "cannot read the profile `/dev/zero`: it is larger than 1 MiB", None),
+    "endless file": ("/dev/zero", "cannot read the profile `/dev/zero`: it is larger than 128 KiB", None),
     "directory": ("DIR/", "cannot read the profile `DIR`: is a directory", None),
     "not text": ("DIR/binary.yaml", "`DIR/binary.yaml` is not a text file in UTF-8", None),
 }

@@ -1,0 +1,242 @@
+"""Commands where the machine refuses: no space, read-only, no home, no streams, no files.
+
+A row is what a shell does before the command, the command, its exit code, and what is said. Never a traceback, never a
+"bug", nothing half-written, nothing left behind. `full` and `frozen` make a directory so in a mount namespace of the
+command's own; where this user may not have one, their rows are skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from mistakes import what_lies_in
+from terminal import FAKE_ENGINE, PROGRAM, environment
+from test_cache import make_cache
+from test_runs import facts
+from test_serve import MODEL
+
+from kvbm_cli.app import run
+from kvbm_cli.places import NO_HOME, problem_of
+from kvbm_cli.runs import FACTS, Runs, State
+
+PRELUDE = """\
+full() { mkdir -p "$1" new; mount -t tmpfs -o size=2m,mode=700 none new; cp -a "$1/." new; mount --move new "$1"
+         rmdir new; cd .; cat /dev/zero > "$1/filler"; }
+frozen() { mkdir -p "$1"; mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"; cd .; }
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """`said` is on stderr, or on stdout where the exit code is 0."""
+
+    surroundings: str
+    command: str
+    exit_code: int
+    said: str
+
+    @property
+    def needs_mounts(self) -> bool:
+        return self.surroundings.startswith(("full", "frozen"))
+
+
+NEW = "profile new work/new.yaml --extends demo"
+SERVE = "serve -p mine.yaml"
+NO_SPACE, READ_ONLY = "no space left on device", "read-only file system"
+NO_OUTPUT = f"error: cannot write to standard output: {NO_SPACE}\n"
+NO_CURRENT = "error: the current directory has been removed\n\nhint: `cd` to one that is there"
+TOO_MANY = "too many open files\n\nhint: `ulimit -n`"
+IN_NONE = "mkdir gone; cd gone; rmdir ../gone"
+ROWS = (
+    Row("full work", NEW, 1, f"error: cannot write `work/new.yaml`: {NO_SPACE}\n"),
+    Row("full work", "profile new work/old.yaml --force --extends demo", 1, f"`work/old.yaml`: {NO_SPACE}\n"),
+    Row("full work", "profile import-env --output work/new.yaml", 1, f"`work/new.yaml`: {NO_SPACE}\n"),
+    Row("full work", "cache export-stats --dir caches --output work/x.json", 1, f"`work/x.json`: {NO_SPACE}\n"),
+    Row("full work", "bench -p mine.yaml --output work/run", 1, "the engine ended before it was healthy"),
+    Row("full work", f"{SERVE} --log work/log", 1, "the engine ended before it was healthy"),
+    Row("full .local", SERVE, 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: `df -h`"),
+    Row("full .local", f"{SERVE} --detach", 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: `df -h`"),
+    Row("full .local", "stop", 0, "nothing runs"),
+    Row("full .local", "profile check mine.yaml", 0, "no mistake found"),
+    Row("full caches", "cache ls --dir caches", 0, "1 cache,"),
+    Row("full caches", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
+    Row("full caches", "cache clear --yes --dir caches", 0, "removed 1 cache"),
+    Row("full temporary", "cache ls --dir caches", 0, "1 cache,"),
+    Row("frozen work", NEW, 1, f"error: cannot write `work/new.yaml`: {READ_ONLY}\n"),
+    Row("frozen work", "profile new work/old.yaml --force --extends demo", 1, f"`work/old.yaml`: {READ_ONLY}\n"),
+    Row("frozen work", "bench -p mine.yaml --output work/run", 1, READ_ONLY),
+    Row("frozen .local", f"{SERVE} --detach", 1, "no run directory can be made in ~/.local/state/kvbm"),
+    Row("frozen caches", "cache ls --dir caches", 0, "1 cache,"),
+    Row("frozen caches", "cache verify --dir caches", 1, "Read-only file system"),
+    Row("frozen caches", "cache clear --yes --dir caches", 1, "Read-only file system"),
+    Row("ulimit -f 0", NEW, 1, "error: cannot write `work/new.yaml`: file too large\n"),
+    Row("ulimit -f 0", SERVE, 1, "profile.yaml`: file too large\n\nhint: `ulimit -f`"),
+    Row("ulimit -f 0", "cache ls --dir caches", 1, "error: cannot write a temporary file: "),
+    Row("ulimit -n 8", SERVE, 1, TOO_MANY),
+    Row("ulimit -n 8", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
+    Row(IN_NONE, "profile check demo", 0, "no mistake found"),
+    Row(IN_NONE, "serve -p ../mine.yaml", 1, NO_CURRENT),
+    Row(IN_NONE, "bench -p ../mine.yaml", 1, NO_CURRENT),
+    Row("exec >/dev/full", "--help", 1, NO_OUTPUT),
+    Row("exec >/dev/full", "profile list", 1, NO_OUTPUT),
+    Row("exec >/dev/full", "cache ls --dir caches", 1, NO_OUTPUT),
+    Row("exec >/dev/full", "size -p demo --json", 1, NO_OUTPUT),
+    Row("exec >/dev/full 2>&1", "profile list", 1, ""),
+    Row("exec 2>/dev/full", "profile check none.yaml", 2, ""),
+    Row("exec 2>/dev/full", "status", 0, ""),
+    Row("exec <&- >&- 2>&-", "profile check demo", 0, ""),
+    Row("exec <&- >&- 2>&-", "profile check none.yaml", 2, ""),
+)
+
+
+@functools.cache
+def may_mount() -> bool:
+    tried = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs none /mnt"]
+    return subprocess.run(tried, capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    for name in ("model", "work", "caches", "temporary", ".local/state/kvbm/runs"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / ".local/state/kvbm/runs/lock").touch()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "mine.yaml").write_text(
+        f"engine:\n  model: {tmp_path}/model\n  python: {FAKE_ENGINE}\n  arguments: {{num_blocks: 64}}\n"
+        "  environment: {FAKE: own_words}\ntiers: {host: {capacity: 64MiB}}\nserver: {port: auto}\n"
+    )
+    (tmp_path / "work" / "old.yaml").write_text("extends: demo\n")
+    make_cache(tmp_path / "caches", "00000000000000aa", model="m", salts=[None, "alice"], age_s=60)
+    return tmp_path
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.surroundings}: {row.command}")
+def test_refusal_is_told_as_one(row: Row, home: Path) -> None:
+    if row.needs_mounts and not may_mount():
+        pytest.skip("needs a mount namespace, which this user may not have")
+    shell = ["unshare", "-rm", "sh", "-c"] if row.needs_mounts else ["bash", "-c"]
+    variables = environment(home, TMPDIR=str(home / "temporary"), DYN_KVBM_CPU_CACHE_GB="1")
+    if "import-env" not in row.command:
+        del variables["DYN_KVBM_CPU_CACHE_GB"]
+    done = subprocess.run(
+        [*shell, f'{PRELUDE}\n{row.surroundings}; exec "$@"', "sh", *PROGRAM, *row.command.split()],
+        cwd=home,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+    said = done.stdout + done.stderr
+    assert row.said in said
+    assert done.returncode == row.exit_code, said
+    assert not any(sign in said for sign in ("Traceback", "a bug", "Exception ignored")), said
+    assert [path for path in left_in(home) if not path.startswith(MAY_BE_LEFT)] == []
+
+
+MADE = {"model", "work", "caches", "temporary", ".local", "mine.yaml", "new"}
+MAY_BE_LEFT = (".local/state/kvbm/runs/mine-1",)  # of an engine that was started, or of a start that was refused late
+
+
+def left_in(home: Path) -> list[str]:
+    found = [str(Path(path).relative_to(home)) for path in what_lies_in(home)]
+    return [path for path in found if not path.startswith(("model", "caches")) and path not in KNOWN]
+
+
+KNOWN = {*MADE, "work/old.yaml", *(str(path) for path in Path(".local/state/kvbm/runs/lock").parents)}
+
+
+def test_no_home_is_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for command in ("status", "stop", "logs", "cache ls"):
+        assert run(command.split()) == 1
+        assert capsys.readouterr().err.startswith("error: you have no home directory")
+    assert run(["profile", "check", "demo"]) == 0
+
+
+def test_a_profile_that_nobody_writes_holds_nobody_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert run(["profile", "check", f"{tmp_path}/pipe.yaml"]) == 2
+    assert "pipe.yaml`: nobody writes to it\n" in capsys.readouterr().err
+
+
+def test_no_process_no_thread_and_no_memory_are_no_bugs() -> None:
+    for error in (
+        BlockingIOError(11, "x"),
+        RuntimeError("can't start new thread"),
+        MemoryError(),
+        RuntimeError(NO_HOME),
+    ):
+        found = problem_of(error)
+        assert found is not None
+        assert found.hint
+    assert problem_of(ValueError("x")) is None
+    assert problem_of(OSError(9, "Bad file descriptor")) is None
+
+
+DAMAGED = {
+    "nothing": lambda content: "",
+    "nested": lambda content: "[" * 100_000,
+    "an address that is none": lambda content: {**content, "url": "http://[::1"},
+    "a port that is none": lambda content: {**content, "url": "http://127.0.0.1:99999"},
+    "no logs": lambda content: {**content, "logs": {}},
+    "a log that is no path": lambda content: {**content, "logs": {"engine": "a\0b"}},
+    "a time beyond all": lambda content: {**content, "started_s": 1e300},
+    "a time in words": lambda content: {**content, "ended_s": "soon"},
+    "a name that is a number": lambda content: {**content, "name": 5},
+    "a state of a later version": lambda content: {**content, "state": "hibernating", "format": 99},
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_run_that_cannot_be_read_is_told_of(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written_run(tmp_path, monkeypatch)
+    damaged = DAMAGED[what](json.loads(file.read_text()))
+    file.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+    for command, exit_code in (("status --all", 0), ("stop --all", 0), ("status demo-1", 2), ("logs", 2)):
+        assert run(command.split()) == exit_code
+        err = capsys.readouterr().err
+        assert (f"warning: `{file}` is damaged, or of another version" in err) == (command != "logs")
+
+
+def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written_run(tmp_path, monkeypatch)
+    file.unlink()
+    os.mkfifo(file)
+    assert run(["status"]) == 0
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_clock_that_went_back_is_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written_run(tmp_path, monkeypatch)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "started_s": 5e9, "ended_s": 4e9}))
+    for command in ("status --all", "status demo-1"):
+        assert run(command.split()) == 0
+        assert "demo-1" in capsys.readouterr().out
+
+
+def written_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The description of a run that has ended, in a state directory of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(home))
+    (home / "kvbm" / "runs").mkdir(parents=True)
+    made = Runs(home / "kvbm").create("demo")
+    made.begin(facts(made.name, state=State.ENDED, ended_s=1.0, exit_code=0))
+    made.close()
+    return made.path / FACTS
