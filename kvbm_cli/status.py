@@ -89,7 +89,7 @@ def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> No
         print_note(f"nothing runs{more}")
     if reference is None and not as_json and not with_ended:
         for run in _died_last(every):
-            print_note(f"{run.facts.name} {_death(run)}; `kvbm logs {run.facts.name}`")
+            print_note(f"{run.facts.name} died, {_death(run)}; `kvbm logs {run.facts.name}`")
 
 
 def _died_last(every: Sequence[Run]) -> list[Run]:
@@ -99,7 +99,7 @@ def _died_last(every: Sequence[Run]) -> list[Run]:
 
 
 def _death(run: Run) -> str:
-    return f"died, last seen at {_when(run.last_sign_s())}: its launcher was killed, or the machine was restarted"
+    return f"last seen at {_when(run.last_sign_s())}: its launcher was killed, or the machine was restarted"
 
 
 def _when(seconds: float | None) -> str:
@@ -176,7 +176,7 @@ def _page(seen: Seen) -> str:
 def _state_text(seen: Seen) -> str:
     run, facts = seen.run, seen.run.facts
     if run.state is State.DEAD:
-        return f"dead: it {_death(run)}"
+        return f"dead, {_death(run)}"
     if run.state is State.ENDED:
         return f"ended at {_when(facts.ended_s)} with exit code {facts.exit_code}, after {_age(run)}"
     where = f", on {facts.launcher.host}, where this machine cannot see it" if run.is_elsewhere else ""
