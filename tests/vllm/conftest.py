@@ -20,6 +20,21 @@ collect_ignore = [] if has_vllm() else [path.name for path in HERE.glob("test_*.
 sys.path.insert(0, str(HERE))
 
 
+@pytest.fixture(scope="session")
+def plain():
+    """A vLLM with neither connector nor cache, and with the adapters of the model, for all who want to know what it
+    says; maybe not healthy yet. It rests when nobody asks, and spares every such module the start of its own.
+    """
+    from pairs import MAX_MODEL_LEN, NO_CACHE, adapters_of
+    from vllm_server import VllmServer
+
+    from kvbm_cli.make_model import materialise
+
+    model = materialise("vllm-25m")
+    with VllmServer(model, NO_CACHE, *adapters_of("ab"), max_model_len=MAX_MODEL_LEN, wait=False) as server:
+        yield server
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """A failing test shows the end of the log of every server that runs."""

@@ -9,20 +9,34 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from traffic import Comparison, Conversation, Request, asker, assert_equal, hold, repeat
-from vllm_server import EXTERNAL_HITS, FAULTS_FILE, FAULTY_CONNECTOR, Answer, VllmServer, host_blocks
+from vllm_server import (
+    EXTERNAL_HITS,
+    FAULTS_FILE,
+    FAULTY_CONNECTOR,
+    Answer,
+    VllmServer,
+    host_blocks,
+)
 
 from kvbm_cli.make_model import materialise
 
 MAX_MODEL_LEN = 2048
+NO_CACHE = "--no-enable-prefix-caching"
 OFFLOADED, ONBOARDED = "kvbm_offload_blocks_d2h", "kvbm_onboard_blocks_h2d"
 OFFLOADS_FAILED, ONBOARDS_FAILED = "kvbm_offload_failed_blocks", "kvbm_onboard_failed_blocks"
 PREEMPTIONS = "vllm:num_preemptions_total"
+
+
+def adapters_of(names: str) -> tuple[str, ...]:
+    """Arguments for the adapters of vllm-25m with these names, of a letter each."""
+    adapters = [f"{name}={materialise(f'vllm-25m-lora-{name}')}" for name in names]
+    return ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *adapters)
 
 
 class Faults:
@@ -119,12 +133,15 @@ def pair_of(
     tested_arguments: Sequence[str] = (),
     connector: dict[str, str] = FAULTY_CONNECTOR,
     tested_cores: str = "1",
+    reference: VllmServer | None = None,
 ):
-    """Both start at the same time, each on a core of its own. `arguments` are for both."""
+    """Both start at the same time, each on a core of its own. `arguments` are for both. A `reference` that was started
+    with them elsewhere goes on afterwards.
+    """
     with TemporaryDirectory() as directory:
         model, faults = materialise(preset), Faults(Path(directory))
         common = {"max_model_len": MAX_MODEL_LEN, "wait": False}
-        reference = VllmServer(model, "--no-enable-prefix-caching", *arguments, blocks=reference_blocks, **common)
+        own = None if reference else VllmServer(model, NO_CACHE, *arguments, blocks=reference_blocks, **common)
         tested = VllmServer(
             model,
             *arguments,
@@ -135,7 +152,7 @@ def pair_of(
             environment=host_blocks(host) | {FAULTS_FILE: str(faults.path)},
             **common,
         )
-        with reference, tested:
+        with own or nullcontext(reference) as reference, tested:
             for server in (reference, tested):
                 server.wait_healthy()
             yield Pair(reference, tested, faults)

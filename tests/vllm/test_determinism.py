@@ -16,14 +16,13 @@ from pairs import (
     ONBOARDS_FAILED,
     PREEMPTIONS,
     Moved,
+    adapters_of,
     assert_cache_was_used,
     is_at_rest,
     pair_of,
 )
 from traffic import TOLERANCE, Conversation, asker, assert_equal, compare, conversations, repeat, tokens
 from vllm_server import BLOCK_TOKENS, EXTERNAL_HITS
-
-from kvbm_cli.make_model import materialise
 
 pytestmark = pytest.mark.timeout(900)  # the first test starts two servers, which takes long on a busy machine
 TALKS = conversations(14, turns=3)
@@ -32,10 +31,9 @@ CACHED = 5 * BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
-def pair():
-    adapters = [f"{name}={materialise(f'vllm-25m-lora-{name}')}" for name in "ab"]
-    lora = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *adapters)
-    with pair_of("vllm-25m", *lora, blocks=40, tested_arguments=("--max-num-batched-tokens", "512")) as pair:
+def pair(plain):
+    chunks = ("--max-num-batched-tokens", "512")
+    with pair_of("vllm-25m", *adapters_of("ab"), blocks=40, tested_arguments=chunks, reference=plain) as pair:
         yield pair
 
 

@@ -1,17 +1,19 @@
-"""Blocks on disk outlive vLLM, however it ends: three servers, one after the other, on one directory."""
+"""Blocks on disk outlive vLLM, however it ends: three servers, one after the other, on one directory.
+
+The short form, of two that `kvbm serve` starts, is in test_processes.py.
+"""
 
 import os
 import signal
 from random import Random
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, VllmServer, host_blocks
 
 from kvbm_cli.make_model import materialise
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 CACHED = 5 * BLOCK_TOKENS
 OFTEN, ONCE = (tokens(Random(number), CACHED + 60) for number in range(2))
 WRITTEN, FETCHED = "kvbm_offload_blocks_h2d", "kvbm_onboard_blocks_d2d"
@@ -30,17 +32,6 @@ def start(tmp_path_factory):
     )
 
 
-def hits_by_source(server):
-    """Of vLLM's own counter: tokens that each tier has supplied."""
-    text = server.http.get("/metrics").raise_for_status().text
-    return {
-        sample.labels["source"]: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "vllm:prompt_tokens_cached_by_source_total" and sample.value
-    }
-
-
 def kill(server):
     """All of it at once."""
     os.killpg(server.process.pid, signal.SIGKILL)
@@ -54,13 +45,13 @@ def test_what_was_written_is_found_after_a_kill_and_what_was_not_after_an_end_in
         assert server.reset_prefix_cache(external=False)
         assert server.ask(OFTEN).cached == CACHED  # its second use lets it through to the disk
         server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= CACHED // BLOCK_TOKENS)
-        assert hits_by_source(server) == {"host": CACHED}
+        assert server.hits_by_source() == {"host": CACHED}
         kill(server)
     with start() as server:
         again = server.ask(OFTEN)
         assert again.cached == CACHED
         assert_equal({"often": again}, {"often": truth["often"]})
-        assert hits_by_source(server) == {"disk": CACHED}
+        assert server.hits_by_source() == {"disk": CACHED}
         metrics = server.metrics()
         assert (metrics[FETCHED], metrics[EXTERNAL_HITS]) == (CACHED // BLOCK_TOKENS, CACHED)
         assert metrics["kvbm_disk_cache_hit_rate"] == 1.0
@@ -72,7 +63,7 @@ def test_what_was_written_is_found_after_a_kill_and_what_was_not_after_an_end_in
         answers = {"often": server.ask(OFTEN), "once": server.ask(ONCE)}
         assert [answer.cached for answer in answers.values()] == [CACHED, CACHED]
         assert_equal(answers, truth)
-        assert hits_by_source(server) == {"disk": 2 * CACHED}
+        assert server.hits_by_source() == {"disk": 2 * CACHED}
         assert server.metrics()["kvbm_disk_checksum_failures"] == 0
         assert server.reset_prefix_cache(external=True)
         assert server.ask(OFTEN).cached == 0

@@ -291,15 +291,15 @@ def serving(directory: Path, **changes: object) -> Iterator[Disaggregated]:
 
 
 @pytest.fixture(scope="module")
-def truth() -> Mapping[int, Answer]:
+def truth(plain: VllmServer) -> Mapping[int, Answer]:
     """What one vLLM without connector answers, by the seed of the prompt."""
-    with VllmServer(materialise("vllm-25m"), blocks=60, max_model_len=2048) as server:
-        return {seed: server.ask(prompt(seed), TOKENS) for seed in range(1 + OTHER_PROMPTS)}
+    plain.wait_healthy()
+    return {seed: plain.ask(prompt(seed), TOKENS) for seed in range(1 + OTHER_PROMPTS)}
 
 
 @pytest.fixture(scope="module")
 def disaggregated(truth: Mapping[int, Answer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
-    """Starts after the single engine has ended."""
+    """Starts when the single engine rests."""
     with serving(tmp_path_factory.mktemp("pd")) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""`kvbm serve` in front of a real vLLM: whoever is killed, it notices, says so, and leaves nothing behind.
+"""`kvbm serve` in front of a real vLLM: whoever is killed, it notices, says so, and leaves nothing but blocks on disk.
 
 What a vLLM under load has is written down just before the blow: every process, every file in shared memory that one of
 them holds, the directory of its sockets, its port. Afterwards none of that may exist.
@@ -20,10 +20,13 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from traffic import assert_equal, tokens
+from vllm_server import BLOCK_TOKENS, VllmClient
 
 from kvbm_cli.make_model import materialise
 
@@ -32,6 +35,7 @@ START_TIMEOUT_S = 600
 END_TIMEOUT_S = 60
 SHARED_MEMORY = Path("/dev/shm")
 MODEL = "vllm-25m"
+pytestmark = pytest.mark.timeout(900)
 PROFILE = """\
 engine:
   kind: vllm
@@ -44,7 +48,8 @@ engine:
     num_gpu_blocks_override: 40
     kv_cache_memory_bytes: 256M
     enforce_eager: true
-tiers: {{host: {{blocks: 64}}}}
+tiers: {{host: {{blocks: 64}}, disk: {{blocks: 200, directory: {disk}}}}}
+onboard: {{policy: always}}  # however fast this machine computes
 server: {{port: auto}}
 """
 
@@ -56,6 +61,10 @@ class Serving:
     program: subprocess.Popen[str]
     url: str
     stderr: Path
+
+    @property
+    def client(self) -> VllmClient:
+        return VllmClient(self.url, "m")
 
     @property
     def processes(self) -> list[psutil.Process]:
@@ -114,15 +123,16 @@ def model() -> Path:
 
 @contextlib.contextmanager
 def serving(directory: Path, model: Path) -> Iterator[Serving]:
-    (directory / "mine.yaml").write_text(PROFILE.format(model=model))
+    (directory / "mine.yaml").write_text(PROFILE.format(model=model, disk=directory / "disk"))
     environment = {**os.environ, "HOME": str(directory), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1"}
     stderr = directory / "stderr"
     with (
         stderr.open("w") as errors,
         subprocess.Popen(
             [*PROGRAM, "serve", "--profile", "./mine.yaml"],
             cwd=directory,
-            env={**environment, "VLLM_CPU_OMP_THREADS_BIND": "0"},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -169,6 +179,51 @@ def load(url: str) -> Iterator[None]:
 
 
 LONG = pytest.mark.soak  # every test starts a server of its own; the short form kills one and asks one to end
+CACHED_BLOCKS = 5
+CACHED = CACHED_BLOCKS * BLOCK_TOKENS
+OFTEN, ONCE = (tokens(Random(number), CACHED + 60) for number in range(2))
+WRITTEN, OFFLOADED = "kvbm_offload_blocks_h2d", "kvbm_offload_blocks_d2h"
+
+
+def blocks_on_disk(directory: Path) -> int:
+    command = [*PROGRAM, "cache", "ls", "--dir", str(directory / "disk"), "--json"]
+    (cache,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return int(cache["blocks"])
+
+
+def test_a_killed_command_and_one_that_ends_in_order_leave_nothing_but_blocks_on_disk(
+    tmp_path: Path, model: Path
+) -> None:
+    """The second finds what the first had written, and writes what the policy had not chosen before it ends."""
+    with serving(tmp_path, model) as served, served.client as client:
+        truth = {"often": client.ask(OFTEN), "once": client.ask(ONCE)}
+        assert [answer.cached for answer in truth.values()] == [0, 0]
+        client.wait_until("rest", lambda metrics: metrics[OFFLOADED] >= 2 * CACHED_BLOCKS)
+        assert client.reset_prefix_cache(external=False)
+        assert client.ask(OFTEN).cached == CACHED  # its second use lets it through to the disk
+        client.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= CACHED_BLOCKS)
+        with load(served.url):
+            possessions = Possessions.of(served)
+            guard = next(process for process in possessions.processes if "group_guard" in " ".join(process.cmdline()))
+            served.program.kill()
+            guard.wait(END_TIMEOUT_S)
+            assert possessions.left() == []
+    with serving(tmp_path, model) as served, served.client as client:
+        again = {"often": client.ask(OFTEN)}
+        assert again["often"].cached == CACHED
+        assert client.hits_by_source() == {"disk": CACHED}
+        again["once"] = client.ask(ONCE)
+        assert again["once"].cached == 0, "it was never asked for twice"
+        assert_equal(again, truth)
+        client.wait_until("rest", lambda metrics: metrics[OFFLOADED] >= CACHED_BLOCKS)
+        assert client.metrics()["kvbm_disk_checksum_failures"] == 0
+        before = blocks_on_disk(tmp_path)
+        possessions = Possessions.of(served)
+        served.program.send_signal(signal.SIGTERM)
+        assert served.program.wait(END_TIMEOUT_S) == 0
+        assert possessions.left() == []
+    assert "error:" not in served.stderr.read_text()
+    assert blocks_on_disk(tmp_path) == before + CACHED_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -185,16 +240,8 @@ def test_a_killed_process_of_vllm_ends_the_command_with_an_error(tmp_path: Path,
     assert re.search(r"error: the engine ended by itself, with exit code \d+ after", served.stderr.read_text())
 
 
-def test_a_killed_command_leaves_nothing_of_vllm(tmp_path: Path, model: Path) -> None:
-    with serving(tmp_path, model) as served, load(served.url):
-        possessions = Possessions.of(served)
-        guard = next(process for process in possessions.processes if "group_guard" in " ".join(process.cmdline()))
-        served.program.kill()
-        guard.wait(END_TIMEOUT_S)
-        assert possessions.left() == []
-
-
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=LONG), signal.SIGTERM])
+@LONG
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_vllm_in_order_and_nothing_is_left(tmp_path: Path, model: Path, number: signal.Signals) -> None:
     """What it serves it finishes: the answers are not cut off. The scheduler's side of the connector is closed."""
     with serving(tmp_path, model) as served:

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -69,78 +70,22 @@ class Answer:
     cached: int
 
 
-class VllmServer:
-    """A started server, ready to be asked. As a context manager it is stopped at the end, whatever happened."""
+class VllmClient:
+    """Asks a server that runs, whoever has started it."""
 
-    def __init__(
-        self,
-        model: Path,
-        *arguments: str,
-        blocks: int = 200,
-        connector: Mapping[str, object] | None = None,
-        environment: Mapping[str, str] | None = None,
-        cores: str = "0",
-        max_model_len: int = MAX_MODEL_LEN,
-        wait: bool = True,
-    ) -> None:
-        self.model = model.name
-        self.port = choose_port("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._directory = tempfile.TemporaryDirectory(prefix="kvbm-v")  # short: sockets have paths of at most 107 bytes
-        self.log_path = Path(self._directory.name) / "log"
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--served-model-name", self.model),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
-            *("--dtype", "float32", "--enforce-eager", "--enable-prompt-tokens-details"),
-            *("--max-model-len", str(max_model_len), "--num-gpu-blocks-override", str(blocks)),
-            *(("--kv-transfer-config", json.dumps(connector)) if connector else ()),
-            *arguments,
-        ]
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_environment(self._directory.name, cores) | dict(environment or {}),
-                process_group=0,
-            )
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", GUARD, str(self.process.pid)],
-            stdin=subprocess.PIPE,
-            cwd="/",
-            start_new_session=True,
-        )
-        RUNNING.append(self)
-        self.http = httpx.Client(base_url=self.url, timeout=ANSWER_TIMEOUT_S, trust_env=False)
-        if wait:
-            self.wait_healthy()
+    def __init__(self, url: str, model: str) -> None:
+        self.url, self.model = url, model
+        self.http = httpx.Client(base_url=url, timeout=ANSWER_TIMEOUT_S, trust_env=False)
 
-    def __enter__(self) -> VllmServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def wait_healthy(self) -> VllmServer:
-        """Returns when the server answers; stops it and raises if it does not come up."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            with suppress(httpx.TransportError):
-                if self.http.get("/health", timeout=5).status_code == 200:
-                    return self
-            if self._has_ended() or time.monotonic() > deadline:
-                story = f"vLLM did not start\n{self.log_tail(80)}"
-                self.stop()
-                raise AssertionError(story)
-            time.sleep(0.2)
-
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
+        self.http.close()
 
     def log_tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log().splitlines()[-lines:])
+        """For reports: of a server that this process has not started it is not at hand."""
+        return ""
 
     def ask(self, prompt: Sequence[int] | str, max_tokens: int = 8, **fields: object) -> Answer:
         """One greedy completion of exactly `max_tokens` tokens."""
@@ -214,6 +159,85 @@ class VllmServer:
             relevant = {name: value for name, value in metrics.items() if name.startswith("kvbm_") or "num_req" in name}
             assert time.monotonic() < deadline, f"{what} did not happen: {relevant}\n{self.log_tail()}"
             time.sleep(0.1)
+
+    def hits_by_source(self) -> dict[str, float]:
+        """Of vLLM's own counter: tokens that each tier has supplied."""
+        text = self.http.get("/metrics").raise_for_status().text
+        return {
+            sample.labels["source"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "vllm:prompt_tokens_cached_by_source_total" and sample.value
+        }
+
+
+class VllmServer(VllmClient):
+    """A started server, ready to be asked. As a context manager it is stopped at the end, whatever happened."""
+
+    def __init__(
+        self,
+        model: Path,
+        *arguments: str,
+        blocks: int = 200,
+        connector: Mapping[str, object] | None = None,
+        environment: Mapping[str, str] | None = None,
+        cores: str = "0",
+        max_model_len: int = MAX_MODEL_LEN,
+        wait: bool = True,
+    ) -> None:
+        self.port = choose_port("127.0.0.1", 0)
+        super().__init__(f"http://127.0.0.1:{self.port}", model.name)
+        self._directory = tempfile.TemporaryDirectory(prefix="kvbm-v")  # short: sockets have paths of at most 107 bytes
+        self.log_path = Path(self._directory.name) / "log"
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--served-model-name", self.model),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--dtype", "float32", "--enforce-eager", "--enable-prompt-tokens-details"),
+            *("--max-model-len", str(max_model_len), "--num-gpu-blocks-override", str(blocks)),
+            *(("--kv-transfer-config", json.dumps(connector)) if connector else ()),
+            *arguments,
+        ]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(self._directory.name, cores) | dict(environment or {}),
+                process_group=0,
+            )
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", GUARD, str(self.process.pid)],
+            stdin=subprocess.PIPE,
+            cwd="/",
+            start_new_session=True,
+        )
+        RUNNING.append(self)
+        if wait:
+            self.wait_healthy()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait_healthy(self) -> VllmServer:
+        """Returns when the server answers; stops it and raises if it does not come up."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            with suppress(httpx.TransportError):
+                if self.http.get("/health", timeout=5).status_code == 200:
+                    return self
+            if self._has_ended() or time.monotonic() > deadline:
+                story = f"vLLM did not start\n{self.log_tail(80)}"
+                self.stop()
+                raise AssertionError(story)
+            time.sleep(0.2)
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log().splitlines()[-lines:])
 
     def stop(self) -> None:
         """SIGTERM and some patience, then SIGKILL for the whole group; removes what vLLM leaves in shared memory."""
