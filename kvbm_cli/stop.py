@@ -7,9 +7,12 @@ deadline, 1 when one still lives.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +20,15 @@ from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.console import ProgressLine, print_data, print_json, print_note, stopped_text
 from kvbm_cli.engine_log import EngineLog
 from kvbm_cli.process import Progress
-from kvbm_cli.runs import Run, Runs, ask_to_stop_within
+from kvbm_cli.runs import Run, Runs, State, ask_to_stop_within
 from kvbm_cli.show_error import show_warning
 from kvbm_cli.status import log_paths, names, warn_of_unreadable
 
 KILLED = 3
 LIVES = 1
 LOOK_S = 0.1
+TURN_S = 1.0  # in which a launcher notes that it was signalled
+RUNNING = (State.STARTING, State.HEALTHY)
 GRACE_S = 15.0  # beyond the deadline: what the launcher and its guard need to kill and to clear away
 
 
@@ -92,14 +97,36 @@ def _require_visible(runs: Sequence[Run]) -> None:
 
 
 def _stop(runs: Sequence[Run], timeout_s: float | None) -> list[Stopped]:
-    """All at once."""
+    """All at once. A second signal would kill: who comes while somebody else stops a run only waits with him."""
     started = time.monotonic()
-    for run in runs:
-        if timeout_s is not None:
-            _ask_to_stop_within(run, timeout_s)
-        _signal(run, signal.SIGTERM)
+    with contextlib.ExitStack() as turns:
+        for run in runs:
+            turns.enter_context(_turn(run))
+        told = [run for run in runs if run.again().state is not State.STOPPING]
+        for run in told:
+            if timeout_s is not None:
+                _ask_to_stop_within(run, timeout_s)
+            _signal(run, signal.SIGTERM)
+        while any(run.again().state in RUNNING for run in told) and time.monotonic() < started + TURN_S:
+            time.sleep(LOOK_S / 4)
     with ProgressLine("stopping") as show:
-        return [_wait(run, started, timeout_s, show) for run in runs]
+        return [_wait(run, started, timeout_s, show, is_told=run in told) for run in runs]
+
+
+@contextlib.contextmanager
+def _turn(run: Run) -> Iterator[None]:
+    """Nobody else looks at the run's state and signals it in the meantime."""
+    try:
+        directory = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # it has just gone
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # a filesystem without locks
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 def _ask_to_stop_within(run: Run, timeout_s: float) -> None:
@@ -119,13 +146,19 @@ def _signal(run: Run, number: signal.Signals) -> None:
         raise EnvironmentProblem(f"`{run.facts.name}` is another user's process", hint=hint) from None
 
 
-def _wait(run: Run, started: float, timeout_s: float | None, show: ProgressLine) -> Stopped:
-    """The launcher ends when the engine has; if it does not, it is killed, which the engine does not survive."""
+def _wait(run: Run, started: float, timeout_s: float | None, show: ProgressLine, *, is_told: bool) -> Stopped:
+    """The launcher ends when the engine has; if it does not, it is killed, which the engine does not survive.
+
+    A launcher that somebody else had told to stop knows nothing of our `timeout_s`: it is told when that is over.
+    """
     log = EngineLog(list(log_paths(run).values())[-1], 0).from_here()
     patience_s = run.facts.stop_timeout_s if timeout_s is None else timeout_s
     deadline = started + patience_s + GRACE_S
     is_killed = False
     while not _has_ended(run):
+        if not is_told and timeout_s is not None and time.monotonic() > started + timeout_s:
+            _signal(run, signal.SIGTERM)
+            is_told = True
         if time.monotonic() > deadline and is_killed:
             break
         if time.monotonic() > deadline:

@@ -15,9 +15,19 @@ from kvbm.errors import EnvironmentProblem
 
 
 def repair() -> None:
-    """Output that was closed (`2>&-`) goes nowhere; a character that the terminal's encoding lacks becomes `?`."""
+    """Input that was closed is empty, output that was closed (`2>&-`) goes nowhere; a character that the terminal's
+    encoding lacks becomes `?`."""
+    _fill_descriptors()
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = _on(sys.stdout, _Output)
     sys.stderr = _on(sys.stderr, _Notes)
+
+
+def _fill_descriptors() -> None:
+    """What is opened next would take the place of a stream that was closed, and be written to in its name."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _on(stream: TextIO | None, kind: type[io.FileIO]) -> TextIO:

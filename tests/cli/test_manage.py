@@ -143,6 +143,17 @@ def test_engine_in_the_foreground_can_be_stopped_from_elsewhere(home: Path) -> N
     }
 
 
+def test_stops_at_the_same_time_do_not_kill(home: Path) -> None:
+    """The second signal does, but nobody has asked for that."""
+    with serving(home) as program:
+        command = [*PROGRAM, "stop"]
+        stops = [subprocess.Popen(command, cwd=home, env=environment(home), text=True, stdout=-1) for _ in range(3)]
+        told = [stop.communicate(timeout=60)[0] for stop in stops]
+        assert program.wait(timeout=20) == 0
+    assert [stop.returncode for stop in stops] == [0, 0, 0]
+    assert not any("killed" in text for text in told)
+
+
 @pytest.mark.parametrize(("mode", "how", "code"), [("", "stopped", 0), ("stubborn", "was killed", 137)])
 def test_interrupt_in_the_foreground_ends_with_what_stop_says(home: Path, mode: str, how: str, code: int) -> None:
     override = ("--set", f"engine.environment.FAKE={mode}") if mode else ()

@@ -91,6 +91,8 @@ ROWS = (
     Row("exec 2>/dev/full", "profile check none.yaml", 2, ""),
     Row("exec 2>/dev/full", "status", 0, ""),
     Row("exec <&- >&- 2>&-", "profile check demo", 0, ""),
+    Row("exec <&- >&- 2>&-", f"{SERVE} --detach", 1, ""),
+    Row("exec <&-", "cache clear --dir caches", 2, "error: nobody is there to be asked"),
     Row("exec <&- >&- 2>&-", "profile check none.yaml", 2, ""),
 )
 
