@@ -20,7 +20,6 @@ from kvbm_cli.show_error import show_error, show_kvbm_error
 
 COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 INTERRUPTED = 130
-BROKEN_PIPE = 141
 
 app = typer.Typer(
     name="kvbm",
@@ -481,10 +480,10 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        return BROKEN_PIPE
+        return streams.BROKEN_PIPE
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # the parser ends with 1 then
-            return BROKEN_PIPE
+            return streams.BROKEN_PIPE
         raise
     except Exception as error:
         if "--debug" in arguments:

@@ -25,6 +25,7 @@ from kvbm_cli.places import problem_of
 from kvbm_cli.process import EngineProcess, Progress
 from kvbm_cli.runs import OWN_LOG, RunDirectory, State
 from kvbm_cli.show_error import show_warning
+from kvbm_cli.streams import BROKEN_PIPE
 
 if TYPE_CHECKING:
     from kvbm_cli.background import Background
@@ -52,6 +53,9 @@ def launch(
         raise
     except KeyboardInterrupt:
         run.end(128 + signal.SIGINT, "")
+        raise
+    except BrokenPipeError:
+        run.end(BROKEN_PIPE, "nobody reads what it prints")
         raise
     except BaseException as error:
         problem = problem_of(error)

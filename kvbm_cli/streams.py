@@ -13,6 +13,8 @@ from typing import TextIO
 
 from kvbm.errors import EnvironmentProblem
 
+BROKEN_PIPE = 141  # the exit code: 128 + SIGPIPE
+
 
 def repair() -> None:
     """Input that was closed is empty, output that was closed (`2>&-`) goes nowhere; a character that the terminal's

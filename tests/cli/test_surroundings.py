@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from test_serve import MODEL
 from kvbm_cli.app import run
 from kvbm_cli.places import NO_HOME, problem_of
 from kvbm_cli.runs import FACTS, Runs, State
+from kvbm_cli.streams import BROKEN_PIPE
 
 PRELUDE = """\
 full() { mkdir -p "$1" new; mount -t tmpfs -o size=2m,mode=700 none new; cp -a "$1/." new; mount --move new "$1"
@@ -152,6 +154,15 @@ def left_in(home: Path) -> list[str]:
 
 
 KNOWN = {*MADE, "work/old.yaml", *(str(path) for path in Path(".local/state/kvbm/runs/lock").parents)}
+
+
+def test_output_that_nobody_reads_stops_the_engine_and_is_no_bug(home: Path) -> None:
+    (home / "mine.yaml").write_text((home / "mine.yaml").read_text().replace("own_words", "none"))
+    closed = f"exec {shlex.join(PROGRAM)} {SERVE} > >(exec <&-; sleep 1)"
+    done = subprocess.run(["bash", "-c", closed], cwd=home, env=environment(home), capture_output=True, timeout=60)
+    assert done.returncode == BROKEN_PIPE
+    written = json.loads((home / ".local/state/kvbm/runs/mine-1" / FACTS).read_text())
+    assert (written["state"], written["exit_code"]) == ("ended", BROKEN_PIPE)
 
 
 def test_no_home_is_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
