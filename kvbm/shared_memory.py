@@ -129,10 +129,14 @@ class _RoomCheck:
         if self.length - done_bytes > room.available_bytes:
             available = room.available_bytes + done_bytes
             raise EnvironmentProblem(
-                f"{self.who} asks for {self.length / 2**30:.2f} GiB of host memory, and "
-                f"{available / 2**30:.2f} GiB are available: {room.limit}",
+                f"{self.who} asks for {_shown(self.length)} of host memory, and {_shown(available)} are available: "
+                f"{room.limit}",
                 hint=CAPACITY_HINT,
             )
+
+
+def _shown(byte_count: int) -> str:
+    return f"{byte_count / 2**30:.2f} GiB" if byte_count >= 2**30 else f"{byte_count / 2**20:.2f} MiB"
 
 
 def _map_new(name: str, length: int, *, is_huge: bool) -> tuple[int, mmap.mmap]:

@@ -231,8 +231,8 @@ def test_too_little_memory_is_an_error_before_any_is_taken(tmp_path, monkeypatch
     with pytest.raises(EnvironmentProblem) as caught:
         segment_of(rank=3, slot_count=1000, memory=memory_with(tmp_path, available=4_096_000))
     assert "rank 3" in caught.value.message
-    assert "8208384 bytes" in caught.value.message
-    assert "4096000 bytes" in caught.value.message
+    assert "asks for 7.83 MiB" in caught.value.message
+    assert "3.91 MiB are available" in caught.value.message
     assert "`tiers.host.capacity`" in (caught.value.hint or "")
 
 
@@ -244,7 +244,7 @@ def test_too_little_room_in_the_control_group_is_an_error_that_names_it(tmp_path
     (group / "memory.max").write_text("1000000\n")
     (group / "memory.current").write_text("400000\n")
     (group / "memory.stat").write_text("inactive_file 0\n")
-    with pytest.raises(EnvironmentProblem, match=r"600000 bytes .* control group .*box"):
+    with pytest.raises(EnvironmentProblem, match=r"0\.57 MiB are available: .* control group .*box"):
         segment_of(slot_count=1000, memory=memory)
 
 
