@@ -93,15 +93,20 @@ def expected():
         return [said[: 2 * ANSWER] for said in longer], engine.ask(prompt(1, LENGTH)).said(), longer
 
 
-@pytest.fixture
-def written(tmp_path, expected):
-    """A directory in which an engine has left the blocks of one prompt."""
-    directory = tmp_path / "written"
+@pytest.fixture(scope="module")
+def written_once(tmp_path_factory, expected):
+    directory = tmp_path_factory.mktemp("disk") / "written"
     with engine_on(directory) as engine:
         assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
         rest(engine)
         assert engine.counters.disk_offload_blocks == LENGTH // 16
     return directory
+
+
+@pytest.fixture
+def written(tmp_path, written_once):
+    """A directory in which an engine has left the blocks of one prompt."""
+    return cut_off(written_once, tmp_path / "written")
 
 
 # -- restart -----------------------------------------------------------------------------------------------------------
