@@ -1,0 +1,108 @@
+"""A disk that fails under a real vLLM: answers are those without kvbm, nobody waits for it, and it is used again.
+
+The faults are those of tests/engines/disk_faults, in the process that does the disk's I/O. In CI the embedded engine
+stands for vLLM (test_disk_in_engine.py, test_disk_breaks.py). One server and the plain one: a minute and a half.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+from traffic import Request, asker, assert_equal, conversations, hold, repeat, tokens
+from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
+
+from kvbm_cli.make_model import materialise
+
+pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
+DISK_FAULTS = Path(__file__).parents[1] / "engines" / "disk_faults"
+LIMITS = {"errors_until_off": 3, "stall_s": 1.0, "probe_interval_s": 0.05, "clear_timeout_s": 1.0}
+ROWS = {
+    "EIO": {"error": "EIO"},
+    "ENOSPC": {"error": "ENOSPC", "for": "write"},
+    "short": {"error": "short"},
+    "wrong bytes": {"lie": True, "for": "read"},
+    "stall": {"hold": True},
+}
+TURN_IT_OFF = ("EIO", "ENOSPC", "stall")  # the others may end before there are enough of them
+TALKS = conversations(6, turns=2, seed=11)
+FETCHED, OFF, TIMES_OFF = "kvbm_onboard_blocks_d2d", "kvbm_disk_off", "kvbm_disk_times_off"
+
+
+class Disk:
+    """Orders to the disk's process, in a file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "faults"
+        self.order()
+
+    def order(self, **faults: object) -> None:
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({"limits": LIMITS, **faults}))
+        os.replace(new, self.path)
+
+
+@pytest.fixture(scope="module")
+def truth(plain):
+    plain.wait_healthy()
+    return hold(asker(plain), TALKS)
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory):
+    return Disk(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def server(truth, disk, tmp_path_factory):
+    """More moves than fits in its memory, all of which is written to disk and read from it."""
+    tiers = {"host": {"blocks": 16}, "disk": {"blocks": 300, "directory": str(tmp_path_factory.mktemp("disk"))}}
+    contents = {"tiers": tiers, "offload": {"to_disk": "always"}, "onboard": {"policy": "always"}}
+    connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
+    environment = {
+        "PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parent, DISK_FAULTS))),
+        "KVBM_TEST_DISK_FAULTS": str(disk.path),
+    }
+    model = materialise("vllm-25m")
+    with VllmServer(
+        model, blocks=40, connector=connector, environment=environment, cores="1", max_model_len=2048
+    ) as server:
+        assert_equal(repeat(asker(server), list(truth)), truth)
+        yield server
+
+
+def wait_for(server: VllmServer, condition: Callable[[dict[str, float]], bool]) -> None:
+    """The state of the disk is looked at in steps, so there are some."""
+
+    def has_come(metrics: dict[str, float]) -> bool:
+        server.ask(tokens(Random("a step"), 5), 1)
+        return condition(metrics)
+
+    server.wait_until("another state of the disk", has_come)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_disk_that_fails_changes_no_answer_and_is_used_again(server, truth, plain, disk, name):
+    """A step that waited for a disk that hangs would not end before it works again, and so no answer would."""
+    new = [Request(tokens(Random(f"{name} {number}"), 4 * BLOCK_TOKENS + 9), 8) for number in range(8)]
+    expected = truth | repeat(asker(plain), new)
+    before = server.metrics()
+    disk.order(**ROWS[name])
+    assert server.reset_prefix_cache(external=False)
+    assert_equal(repeat(asker(server), list(expected)), expected)
+    if name in TURN_IT_OFF:
+        wait_for(server, lambda metrics: metrics[TIMES_OFF] > before[TIMES_OFF])
+    if name == "wrong bytes":
+        assert server.metrics()["kvbm_disk_checksum_failures"] > before["kvbm_disk_checksum_failures"]
+    disk.order()
+    wait_for(server, lambda metrics: not metrics[OFF])
+    fetched = server.metrics()[FETCHED]
+    for _ in range(2):
+        server.wait_until("rest", lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0)
+        assert server.reset_prefix_cache(external=False)
+        assert_equal(repeat(asker(server), list(truth)), truth)
+    assert server.metrics()[FETCHED] > fetched, "it is used again"
