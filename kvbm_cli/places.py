@@ -84,7 +84,9 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
     """All of it, in the place of what was there, or nothing: written beside and renamed. Raises OSError."""
     draft = path.with_name(f".{path.name}")
     try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        with open(
+            os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8", errors="surrogateescape"
+        ) as file:
             file.write(text)
         draft.replace(path)
     except OSError as error:

@@ -210,6 +210,7 @@ class RunDirectory:
     def write_profile(self, content: Mapping[str, Any], head: str) -> None:
         import yaml
 
+        head = "".join(character if character.isprintable() else "?" for character in head)  # paths may hold anything
         _write(self.path / PROFILE, f"{head}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
 
     def remove(self) -> None:

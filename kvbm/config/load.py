@@ -20,7 +20,7 @@ from kvbm.config.findings import Findings, is_within, take_away
 from kvbm.config.flags import refused_flags
 from kvbm.config.interpolation import Interpolation
 from kvbm.config.layers import ARGUMENTS, TIERS, file_with_parents, find, merge, with_layers
-from kvbm.config.mistakes import mistakes_in, not_built, profile_file
+from kvbm.config.mistakes import mistakes_in, no_text, not_built, profile_file
 from kvbm.config.schema import Key, Profile, keys
 from kvbm.config.variables import others
 from kvbm.errors import ProfileError
@@ -129,6 +129,7 @@ def _examined(
     interpolation = Interpolation(environment, [])
     merged = interpolation.document(merged)
     take_away(merged, findings.add(interpolation.mistakes))
+    take_away(merged, findings.add(no_text(merged)))
     profile = _validated(merged, path, findings)
     mistakes = findings.in_order()
     if profile is None:

@@ -82,6 +82,19 @@ def not_built(document: Document) -> Iterator[Mistake]:
         yield _no_engine(kind)
 
 
+def no_text(document: Mapping[str, Entry], section: str = "") -> Iterator[Mistake]:
+    """Values that no file could hold: bytes of a command line or a variable that are no UTF-8."""
+    for name, entry in document.items():
+        key = f"{section}{name}"
+        if entry.section is not None:
+            yield from no_text(entry.section, f"{key}.")
+        elif isinstance(entry.value, str) and _NO_TEXT.search(entry.value):
+            yield located(f"`{key}` must be text in UTF-8, not the text `{entry.value}`", entry.source, key=key)
+
+
+_NO_TEXT = re.compile("[\ud800-\udfff]")
+
+
 def _no_engine(kind: Entry) -> Mistake:
     key, there_are = "engine.kind", f"there are {' and '.join(f'`{name}`' for name in ENGINE_KINDS)}"
     if isinstance(kind.value, str) and kind.value.lower() in NOT_BUILT_ENGINES:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from mistakes import what_lies_in
-from terminal import FAKE_ENGINE, PROGRAM, environment
+from terminal import FAKE_ENGINE, PROGRAM, environment, kvbm
 from test_cache import make_cache
 from test_runs import facts
 from test_serve import MODEL
@@ -154,6 +154,24 @@ def left_in(home: Path) -> list[str]:
 
 
 KNOWN = {*MADE, "work/old.yaml", *(str(path) for path in Path(".local/state/kvbm/runs/lock").parents)}
+
+
+def test_names_that_are_no_text_are_used_or_refused(home: Path) -> None:
+    odd = os.fsdecode(b"\xff\n")
+    for name in ("mine.yaml", "caches"):
+        (home / name).rename(home / f"{odd}{name}")
+    for arguments, exit_code, said in (
+        (["serve", "-p", f"{odd}mine.yaml"], 1, "the engine ended before it was healthy"),
+        (["serve", "-p", "demo", "--set", f"description={odd}"], 2, "`description` must be text in UTF-8"),
+        (["serve", "-p", "demo", "--set", f"engine.environment.A={odd}"], 2, "`engine.environment.A` must be text"),
+        (["cache", "export-stats", "--dir", f"{odd}caches", "--format", "csv", "--output", "stats.csv"], 0, ""),
+    ):
+        outcome = kvbm(*arguments, home=home)
+        assert said in outcome.stderr
+        assert outcome.exit_code == exit_code
+    assert b"\xff\ncaches" in (home / "stats.csv").read_bytes()
+    (kept,) = home.glob(".local/state/kvbm/runs/*/profile.yaml")
+    assert run(["profile", "check", str(kept)]) == 0
 
 
 def test_output_that_nobody_reads_stops_the_engine_and_is_no_bug(home: Path) -> None:
