@@ -58,7 +58,7 @@ server: {{port: auto}}
 class Serving:
     """A healthy `kvbm serve`, and the process of its vLLM's API server."""
 
-    program: subprocess.Popen[str]
+    program: subprocess.Popen[str] | psutil.Process
     url: str
     stderr: Path
 
@@ -121,18 +121,22 @@ def model() -> Path:
     return materialise(MODEL)
 
 
+def environment(directory: Path) -> dict[str, str]:
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    quick = {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    return {**os.environ, "HOME": str(directory), **quiet, **quick}
+
+
 @contextlib.contextmanager
 def serving(directory: Path, model: Path) -> Iterator[Serving]:
     (directory / "mine.yaml").write_text(PROFILE.format(model=model, disk=directory / "disk"))
-    environment = {**os.environ, "HOME": str(directory), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1"}
     stderr = directory / "stderr"
     with (
         stderr.open("w") as errors,
         subprocess.Popen(
             [*PROGRAM, "serve", "--profile", "./mine.yaml"],
             cwd=directory,
-            env=environment,
+            env=environment(directory),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -263,3 +267,38 @@ def test_a_second_interrupt_kills_vllm_at_once(tmp_path: Path, model: Path) -> N
         served.program.send_signal(signal.SIGINT)
         assert served.program.wait(END_TIMEOUT_S) in (0, 128 + signal.SIGKILL)
         assert possessions.left() == []
+
+
+def kvbm(directory: Path, *arguments: str) -> str:
+    """What a command that succeeds prints."""
+    done = subprocess.run(
+        [*PROGRAM, *arguments], cwd=directory, env=environment(directory), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@LONG
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_detached_vllm_is_seen_and_read_and_nothing_is_left_of_it(tmp_path: Path, model: Path, end: str) -> None:
+    (tmp_path / "mine.yaml").write_text(PROFILE.format(model=model, disk=tmp_path / "disk"))
+    url = json.loads(kvbm(tmp_path, "serve", "-p", "./mine.yaml", "--detach", "--json"))["url"]
+    (seen,) = json.loads(kvbm(tmp_path, "status", "--json"))
+    launcher = psutil.Process(seen["pid"])
+    try:
+        assert (seen["url"], seen["state"]) == (url, "healthy")
+        with VllmClient(url, "m") as client:
+            assert client.ask(ONCE).cached == 0
+        assert "POST /v1/completions" in kvbm(tmp_path, "logs")
+        possessions = Possessions.of(Serving(launcher, url, tmp_path / "stderr"))
+        if end == "stop":
+            kvbm(tmp_path, "stop")
+        else:
+            launcher.kill()
+            psutil.wait_procs(possessions.processes, END_TIMEOUT_S)
+        assert possessions.left() == []
+        assert not _is_alive(launcher)
+        assert json.loads(kvbm(tmp_path, "status", "--json")) == []
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher.kill()
