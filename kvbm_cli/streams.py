@@ -41,7 +41,7 @@ def _on(stream: TextIO | None, kind: type[io.FileIO]) -> TextIO:
         io.BufferedWriter(kind(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
         errors="replace",
-        line_buffering=stream.line_buffering,
+        line_buffering=stream.line_buffering or kind is _Notes,  # before the data that it is about, in a file too
     )
 
 

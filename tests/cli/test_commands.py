@@ -93,6 +93,13 @@ def test_warning_about_a_variable_does_not_touch_stdout(home: Path) -> None:
     )
 
 
+def test_warning_stands_before_the_data_where_both_go_to_one_file(home: Path) -> None:
+    with (home / "both").open("w") as both:
+        env = environment(home, DYN_KVBM_CPU_CACHE_GB="0.5")
+        subprocess.run([*PROGRAM, "size", "-p", "./mine.yaml"], cwd=home, env=env, stdout=both, stderr=both, check=True)
+    assert (home / "both").read_text().startswith("warning: `DYN_KVBM_CPU_CACHE_GB=0.5` wins over `tiers.host")
+
+
 def test_debug_shows_the_traceback_of_a_mistake(home: Path) -> None:
     outcome = kvbm("--debug", "size", "--profile", "dmo", home=home)
     assert outcome.exit_code == 1
