@@ -61,6 +61,8 @@ def problem_of(error: BaseException) -> EnvironmentProblem | None:
     reason, file = os.strerror(number).lower(), getattr(error, "filename", None)
     if isinstance(file, bytes):
         file = os.fsdecode(file)
+    if file and number in (errno.EACCES, errno.EPERM):
+        hint = f"`namei -l {file}` shows who may"
     return EnvironmentProblem(f"cannot use `{file}`: {reason}" if file else f"this machine says: {reason}", hint=hint)
 
 

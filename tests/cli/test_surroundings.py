@@ -212,6 +212,9 @@ def test_no_process_no_thread_and_no_memory_are_no_bugs() -> None:
         found = problem_of(error)
         assert found is not None
         assert found.hint
+    refused = problem_of(PermissionError(13, "Permission denied", "/a"))
+    assert refused is not None
+    assert (refused.message, refused.hint) == ("cannot use `/a`: permission denied", "`namei -l /a` shows who may")
     assert problem_of(ValueError("x")) is None
     assert problem_of(OSError(9, "Bad file descriptor")) is None
 
