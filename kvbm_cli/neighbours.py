@@ -14,11 +14,18 @@ from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import reachable
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.runs import Run, State
+from kvbm_cli.runs import Run, Runs, State
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.host_memory import HostMemory
+
+
+def living_runs() -> list[Run]:
+    try:
+        return Runs.of_user().living()
+    except (RuntimeError, OSError):  # there is no home, or it cannot be read
+        return []
 
 
 def require_port(host: str, port: int, living: Sequence[Run]) -> None:

@@ -23,7 +23,7 @@ from kvbm_cli.check import check, require_engine, require_log, require_metrics_p
 from kvbm_cli.console import Waiting, print_data, print_json, print_note
 from kvbm_cli.engines import how_to_make_model
 from kvbm_cli.identity import Identity
-from kvbm_cli.neighbours import require_memory, require_port, taken_ports
+from kvbm_cli.neighbours import living_runs, require_memory, require_port, taken_ports
 from kvbm_cli.pd.engines import log_of
 from kvbm_cli.process import STOP_TIMEOUT_S, additions, choose_port
 from kvbm_cli.profiles import resolve
@@ -96,7 +96,7 @@ def _serve(
         return 0
     if resolved.profile.disaggregated.is_wanted:
         require_nixl(resolved.profile)
-    _free_port(resolved.profile, _living())
+    _free_port(resolved.profile, living_runs())
     require_metrics_ports(resolved)
     if how_to_make_model(resolved.profile) is not None:
         with Waiting("making", f"{resolved.profile.engine.model}, once"):
@@ -125,13 +125,6 @@ def _runs(*, is_detached: bool) -> Runs:
         raise EnvironmentProblem(problem, hint="set XDG_STATE_HOME to a directory that can be written to")
     show_warning(f"{problem}: `kvbm status`, `logs` and `stop` will not know this one")
     return Runs.temporary()
-
-
-def _living() -> list[Run]:
-    try:
-        return Runs.of_user().living()
-    except RuntimeError:  # there is no home
-        return []
 
 
 def _free_port(profile: Profile, living: Sequence[Run]) -> int:

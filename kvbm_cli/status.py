@@ -88,14 +88,18 @@ def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> No
         more = f"; `kvbm status --all` shows {len(every)} that did" if every and not with_ended else ""
         print_note(f"nothing runs{more}")
     if reference is None and not as_json and not with_ended:
-        for run in _died_last(every):
-            print_note(f"{run.facts.name} died, {_death(run)}; `kvbm logs {run.facts.name}`")
+        for run in {run.facts.profile: run for run in every}.values():  # the last of each profile
+            if (end := _bad_end(run)) is not None:
+                print_note(f"{run.facts.name} {end}; `kvbm logs {run.facts.name}`")
 
 
-def _died_last(every: Sequence[Run]) -> list[Run]:
-    """Dead runs that no other of their profile has followed."""
-    last = {run.facts.profile: run for run in every}
-    return [run for run in last.values() if run.state is State.DEAD]
+def _bad_end(run: Run) -> str | None:
+    """Of a run that nobody has stopped."""
+    if run.state is State.DEAD:
+        return f"died, {_death(run)}"
+    if run.state is State.ENDED and run.facts.exit_code and run.facts.message:
+        return f"ended at {_when(run.facts.ended_s)}: {run.facts.message.splitlines()[0]}"
+    return None
 
 
 def _death(run: Run) -> str:

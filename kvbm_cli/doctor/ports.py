@@ -9,6 +9,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm_cli.check import require_metrics_ports
 from kvbm_cli.doctor.result import Check, failure, ok, skipped
 from kvbm_cli.doctor.subject import Subject
+from kvbm_cli.neighbours import living_runs, require_port
 from kvbm_cli.process import choose_port
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def checks(subject: Subject) -> Iterator[Check]:
         return
     server = subject.resolved.profile.server
     try:
+        require_port(server.host, server.port, living_runs())
         choose_port(server.host, server.port)
     except EnvironmentProblem as error:
         yield failure("server", error.message, f"`server.port: 0`, or {error.hint}")

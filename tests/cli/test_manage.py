@@ -267,6 +267,27 @@ def test_runs_of_another_boot_are_ended_and_never_signalled(home: Path) -> None:
     assert (outcome.exit_code, outcome.stderr) == (0, "old-1 has ended already\n")
 
 
+def test_an_engine_that_ended_by_itself_is_told_of_until_its_profile_runs_again(detached: Path) -> None:
+    before = kvbm(
+        "doctor",
+        "-p",
+        "./mine.yaml",
+        "--quick",
+        "--set",
+        f"server.port={status(detached)[0]['url'][-5:]}",
+        home=detached,
+    )
+    assert "is that of `mine-1`, which is healthy" in before.stdout
+    os.kill(status(detached)[0]["processes"]["engine"], signal.SIGKILL)
+    eventually(lambda: not status(detached))
+    told = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "[WHEN]", kvbm("status", home=detached).stderr)
+    assert told.splitlines()[1].startswith("mine-1 ended at [WHEN]: the engine ended by itself")
+    assert told.endswith("; `kvbm logs mine-1`\n")
+    assert kvbm(*SERVE, home=detached).exit_code == 0
+    kvbm("stop", home=detached)
+    assert kvbm("status", home=detached).stderr == "nothing runs; `kvbm status --all` shows 2 that did\n"
+
+
 def test_profile_of_a_run_serves_again(detached: Path) -> None:
     again = kvbm("profile", "show", f"{RUNS}/mine-1/profile.yaml", "--json", home=detached)
     before = kvbm("profile", "show", "./mine.yaml", "--json", home=detached)
