@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 from traffic import assert_equal, tokens
-from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, VllmServer, host_blocks
+from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, VllmServer
 
 from kvbm_cli.make_model import materialise
 
@@ -21,15 +21,12 @@ WRITTEN, FETCHED = "kvbm_offload_blocks_h2d", "kvbm_onboard_blocks_d2d"
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Starts a server with the same directory, as somebody does who sets variables."""
-    environment = host_blocks(60) | {
-        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "200",
-        "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path_factory.mktemp("disk")),
-    }
+    """Starts a server with the same directory, as somebody does who writes vLLM's command line."""
+    tiers = {"host": {"blocks": 60}, "disk": {"blocks": 200, "directory": str(tmp_path_factory.mktemp("disk"))}}
+    contents = {"tiers": tiers, "onboard": {"policy": "always"}}  # however slow a busy machine reads
+    connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
     arguments = ("--shutdown-timeout", "30")  # by default vLLM kills the process that would write the rest, at once
-    return lambda: VllmServer(
-        materialise("vllm-25m"), *arguments, blocks=40, connector=CONNECTOR, environment=environment
-    )
+    return lambda: VllmServer(materialise("vllm-25m"), *arguments, blocks=40, connector=connector)
 
 
 def kill(server):
