@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -64,6 +66,21 @@ def kvbm(*arguments: str, home: Path, timeout_s: float = 60, **extra: str) -> Ou
         stdin=subprocess.DEVNULL,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def on_a_terminal(*command: str, home: Path, columns: int, **extra: str) -> list[str]:
+    """The lines that are shown on a terminal of that width."""
+    leader, follower = pty.openpty()
+    env = {**environment(home, **extra), "COLUMNS": str(columns), "TERM": "dumb"}
+    with subprocess.Popen([*PROGRAM, *command], cwd=home, env=env, stdout=follower, stderr=follower) as program:
+        os.close(follower)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while part := os.read(leader, 4096):
+                shown += part
+        os.close(leader)
+    assert program.returncode == 0, shown
+    return shown.decode().splitlines()
 
 
 def assert_snapshot(name: str, text: str) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from terminal import kvbm
+from terminal import kvbm, on_a_terminal
 
 PROFILE = """\
 engine:
@@ -146,8 +146,7 @@ LONG_VARIABLE = f"engine.environment.{'LONG_' * 12}=1"
 
 @pytest.mark.parametrize("command", ["size -p demo", f"profile show demo --set {LONG_VARIABLE}", "profile list"])
 def test_no_line_is_wider_than_80_columns(home: Path, command: str) -> None:
-    outcome = kvbm(*command.split(), home=home, **LONG_NAMES)
-    assert outcome.exit_code == 0
-    assert max(map(len, outcome.stdout.splitlines())) <= 80
-    assert all(line == line.rstrip() for line in outcome.stdout.splitlines())
-    assert "profile list" in command or "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS" in outcome.stdout
+    lines = on_a_terminal(*command.split(), home=home, columns=80, **LONG_NAMES)
+    assert max(map(len, lines)) <= 80
+    assert all(line == line.rstrip() for line in lines)
+    assert "profile list" in command or "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS" in "\n".join(lines)

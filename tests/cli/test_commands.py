@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
 import resource
@@ -12,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from terminal import PROGRAM, assert_snapshot, environment, kvbm
+from terminal import PROGRAM, assert_snapshot, environment, kvbm, on_a_terminal
 
 from kvbm_cli.crash_report import A_BUG, KEPT_REPORTS, save_report
 from kvbm_cli.show_error import show_error
@@ -187,21 +186,6 @@ def test_colour_is_for_terminals_that_want_it(home: Path, extra: dict[str, str],
     assert done.returncode == 2
     assert (b"\033[1;31merror:\033[0m" in shown) == coloured
     assert b"no profile is named `dmo`" in shown
-
-
-def on_a_terminal(*command: str, home: Path, columns: int) -> list[str]:
-    """The lines that are shown on a terminal of that width."""
-    leader, follower = pty.openpty()
-    env = {**environment(home), "COLUMNS": str(columns), "TERM": "dumb"}
-    with subprocess.Popen([*PROGRAM, *command], cwd=home, env=env, stdout=follower, stderr=follower) as program:
-        os.close(follower)
-        shown = b""
-        with contextlib.suppress(OSError):  # the end of a terminal
-            while part := os.read(leader, 4096):
-                shown += part
-        os.close(leader)
-    assert program.returncode == 0, shown
-    return shown.decode().splitlines()
 
 
 @pytest.mark.parametrize("command", ["profile show ./mine.yaml", "profile list", "size -p ./mine.yaml"])
