@@ -73,8 +73,10 @@ class DiskTier(Section):
     o_direct: bool = Field(
         default=True, description="Whether to pass by the page cache, which would hold every block a second time."
     )
-    io: Literal["threads", "nixl", "auto"] = Field(
-        default="threads", description="Who reads and writes: threads of ours, NIXL, or what a probe finds faster."
+    io: Literal["threads", "nixl", "gds", "auto"] = Field(
+        default="threads",
+        description="Who reads and writes: threads of ours, NIXL, NIXL's plugin for GPUDirect Storage, or what a probe "
+        "finds faster of the first two.",
     )
     threads: int = Field(default=4, ge=1, le=64, description="Reads that are in flight at the same time; and writes.")
     persist: bool = Field(

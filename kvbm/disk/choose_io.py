@@ -4,9 +4,11 @@ NIXL is tried before it is used, in a process of its own, because a plugin may h
 success for bytes that never came. The trial is this module run as a program: it moves a pattern both ways through a
 file in the cache's own directory, and reads past the file's end, which must fail.
 
-    python -m kvbm.disk.choose_io DIRECTORY uring|aio      ends with 0, or says what is wrong and ends with 1
+    python -m kvbm.disk.choose_io DIRECTORY uring|aio|gds      ends with 0, or says what is wrong and ends with 1
 
-`auto` takes NIXL where it is faster (bench/disk/disk_io.py): blocks of at least 4 MiB that pass by the page cache.
+`auto` takes NIXL where it is faster (bench/disk/disk_io.py): blocks of at least 4 MiB that pass by the page cache. It
+never takes GPUDirect Storage, which must be asked for: between a disk and host memory it has nothing to gain but what a
+vendor's file system makes of it. A trial of it is made only where its driver can open without hanging.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from kvbm.disk.block_io import BlockIO, Buffer, EndOfArena, Run, ThreadsIO
-from kvbm.disk.nixl_io import INSTALL, QUEUES, NixlIO
+from kvbm.disk.nixl_io import GDS, INSTALL, QUEUES, NixlIO
 from kvbm.errors import EnvironmentProblem
 
 log = logging.getLogger(__name__)
@@ -38,20 +40,22 @@ SMALLEST_FOR_NIXL = 4 << 20
 ALIGNMENT = 4096
 TRIAL_BLOCKS = 16
 TRIAL_BLOCK_BYTES = 64 << 10
+GPU = Path("/dev/nvidiactl")
+MODULES = Path("/proc/modules")  # without it, the driver of GPUDirect Storage searches for its module for ever
 
 Trial = Callable[[Path, str], str | None]  # what is wrong with a queue in a directory, None when nothing is
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`queue` is what NIXL uses of the kernel; None for threads. `reason` is for people."""
+    """`queue` is what NIXL hands blocks to; None for threads. `reason` is for people."""
 
     queue: str | None
     reason: str
 
     @property
     def name(self) -> str:
-        return "threads" if self.queue is None else "nixl"
+        return "threads" if self.queue is None else GDS if self.queue == GDS else "nixl"
 
 
 def open_io(
@@ -64,7 +68,8 @@ def open_io(
 
 
 def choose_io(wanted: str, directory: Path, *, block_bytes: int, o_direct: bool, trial: Trial | None = None) -> Choice:
-    """`block_bytes` is what one rank has of a block. Raises EnvironmentProblem where a wanted `nixl` does not work."""
+    """`block_bytes` is what one rank has of a block. Raises EnvironmentProblem where `nixl` or `gds` is
+    wanted and does not work."""
     choice = _choose(wanted, directory, block_bytes, o_direct, trial or try_nixl)
     if wanted != "threads":
         log.info("disk I/O of `tiers.disk.io: %s` is by %s: %s", wanted, choice.name, choice.reason)
@@ -79,17 +84,26 @@ def _choose(wanted: str, directory: Path, block_bytes: int, o_direct: bool, tria
     if wanted == "auto" and block_bytes < SMALLEST_FOR_NIXL:
         return Choice(None, f"blocks of {block_bytes >> 10} KiB move faster without NIXL")
     complaints: list[str] = []
-    for queue in QUEUES:
-        complaint = trial(directory, queue)
+    for queue in (GDS,) if wanted == GDS else QUEUES:
+        complaint = (why_no_gds() if queue == GDS else None) or trial(directory, queue)
         if complaint is None:
             return Choice(queue, "; ".join([f"a trial of {queue} moved every byte", *complaints]))
         complaints.append(f"{queue}: {complaint}")
     if wanted == "auto":
         return Choice(None, f"NIXL does not work here ({'; '.join(complaints)})")
     raise EnvironmentProblem(
-        f"`tiers.disk.io` is `nixl`, which does not work here: {'; '.join(complaints)}",
+        f"`tiers.disk.io` is `{wanted}`, which does not work here: {'; '.join(complaints)}",
         hint=f"{INSTALL}, or `tiers.disk.io: auto`, which takes NIXL only where it works",
     )
+
+
+def why_no_gds() -> str | None:
+    """What keeps GPUDirect Storage from being tried at all."""
+    if not GPU.exists():
+        return f"there is no GPU ({GPU})"
+    if not MODULES.exists():
+        return f"its driver would hang for want of {MODULES}"
+    return None
 
 
 def try_nixl(

@@ -1,4 +1,5 @@
-"""NixlIO: a BlockIO that hands all runs of a call to the kernel at once, by NIXL's POSIX plugin (io_uring or aio).
+"""NixlIO: a BlockIO that hands all runs of a call over at once: to the kernel by NIXL's POSIX plugin (io_uring or aio),
+or to GPUDirect Storage by its GDS plugin, which has never run here, and from which the same is expected.
 
 What the plugin demands, each learnt from a crash or from wrong bytes; `choose_io` proves that it works here:
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 QUEUES = ("uring", "aio")  # the better one first
+GDS = "gds"
 INSTALL = "`pip install 'kvbm-cli[nixl]'`"
 POLL_INTERVAL_S = 0.0002
 LONGEST_SLEEP_S = 0.005
@@ -53,7 +55,6 @@ class NixlIO:
     `redone_count` says how often the system calls had to do what NIXL could not.
     """
 
-    name = "nixl"
     piece_bytes = 4 << 20  # of less, the polls cost more than the batch saves
 
     def __init__(self, fd: int, memory: Sequence[Buffer], *, queue: str) -> None:
@@ -65,6 +66,10 @@ class NixlIO:
         self._is_off = False
         self._seconds_per_byte = 0.0
         self.redone_count = 0
+
+    @property
+    def name(self) -> str:
+        return GDS if self._queue == GDS else "nixl"
 
     def read(self, runs: Sequence[Run]) -> None:
         if not self._is_moved("READ", runs):
@@ -141,7 +146,10 @@ class NixlIO:
         configuration = api.nixl_agent_config(backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
         try:
             agent = api.nixl_agent("kvbm", configuration)
-            agent.create_backend("POSIX", {f"use_{self._queue}": "true", "ios_pool_size": str(POOL_SIZE)})
+            if self._queue == GDS:
+                agent.create_backend("GDS", {})
+            else:
+                agent.create_backend("POSIX", {f"use_{self._queue}": "true", "ios_pool_size": str(POOL_SIZE)})
             agent.register_memory([(start, length, 0, "") for start, length in self._spans], "DRAM")
             agent.register_memory([(0, WHOLE_FILE, self._fd, "")], "FILE")
         except self._nixl.errors as error:

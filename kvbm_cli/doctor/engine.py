@@ -105,12 +105,14 @@ def _cuda(subject: Subject, python: str) -> Check:
 
 def _nixl(subject: Subject, python: str) -> Iterator[Check]:
     """Plugins are listed whether or not they load, so each makes a backend, in a process of its own."""
-    wanted = subject.disk is not None and subject.disk.io == "nixl"
-    if subject.is_quick and (subject.disk is None or subject.disk.io == "threads"):
+    io = subject.disk.io if subject.disk is not None else None
+    wanted = io in ("nixl", "gds")
+    plugin = "GDS" if io == "gds" else "POSIX"
+    if subject.is_quick and io in (None, "threads"):
         yield skipped("NIXL", "not asked for, and it takes a while", "`kvbm doctor` without --quick")
         return
     subject.say("loading the plugins of NIXL")
-    answer = _asked(subject, python, "nixl", ["POSIX"] if subject.is_quick else [], timeout_s=NIXL_TIMEOUT_S)
+    answer = _asked(subject, python, "nixl", [plugin] if subject.is_quick else [], timeout_s=NIXL_TIMEOUT_S)
     if isinstance(answer, Check):
         yield answer if wanted else replace(answer, state=State.SKIPPED)
         return
@@ -120,11 +122,11 @@ def _nixl(subject: Subject, python: str) -> Iterator[Check]:
         return
     plugins: dict[str, str | None] = answer["plugins"]
     works = [name for name, error in plugins.items() if error is None]
-    if any(name.startswith("POSIX") for name in works):
+    if any(name.partition(" ")[0] == plugin for name in works):
         yield ok("NIXL", f"{answer['version']}, with {', '.join(works)}", version=answer["version"])
     else:
         say = failure if wanted else warning
-        yield say("NIXL", f"{answer['version']}, and POSIX does not load", "`tiers.disk.io: threads`")
+        yield say("NIXL", f"{answer['version']}, and {plugin} does not load", "`tiers.disk.io: threads`")
     absent = {name: error for name, error in plugins.items() if error is not None}
     if absent:
         yield Check("NIXL", State.SKIPPED, f"without {', '.join(absent)}, which do not load here", None, absent)

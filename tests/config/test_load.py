@@ -505,7 +505,7 @@ OVERRIDE_MISTAKES = {
         None,
     ),
     "tiers.disk.io=thread": (
-        "`tiers.disk.io` must be 'threads', 'nixl' or 'auto', not the text `thread`\n"
+        "`tiers.disk.io` must be 'threads', 'nixl', 'gds' or 'auto', not the text `thread`\n"
         "  --set tiers.disk.io=thread\n                      ^^^^^^",
         "did you mean `threads`?",
     ),
@@ -514,7 +514,7 @@ OVERRIDE_MISTAKES = {
         "did you mean `engine.python`?",
     ),
     "tiers.disk.io=uring": (
-        "`tiers.disk.io` must be 'threads', 'nixl' or 'auto', not the text `uring`\n"
+        "`tiers.disk.io` must be 'threads', 'nixl', 'gds' or 'auto', not the text `uring`\n"
         "  --set tiers.disk.io=uring\n                      ^^^^^",
         None,
     ),

@@ -16,7 +16,8 @@ from fake_nixl import FakeNixl
 
 from kvbm.disk import choose_io as module
 from kvbm.disk.block_io import Run
-from kvbm.disk.choose_io import SMALLEST_FOR_NIXL, Choice, choose_io, open_io, try_nixl
+from kvbm.disk.choose_io import GPU, MODULES, SMALLEST_FOR_NIXL, Choice, choose_io, open_io, try_nixl
+from kvbm.disk.nixl_io import GDS, NixlIO
 from kvbm.errors import EnvironmentProblem
 
 HAS_NIXL = importlib.util.find_spec("nixl_cu13") or importlib.util.find_spec("nixl_cu12")
@@ -77,6 +78,65 @@ def test_wanted_nixl_that_does_not_work_is_an_error_that_names_the_key() -> None
         "`tiers.disk.io` is `nixl`, which does not work here: uring: it is denied; aio: it hangs"
     )
     assert "`tiers.disk.io: auto`" in (raised.value.hint or "")
+
+
+@pytest.fixture
+def gds_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GPU", "MODULES"):
+        (tmp_path / name).touch()
+        monkeypatch.setattr(module, name, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("missing", "complaint"),
+    [("GPU", "there is no GPU ({})"), ("MODULES", "its driver would hang for want of {}")],
+)
+def test_gds_is_not_even_tried_where_it_cannot_work(
+    gds_may_be_tried: None, tmp_path: Path, missing: str, complaint: str
+) -> None:
+    (tmp_path / missing).unlink()
+    trials = Trials(gds=None)
+    with pytest.raises(EnvironmentProblem) as raised:
+        choose("gds", trials)
+    said = complaint.format(tmp_path / missing)
+    assert raised.value.message == f"`tiers.disk.io` is `gds`, which does not work here: gds: {said}"
+    assert trials.asked == []
+
+
+@pytest.mark.usefixtures("gds_may_be_tried")
+def test_gds_is_taken_only_when_asked_for_and_after_a_trial() -> None:
+    trials = Trials(gds=None, uring=None)
+    assert choose("gds", trials) == Choice("gds", "a trial of gds moved every byte")
+    assert choose("auto", trials).queue == choose("nixl", trials).queue == "uring"
+    assert trials.asked == ["gds", "uring", "uring"]
+    with pytest.raises(EnvironmentProblem, match="gds: it moved nothing"):
+        choose("gds", Trials(gds="it moved nothing"))
+
+
+@pytest.mark.usefixtures("gds_may_be_tried")
+def test_gds_is_a_plugin_of_nixl_that_moves_host_memory(nixl: FakeNixl, tmp_path: Path) -> None:
+    shards = [np.frombuffer(mmap.mmap(-1, 2 * 4096), np.uint8).reshape(2, 4096)]
+    shards[0][0] = 7
+    with (tmp_path / "arena").open("w+b") as file:
+        io = open_io(
+            "gds", file.fileno(), path=tmp_path / "arena", shards=shards, is_direct=True, trial=Trials(gds=None)
+        )
+        io.write([Run(0, [shards[0][0]])])
+        io.read([Run(0, [shards[0][1]])])
+        assert isinstance(io, NixlIO)
+        assert io.redone_count == 0
+        io.close()
+    assert io.name == "gds"
+    assert (shards[0][1] == 7).all()
+    assert [agent.backend for agent in nixl.agents] == [("GDS", {})]
+
+
+@pytest.mark.skipif(not HAS_NIXL, reason="needs nixl")
+@pytest.mark.skipif(GPU.exists() and MODULES.exists(), reason="GPUDirect Storage may work here")
+def test_real_trial_of_gds_without_a_gpu_says_that_it_does_not_load(tmp_path: Path) -> None:
+    complaint = try_nixl(tmp_path, GDS)
+    assert complaint is not None
+    assert "NIXL cannot use gds here" in complaint or "no answer in" in complaint
 
 
 def test_auto_takes_threads_for_small_blocks_without_a_trial() -> None:
