@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from kvbm.sizing import SizeUnknown, Sizing
 
 
-def check(resolved: ResolvedProfile, *, warns_of_memory: bool = True) -> Sizing | SizeUnknown:
+def check(resolved: ResolvedProfile, *, warns_of_room: bool = True) -> Sizing | SizeUnknown:
     """Sizes of a profile that can be served here, or why only the engine can tell them; else ProfileError.
 
     Prints a warning where memory or disk space is too scarce.
     """
     from kvbm.config.document import together
 
-    sizing, mistakes = examine_here(resolved, warns_of_memory=warns_of_memory)
+    sizing, mistakes = examine_here(resolved, warns_of_room=warns_of_room)
     if mistakes:
         raise together(mistakes)
     assert sizing is not None, "without a mistake there is a size, or a reason why there is none"
@@ -40,7 +40,7 @@ def check(resolved: ResolvedProfile, *, warns_of_memory: bool = True) -> Sizing 
 
 
 def examine_here(
-    resolved: ResolvedProfile, *, warns_of_memory: bool = True
+    resolved: ResolvedProfile, *, warns_of_room: bool = True
 ) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
     """Sizes, None where a mistake keeps them from being known, and all that this machine finds wrong with a profile."""
     from kvbm.sizing import SizeUnknown
@@ -63,9 +63,9 @@ def examine_here(
             _require_length(resolved, sizing)
         except ProfileError as mistake:
             mistakes.append(mistake)
-        if warns_of_memory:
+        if warns_of_room:
             _warn_of_memory(resolved, sizing)
-        _warn_of_disk(resolved, sizing)
+            _warn_of_disk(resolved, sizing)
     return sizing, mistakes
 
 
@@ -136,6 +136,15 @@ def _require_metrics(resolved: ResolvedProfile) -> None:
             raise resolved.mistake("metrics.host", error.message, hint=hint) from None
 
 
+def require_free_port(resolved: ResolvedProfile) -> None:
+    """EnvironmentProblem where somebody listens at the server's port: just before a start."""
+    server = resolved.profile.server
+    try:
+        choose_port(server.host, server.port)
+    except EnvironmentProblem as error:
+        raise EnvironmentProblem(resolved.mistake("server.port", error.message).message, hint=error.hint) from None
+
+
 def require_metrics_ports(resolved: ResolvedProfile) -> None:
     """EnvironmentProblem where somebody listens at a port that is wanted for the series: just before a start."""
     metrics, server = resolved.profile.metrics, resolved.profile.server
@@ -196,20 +205,49 @@ def _require_directory(resolved: ResolvedProfile) -> None:
             )
 
 
+def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> None:
+    """EnvironmentProblem where the disk tier cannot fit, whichever caches it takes over or removes: before a start.
+
+    Prints a warning where it can only fit into the place of such a cache.
+    """
+    from kvbm.disk.directory import list_caches
+
+    problem = _lack_of_disk(resolved, sizing)
+    if problem is None:
+        return
+    missing_bytes, mistake = problem
+    disk = resolved.profile.tiers.disk
+    assert disk is not None, "it has been measured"
+    caches = list_caches(Path(disk.directory).expanduser())
+    if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):
+        show_warning(mistake.message)
+        return
+    hint = "lower it, or another `tiers.disk.directory`; `--force` starts it all the same"
+    raise EnvironmentProblem(mistake.message, hint=hint)
+
+
 def _warn_of_disk(resolved: ResolvedProfile, sizing: Sizing) -> None:
     """An earlier cache of the same model may have the space already."""
+    if (problem := _lack_of_disk(resolved, sizing)) is not None:
+        show_warning(problem[1].message)
+
+
+def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[int, ProfileError] | None:
+    """How many bytes more than are free the disk tier needs, and how to say so; None where it needs no more."""
     from kvbm.config.sizes import format_size
+    from kvbm.sizing import SizeUnknown
 
     disk = resolved.profile.tiers.disk
-    if disk is None or sizing.disk is None:
-        return
+    if disk is None or isinstance(sizing, SizeUnknown) or sizing.disk is None:
+        return None
     facts = os.statvfs(nearest_existing(Path(disk.directory).expanduser()))
-    free_bytes = facts.f_bavail * facts.f_frsize
-    if sizing.disk.total_bytes > free_bytes:
-        key = sizing.disk.set_by
-        taken, free = format_size(sizing.disk.total_bytes), format_size(free_bytes)
-        message = f"`{key}` takes {taken}, and {disk.directory} has {free} left for a new cache"
-        show_warning(resolved.mistake(key, message).message)
+    needed_bytes, free_bytes = sizing.disk.total_bytes, facts.f_bavail * facts.f_frsize
+    if not facts.f_blocks or needed_bytes <= free_bytes:  # some filesystems do not say how large they are
+        return None
+    key = sizing.disk.set_by
+    taken, free = format_size(needed_bytes), format_size(free_bytes)
+    message = f"`{key}` takes {taken}, and {disk.directory} has {free} left for a new cache"
+    return needed_bytes - free_bytes, resolved.mistake(key, message)
 
 
 def _warn_of_memory(resolved: ResolvedProfile, sizing: Sizing) -> None:

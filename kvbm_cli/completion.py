@@ -23,14 +23,11 @@ SHELLS = ("bash", "zsh", "fish")
 
 def print_script(shell: str) -> None:
     """UsageError for a shell that is none of SHELLS."""
-    import difflib
-
     from kvbm_cli.completion_shells import script
 
     if shell not in SHELLS:
-        nearest = difflib.get_close_matches(shell, SHELLS, n=1)
-        hint = f"did you mean `{nearest[0]}`?" if nearest else f"there are {', '.join(f'`{one}`' for one in SHELLS)}"
-        raise UsageError(f"there is no completion for `{shell}`", hint=hint)
+        known = ", ".join(f"`{one}`" for one in SHELLS)
+        raise UsageError(f"there is no completion for `{shell}`", hint=f"there are {known}")
     print_data(script(shell))
 
 

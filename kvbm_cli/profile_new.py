@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +43,14 @@ class Question:
     default: str | None = None
 
 
+TIERS = (
+    Question("--host", "Host memory for blocks, such as 64GiB; empty for none"),
+    Question("--disk", "Disk space for blocks, such as 1TB; empty for none"),
+)
 QUESTIONS = (
     Question("--engine", "Engine, `vllm` or `embedded`", "vllm"),
     Question("--model", "Model: a local Hugging Face directory, a name on the hub, or `synthetic:...`"),
-    Question("--host", "Host memory for blocks, such as 64GiB; empty for none"),
-    Question("--disk", "Disk space for blocks, such as 1TB; empty for none"),
+    *TIERS,
     Question("--dir", "Directory of the disk tier", "~/.cache/kvbm"),
     Question("--port", "Port to serve on", "8000"),
 )
@@ -64,8 +68,8 @@ def new_profile(
     if lacking and sys.stdin.isatty() and sys.stderr.isatty():
         answers = _asked(answers)
     elif lacking:
-        are = f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"
-        raise UsageError(are, hint="on a terminal `kvbm profile new` asks for what is missing")
+        hint = "`--extends demo` takes it from a profile, and on a terminal `kvbm profile new` asks for what is missing"
+        raise UsageError(f"missing: {', and '.join(lacking)}", hint=hint)
     written, wanted = _examined(file, answers, overrides, parent)
     reference = _reference(extends, parent, file) if parent is not None and extends is not None else None
     _write(file, _text(written, wanted, reference), wanted, is_forced=is_forced)
@@ -85,22 +89,28 @@ def _require_place(file: Path, *, is_forced: bool) -> None:
 def _lacking(answers: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
     """What a profile without a parent cannot do without."""
     keys = [*(KEYS[option] for option in answers), *(text.partition("=")[0].strip() for text in overrides)]
-    lacking = [f"`{option}`" for option in ("--engine", "--model") if KEYS[option] not in keys]
+    options = [f"`{option}`" for option in ("--engine", "--model") if KEYS[option] not in keys]
+    lacking = [" and ".join(options)] if options else []
     has_tier = any(key.startswith(("tiers.host.", "tiers.disk.")) for key in keys)
-    return lacking if has_tier else [*lacking, "`--host` or `--disk`"]
+    return lacking if has_tier else [*lacking, "one of `--host` and `--disk`"]
 
 
 def _asked(answers: Mapping[str, str]) -> dict[str, str]:
     """The answers with those to questions; a wrong one is asked for again."""
     asked = dict(answers)
-    for question in QUESTIONS:
-        is_idle = question.option == "--dir" and "--disk" not in asked
-        while question.option not in asked and not is_idle:
-            answer = _ask(question)
-            if not answer and _may_be_empty(question, asked):
-                break
-            if answer and _is_right(question, answer, asked):
-                asked[question.option] = answer
+    waiting = deque(QUESTIONS)
+    while waiting:
+        question = waiting.popleft()
+        if question.option in asked or (question.option == "--dir" and "--disk" not in asked):
+            continue
+        answer = _ask(question)
+        if answer and _is_right(question, answer, asked):
+            asked[question.option] = answer
+        elif answer or question not in TIERS:
+            waiting.appendleft(question)
+        elif question is TIERS[-1] and not {tier.option for tier in TIERS} & set(asked):
+            print_note("one of host memory and disk is needed")
+            waiting.extendleft(reversed(TIERS))
     return asked
 
 
@@ -112,14 +122,6 @@ def _ask(question: Question) -> str:
         print_note("")
         raise KeyboardInterrupt
     return line.strip() or question.default or ""
-
-
-def _may_be_empty(question: Question, asked: Mapping[str, str]) -> bool:
-    """One of the tiers is needed."""
-    if question.option == "--disk" and "--host" not in asked:
-        print_note("one of host memory and disk is needed")
-        return False
-    return question.option in ("--host", "--disk")
 
 
 def _is_right(question: Question, answer: str, asked: Mapping[str, str]) -> bool:

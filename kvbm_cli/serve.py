@@ -19,7 +19,14 @@ from urllib.parse import urlsplit
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.check import check, require_engine, require_log, require_metrics_ports
+from kvbm_cli.check import (
+    check,
+    require_disk_space,
+    require_engine,
+    require_free_port,
+    require_log,
+    require_metrics_ports,
+)
 from kvbm_cli.console import Waiting, print_data, print_json, print_note
 from kvbm_cli.engines import how_to_make_model
 from kvbm_cli.identity import Identity
@@ -88,7 +95,7 @@ def _serve(
 
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
     require_engine(resolved, force=force or dry_run)
-    sizing = check(resolved, warns_of_memory=force or dry_run)
+    sizing = check(resolved, warns_of_room=force or dry_run)
     server = resolved.profile.server
     if dry_run:
         plan = _plan(resolved.profile, server.port)
@@ -96,14 +103,16 @@ def _serve(
         return 0
     if resolved.profile.disaggregated.is_wanted:
         require_nixl(resolved.profile)
-    _free_port(resolved.profile, living_runs())
+    if not force:
+        require_disk_space(resolved, sizing)
+    _free_port(resolved, living_runs())
     require_metrics_ports(resolved)
     if how_to_make_model(resolved.profile) is not None:
         with Waiting("making", f"{resolved.profile.engine.model}, once"):
             make_model(resolved.profile, say=print_note)
     runs = _runs(is_detached=background is not None)
     with runs.starting() as living:
-        plan = _plan(resolved.profile, _free_port(resolved.profile, living), living)
+        plan = _plan(resolved.profile, _free_port(resolved, living), living)
         if not force:
             require_memory(resolved, _memory_bytes(resolved.profile, sizing), living)
         run = runs.create(resolved.name)
@@ -127,10 +136,11 @@ def _runs(*, is_detached: bool) -> Runs:
     return Runs.temporary()
 
 
-def _free_port(profile: Profile, living: Sequence[Run]) -> int:
+def _free_port(resolved: ResolvedProfile, living: Sequence[Run]) -> int:
     """The port of the profile, or one that nobody has and that no starting engine is about to take."""
-    server, taken = profile.server, taken_ports(living)
+    server, taken = resolved.profile.server, taken_ports(living)
     require_port(server.host, server.port, living)
+    require_free_port(resolved)
     while (port := choose_port(server.host, server.port)) in taken:
         pass
     return port

@@ -31,6 +31,7 @@ from kvbm.config.variables import overruled, put, read_variables, settle, usable
 from kvbm.errors import ProfileError
 
 SUFFIXES = (".yaml", ".yml")
+NEAR = 0.75  # of names of files, among which there need not be the one that was meant
 ARGUMENTS = "engine.arguments."
 _ALL_KEYS = {key.path: key for kind in ENGINE_KINDS for key in keys(engine=kind)}
 _SECTIONS = frozenset({"engine.environment", *(path for path, key in _ALL_KEYS.items() if key.is_section)})
@@ -87,7 +88,7 @@ def _nearest_file(path: Path, children: Sequence[Path]) -> str | None:
     """A profile in the directory where `path` was looked for, and none that extends it."""
     beside = [file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")]
     names = {file.stem: file.name for file in beside if file.resolve() not in children}
-    nearest = difflib.get_close_matches(path.stem, names, n=1)
+    nearest = difflib.get_close_matches(path.stem, names, n=1, cutoff=NEAR)
     return f"did you mean `{path.with_name(names[nearest[0]])}`?" if nearest else None
 
 

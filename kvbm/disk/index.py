@@ -2,7 +2,8 @@
 
 The index is the truth about the arena: a slot without a row is free. A row is inserted only after the slot's bytes are
 safe on the disk, and deleted before they change. Commits are not flushed one by one: a power cut may lose the last of
-them, which costs a miss where a row is lost, and a miss by the checksum where a deletion is. `clear` is flushed.
+them, which costs a miss where a row is lost, and a miss by the checksum where a deletion is. `clear` is flushed. Of two
+rows with one hash, the later generation counts; that SQLite keeps them apart would double what a commit costs.
 
 Checksums cover the payload and are seeded with the block's hash (`checksum`), so that a row whose slot or whose hash
 was damaged does not fit its bytes either. One thread at a time uses an index; sqlite3.Error tells what went wrong.
@@ -51,7 +52,7 @@ DAMAGE = {
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
     slot INTEGER PRIMARY KEY,
-    hash BLOB NOT NULL UNIQUE,
+    hash BLOB NOT NULL,
     generation INTEGER NOT NULL,
     length INTEGER NOT NULL,
     checksum INTEGER NOT NULL,

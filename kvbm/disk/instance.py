@@ -192,7 +192,7 @@ class Instance:
             raise problem(f"{self.path / SUPERBLOCK} cannot be written", error) from error
 
     def _load_index(self, slot_count: int) -> Recovered:
-        """Its rows that can be good: one slot each, within the arena, one hash each, of the right lengths."""
+        """Its rows that can be good: one slot each, within the arena, of the right lengths, the newest of a hash."""
         path = self.path / INDEX
         try:
             self.index = _open_index(path)
@@ -216,17 +216,22 @@ class Instance:
     def _drop_misfits(self, found: Recovered, slot_count: int) -> Recovered:
         """Raises sqlite3.Error."""
         assert self.index is not None
-        if _has_equals(found.slots) or _has_equal_names(found.hashes):
-            raise sqlite3.DatabaseError("a slot or a hash is there twice")
+        if _has_equals(found.slots):
+            raise sqlite3.DatabaseError("a slot is there twice")
         fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
         fits &= found.generations >= 0
         misfits = [*found.misfits, *found.slots[~fits].tolist()]
-        if not misfits:
+        if misfits:
+            logger.warning(
+                "%d blocks of the disk cache %s do not fit its arena: they are dropped", len(misfits), self.path
+            )
+            self.losses.dropped_rows += len(misfits)
+            self.index.delete(misfits)
+            found = found.at(np.flatnonzero(fits))
+        if not (older := _older_of_a_hash(found)):
             return found
-        logger.warning("%d blocks of the disk cache %s do not fit its arena and are dropped", len(misfits), self.path)
-        self.losses.dropped_rows += len(misfits)
-        self.index.delete(misfits)
-        return found.at(np.flatnonzero(fits))
+        self.index.delete(found.slots[older].tolist())
+        return found.at(np.setdiff1d(np.arange(len(found.slots)), older))
 
 
 def _shape(arena: Arena, settings: DiskSettings, payload_bytes: int, hash_bytes: int) -> Shape:
@@ -249,13 +254,25 @@ def _has_equals(numbers: NDArray[Any]) -> bool:
     return bool(np.any(np.diff(np.sort(numbers)) == 0))
 
 
-def _has_equal_names(hashes: NDArray[np.void]) -> bool:
-    """By their beginnings first: a set of millions of hashes takes more memory than all that is kept of them."""
-    if hashes.itemsize >= WORD_BYTES:
-        words = hashes.view(np.uint8).reshape(-1, hashes.itemsize)[:, :WORD_BYTES]
-        if not _has_equals(np.ascontiguousarray(words).view(np.uint64).ravel()):
-            return False
-    return len(set(hashes.tolist())) < len(hashes)
+def _older_of_a_hash(found: Recovered) -> list[int]:
+    """Positions of rows whose hash a row of a later generation has too.
+
+    Hashes are compared by their beginnings first: a set of millions takes more memory than all that is kept of them.
+    """
+    positions = np.arange(len(found.hashes))
+    if found.hashes.itemsize >= WORD_BYTES:
+        bytes_of_hashes = found.hashes.view(np.uint8).reshape(-1, found.hashes.itemsize)
+        words = np.ascontiguousarray(bytes_of_hashes[:, :WORD_BYTES]).view(np.uint64).ravel()
+        in_order = np.sort(words)
+        positions = np.flatnonzero(np.isin(words, in_order[1:][np.diff(in_order) == 0]))
+    positions = positions[np.argsort(found.generations[positions], kind="stable")]
+    newest: dict[bytes, int] = {}
+    older: list[int] = []
+    for position, sequence_hash in zip(positions.tolist(), found.hashes[positions].tolist(), strict=True):
+        if sequence_hash in newest:
+            older.append(newest[sequence_hash])
+        newest[sequence_hash] = position
+    return older
 
 
 def _is_compatible(former: Superblock, shape: Shape) -> bool:

@@ -10,7 +10,7 @@ Release = tuple[int, int]
 RUN: tuple[Release, Release] = ((0, 28), (0, 32))
 CONTRACT_TESTED: tuple[Release, Release] = ((0, 23), (0, 33))
 
-INSTALL = "pip install vllm"
+INSTALL = f"pip install 'vllm>={RUN[0][0]}.{RUN[0][1]},<{RUN[1][0]}.{RUN[1][1] + 1}'"
 _FIRST_WITH_STABLE_HASHES: Release = (0, 29)
 _RELEASE = re.compile(r"v?(\d+)\.(\d+)")
 

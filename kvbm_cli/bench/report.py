@@ -39,6 +39,8 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
     verdict = summary["verdict"]
     console.print()
     console.print(Text.assemble((f"{verdict}: ", f"bold {COLOURS[verdict]}"), summary["explanation"]))
+    if summary["hint"]:
+        console.print(Text(f"hint: {summary['hint']}"))
     for caveat in summary["caveats"]:
         console.print(Padding(Text(f"note: {caveat}", style="dim"), (0, 0, 0, 2)))
     console.print(f"\nevery request: {directory}", highlight=False, soft_wrap=True)

@@ -98,6 +98,7 @@ def interrupted_summary(reason: str, surroundings: dict[str, Any]) -> dict[str, 
         "verdict": "invalid",
         "explanation": reason,
         "reasons": [reason],
+        "hint": None,
         "ttft_speedup": None,
         "outputs_equal": None,
         "arms": {},
@@ -110,6 +111,7 @@ def _verdict(judgement: Judgement) -> dict[str, Any]:
         "verdict": judgement.verdict.value,
         "explanation": judgement.sentence,
         "reasons": list(judgement.reasons),
+        "hint": judgement.hint,
     }
 
 

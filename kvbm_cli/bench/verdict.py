@@ -73,15 +73,21 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`sentence` explains the verdict; `reasons` are the findings behind `invalid` or `wrong`; `caveats` qualify."""
+    """`sentence` explains the verdict; `reasons` are the findings behind `invalid` or `wrong`; `caveats` qualify;
+    `hint` is what to do about a run that measured nothing."""
 
     verdict: Verdict
     sentence: str
     reasons: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
+    hint: str | None = None
 
 
 DEFAULT_LIMITS = Limits()
+LESS_LOAD = (
+    "repeat it while nothing else runs on this machine; if that does not help, launch less often, by a smaller "
+    "`schedule.target_utilisation` in the workload"
+)
 
 
 def judge(evidence: Evidence, limits: Limits = DEFAULT_LIMITS) -> Judgement:
@@ -89,7 +95,8 @@ def judge(evidence: Evidence, limits: Limits = DEFAULT_LIMITS) -> Judgement:
     if wrong := _wrong(evidence, limits):
         return Judgement(Verdict.WRONG, f"the outputs are not equal: {'; '.join(wrong)}", tuple(wrong), caveats)
     if invalid := list(_invalid(evidence, limits)):
-        return Judgement(Verdict.INVALID, f"nothing was measured: {'; '.join(invalid)}", tuple(invalid), caveats)
+        hint = LESS_LOAD if _was_too_busy(evidence, limits) else None
+        return Judgement(Verdict.INVALID, f"nothing was measured: {'; '.join(invalid)}", tuple(invalid), caveats, hint)
     verdict = _compare(evidence, limits)
     return Judgement(verdict, _sentence(verdict, evidence), (), caveats)
 
@@ -126,7 +133,7 @@ def _invalid(evidence: Evidence, limits: Limits) -> list[str]:
         reasons.append("no prompt token came from G2, so the block manager was not tested")
     if evidence.ratio is None:
         reasons.append("no request of turn 2 or later was answered in both arms")
-    most_ms = max(limits.lateness_ms, limits.lateness_share * (evidence.baseline_ttft_ms or 0.0))
+    most_ms = _most_late_ms(evidence, limits)
     reasons += [
         f"the client launched late in arm {arm}: {late_ms:.0f} ms at p99, at most {most_ms:.0f} ms are allowed"
         for arm, late_ms in evidence.lateness_p99_ms.items()
@@ -144,6 +151,26 @@ def _invalid(evidence: Evidence, limits: Limits) -> list[str]:
     return reasons
 
 
+def _most_late_ms(evidence: Evidence, limits: Limits) -> float:
+    return max(limits.lateness_ms, limits.lateness_share * (evidence.baseline_ttft_ms or 0.0))
+
+
+def _is_overloaded(evidence: Evidence, limits: Limits) -> bool:
+    """Whether the baseline's numbers are those of a queue."""
+    return (evidence.utilisation or 0.0) > limits.collapse_utilisation or (
+        evidence.queue_share or 0.0
+    ) > limits.collapse_queue_share
+
+
+def _was_too_busy(evidence: Evidence, limits: Limits) -> bool:
+    """Whether the machine, by this load or another, had no room for the measurement."""
+    return (
+        _is_overloaded(evidence, limits)
+        or max(evidence.lateness_p99_ms.values(), default=0.0) > _most_late_ms(evidence, limits)
+        or max(evidence.client_cpu_share.values(), default=0.0) > limits.client_cpu_share
+    )
+
+
 def _caveats(evidence: Evidence, limits: Limits) -> list[str]:
     caveats = []
     if unsteady := _unsteady(evidence):
@@ -155,6 +182,8 @@ def _caveats(evidence: Evidence, limits: Limits) -> list[str]:
         )
     if evidence.kvbm_logprob_difference is None and evidence.compared_count:
         caveats.append("the engine sends no logprobs, so only tokens were compared, which is a weak test")
+    if _is_overloaded(evidence, limits):
+        return caveats  # the verdict says so
     if limits.busy_utilisation < (evidence.utilisation or 0.0):
         caveats.append(f"the baseline was busy {evidence.utilisation:.0%} of the time: it may have queued")
     if limits.busy_queue_share < (evidence.queue_share or 0.0):

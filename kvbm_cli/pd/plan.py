@@ -19,6 +19,7 @@ from kvbm.config.engine import VllmEngine
 from kvbm.config.flags import CONNECTOR_MODULE
 from kvbm.config.launch_plan import LaunchPlan, reachable
 from kvbm.errors import EnvironmentProblem
+from kvbm.vllm_integration.versions import INSTALL as INSTALL_VLLM
 from kvbm_cli.engines import launch_plan, vllm_of
 from kvbm_cli.process import choose_port
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvbm.config.schema import Profile
 
 ENGINE_HOST = "127.0.0.1"
-INSTALL = "pip install vllm nixl"
+INSTALL = f"{INSTALL_VLLM} nixl"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HINT = "`pip install nixl` in that environment"
 # NIXL alone. A prompt whose blocks cannot be fetched is computed where it is decoded.

@@ -337,6 +337,17 @@ MACHINE_STATE = {
     "machine_port_taken": mine(
         "", command="serve --profile mine.yaml --port 18734", exit_code=MACHINE, prepare=taken_port
     ),
+    "machine_port_of_the_profile_taken": mine(
+        "server:\n  port: 18734\n", command="serve --profile mine.yaml", exit_code=MACHINE, prepare=taken_port
+    ),
+    "machine_disk_that_is_too_small": mine(
+        "  disk:\n    capacity: 9000TB\n", command="serve --profile mine.yaml", exit_code=MACHINE
+    ),
+    "machine_disk_that_is_too_small_for_blocks": mine(
+        "  disk:\n    capacity: 1GB\n",
+        command="serve --profile mine.yaml --set tiers.disk.blocks=1000000000000",
+        exit_code=MACHINE,
+    ),
 }
 
 DEMO = "serve --profile demo --port 0"

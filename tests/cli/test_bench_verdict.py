@@ -115,6 +115,23 @@ def test_a_run_that_measured_something_else_is_invalid(change, reason):
     assert any(reason in one for one in judgement.reasons)
 
 
+@pytest.mark.parametrize(
+    ("change", "is_of_load"),
+    [
+        ({"utilisation": 0.96}, True),
+        ({"queue_share": 0.51}, True),
+        ({"lateness_p99_ms": {"kvbm": 101.0}}, True),
+        ({"client_cpu_share": {"floor": 0.71}}, True),
+        ({"errors": {"baseline": 2}}, False),
+        ({"transfers_proven": False}, False),
+    ],
+)
+def test_a_run_that_was_too_busy_comes_with_what_to_do(change, is_of_load):
+    judgement = judge(replace(GOOD, **change))
+    assert (judgement.hint or "").startswith("repeat it while nothing else runs") == is_of_load
+    assert judgement.caveats == ()  # the verdict has said it
+
+
 def test_lateness_is_allowed_up_to_a_share_of_the_baseline_or_a_fixed_time():
     late = replace(GOOD, baseline_ttft_ms=100.0, lateness_p99_ms={"kvbm": 24.0})
     assert judge(late).verdict is Verdict.FASTER

@@ -152,19 +152,42 @@ def test_index_of_wrong_contents_is_an_empty_cache(tmp_path, change):
     assert counters.damaged_indexes == 1
 
 
-def test_index_that_names_a_block_twice_is_an_empty_cache(tmp_path):
+def test_index_that_names_a_slot_twice_is_an_empty_cache(tmp_path):
     path = write_cache(tmp_path) / "index.sqlite"
     connection = sqlite3.connect(path)
     connection.executescript("""
         CREATE TABLE other AS SELECT * FROM blocks;
         DROP TABLE blocks;
         ALTER TABLE other RENAME TO blocks;
-        UPDATE blocks SET hash = (SELECT hash FROM blocks WHERE slot = 3) WHERE slot = 4;
+        UPDATE blocks SET slot = 3 WHERE slot = 4;
     """)
     connection.close()
     found, _, counters = recovered_and_good(tmp_path)
     assert found == set()
     assert counters.damaged_indexes == 1
+
+
+def test_of_a_hash_that_is_there_twice_the_later_row_counts(tmp_path):
+    """Here it is a damaged one: what it names is found out as wrong, and nothing else is lost."""
+    path = write_cache(tmp_path) / "index.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE blocks SET hash = (SELECT hash FROM blocks WHERE slot = 3) WHERE slot IN (4, 9)")
+    connection.close()
+    found, good, counters = recovered_and_good(tmp_path)
+    assert found == set(range(BLOCKS)) - {4, 9}
+    assert found - good == {3}
+    assert (counters.damaged_indexes, counters.dropped_rows, counters.checksum_misses) == (0, 0, 1)
+
+
+def test_block_that_was_written_again_elsewhere_is_read_from_there(tmp_path):
+    with opened(tmp_path) as rig:
+        assert rig.write([7, 8], [3, 5]).is_good == (True, True)
+        assert rig.write([7], [2]).is_good == (True,)
+    found, good, counters = recovered_and_good(tmp_path)
+    assert found == good == {7, 8}
+    assert counters.dropped_rows == 0
+    with sqlite3.connect(instance_of(tmp_path) / "index.sqlite") as connection:
+        assert connection.execute("SELECT slot FROM blocks ORDER BY slot").fetchall() == [(2,), (5,), (13,)]
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", bytes(100), os.urandom(8192)])
