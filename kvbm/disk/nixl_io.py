@@ -36,7 +36,7 @@ PACKAGES = ("nixl_cu13", "nixl_cu12")
 QUEUES = ("uring", "aio")  # the better one first
 GDS = "gds"
 INSTALL = "`pip install 'kvbm-cli[nixl]'`"
-POLL_INTERVAL_S = 0.0002
+POLL_INTERVAL_S = 0.0005
 LONGEST_SLEEP_S = 0.005
 SHARE_SLEPT = 0.8  # of the time that a transfer is expected to take
 WEIGHT_OF_LAST = 0.2
@@ -55,7 +55,7 @@ class NixlIO:
     `redone_count` says how often the system calls had to do what NIXL could not.
     """
 
-    piece_bytes = 4 << 20  # of less, the polls cost more than the batch saves
+    piece_bytes = 8 << 20  # of less, handles and polls cost more than checksums of what the cache still holds save
 
     def __init__(self, fd: int, memory: Sequence[Buffer], *, queue: str) -> None:
         self._nixl = _load()
