@@ -443,9 +443,7 @@ class DiskSide:
                 done = len(absent) - len(self._queue.hashes)
                 log.info("kvbm: writing host memory to disk, %d of %d blocks", done, len(absent))
         left = len(self._queue.hashes)
-        log.info(
-            "kvbm: %d blocks of host memory were written to disk at the end, %d were not", len(absent) - left, left
-        )
+        log.info("kvbm: %d blocks were written to disk at the end, %d not", len(absent) - left, left)
         self._disk.close(max(0.1, deadline_s - self._clock()))
 
     def check(self) -> None:

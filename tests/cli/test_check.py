@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from terminal import kvbm, on_a_terminal
+
+from kvbm.disk.directory import CacheFacts
+from kvbm.errors import EnvironmentProblem
+from kvbm_cli.check import require_disk_space
+from kvbm_cli.profiles import resolve
+from kvbm_cli.size import size_of
 
 PROFILE = """\
 engine:
@@ -138,6 +146,41 @@ def test_a_disk_that_cannot_be_is_found_before_an_engine_starts(home: Path, over
     assert outcome.exit_code == exit_code
     assert outcome.stderr.startswith(message)
     assert f"\n  --set {override}\n" in outcome.stderr
+
+
+SPACE = (1 << 40, 1 << 30)  # of the file system and of it free, in bytes
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_used", "ends"),
+    [
+        ("512MiB", False, "fits"),
+        ("2GiB", False, "fits in its place"),
+        ("2GiB", True, "cannot fit"),
+        ("3GiB", False, "cannot fit"),
+    ],
+)
+def test_a_disk_that_cannot_fit_is_refused_unless_an_unused_cache_makes_room(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    is_used: bool,
+    ends: str,
+) -> None:
+    cache = CacheFacts(tmp_path / "a", "model", is_used, 0.0, 3 << 29, None, None, None, None)
+    monkeypatch.setattr("kvbm.disk.directory.list_caches", lambda directory: [cache])
+    blocks, free = (number // 4096 for number in SPACE)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=blocks, f_bavail=free, f_frsize=4096))
+    overrides = [f"tiers.disk.directory={tmp_path}", f"tiers.disk.capacity={wanted}"]
+    resolved = resolve("demo-disk", overrides)
+    sizing = size_of(resolved)
+    if ends == "cannot fit":
+        with pytest.raises(EnvironmentProblem, match=f"`tiers.disk.capacity` takes .* and {tmp_path} has 1.0 GiB left"):
+            require_disk_space(resolved, sizing)
+    else:
+        require_disk_space(resolved, sizing)
+    assert ("warning: " in capsys.readouterr().err) == (ends == "fits in its place")
 
 
 LONG_NAMES = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "47000000"}

@@ -340,7 +340,8 @@ def test_mistake_on_the_command_line(name: str, tmp_path: Path, profile: Path) -
 
 
 def test_profile_without_a_disk_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = run(capsys, "demo", machine=machine(tmp_path / "machine"))
+    (tmp_path / "mine.yaml").write_text("extends: demo\nserver: {port: 0}\nmetrics: {port: 0}\n")
+    outcome = run(capsys, str(tmp_path / "mine.yaml"), machine=machine(tmp_path / "machine"))
     assert outcome.exit_code == 0
     assert "  skipped  directory          the profile has no `tiers.disk`" in outcome.stdout
     assert "recommended" not in outcome.stdout

@@ -82,7 +82,7 @@ def test_nothing_is_overwritten_without_being_asked_to(tmp_path: Path) -> None:
     assert (outcome.exit_code, (tmp_path / "mine.yaml").read_text().count("synthetic:tiny")) == (0, 2)
 
 
-ANSWERS = "embedded\nsynthetic:tinny\nsynthetic:tiny\n\n\n12\n1GiB\nrelative\n\n99999\n\n"
+ANSWERS = "embedded\nsynthetic:tinny\nsynthetic:tiny\n\n\n\n12\n1GiB\nrelative\n\n99999\n\n"
 
 
 def test_questions_are_asked_on_a_terminal(tmp_path: Path) -> None:
