@@ -36,7 +36,7 @@ sys.path[:0] = [str(HERE.parent / "vllm"), str(HERE)]
 
 import gil_steps  # noqa: E402
 from engine_side import EngineSide  # noqa: E402
-from facts import facts  # noqa: E402
+from facts import facts, stolen_s  # noqa: E402
 from loop_mount import loop_mount  # noqa: E402
 
 FIO_ENGINES = ("io_uring", "libaio")
@@ -197,6 +197,7 @@ def missed(rows: list[dict[str, object]]) -> list[str]:
 
 
 def main() -> int:
+    stolen_before_s = stolen_s()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds: shows that it works, not how fast")
     parser.add_argument("--rounds", type=int, default=9)
@@ -218,6 +219,7 @@ def main() -> int:
         "huge_pages_of_host_memory": HUGE_PAGES.read_text().strip(),
         "fio": subprocess.run(["fio", "--version"], check=True, capture_output=True, text=True).stdout.strip(),
         "load_at_the_end": os.getloadavg()[0],
+        "cpu_s_stolen_by_the_host": round(stolen_s() - stolen_before_s, 2),
         "throughput": rows,
         "steps": steps,
     }

@@ -36,7 +36,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "vllm"), str(HERE)]
 
-from facts import facts  # noqa: E402
+from facts import facts, stolen_s  # noqa: E402
 
 from kvbm.disk.directory import INDEX  # noqa: E402
 from kvbm.disk.index import BlockIndex, Row  # noqa: E402
@@ -211,6 +211,7 @@ def misses(row: dict[str, object]) -> Iterator[str]:
 
 
 def main() -> int:
+    stolen_before_s = stolen_s()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=int, nargs="+", default=[1_000_000, 4_000_000])
     parser.add_argument("--steps", type=int, default=5000)
@@ -237,6 +238,7 @@ def main() -> int:
         "command": f"python bench/disk/{Path(__file__).name} " + " ".join(sys.argv[1:]),
         **facts(("numpy", "xxhash")),
         "load_at_the_end": os.getloadavg()[0],
+        "cpu_s_stolen_by_the_host": round(stolen_s() - stolen_before_s, 2),
         "rows": rows,
     }
     if arguments.output:

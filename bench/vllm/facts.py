@@ -30,6 +30,11 @@ def facts(distributions: tuple[str, ...], *, lmcache: Path | None = None) -> dic
     }
 
 
+def stolen_s() -> float:
+    """CPU seconds that a virtual machine's cores wanted since it was started and its host gave to others."""
+    return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+
+
 def machine() -> str:
     return f"{os.cpu_count()}cpu-{platform.machine().replace('_', '-')}-no-gpu"
 
