@@ -5,10 +5,12 @@ success for bytes that never came. The trial is this module run as a program: it
 file in the cache's own directory, and reads past the file's end, which must fail.
 
     python -m kvbm.disk.choose_io DIRECTORY uring|aio|gds      ends with 0, or says what is wrong and ends with 1
+    python -m kvbm.disk.choose_io DIRECTORY uring|aio BYTES    prints what threads and NIXL move in a second, in blocks
+                                                               of so many bytes
 
-`auto` takes NIXL where it is faster (bench/disk/disk_io.py): blocks of at least 4 MiB that pass by the page cache. It
-never takes GPUDirect Storage, which must be asked for: between a disk and host memory it has nothing to gain but what a
-vendor's file system makes of it. A trial of it is made only where its driver can open without hanging.
+`auto` takes NIXL where that is faster here and now, by a second of the one and the other. It never takes GPUDirect
+Storage, which must be asked for: between a disk and host memory it has nothing to gain but what a vendor's file system
+makes of it. A trial of it is made only where its driver can open without hanging.
 """
 
 from __future__ import annotations
@@ -17,13 +19,18 @@ import fcntl
 import logging
 import mmap
 import os
+import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +42,12 @@ from kvbm.errors import EnvironmentProblem
 log = logging.getLogger(__name__)
 
 HOME = str(Path(__file__).parents[2])  # where the trial finds this package
+PROGRAM = (sys.executable, "-m", "kvbm.disk.choose_io")
 TRIAL_TIMEOUT_S = 20.0
-SMALLEST_FOR_NIXL = 4 << 20
+RACE_BYTES = 64 << 20
+RACE_S = 1.0
+RACE_THREADS = 4
+FASTER = 1.05  # as much as NIXL must be, to be taken for it
 ALIGNMENT = 4096
 TRIAL_BLOCKS = 16
 TRIAL_BLOCK_BYTES = 64 << 10
@@ -44,6 +55,8 @@ GPU = Path("/dev/nvidiactl")
 MODULES = Path("/proc/modules")  # without it, the driver of GPUDirect Storage searches for its module for ever
 
 Trial = Callable[[Path, str], str | None]  # what is wrong with a queue in a directory, None when nothing is
+Rates = tuple[float, float]  # bytes that threads and NIXL move in a second
+Race = Callable[[Path, str, int], Rates | str]  # of a queue in a directory with blocks of that size, or what is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +72,48 @@ class Choice:
 
 
 def open_io(
-    wanted: str, fd: int, *, path: Path, shards: Sequence[Buffer], is_direct: bool, trial: Trial | None = None
+    wanted: str,
+    fd: int,
+    *,
+    path: Path,
+    shards: Sequence[Buffer],
+    is_direct: bool,
+    trial: Trial | None = None,
+    race: Race | None = None,
 ) -> BlockIO:
     """The BlockIO of the arena `path`, which is open as `fd`, for buffers in `shards`. Raises EnvironmentProblem."""
     block_bytes = shards[0].shape[-1]
-    choice = choose_io(wanted, path.parent, block_bytes=block_bytes, o_direct=is_direct, trial=trial)
+    choice = choose_io(wanted, path.parent, block_bytes=block_bytes, o_direct=is_direct, trial=trial, race=race)
     return ThreadsIO(fd, is_direct=is_direct) if choice.queue is None else NixlIO(fd, shards, queue=choice.queue)
 
 
-def choose_io(wanted: str, directory: Path, *, block_bytes: int, o_direct: bool, trial: Trial | None = None) -> Choice:
+def choose_io(
+    wanted: str,
+    directory: Path,
+    *,
+    block_bytes: int,
+    o_direct: bool,
+    trial: Trial | None = None,
+    race: Race | None = None,
+) -> Choice:
     """`block_bytes` is what one rank has of a block. Raises EnvironmentProblem where `nixl` or `gds` is
     wanted and does not work."""
-    choice = _choose(wanted, directory, block_bytes, o_direct, trial or try_nixl)
+    choice = _choose(wanted, directory, block_bytes, o_direct, trial or try_nixl, race or race_nixl)
     if wanted != "threads":
         log.info("disk I/O of `tiers.disk.io: %s` is by %s: %s", wanted, choice.name, choice.reason)
     return choice
 
 
-def _choose(wanted: str, directory: Path, block_bytes: int, o_direct: bool, trial: Trial) -> Choice:
+def _choose(wanted: str, directory: Path, block_bytes: int, o_direct: bool, trial: Trial, race: Race) -> Choice:
     if wanted == "threads":
         return Choice(None, "it is what the profile says")
     if wanted == "auto" and not o_direct:
         return Choice(None, "threads copy from the page cache at the same time, NIXL one after the other")
-    if wanted == "auto" and block_bytes < SMALLEST_FOR_NIXL:
-        return Choice(None, f"blocks of {block_bytes >> 10} KiB move faster without NIXL")
     complaints: list[str] = []
     for queue in (GDS,) if wanted == GDS else QUEUES:
         complaint = (why_no_gds() if queue == GDS else None) or trial(directory, queue)
+        if complaint is None and wanted == "auto":
+            return _faster(queue, race(directory, queue, block_bytes))
         if complaint is None:
             return Choice(queue, "; ".join([f"a trial of {queue} moved every byte", *complaints]))
         complaints.append(f"{queue}: {complaint}")
@@ -95,6 +123,14 @@ def _choose(wanted: str, directory: Path, block_bytes: int, o_direct: bool, tria
         f"`tiers.disk.io` is `{wanted}`, which does not work here: {'; '.join(complaints)}",
         hint=f"{INSTALL}, or `tiers.disk.io: auto`, which takes NIXL only where it works",
     )
+
+
+def _faster(queue: str, rates: Rates | str) -> Choice:
+    if isinstance(rates, str):
+        return Choice(None, f"NIXL could not be timed: {rates}")
+    threads, nixl = rates
+    shown = f"{nixl / 1e9:.2f} GB/s by NIXL with {queue} and {threads / 1e9:.2f} by threads in a trial"
+    return Choice(queue if nixl > FASTER * threads else None, shown)
 
 
 def why_no_gds() -> str | None:
@@ -109,8 +145,24 @@ def why_no_gds() -> str | None:
 def try_nixl(
     directory: Path, queue: str, *, timeout_s: float = TRIAL_TIMEOUT_S, program: Sequence[str] = ()
 ) -> str | None:
-    """Run the trial in a process of its own. One that hangs is killed, and not waited for if that does not end it."""
-    command = program or (sys.executable, "-m", "kvbm.disk.choose_io", str(directory), queue)
+    """Run the trial; what is wrong, or None."""
+    return _in_a_process(program or (*PROGRAM, str(directory), queue), timeout_s)[0]
+
+
+def race_nixl(
+    directory: Path, queue: str, block_bytes: int, *, timeout_s: float = TRIAL_TIMEOUT_S, program: Sequence[str] = ()
+) -> Rates | str:
+    """What threads and NIXL move in a second, or what is wrong."""
+    complaint, said = _in_a_process(program or (*PROGRAM, str(directory), queue, str(block_bytes)), timeout_s)
+    if complaint is not None:
+        return complaint
+    threads, nixl = map(float, said.split())
+    return threads, nixl
+
+
+def _in_a_process(command: Sequence[str], timeout_s: float) -> tuple[str | None, str]:
+    """(what is wrong, the last line it said). A process that hangs is killed, and not waited for if that does not end
+    it."""
     paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryFile() as output:
         trial = subprocess.Popen(
@@ -125,13 +177,13 @@ def try_nixl(
             code = trial.wait(timeout_s)
         except subprocess.TimeoutExpired:
             _kill(trial)
-            return f"no answer in {timeout_s:g} s"
-        if code == 0:
-            return None
+            return f"no answer in {timeout_s:g} s", ""
         output.seek(0)
         lines = output.read().decode(errors="replace").split("\n")
         said = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        return said if code > 0 else f"signal {-code} ended the trial"
+        if code == 0:
+            return None, said
+        return (said if code > 0 else f"signal {-code} ended the trial"), said
 
 
 def _kill(trial: subprocess.Popen[bytes]) -> None:
@@ -143,8 +195,11 @@ def _kill(trial: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    directory, queue = Path(sys.argv[1]), sys.argv[2]
+    directory, queue, *sizes = Path(sys.argv[1]), *sys.argv[2:]
     try:
+        if sizes:
+            print(*_race_here(directory, queue, int(sizes[0])))
+            return 0
         complaint = _try_here(directory, queue)
     except EnvironmentProblem as error:
         complaint = error.message
@@ -156,13 +211,11 @@ def main() -> int:
 
 
 def _try_here(directory: Path, queue: str) -> str | None:
-    """What is wrong. The file has no name, so that nothing remains of it. Raises OSError and EnvironmentProblem."""
+    """What is wrong. Raises OSError and EnvironmentProblem."""
     size = TRIAL_BLOCKS * TRIAL_BLOCK_BYTES
     ours, theirs = (np.frombuffer(mmap.mmap(-1, size), np.uint8).reshape(TRIAL_BLOCKS, -1) for _ in range(2))
     ours[:] = np.random.default_rng().integers(0, 256, ours.shape, np.uint8)
-    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-        with suppress(OSError):  # where it is not supported, the arena does without it too
-            fcntl.fcntl(file, fcntl.F_SETFL, os.O_RDWR | os.O_DIRECT)
+    with _file_in(directory) as file:
         io = NixlIO(file.fileno(), [ours, theirs], queue=queue)
         io.write(_backwards(ours))
         io.read(_backwards(theirs))
@@ -176,6 +229,50 @@ def _try_here(directory: Path, queue: str) -> str | None:
             io.close()
             return None
         return "it reports success for a read past the end of a file, as versions before 1.5 do"
+
+
+def _race_here(directory: Path, queue: str, block_bytes: int) -> Rates:
+    """Both write and read all blocks of a file, in turn until the time is over. Raises OSError, EnvironmentProblem."""
+    count = max(2 * RACE_THREADS, RACE_BYTES // block_bytes)
+    memory = mmap.mmap(-1, count * block_bytes)
+    with suppress(OSError):  # as segments do, where the system lets them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    rows = np.frombuffer(memory, np.uint8).reshape(count, block_bytes)
+    rows[:] = np.frombuffer(os.urandom(block_bytes), np.uint8)  # that no drive can compress
+    with _file_in(directory) as file:
+        threads, nixl = ThreadsIO(file.fileno()), NixlIO(file.fileno(), [rows], queue=queue)
+        _move_all(threads, rows)  # takes the space
+        taken_s: dict[BlockIO, list[float]] = {threads: [], nixl: []}
+        end_s = time.monotonic() + RACE_S
+        while not taken_s[nixl] or time.monotonic() < end_s:
+            for io, times in taken_s.items():
+                times.append(_move_all(io, rows))
+        threads.close()
+        nixl.close()
+    threads_rate, nixl_rate = (2 * rows.nbytes / statistics.median(times) for times in taken_s.values())
+    return threads_rate, nixl_rate
+
+
+def _move_all(io: BlockIO, rows: Buffer) -> float:
+    """Seconds to write all blocks and read them back, in an order that no disk foresees."""
+    runs = [Run(index * rows.shape[1], [row]) for index, row in enumerate(rows)]
+    random.shuffle(runs)
+    size = max(1, min(io.piece_bytes // rows.shape[1], len(runs) // RACE_THREADS))
+    pieces = [runs[start : start + size] for start in range(0, len(runs), size)]
+    started = time.monotonic()
+    with ThreadPoolExecutor(RACE_THREADS) as pool:
+        for move in (io.write, io.read):
+            list(pool.map(move, pieces))
+    return time.monotonic() - started
+
+
+@contextmanager
+def _file_in(directory: Path) -> Iterator[FileIO]:
+    """A file without a name, so that nothing remains of it. Raises OSError."""
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        with suppress(OSError):  # where it is not supported, the arena does without it too
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_RDWR | os.O_DIRECT)
+        yield file
 
 
 def _backwards(rows: Buffer) -> list[Run]:

@@ -16,7 +16,7 @@ from fake_nixl import FakeNixl
 
 from kvbm.disk import choose_io as module
 from kvbm.disk.block_io import Run
-from kvbm.disk.choose_io import GPU, MODULES, SMALLEST_FOR_NIXL, Choice, choose_io, open_io, try_nixl
+from kvbm.disk.choose_io import GPU, MODULES, Choice, Rates, choose_io, open_io, race_nixl, try_nixl
 from kvbm.disk.nixl_io import GDS, NixlIO
 from kvbm.errors import EnvironmentProblem
 
@@ -42,8 +42,15 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNixl:
     return fake
 
 
-def choose(wanted: str, trials: Trials, *, block_bytes: int = SMALLEST_FOR_NIXL, o_direct: bool = True) -> Choice:
-    return choose_io(wanted, Path("/nowhere"), block_bytes=block_bytes, o_direct=o_direct, trial=trials)
+NIXL_WINS, THREADS_WIN, TIE = (4e9, 5e9), (5e9, 4e9), (5e9, 5.2e9)
+
+
+def choose(wanted: str, trials: Trials, *, rates: Rates | str = NIXL_WINS, o_direct: bool = True) -> Choice:
+    def race(directory: Path, queue: str, block_bytes: int) -> Rates | str:
+        assert (directory, block_bytes) == (Path("/nowhere"), 4096)
+        return rates
+
+    return choose_io(wanted, Path("/nowhere"), block_bytes=4096, o_direct=o_direct, trial=trials, race=race)
 
 
 def test_threads_are_taken_without_a_trial() -> None:
@@ -63,7 +70,13 @@ def test_better_queue_is_taken_where_it_works(wanted: str) -> None:
 def test_second_queue_is_taken_where_the_first_is_denied(wanted: str) -> None:
     choice = choose(wanted, Trials(uring="it is denied", aio=None))
     assert choice.queue == "aio"
-    assert choice.reason == "a trial of aio moved every byte; uring: it is denied"
+    assert (
+        choice.reason
+        == {
+            "nixl": "a trial of aio moved every byte; uring: it is denied",
+            "auto": "5.00 GB/s by NIXL with aio and 4.00 by threads in a trial",
+        }[wanted]
+    )
 
 
 def test_auto_without_a_working_nixl_takes_threads_and_says_why() -> None:
@@ -139,11 +152,19 @@ def test_real_trial_of_gds_without_a_gpu_says_that_it_does_not_load(tmp_path: Pa
     assert "NIXL cannot use gds here" in complaint or "no answer in" in complaint
 
 
-def test_auto_takes_threads_for_small_blocks_without_a_trial() -> None:
-    trials = Trials(uring=None)
-    assert choose("auto", trials, block_bytes=SMALLEST_FOR_NIXL - 1).name == "threads"
-    assert trials.asked == []
-    assert choose("auto", trials, block_bytes=SMALLEST_FOR_NIXL).name == "nixl"
+@pytest.mark.parametrize(
+    ("rates", "name", "reason"),
+    [
+        (NIXL_WINS, "nixl", "5.00 GB/s by NIXL with uring and 4.00 by threads in a trial"),
+        (THREADS_WIN, "threads", "4.00 GB/s by NIXL with uring and 5.00 by threads in a trial"),
+        (TIE, "threads", "5.20 GB/s by NIXL with uring and 5.00 by threads in a trial"),
+        ("no answer in 20 s", "threads", "NIXL could not be timed: no answer in 20 s"),
+    ],
+)
+def test_auto_takes_nixl_only_where_it_is_faster(rates: Rates | str, name: str, reason: str) -> None:
+    choice = choose("auto", Trials(uring=None), rates=rates)
+    assert (choice.name, choice.reason) == (name, reason)
+    assert choose("nixl", Trials(uring=None), rates=rates).name == "nixl"
 
 
 def test_auto_takes_threads_for_the_page_cache() -> None:
@@ -152,14 +173,24 @@ def test_auto_takes_threads_for_the_page_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "width", "name"), [("threads", 4096, "threads"), ("auto", 4 << 20, "nixl"), ("auto", 2 << 20, "threads")]
+    ("wanted", "rates", "name"),
+    [("threads", NIXL_WINS, "threads"), ("auto", NIXL_WINS, "nixl"), ("auto", THREADS_WIN, "threads")],
 )
-def test_opened_io_moves_bytes_of_the_arena(nixl: FakeNixl, tmp_path: Path, wanted: str, width: int, name: str) -> None:
+def test_opened_io_moves_bytes_of_the_arena(
+    nixl: FakeNixl, tmp_path: Path, wanted: str, rates: Rates, name: str
+) -> None:
+    width = 4096
     shards = [np.frombuffer(mmap.mmap(-1, 2 * width), np.uint8).reshape(2, width)]
     shards[0][0] = 7
     with (tmp_path / "arena").open("w+b") as file:
         io = open_io(
-            wanted, file.fileno(), path=tmp_path / "arena", shards=shards, is_direct=True, trial=Trials(uring=None)
+            wanted,
+            file.fileno(),
+            path=tmp_path / "arena",
+            shards=shards,
+            is_direct=True,
+            trial=Trials(uring=None),
+            race=lambda directory, queue, block_bytes: rates,
         )
         io.write([Run(0, [shards[0][0]])])
         io.read([Run(0, [shards[0][1]])])
@@ -173,7 +204,7 @@ def test_choice_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture, wanted:
     caplog.set_level(logging.INFO, "kvbm.disk.choose_io")
     choose(wanted, Trials(uring=None))
     assert len(caplog.messages) == lines
-    assert all("is by nixl: a trial of uring moved every byte" in message for message in caplog.messages)
+    assert all("is by nixl: " in message for message in caplog.messages)
 
 
 def test_trial_that_hangs_is_ended_in_time(tmp_path: Path) -> None:
@@ -211,6 +242,28 @@ def test_complaint_is_the_last_line(tmp_path: Path) -> None:
 def test_real_trial_passes_and_leaves_nothing(tmp_path: Path) -> None:
     assert None in [try_nixl(tmp_path, queue) for queue in ("uring", "aio")]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: `pip install 'kvbm-cli[nixl]'`")
+def test_real_race_times_both_and_leaves_nothing(tmp_path: Path) -> None:
+    queue = next(queue for queue in ("uring", "aio") if try_nixl(tmp_path, queue) is None)
+    rates = race_nixl(tmp_path, queue, 256 << 10)
+    assert not isinstance(rates, str), rates
+    assert all(1e6 < rate < 1e12 for rate in rates)
+    assert os.listdir(tmp_path) == []
+
+
+def test_race_on_a_full_disk_says_so(nixl: FakeNixl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["choose_io", str(tmp_path), "uring", "4096"])
+    monkeypatch.setattr(module, "_move_all", lambda io, rows: (_ for _ in ()).throw(OSError(28, "No space left")))
+    assert module.main() == 1
+
+
+def test_race_that_hangs_or_complains_is_none(tmp_path: Path) -> None:
+    hangs = ("/bin/sh", "-c", "sleep 60")
+    assert race_nixl(tmp_path, "uring", 4096, timeout_s=0.3, program=hangs) == "no answer in 0.3 s"
+    complains = ("/bin/sh", "-c", "echo it is broken; exit 1")
+    assert race_nixl(tmp_path, "uring", 4096, program=complains) == "it is broken"
 
 
 def test_real_trial_without_nixl_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
