@@ -429,7 +429,7 @@ def _is_shown(path: tuple[str, ...], node: yaml.Node, every: Mapping, case: Case
     if entry is None:
         if not _is_above(key, every, case):
             yield f"{key} is not shown"
-    elif entry["origin"].startswith(("--", "DYN_")):
+    elif entry["origin"].startswith(("--", "DYN_", "ENABLE_KVBM_")):
         return
     elif not entry["origin"].startswith(NAME):
         if not _capacity_won(key, every):
