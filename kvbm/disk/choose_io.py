@@ -32,6 +32,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 HOME = str(Path(__file__).parents[2])  # where the trial finds this package
 PROGRAM = (sys.executable, "-m", "kvbm.disk.choose_io")
 TRIAL_TIMEOUT_S = 20.0
+LONGEST_S = 40  # that a trial lives whose parent was killed
 RACE_BYTES = 64 << 20
 RACE_S = 1.0
 RACE_THREADS = 4
@@ -156,34 +158,48 @@ def race_nixl(
     complaint, said = _in_a_process(program or (*PROGRAM, str(directory), queue, str(block_bytes)), timeout_s)
     if complaint is not None:
         return complaint
-    threads, nixl = map(float, said.split())
+    try:
+        threads, nixl = map(float, said.split())
+    except ValueError:  # plugins have the last word at times
+        return f"it said `{said}`"
     return threads, nixl
 
 
 def _in_a_process(command: Sequence[str], timeout_s: float) -> tuple[str | None, str]:
     """(what is wrong, the last line it said). A process that hangs is killed, and not waited for if that does not end
     it."""
+    try:
+        with open(os.memfd_create("kvbm-trial"), "r+b") as output:  # which needs no directory that can be written
+            trial = _start(command, output)
+            try:
+                code = trial.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                _kill(trial)
+                return f"no answer in {timeout_s:g} s", ""
+            except BaseException:  # a start that is interrupted leaves nobody behind
+                _kill(trial)
+                raise
+            output.seek(0)
+            lines = output.read().decode(errors="replace").split("\n")
+    except OSError as error:
+        return f"the trial cannot be run: {error.strerror}", ""
+    said = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    if code == 0:
+        return None, said
+    return (said if code > 0 else f"signal {-code} ended the trial"), said
+
+
+def _start(command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Raises OSError."""
     paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
-    with tempfile.TemporaryFile() as output:
-        trial = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": paths},
-            start_new_session=True,
-        )
-        try:
-            code = trial.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            _kill(trial)
-            return f"no answer in {timeout_s:g} s", ""
-        output.seek(0)
-        lines = output.read().decode(errors="replace").split("\n")
-        said = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        if code == 0:
-            return None, said
-        return (said if code > 0 else f"signal {-code} ended the trial"), said
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": paths},
+        start_new_session=True,
+    )
 
 
 def _kill(trial: subprocess.Popen[bytes]) -> None:
@@ -281,4 +297,5 @@ def _backwards(rows: Buffer) -> list[Run]:
 
 
 if __name__ == "__main__":
+    signal.alarm(LONGEST_S)
     sys.exit(main())

@@ -6,7 +6,11 @@ import importlib.util
 import logging
 import mmap
 import os
+import runpy
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -264,6 +268,55 @@ def test_race_that_hangs_or_complains_is_none(tmp_path: Path) -> None:
     assert race_nixl(tmp_path, "uring", 4096, timeout_s=0.3, program=hangs) == "no answer in 0.3 s"
     complains = ("/bin/sh", "-c", "echo it is broken; exit 1")
     assert race_nixl(tmp_path, "uring", 4096, program=complains) == "it is broken"
+
+
+@pytest.mark.parametrize("said", ["a plugin says goodbye", "1e9 2e9 3e9", "1e9"])
+def test_race_that_says_something_else_is_a_complaint(tmp_path: Path, said: str) -> None:
+    assert race_nixl(tmp_path, "uring", 4096, program=("/bin/echo", said)) == f"it said `{said}`"
+
+
+def test_race_whose_last_word_is_not_its_own_takes_threads(tmp_path: Path) -> None:
+    program = ("/bin/sh", "-c", "echo 1e9 2e9; echo an agent is destroyed >&2")
+    choice = choose("auto", Trials(uring=None), rates=race_nixl(tmp_path, "uring", 4096, program=program))
+    assert choice == Choice(None, "NIXL could not be timed: it said `an agent is destroyed`")
+
+
+def test_trial_needs_no_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", lambda: (_ for _ in ()).throw(FileNotFoundError(2, "none")))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert try_nixl(tmp_path, "uring", program=("/bin/true",)) is None
+
+
+def test_trial_that_cannot_be_started_is_a_complaint(tmp_path: Path) -> None:
+    complaint = try_nixl(tmp_path, "uring", program=(str(tmp_path / "gone"),))
+    assert complaint == "the trial cannot be run: No such file or directory"
+
+
+def test_trial_ends_itself_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alarms: list[int] = []
+    monkeypatch.setattr(signal, "alarm", alarms.append)
+    monkeypatch.setattr(sys, "argv", ["choose_io", str(tmp_path / "gone"), "uring"])
+    monkeypatch.delitem(sys.modules, module.__name__)
+    with pytest.raises(SystemExit):
+        runpy.run_module(module.__name__, run_name="__main__")
+    assert alarms == [module.LONGEST_S]
+    assert module.LONGEST_S > module.TRIAL_TIMEOUT_S
+
+
+def test_interrupted_trial_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+    wait = subprocess.Popen.wait
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        pids.append(process.pid)
+        if len(pids) == 1:
+            raise KeyboardInterrupt
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        try_nixl(tmp_path, "uring", program=("/bin/sleep", "60"))
+    assert not is_running(pids[0])
 
 
 def test_real_trial_without_nixl_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
