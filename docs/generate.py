@@ -25,7 +25,7 @@ from kvbm.config.variables import VARIABLES
 from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES, NEVER, NEVER_GAUGES
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN, shown
 from kvbm_cli.app import app
-from kvbm_cli.bench.workload import KEYS as WORKLOAD_KEYS
+from kvbm_cli.profile.workload import KEYS as WORKLOAD_KEYS
 
 REFERENCE = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate.py; edit what it is made from. -->"

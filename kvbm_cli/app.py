@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from kvbm.errors import KvbmError
-from kvbm_cli import streams
-from kvbm_cli.places import problem_of
-from kvbm_cli.show_error import show_error, show_kvbm_error
+from kvbm_cli.system.filesystem import problem_of
+from kvbm_cli.terminal import streams
+from kvbm_cli.terminal.show_error import show_error, show_kvbm_error
 
 COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 INTERRUPTED = 130
@@ -149,7 +149,7 @@ def serve(
     ] = None,
 ) -> int:
     """Run the engine of a profile. In the foreground or, with --detach, beside it."""
-    from kvbm_cli import serve as body
+    from kvbm_cli.serve import command as body
 
     return body.serve(
         profile, set_ or [], port=port, dry_run=dry_run, force=force, detach=detach, as_json=json, log=log
@@ -163,7 +163,7 @@ def status(
     json: JsonOption = False,
 ) -> None:
     """Show which engines run. State, address, age and tiers; of one run, all that is known."""
-    from kvbm_cli.status import show_status
+    from kvbm_cli.runs.status import show_status
 
     show_status(run, with_ended=all_, as_json=json)
 
@@ -185,7 +185,7 @@ def stop(
     json: JsonOption = False,
 ) -> int:
     """Stop an engine. It may finish what it serves, and is then killed."""
-    from kvbm_cli.stop import stop_runs
+    from kvbm_cli.runs.stop import stop_runs
 
     return stop_runs(run, every=all_, timeout_s=timeout, as_json=json)
 
@@ -201,7 +201,7 @@ def logs(
     ] = None,
 ) -> None:
     """Print what an engine has printed. Also when it has ended."""
-    from kvbm_cli.logs import show_logs
+    from kvbm_cli.runs.logs import show_logs
 
     show_logs(run, follow=follow, line_count=lines)
 
@@ -239,7 +239,7 @@ def bench(
 @app.command()
 def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = False) -> None:
     """Show what each tier of a profile holds. In blocks, tokens and bytes."""
-    from kvbm_cli.size import show_size
+    from kvbm_cli.profile.size import show_size
 
     show_size(profile, set_ or [], as_json=json)
 
@@ -275,7 +275,7 @@ def doctor(
 @profile_app.command("list")
 def profile_list(json: JsonOption = False) -> None:
     """Name the shipped profiles."""
-    from kvbm_cli.profiles import list_profiles
+    from kvbm_cli.profile.resolve import list_profiles
 
     list_profiles(as_json=json)
 
@@ -283,7 +283,7 @@ def profile_list(json: JsonOption = False) -> None:
 @profile_app.command("show")
 def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> None:
     """Print every key, its value and its origin."""
-    from kvbm_cli.profiles import show_profile
+    from kvbm_cli.profile.resolve import show_profile
 
     show_profile(profile, set_ or [], as_json=json)
 
@@ -291,7 +291,7 @@ def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOpt
 @profile_app.command("check")
 def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> int:
     """Find every mistake of a profile. Ends with 2 if there are any."""
-    from kvbm_cli.profiles import check_profile
+    from kvbm_cli.profile.resolve import check_profile
 
     return check_profile(profile, set_ or [], as_json=json)
 
@@ -306,7 +306,7 @@ def profile_diff(
     json: JsonOption = False,
 ) -> int:
     """Compare two profiles key by key. Ends with 1 if they differ."""
-    from kvbm_cli.profile_diff import diff_profiles
+    from kvbm_cli.profile.diff import diff_profiles
 
     return diff_profiles(profile, other, set_ or [], as_json=json)
 
@@ -344,7 +344,7 @@ def profile_new(
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> None:
     """Write a commented profile. From options, or from questions on a terminal."""
-    from kvbm_cli.profile_new import new_profile
+    from kvbm_cli.profile.new import new_profile
 
     given = {"--engine": engine, "--model": model, "--host": host, "--disk": disk, "--dir": directory, "--port": port}
     answers = {option: text for option, text in given.items() if text is not None}
@@ -367,7 +367,7 @@ def profile_import_env(
     ] = None,
 ) -> None:
     """Turn DYN_KVBM_* variables into a profile."""
-    from kvbm_cli.import_env import import_env
+    from kvbm_cli.profile.import_env import import_env
 
     import_env(os.environ, output=output, model=model)
 
@@ -384,7 +384,7 @@ def profile_schema(
     ] = None,
 ) -> None:
     """Print the JSON Schema of a profile. For editors; of a key, what it means."""
-    from kvbm_cli.profile_schema import show_schema
+    from kvbm_cli.profile.schema import show_schema
 
     show_schema(key)
 
@@ -453,7 +453,7 @@ def completion(
     """Print a script for completion in a shell. It is used by eval "$(kvbm completion bash)"."""
     from kvbm_cli.completion import print_script
 
-    print_script(shell)
+    print_script(shell, COMPLETION_VARIABLE)
 
 
 def main() -> None:
@@ -497,7 +497,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _show_bug(error: Exception, arguments: Sequence[str]) -> int:
-    from kvbm_cli.crash_report import A_BUG, save_report
+    from kvbm_cli.terminal.crash_report import A_BUG, save_report
 
     saved = save_report(error, arguments)
     hint = f"the traceback is in {saved}; please report it" if saved else "`kvbm --debug ...` shows where"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.console import print_data, print_json, print_note, table
-from kvbm_cli.places import write_whole
+from kvbm_cli.system.filesystem import write_whole
+from kvbm_cli.terminal.console import print_data, print_json, print_note, table
 
 if TYPE_CHECKING:
     from kvbm.disk.directory import CacheFacts, InstanceLock
@@ -145,7 +145,7 @@ def export_stats(directory: Path | None, profile: str | None, *, form: str, outp
 
 def _place(directory: Path | None, profile: str | None) -> Path:
     """The directory that was asked for, the profile's, or that of a profile which does not say."""
-    from kvbm.config.schema import DiskTier
+    from kvbm.config.schema import DiskTierSection
 
     if directory is not None:
         if profile is not None:
@@ -155,8 +155,8 @@ def _place(directory: Path | None, profile: str | None) -> Path:
         _require_outside(directory)
         return directory
     if profile is None:
-        return Path(DiskTier.model_fields["directory"].default).expanduser()
-    from kvbm_cli.profiles import resolve
+        return Path(DiskTierSection.model_fields["directory"].default).expanduser()
+    from kvbm_cli.profile.resolve import resolve
 
     disk = resolve(profile).profile.tiers.disk
     if disk is None:

@@ -12,29 +12,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.errors import UsageError
-from kvbm_cli.console import print_data
+from kvbm_cli.terminal.completion_shells import FILES, answer_shells, script
+from kvbm_cli.terminal.console import print_data
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Key
 
-FILES = "files"  # what stands beside a word that any file may complete
 SHELLS = ("bash", "zsh", "fish")
 
 
-def print_script(shell: str) -> None:
+def print_script(shell: str, variable: str) -> None:
     """UsageError for a shell that is none of SHELLS."""
-    from kvbm_cli.completion_shells import script
-
     if shell not in SHELLS:
         known = ", ".join(f"`{one}`" for one in SHELLS)
         raise UsageError(f"there is no completion for `{shell}`", hint=f"there are {known}")
-    print_data(script(shell))
+    print_data(script(shell, variable))
 
 
 def prepare() -> None:
     """Makes known to the parser what answers a shell."""
-    from kvbm_cli.completion_shells import answer_shells
-
     answer_shells()
 
 
@@ -49,13 +45,13 @@ def files(incomplete: str) -> list[tuple[str, str]]:
 
 def profiles(incomplete: str) -> list[str] | list[tuple[str, str]]:
     """Names of the shipped ones, and files where none begins so."""
-    from kvbm_cli.shipped import profiles_directory
+    from kvbm_cli.package_data import profiles_directory
 
     return _names_in(profiles_directory(), incomplete) or files(incomplete)
 
 
 def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:
-    from kvbm_cli.shipped import workloads_directory
+    from kvbm_cli.package_data import workloads_directory
 
     return _names_in(workloads_directory(), incomplete) or files(incomplete)
 
@@ -67,7 +63,7 @@ def engines(incomplete: str) -> list[str]:
 
 
 def runs(incomplete: str, *, living: bool = False) -> list[str]:
-    from kvbm_cli.runs import Runs
+    from kvbm_cli.runs.run_directory import Runs
 
     try:
         found = Runs.of_user().all()

@@ -7,9 +7,9 @@ import hashlib
 import numpy as np
 import torch
 
-from kvbm.layout import BlockLayout, Piece, storages_of
-from kvbm.region import Segment
-from kvbm.transfer.device import DeviceCopier
+from kvbm.device.copier import DeviceCopier
+from kvbm.host.layout import BlockLayout, Piece, storages_of
+from kvbm.host.region import Segment
 
 BLOCKS = 12
 SLOTS = 9

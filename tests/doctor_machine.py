@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.disk.files import Alignment
-from kvbm.disk.probe import Direct, Mount, Outcome, Report, Settings, Speed
-from kvbm.host_memory import HostMemory
+from kvbm.host.machine_memory import HostMemory
 from kvbm_cli.doctor.machine import Machine, NoAnswer
+from kvbm_cli.doctor.probe import Direct, Mount, Outcome, Report, Settings, Speed
 
 WORKS = Outcome(True)
 DIRECT = Direct(True, None, 512, False)

@@ -1,7 +1,6 @@
-"""The layers of the house, as a table: which package may import what, and what it must never import.
+"""The layers of the house as a table, one rule per folder: what a folder may import, and what it must never import.
 
-Imports are read from the syntax trees. One inside a function counts where the table says "anywhere"; elsewhere only
-what runs when the module is imported does. Modules that do not exist yet are passed over.
+Imports are read from the syntax trees. Imports inside functions count too, except those that a rule allows `lazily`.
 """
 
 import ast
@@ -9,102 +8,69 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 ENGINES = ("torch", "transformers", "vllm", "tensorrt_llm", "sglang")
-SHARED = ("kvbm.types", "kvbm.errors")
-LIBC = "kvbm.libc"
-LOGICAL = ("kvbm.core", "kvbm.hashing", "kvbm.events")
-PHYSICAL = ("kvbm.transfer", "kvbm.region", "kvbm.layout", "kvbm.host_memory", "kvbm.shared_memory", "kvbm.cores")
-SEAMS = ("kvbm.core.groups", "kvbm.events", "kvbm.layout", "kvbm.region")  # what an engine's facts are translated into
-DISK_PROCESS = ("kvbm.lasting_disk", "kvbm.disk_process", "kvbm.disk_child", "kvbm.disk_channel")
-DECIDING = ("kvbm.leader", "kvbm.loads", "kvbm.disk_side", "kvbm.rates", "kvbm.known_rates")
-OBSERVING = ("kvbm.observation", "kvbm.metrics_server", "kvbm.hit_rate_log", "kvbm.record")
-ORCHESTRATION = (*DECIDING, "kvbm.lasting_disk", "kvbm.worker", "kvbm.plan", "kvbm.metrics", "kvbm.observation")
+BASE = ("kvbm.types", "kvbm.errors")
+DECIDES_WITHOUT_THE_MACHINE = ("numpy", "threading", "os", "time", "pydantic", *ENGINES)
+RUNS_THE_CACHE = (
+    *("kvbm.leader", "kvbm.device", "kvbm.host", "kvbm.disk", "kvbm.observe", "kvbm.core.groups"),
+    *("kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing", "kvbm.config"),
+)
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Modules under `prefixes` may import of kvbm only `inside`, and never `never`; `lazily` only inside functions."""
+class Rule:
+    """Modules in `folder` may import of kvbm their own folder, BASE and `may`, and never `never`; `lazily` only inside
+    functions."""
 
-    prefixes: tuple[str, ...]
-    inside: tuple[str, ...]
-    never: tuple[str, ...] = ()
+    folder: str
+    may: tuple[str, ...] = ()
+    never: tuple[str, ...] = ENGINES
     lazily: tuple[str, ...] = ()
 
 
-TABLE = (
-    Layer(
-        LOGICAL,
-        (*SHARED, *LOGICAL),
-        never=("numpy", "threading", "os", "time", "pydantic", *ENGINES),
-    ),
-    Layer((*SHARED, LIBC), (), never=("numpy", "pydantic", *ENGINES)),
-    Layer(
-        PHYSICAL,
-        (*SHARED, *PHYSICAL, LIBC),
-        never=("pydantic", *ENGINES[1:]),
-        lazily=("torch",),
-    ),
-    Layer(("kvbm.disk",), (*SHARED, "kvbm.disk", "kvbm.cores", LIBC), never=("pydantic", *ENGINES)),
-    Layer(
-        DISK_PROCESS, (*SHARED, "kvbm.disk", "kvbm.region", "kvbm.cores", *DISK_PROCESS), never=("pydantic", *ENGINES)
-    ),
-    Layer(
-        DECIDING,
+RULES = (  # the first that fits a module counts
+    Rule("kvbm.types", never=("numpy", "pydantic", *ENGINES)),
+    Rule("kvbm.errors", never=("numpy", "pydantic", *ENGINES)),
+    Rule("kvbm.hashing", never=DECIDES_WITHOUT_THE_MACHINE),
+    Rule("kvbm.events", never=DECIDES_WITHOUT_THE_MACHINE),
+    Rule("kvbm.metrics"),
+    Rule("kvbm.plan"),
+    Rule("kvbm.core", ("kvbm.events", "kvbm.hashing"), never=DECIDES_WITHOUT_THE_MACHINE),
+    Rule("kvbm.host", never=("pydantic", *ENGINES[1:]), lazily=("torch",)),
+    Rule("kvbm.device", ("kvbm.host", "kvbm.plan"), never=("pydantic", *ENGINES[1:]), lazily=("torch",)),
+    Rule("kvbm.disk.io", ("kvbm.host",), never=("pydantic", *ENGINES)),
+    Rule("kvbm.disk.service", ("kvbm.disk", "kvbm.host"), never=("pydantic", *ENGINES)),
+    Rule("kvbm.disk", ("kvbm.host",), never=("pydantic", *ENGINES)),
+    Rule(
+        "kvbm.leader",
         (
-            *SHARED,
-            *DECIDING,
-            *DISK_PROCESS,
-            *LOGICAL,
-            *PHYSICAL,
-            "kvbm.disk",
-            "kvbm.plan",
-            "kvbm.metrics",
+            *("kvbm.core", "kvbm.host", "kvbm.disk", "kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing"),
             "kvbm.config.schema",
         ),
-        never=ENGINES,
     ),
-    Layer(
-        ("kvbm.worker",),
-        (*SHARED, *PHYSICAL, "kvbm.plan"),
-        never=ENGINES[1:],
-        lazily=("torch",),
-    ),
-    Layer(
-        OBSERVING,
-        (*SHARED, *OBSERVING, "kvbm.leader", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema"),
+    Rule(
+        "kvbm.observe",
+        ("kvbm.leader", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema"),
         never=("numpy", *ENGINES),
     ),
-    Layer(("kvbm.plan", "kvbm.metrics"), (*SHARED, "kvbm.plan", "kvbm.leader"), never=ENGINES),
-    Layer(("kvbm.config", "kvbm.sizing"), (*SHARED, "kvbm.config", "kvbm.sizing"), never=ENGINES),
-    *(
-        Layer(
-            (f"kvbm.{name}_integration.launch", f"kvbm.{name}_integration.versions"),
-            (*SHARED, "kvbm.config", f"kvbm.{name}_integration.versions"),
-            never=ENGINES,
-        )
-        for name in ("vllm", "trtllm", "sglang")
-    ),
-    *(
-        Layer(
-            (f"kvbm.{name}_integration",),
-            (*SHARED, *ORCHESTRATION, *SEAMS, "kvbm.hashing", "kvbm.disk", "kvbm.config", f"kvbm.{name}_integration"),
-            never=tuple(engine for engine in ENGINES[2:] if engine != package),
-        )
-        for name, package in (("vllm", "vllm"), ("trtllm", "tensorrt_llm"), ("sglang", "sglang"))
-    ),
-    Layer(("kvbm.embedded.launch",), (*SHARED, "kvbm.config", "kvbm.sizing", "kvbm.embedded.presets"), never=ENGINES),
-    Layer(
-        ("kvbm.embedded.driver", "kvbm.embedded.worker_home"),
-        (*SHARED, *PHYSICAL, *ORCHESTRATION, "kvbm.events", "kvbm.hashing", "kvbm.config", "kvbm.embedded"),
-        never=ENGINES[2:],
-    ),
-    Layer(("kvbm.embedded",), (*SHARED, *PHYSICAL, "kvbm.hashing", "kvbm.config", "kvbm.embedded"), never=ENGINES[2:]),
-    Layer(("kvbm_cli",), ("kvbm", "kvbm_cli"), lazily=(*ENGINES, "numpy")),
+    Rule("kvbm.config"),
+    Rule("kvbm.sizing", ("kvbm.config",)),
+    Rule("kvbm.vllm_integration.versions"),
+    Rule("kvbm.vllm_integration.launch", ("kvbm.config", "kvbm.vllm_integration.versions")),
+    Rule("kvbm.vllm_integration", RUNS_THE_CACHE, never=("tensorrt_llm", "sglang")),
+    Rule("kvbm.embedded.launch", ("kvbm.config", "kvbm.embedded.engine.presets")),
+    Rule("kvbm.embedded.engine", ("kvbm.host", "kvbm.hashing"), never=ENGINES[2:]),
+    Rule("kvbm.embedded.http", ("kvbm.embedded.engine",), never=ENGINES[2:]),
+    Rule("kvbm.embedded", RUNS_THE_CACHE, never=ENGINES[2:]),
+    Rule("kvbm_cli.doctor.speed", ("kvbm.disk",)),  # runs in the process of the probe
+    Rule("kvbm_cli.system", lazily=(*ENGINES, "numpy")),
+    Rule("kvbm_cli", ("kvbm",), never=(), lazily=(*ENGINES, "numpy")),
 )
 
 
@@ -140,25 +106,60 @@ def modules():
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
+def rule_for(module):
+    return next((rule for rule in RULES if within(module, (rule.folder,))), None)
+
+
 def violations(module, path):
-    layer = next((layer for layer in TABLE if within(module, layer.prefixes)), None)
+    rule = rule_for(module)
     for line, name, at_import in imports_of(path, module):
         where = f"{path.relative_to(REPOSITORY)}:{line}: {module} imports {name}"
         if within(name, ("kvbm_cli",)) and not within(module, ("kvbm_cli",)):
             yield f"{where}, but the block manager never imports the command"
-        elif layer is None:
+        elif rule is None:
             if module != "kvbm" or within(name, ("kvbm", *ENGINES)):
-                yield f"{where}, and no layer of the table names {module}"
-        elif within(name, ("kvbm",)) and not within(name, layer.inside):
-            yield f"{where}, which its layer may not"
-        elif within(name, layer.never):
-            yield f"{where}, which its layer must never"
-        elif at_import and within(name, layer.lazily):
-            yield f"{where} at import, which belongs inside the function that needs it"
+                yield f"{where}, and no rule names {module}"
+        elif within(name, ("kvbm",)) and not within(name, (*BASE, rule.folder, *rule.may)):
+            yield f"{where}, which is not below {rule.folder}"
+        elif within(name, rule.never):
+            yield f"{where}, which {rule.folder} must never import"
+        elif at_import and within(name, rule.lazily):
+            yield f"{where} when it is imported; such imports belong inside the function that needs them"
+
+
+def room_of(module):
+    """The folder of a module, or of a name in one; a module in the root of a package is a room of its own."""
+    parts = module.split(".")
+    while (
+        not (is_folder := REPOSITORY.joinpath(*parts).is_dir())
+        and not REPOSITORY.joinpath(*parts).with_suffix(".py").exists()
+    ):
+        parts.pop()  # a name inside a module
+    return ".".join(parts if is_folder or len(parts) <= 2 else parts[:-1])
+
+
+def rooms_and_what_they_import():
+    """Every room with the rooms that its modules import, imports inside functions included."""
+    graph = {}
+    for module, path in modules():
+        for _, name, _ in imports_of(path, module):
+            if within(name, ("kvbm", "kvbm_cli")) and room_of(name) != room_of(module):
+                graph.setdefault(room_of(module), set()).add(room_of(name))
+    return graph
 
 
 def test_every_import_follows_the_table():
     assert [line for module, path in modules() for line in violations(module, path)] == []
+
+
+def test_no_two_rooms_import_each_other():
+    list(TopologicalSorter(rooms_and_what_they_import()).static_order())  # raises CycleError, which names the circle
+
+
+def test_the_roots_stay_small():
+    """`ls` shows the architecture as long as the modules lie in rooms."""
+    assert len(list((REPOSITORY / "kvbm").glob("*.py"))) <= 7
+    assert len(list((REPOSITORY / "kvbm_cli").glob("*.py"))) <= 6
 
 
 @pytest.mark.parametrize(
@@ -166,20 +167,20 @@ def test_every_import_follows_the_table():
     [
         ("kvbm.core.store", "import numpy"),
         ("kvbm.core.store", "def f():\n    import threading"),
-        ("kvbm.core.store", "from kvbm.transfer import pool"),
+        ("kvbm.core.store", "from kvbm.device import pool"),
         ("kvbm.hashing", "from os import path"),
-        ("kvbm.region", "import torch"),
-        ("kvbm.region", "from kvbm import leader"),
-        ("kvbm.transfer.pool", "from kvbm.core.store import BlockStore"),
-        ("kvbm.disk.tier", "from kvbm.core.store import BlockStore"),
-        ("kvbm.leader", "def f():\n    import torch"),
-        ("kvbm.leader", "from kvbm.config.load import load"),
-        ("kvbm.worker", "from kvbm.leader import Leader"),
+        ("kvbm.host.region", "import torch"),
+        ("kvbm.host.region", "from kvbm import leader"),
+        ("kvbm.device.pool", "from kvbm.core.store import BlockStore"),
+        ("kvbm.disk.storage", "from kvbm.core.store import BlockStore"),
+        ("kvbm.leader.leader", "def f():\n    import torch"),
+        ("kvbm.leader.leader", "from kvbm.config.load import load"),
+        ("kvbm.device.worker", "from kvbm.leader.leader import Leader"),
         ("kvbm.config.schema", "from kvbm.core.store import BlockStore"),
         ("kvbm.vllm_integration.connector", "import sglang"),
         ("kvbm.vllm_integration.launch", "def f():\n    import vllm"),
-        ("kvbm.embedded.engine", "from kvbm_cli import app"),
-        ("kvbm.embedded.engine", "from kvbm.leader import Leader"),
+        ("kvbm.embedded.engine.engine", "from kvbm_cli import app"),
+        ("kvbm.embedded.engine.engine", "from kvbm.leader.leader import Leader"),
         ("kvbm.embedded.driver", "from kvbm.core.store import BlockStore"),
         ("kvbm_cli.app", "import torch"),
         ("kvbm.manager", "import json"),

@@ -8,10 +8,10 @@ import threading
 import time
 from pathlib import Path
 
-from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
-from kvbm.disk_process import DiskProcess
-from kvbm.layout import BlockLayout
-from kvbm.region import Region, Segment
+from kvbm.disk.service.client import DiskClient
+from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+from kvbm.host.layout import BlockLayout
+from kvbm.host.region import Region, Segment
 from kvbm.types import SlotState
 
 HASH_BYTES = 16
@@ -39,11 +39,11 @@ class EngineSide:
         settings = DiskSettings(directory, block_count=disk_slots, io=io)
         namespace = Namespace(os.urandom(16), {"model": "bench"})
         before = set(threading.enumerate())
-        self.disk: DiskProcess | DiskTier
+        self.disk: DiskClient | DiskStorage
         if is_own_process:
-            self.disk = DiskProcess.open(settings, namespace, [self._segment.info], hash_bytes=HASH_BYTES)
+            self.disk = DiskClient.open(settings, namespace, [self._segment.info], hash_bytes=HASH_BYTES)
         else:
-            self.disk = DiskTier.open(settings, namespace, self.region.shards, hash_bytes=HASH_BYTES)
+            self.disk = DiskStorage.open(settings, namespace, self.region.shards, hash_bytes=HASH_BYTES)
         assert self.disk.io_name == io, self.disk.io_name
         self._own_threads = [thread.native_id for thread in threading.enumerate() if thread not in before]
         self.hashes = [os.urandom(HASH_BYTES) for _ in range(disk_slots)]
@@ -51,7 +51,7 @@ class EngineSide:
     def write(self, ticket: int, host_slots: list[int], disk_slots: list[int]) -> None:
         hashes = [self.hashes[slot] for slot in disk_slots]
         tenants = [b""] * len(hashes)
-        if isinstance(self.disk, DiskProcess):
+        if isinstance(self.disk, DiskClient):
             generations = [GENERATION] * len(hashes)
             self.disk.write(ticket, hashes, host_slots, disk_slots, tenants, generations=generations)
         else:
@@ -62,21 +62,21 @@ class EngineSide:
 
     def wait(self, timeout_s: float) -> None:
         """For results."""
-        if isinstance(self.disk, DiskProcess):
+        if isinstance(self.disk, DiskClient):
             select.select([self.disk], [], [], timeout_s)
         else:
             time.sleep(min(0.0005, timeout_s))
 
     def threads(self) -> list[int]:
         """All that move bytes."""
-        if isinstance(self.disk, DiskProcess):
+        if isinstance(self.disk, DiskClient):
             return [int(name) for name in os.listdir(f"/proc/{self.disk.pid}/task")]
         return self._own_threads
 
     def cpu_s(self) -> float:
         """What both processes have used."""
         own = sum(os.times()[:2])
-        if isinstance(self.disk, DiskProcess):
+        if isinstance(self.disk, DiskClient):
             fields = Path(f"/proc/{self.disk.pid}/stat").read_text().rpartition(")")[2].split()
             own += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return own

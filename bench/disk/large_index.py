@@ -40,12 +40,12 @@ from facts import facts, stolen_s  # noqa: E402
 
 from kvbm.disk.directory import INDEX  # noqa: E402
 from kvbm.disk.index import BlockIndex, Row  # noqa: E402
+from kvbm.disk.service.supervisor import DiskSupervisor  # noqa: E402
 from kvbm.disk.settings import DiskSettings, Namespace  # noqa: E402
-from kvbm.disk_side import DiskPolicy  # noqa: E402
-from kvbm.lasting_disk import LastingDisk  # noqa: E402
-from kvbm.layout import BlockLayout  # noqa: E402
-from kvbm.leader import Leader, LeaderSettings  # noqa: E402
-from kvbm.region import Region, Segment  # noqa: E402
+from kvbm.host.layout import BlockLayout  # noqa: E402
+from kvbm.host.region import Region, Segment  # noqa: E402
+from kvbm.leader.disk_tier import DiskPolicy  # noqa: E402
+from kvbm.leader.leader import Leader, LeaderSettings  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
 
 BLOCK_BYTES = 4096
@@ -82,9 +82,9 @@ class EngineMemory:
         self.segment = Segment.create(rank=0, layout=layout, slot_count=HOST_SLOTS)
         self.region = Region.map([self.segment.info])
 
-    def open_disk(self, directory: Path, block_count: int) -> LastingDisk:
+    def open_disk(self, directory: Path, block_count: int) -> DiskSupervisor:
         settings = DiskSettings(directory, block_count=block_count)
-        return LastingDisk.open(settings, NAMESPACE, [self.segment.info], hash_bytes=HASH_BYTES)
+        return DiskSupervisor.open(settings, NAMESPACE, [self.segment.info], hash_bytes=HASH_BYTES)
 
     def close(self) -> None:
         self.region.close()

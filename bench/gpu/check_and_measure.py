@@ -40,9 +40,9 @@ import torch
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from kvbm.layout import BlockLayout  # noqa: E402
-from kvbm.region import Segment  # noqa: E402
-from kvbm.transfer.device import DeviceCopier  # noqa: E402
+from kvbm.device.copier import DeviceCopier  # noqa: E402
+from kvbm.host.layout import BlockLayout  # noqa: E402
+from kvbm.host.region import Segment  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 BATCH_BLOCKS = 16

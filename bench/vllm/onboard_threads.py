@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 from facts import facts
 
-from kvbm.layout import BlockLayout
-from kvbm.region import Segment
-from kvbm.transfer.device import DeviceCopier
+from kvbm.device.copier import DeviceCopier
+from kvbm.host.layout import BlockLayout
+from kvbm.host.region import Segment
 
 BLOCKS, LAYERS, PIECE_BYTES = 31, 12, 128 << 10
 G1_BLOCKS, SLOTS = 66, 680

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, located, plain_values, together
 from kvbm.config.mistakes import FileKind, mistakes_in
-from kvbm.config.schema import ConnectorConfig, Offload, keys
+from kvbm.config.schema import ConnectorConfig, OffloadSection, keys
 from kvbm.config.values import WrongKey
 from kvbm.config.variables import read_variables, settle, usable
 from kvbm.errors import ProfileError
@@ -80,7 +80,7 @@ def _unsent_priorities(document: Document, engine: str, wrong: Sequence[Mistake]
     if entry is None or not isinstance(entry.value, int) or key in (one.key for one in wrong):
         return
     try:
-        Offload.model_construct(min_priority=entry.value).require_priorities_from(engine)
+        OffloadSection.model_construct(min_priority=entry.value).require_priorities_from(engine)
     except WrongKey as error:
         hint = "`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`"
         yield located(f"`{key}` {error}", entry.source, hint=hint, key=key)

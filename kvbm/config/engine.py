@@ -114,7 +114,7 @@ class VllmArguments(Section):
     )
 
 
-class Engine(Section):
+class EngineSection(Section):
     """What every kind of engine has."""
 
     kind: str = Field(description="Which engine serves the model.")
@@ -128,7 +128,7 @@ class Engine(Section):
     )
 
 
-class EmbeddedEngine(Engine):
+class EmbeddedEngine(EngineSection):
     kind: Literal["embedded"] = Field(default="embedded", description="Which engine serves the model.")
     model: str = Field(
         min_length=1,
@@ -138,7 +138,7 @@ class EmbeddedEngine(Engine):
     arguments: EmbeddedArguments = Field(default=EmbeddedArguments(), description="Flags of the engine.")
 
 
-class VllmEngine(Engine):
+class VllmEngine(EngineSection):
     kind: Literal["vllm"] = Field(description="Which engine serves the model.")
     model: str = Field(
         min_length=1,

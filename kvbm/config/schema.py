@@ -31,7 +31,7 @@ from kvbm.config.values import (
 )
 
 
-class HostTier(Section):
+class HostTierSection(Section):
     """G2. One of the two keys is needed; where both are given, `blocks` wins."""
 
     capacity: Size | None = Field(
@@ -42,13 +42,13 @@ class HostTier(Section):
     )
 
     @model_validator(mode="after")
-    def _has_a_size(self) -> HostTier:
+    def _has_a_size(self) -> HostTierSection:
         if self.capacity is None and self.blocks is None:
             raise ValueError("needs `capacity` or `blocks`")
         return self
 
 
-class DiskTier(Section):
+class DiskTierSection(Section):
     """G3. `capacity` or `blocks` is needed; where both are given, `blocks` wins."""
 
     capacity: Size | None = Field(
@@ -99,7 +99,7 @@ class DiskTier(Section):
         return absolute(directory)
 
     @model_validator(mode="after")
-    def _has_a_size(self) -> DiskTier:
+    def _has_a_size(self) -> DiskTierSection:
         if self.capacity is None and self.blocks is None:
             raise ValueError("needs `capacity` or `blocks`")
         return self
@@ -109,8 +109,8 @@ BOUNCE_BLOCKS = 64
 
 
 class Tiers(Section):
-    host: HostTier | None = Field(default=None, description="Host memory (G2).")
-    disk: DiskTier | None = Field(default=None, description="Disk (G3).")
+    host: HostTierSection | None = Field(default=None, description="Host memory (G2).")
+    disk: DiskTierSection | None = Field(default=None, description="Disk (G3).")
 
     @model_validator(mode="after")
     def _has_one(self) -> Tiers:
@@ -118,12 +118,12 @@ class Tiers(Section):
             raise ValueError("needs `host`, `disk` or both")
         return self
 
-    def host_memory(self) -> HostTier:
+    def host_memory(self) -> HostTierSection:
         """G2, or what stands in for it where there is only a disk: a buffer through which blocks pass."""
-        return self.host or HostTier(blocks=BOUNCE_BLOCKS)
+        return self.host or HostTierSection(blocks=BOUNCE_BLOCKS)
 
 
-class Offload(Section):
+class OffloadSection(Section):
     generated: bool = Field(
         default=True, description="Whether blocks of generated tokens are offloaded, beside those of prompts."
     )
@@ -159,7 +159,7 @@ class Offload(Section):
             raise WrongKey("min_priority", message)
 
 
-class Onboard(Section):
+class OnboardSection(Section):
     policy: Literal["auto", "always"] = Field(
         default="auto",
         description="Whether blocks on disk are read only where that is predicted to be faster than computing them.",
@@ -169,7 +169,7 @@ class Onboard(Section):
     )
 
 
-class Transfer(Section):
+class TransferSection(Section):
     max_concurrent: int = Field(
         default=4, ge=1, le=64, description="Transfers between G1 and G2 that run at the same time, per rank."
     )
@@ -184,7 +184,7 @@ class Transfer(Section):
     )
 
 
-class Metrics(Section):
+class MetricsSection(Section):
     """The kvbm_* series are at `/metrics` of the engine's own server in any case."""
 
     serve: bool = Field(
@@ -221,7 +221,7 @@ class Metrics(Section):
         return absolute(directory)
 
 
-class Server(Section):
+class ServerSection(Section):
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that the engine's server listens on.")
     port: Port = Field(default=8000, description="Port of the engine's server; `0` or `auto` chooses a free one.")
 
@@ -256,10 +256,12 @@ class ConnectorConfig(Section):
     """What the connector inside an engine needs of a profile, and all that it gets."""
 
     tiers: Tiers = Field(description="Where blocks are kept when device memory (G1) has no room for them.")
-    offload: Offload = Field(default=Offload(), description="Which blocks are copied away from device memory.")
-    onboard: Onboard = Field(default=Onboard(), description="Which blocks are brought back.")
-    transfer: Transfer = Field(default=Transfer(), description="How blocks are copied.")
-    metrics: Metrics = Field(default=Metrics(), description="What is told of the cache, and where.")
+    offload: OffloadSection = Field(
+        default=OffloadSection(), description="Which blocks are copied away from device memory."
+    )
+    onboard: OnboardSection = Field(default=OnboardSection(), description="Which blocks are brought back.")
+    transfer: TransferSection = Field(default=TransferSection(), description="How blocks are copied.")
+    metrics: MetricsSection = Field(default=MetricsSection(), description="What is told of the cache, and where.")
 
     def digest(self) -> str:
         """Equal in two processes exactly if they were configured alike."""
@@ -270,11 +272,13 @@ class Profile(Section):
     description: str = Field(default="", description="One line for `kvbm profile list`.")
     engine: AnyEngine = Field(description="The engine that is launched.")
     tiers: Tiers = Field(description="Where blocks are kept when device memory (G1) has no room for them.")
-    offload: Offload = Field(default=Offload(), description="Which blocks are copied away from device memory.")
-    onboard: Onboard = Field(default=Onboard(), description="Which blocks are brought back.")
-    transfer: Transfer = Field(default=Transfer(), description="How blocks are copied.")
-    server: Server = Field(default=Server(), description="Where the engine serves.")
-    metrics: Metrics = Field(default=Metrics(), description="What is told of the cache, and where.")
+    offload: OffloadSection = Field(
+        default=OffloadSection(), description="Which blocks are copied away from device memory."
+    )
+    onboard: OnboardSection = Field(default=OnboardSection(), description="Which blocks are brought back.")
+    transfer: TransferSection = Field(default=TransferSection(), description="How blocks are copied.")
+    server: ServerSection = Field(default=ServerSection(), description="Where the engine serves.")
+    metrics: MetricsSection = Field(default=MetricsSection(), description="What is told of the cache, and where.")
     disaggregated: Disaggregated = Field(
         default=Disaggregated(), description="Engines that prefill and engines that decode, behind one address."
     )
@@ -282,7 +286,7 @@ class Profile(Section):
 
     @field_validator("offload")
     @classmethod
-    def _has_priorities(cls, offload: Offload, info: ValidationInfo) -> Offload:
+    def _has_priorities(cls, offload: OffloadSection, info: ValidationInfo) -> OffloadSection:
         engine = info.data.get("engine")
         if engine is not None:
             offload.require_priorities_from(engine.kind)
@@ -300,7 +304,7 @@ class Profile(Section):
 
     @field_validator("metrics")
     @classmethod
-    def _has_a_port_of_its_own(cls, metrics: Metrics, info: ValidationInfo) -> Metrics:
+    def _has_a_port_of_its_own(cls, metrics: MetricsSection, info: ValidationInfo) -> MetricsSection:
         server = info.data.get("server")
         if metrics.serve and server is not None and metrics.port == server.port != 0:
             raise WrongKey("port", "must not be the one of `server.port`")

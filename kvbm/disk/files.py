@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvbm.disk.settings import Progress
 from kvbm.errors import EnvironmentProblem
-from kvbm.libc import LIBC, last_error
+from kvbm.host.libc import LIBC, last_error
 
 PAGE_BYTES = 4096
 FALLOCATE_BYTES = 1 << 30

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from kvbm.disk.block_io import BlockIO, Run
 from kvbm.disk.files import PAGE_BYTES
 from kvbm.disk.health import Health
 from kvbm.disk.index import Row, is_damage
 from kvbm.disk.instance import Instance
+from kvbm.disk.io.threads import BlockIO, Run
 from kvbm.disk.transfers import Transfer, TransferThreads
 
 LOOK_INTERVAL_S = 1.0  # for whether the arena still has its name

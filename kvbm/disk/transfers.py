@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm.cores import allowed_cores
-from kvbm.disk.block_io import BlockIO, Run
 from kvbm.disk.health import Health
 from kvbm.disk.index import checksum
+from kvbm.disk.io.threads import BlockIO, Run
+from kvbm.host.cores import allowed_cores
 
 
 class Transfer:

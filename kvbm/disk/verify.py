@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbm.disk.block_io import Buffer, Run, ThreadsIO
 from kvbm.disk.directory import ARENA, INDEX, LOCK
 from kvbm.disk.files import open_private
 from kvbm.disk.index import BlockIndex, Recovered, checksum
+from kvbm.disk.io.threads import Buffer, Run, ThreadsIO
 from kvbm.disk.superblock import Superblock
 
 READ_BYTES = 8 << 20
 LOCKS = Path("/proc/locks")
-DISK_PROCESS = b"kvbm.disk_child"
+DISK_PROCESS = b"kvbm.disk.service.server"
 
 
 @dataclass(frozen=True, slots=True)

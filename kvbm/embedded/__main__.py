@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NoReturn
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
 
 if TYPE_CHECKING:
-    from kvbm.embedded.completion import Served
-    from kvbm.embedded.connector import SchedulerSide, WorkerSide
+    from kvbm.embedded.engine.connector import SchedulerSide, WorkerSide
+    from kvbm.embedded.http.completion import Served
 
 PROGRAM = "python -m kvbm.embedded"
 MEBIBYTE = 2**20
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(flags: argparse.Namespace) -> int:
     try:
-        from kvbm.embedded.server import Server, ServerSettings
+        from kvbm.embedded.http.server import Server, ServerSettings
     except ImportError as error:
         raise _missing(error) from error
     settings = ServerSettings(host=flags.host, port=flags.port, drain_timeout_s=flags.drain_timeout)
@@ -45,7 +45,7 @@ def _serve(flags: argparse.Namespace) -> int:
 
 def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
     """A started engine. Runs beside the event loop; `report` says what it is at."""
-    from kvbm.embedded.config import EngineConfig
+    from kvbm.embedded.engine.config import EngineConfig
 
     config = EngineConfig(
         model=flags.model,
@@ -65,10 +65,10 @@ def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
     )
     report("importing torch and transformers")
     try:
-        from kvbm.embedded.codec import TextCodec
-        from kvbm.embedded.completion import Served
-        from kvbm.embedded.engine import Engine
-        from kvbm.embedded.metrics import EngineMetrics
+        from kvbm.embedded.engine.engine import Engine
+        from kvbm.embedded.http.codec import TextCodec
+        from kvbm.embedded.http.completion import Served
+        from kvbm.embedded.http.metrics import EngineMetrics
 
         connector = _connector(flags, report)
         report(f"loading {config.model}")

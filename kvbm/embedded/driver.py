@@ -14,24 +14,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbm.disk_side import open_disk
-from kvbm.embedded.worker_home import InlineWorker, ProcessWorker, WorkerHome
+from kvbm.device.worker import HostCapacity
+from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHome
 from kvbm.hashing import HASH_BYTES
-from kvbm.leader import LeaderSettings
+from kvbm.host.region import Region
+from kvbm.leader.disk_tier import open_disk
+from kvbm.leader.leader import LeaderSettings
 from kvbm.metrics import KvbmCollector
-from kvbm.observation import Observation
+from kvbm.observe.telemetry import Observation
 from kvbm.plan import StepPlan
-from kvbm.region import Region
 from kvbm.types import SegmentInfo
-from kvbm.worker import HostCapacity
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
-    from kvbm.embedded.blocks import BlockPool
-    from kvbm.embedded.connector import ConnectorOutput, SchedulerOutput
-    from kvbm.embedded.kv import KVPool
-    from kvbm.embedded.request import Request
-    from kvbm.leader import Leader
+    from kvbm.embedded.engine.blocks import BlockPool
+    from kvbm.embedded.engine.connector import ConnectorOutput, SchedulerOutput
+    from kvbm.embedded.engine.kv import KVPool
+    from kvbm.embedded.engine.request import Request
+    from kvbm.leader.leader import Leader
 
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbm.config.schema import DiskTier, HostTier, Tiers
+from kvbm.config.schema import DiskTierSection, HostTierSection, Tiers
 from kvbm.config.sizes import exact_size
 from kvbm.errors import ProfileError
 from kvbm.types import Tier
@@ -77,7 +77,7 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
     )
 
 
-def _disk_tier(device: Device, slot_bytes: int, disk: DiskTier) -> TierSize:
+def _disk_tier(device: Device, slot_bytes: int, disk: DiskTierSection) -> TierSize:
     blocks = disk.blocks or (disk.capacity or 0) // slot_bytes
     if blocks == 0:
         raise ProfileError(
@@ -90,7 +90,9 @@ def _disk_tier(device: Device, slot_bytes: int, disk: DiskTier) -> TierSize:
 _NAMES = {Tier.HOST: "tiers.host", Tier.DISK: "tiers.disk"}
 
 
-def _tier(tier: Tier, blocks: int, total_bytes: int, device: Device, section: HostTier | DiskTier) -> TierSize:
+def _tier(
+    tier: Tier, blocks: int, total_bytes: int, device: Device, section: HostTierSection | DiskTierSection
+) -> TierSize:
     tokens = blocks // device.group_count * device.block_tokens
     set_by = f"{_NAMES[tier]}.{'blocks' if section.blocks else 'capacity'}"
     return TierSize(tier, blocks, tokens, total_bytes, set_by)

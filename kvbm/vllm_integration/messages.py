@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvbm.plan import StepPlan
 
 if TYPE_CHECKING:
-    from kvbm.leader import LoadResult
+    from kvbm.leader.leader import LoadResult
     from kvbm.types import SegmentInfo
 
 

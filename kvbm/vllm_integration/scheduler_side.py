@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvbm.disk_side import open_disk
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
-from kvbm.leader import NO_BLOCK, LeaderSettings, LoadResult
-from kvbm.observation import Observation
-from kvbm.region import Region
+from kvbm.host.region import Region
+from kvbm.leader.disk_tier import open_disk
+from kvbm.leader.leader import NO_BLOCK, LeaderSettings, LoadResult
+from kvbm.observe.telemetry import Observation
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.lasting_disk import LastingDisk
-    from kvbm.leader import Leader
+    from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.leader.leader import Leader
     from kvbm.types import SegmentInfo
     from kvbm.vllm_integration.cache_groups import CacheGroup
 
@@ -152,7 +152,7 @@ class SchedulerSide:
         self._observation.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
 
-    def _open_disk(self, segments: Sequence[SegmentInfo]) -> LastingDisk | None:
+    def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
         if self._config.tiers.disk is None:
             return None
         facts, is_stable = self._identity()

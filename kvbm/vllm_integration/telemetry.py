@@ -16,7 +16,7 @@ from kvbm.metrics import Counters, KvbmCollector, TierBlocks
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
-    from kvbm.leader import Leader
+    from kvbm.leader.leader import Leader
 
 _NUMBERS = tuple(field.name for field in fields(Counters) if field.name != "hit_window")
 WINDOW, BLOCKS, WEAR = "hit_window_blocks", "blocks", "wear"

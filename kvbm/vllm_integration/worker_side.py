@@ -10,12 +10,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
-from kvbm.layout import BlockLayout, storages_of
+from kvbm.host.layout import BlockLayout, storages_of
 from kvbm.vllm_integration.cache_groups import CacheGroup, boot_id
 from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders, WordsWritten
 from kvbm.vllm_integration.progress import progress_log
-from kvbm.worker import HostCapacity, Worker
 
 if TYPE_CHECKING:
     import torch

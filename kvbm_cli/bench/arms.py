@@ -13,10 +13,10 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.bench.experiment import FLOOR, KVBM, RECORDING
-from kvbm_cli.bench.run_directory import RunDirectory
-from kvbm_cli.bench.workload import Workload
-from kvbm_cli.engines import block_tokens, launch_plan, with_device_blocks
-from kvbm_cli.process import EngineProcess, choose_port
+from kvbm_cli.bench.output_directory import OutputDirectory
+from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
+from kvbm_cli.engine.process import EngineProcess, choose_port
+from kvbm_cli.profile.workload import Workload
 
 ROOM = 1.25
 
@@ -43,7 +43,7 @@ class StartedEngine:
 class ProfileEngines:
     """Starts the engine of an arm on a free port, and stops it when the arm is over."""
 
-    def __init__(self, profile: Profile, workload: Workload, directory: RunDirectory) -> None:
+    def __init__(self, profile: Profile, workload: Workload, directory: OutputDirectory) -> None:
         self._profile = profile
         self._roomy_profile = with_room(profile, workload)
         self._directory = directory

@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvbm_cli.bench.row import Row
+from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan, PlannedRequest
-from kvbm_cli.bench.workload import Workload
+from kvbm_cli.profile.workload import Workload
 
 if TYPE_CHECKING:
     import aiohttp
@@ -64,7 +64,7 @@ class Target:
 class DriveResult:
     """What the client did. `client_cpu_share` is of one core, over the whole drive."""
 
-    rows: dict[str, tuple[Row, ...]]
+    rows: dict[str, tuple[RequestRecord, ...]]
     client_cpu_share: float
     started_unix_s: float
     duration_s: float
@@ -81,11 +81,11 @@ async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def drive(plan: Plan, targets: Sequence[Target], *, on_row: Callable[[Row], None]) -> DriveResult:
+async def drive(plan: Plan, targets: Sequence[Target], *, on_row: Callable[[RequestRecord], None]) -> DriveResult:
     """Send the whole plan to every target. When an engine has ended, its open requests become errors at once."""
-    rows: dict[str, list[Row]] = {target.arm: [] for target in targets}
+    rows: dict[str, list[RequestRecord]] = {target.arm: [] for target in targets}
 
-    def take(row: Row) -> None:
+    def take(row: RequestRecord) -> None:
         rows[row.arm].append(row)
         on_row(row)
 
@@ -115,13 +115,17 @@ def _garbage_collector_off() -> Iterator[None]:
 
 
 async def _drive_one(
-    session: aiohttp.ClientSession, plan: Plan, target: Target, drive_start_ns: int, take: Callable[[Row], None]
+    session: aiohttp.ClientSession,
+    plan: Plan,
+    target: Target,
+    drive_start_ns: int,
+    take: Callable[[RequestRecord], None],
 ) -> None:
     """One target's whole schedule."""
     start_ns = drive_start_ns + int((LEAD_S + target.offset_s) * NANOSECONDS)
 
     async def one(request: PlannedRequest) -> None:
-        row = Row(target.arm, request.index, request.user, request.turn, request.intended_s * 1e3)
+        row = RequestRecord(target.arm, request.index, request.user, request.turn, request.intended_s * 1e3)
         try:
             await asyncio.sleep((start_ns - time.perf_counter_ns()) / NANOSECONDS + request.intended_s)
             await _send(session, target.base_url, request, row, start_ns=start_ns, workload=plan.workload)
@@ -147,9 +151,9 @@ async def _drive_one(
 
 async def send(
     session: aiohttp.ClientSession, base_url: str, request: PlannedRequest, *, workload: Workload, arm: str
-) -> Row:
+) -> RequestRecord:
     """Send one request now, outside a schedule; its times count from here."""
-    row = Row(arm, request.index, request.user, request.turn, 0.0)
+    row = RequestRecord(arm, request.index, request.user, request.turn, 0.0)
     await _send(session, base_url, request, row, start_ns=time.perf_counter_ns(), workload=workload)
     return row
 
@@ -158,7 +162,7 @@ async def _send(
     session: aiohttp.ClientSession,
     base_url: str,
     request: PlannedRequest,
-    row: Row,
+    row: RequestRecord,
     *,
     start_ns: int,
     workload: Workload,
@@ -185,7 +189,7 @@ async def _send(
 
 
 async def _read_answer(
-    session: aiohttp.ClientSession, url: str, body: bytes, row: Row, since_start_ms: Callable[[], float]
+    session: aiohttp.ClientSession, url: str, body: bytes, row: RequestRecord, since_start_ms: Callable[[], float]
 ) -> None:
     headers = {"Content-Type": "application/json", "X-Request-Id": f"{row.arm}-{row.index}"}
     async with session.post(url, data=body, headers=headers) as response:
@@ -205,7 +209,7 @@ async def _read_answer(
     row.error = row.error or f"the answer broke off after {len(row.token_ids)} tokens"
 
 
-def _take_event(row: Row, event: dict[str, Any], arrived_ms: float) -> None:
+def _take_event(row: RequestRecord, event: dict[str, Any], arrived_ms: float) -> None:
     if "error" in event:
         row.error = f"error in the stream: {event['error']}"[:ERROR_TEXT_CHARACTERS]
         return
@@ -222,7 +226,7 @@ def _take_event(row: Row, event: dict[str, Any], arrived_ms: float) -> None:
             row.g2_tokens = tiers.get("host", 0) + tiers.get("disk", 0)  # from disk they come through host memory
 
 
-def _take_tokens(row: Row, token_ids: list[int], arrived_ms: float) -> None:
+def _take_tokens(row: RequestRecord, token_ids: list[int], arrived_ms: float) -> None:
     """Several tokens in one event share the time since the one before; of a first event only the first is timed."""
     if not token_ids:
         return
@@ -235,7 +239,7 @@ def _take_tokens(row: Row, token_ids: list[int], arrived_ms: float) -> None:
     row.token_ids += token_ids
 
 
-def _complaint(row: Row, prompt_tokens: int, answer_tokens: int) -> str | None:
+def _complaint(row: RequestRecord, prompt_tokens: int, answer_tokens: int) -> str | None:
     """What makes a complete stream useless for the comparison, if anything."""
     if not row.token_ids:
         return "the engine sent no token ids (it must know `return_token_ids`)"

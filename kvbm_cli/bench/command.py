@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm_cli.bench.experiment import Engines
     from kvbm_cli.bench.verdict import Limits
-    from kvbm_cli.bench.workload import Workload
+    from kvbm_cli.profile.workload import Workload
 
 INTERRUPTED_EXIT_CODE = 130
 DEFAULT_WORKLOAD = "conversations"
@@ -33,11 +33,11 @@ def bench(
     as_json: bool,
 ) -> int:
     """Resolve profile and workload, then measure. Returns the exit code of the verdict."""
-    from kvbm_cli.bench.workload import load_workload
-    from kvbm_cli.check import require_engine
-    from kvbm_cli.console import print_note
-    from kvbm_cli.engines import make_model
-    from kvbm_cli.profiles import resolve
+    from kvbm_cli.engine.engines import make_model
+    from kvbm_cli.profile.check import require_engine
+    from kvbm_cli.profile.resolve import resolve
+    from kvbm_cli.profile.workload import load_workload
+    from kvbm_cli.terminal.console import print_note
 
     if compare != "baseline":
         raise UsageError(f"--compare takes `baseline`, not `{compare}`", hint="`kvbm bench --compare baseline`")
@@ -65,13 +65,13 @@ def measure(
 
     from kvbm_cli.bench.arms import ProfileEngines
     from kvbm_cli.bench.experiment import run_experiment
+    from kvbm_cli.bench.output_directory import OutputDirectory
     from kvbm_cli.bench.progress import ShownProgress
     from kvbm_cli.bench.report import WIDTH, show
-    from kvbm_cli.bench.run_directory import RunDirectory
     from kvbm_cli.bench.summary import interrupted_summary, summarise
     from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict
 
-    directory = RunDirectory.create(output)
+    directory = OutputDirectory.create(output)
     surroundings = _surroundings(resolved)
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in previous.items():
@@ -127,7 +127,7 @@ def _surroundings(resolved: ResolvedProfile) -> dict[str, Any]:
 
 def _engine_version(resolved: ResolvedProfile) -> dict[str, str]:
     """vLLM may be in an interpreter of its own."""
-    from kvbm_cli.engines import vllm_of
+    from kvbm_cli.engine.engines import vllm_of
 
     found = vllm_of(resolved.profile) if resolved.profile.engine.kind == "vllm" else None
     return {found.distribution: found.version} if found else {}
@@ -136,8 +136,8 @@ def _engine_version(resolved: ResolvedProfile) -> dict[str, str]:
 def _caveats(resolved: ResolvedProfile, workload: Workload) -> list[str]:
     """What qualifies the numbers before anything is measured, and how busy the machine was meanwhile."""
     from kvbm_cli.bench.machine import load_average, usable_cpu_count
-    from kvbm_cli.engines import has_prefix_caching, runs_on_cpu
-    from kvbm_cli.size import size_if_known
+    from kvbm_cli.engine.engines import has_prefix_caching, runs_on_cpu
+    from kvbm_cli.profile.size import size_if_known
 
     caveats = []
     if resolved.profile.engine.kind == "embedded":

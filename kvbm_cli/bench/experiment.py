@@ -23,11 +23,11 @@ from typing import Protocol
 from kvbm.errors import EngineError
 from kvbm_cli.bench.client import DriveResult, Target, drive, open_session, send
 from kvbm_cli.bench.control import Control, Metrics, MetricsDelta
-from kvbm_cli.bench.row import Row
-from kvbm_cli.bench.run_directory import RunDirectory
+from kvbm_cli.bench.output_directory import OutputDirectory
+from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Answer, Plan, PlannedRequest, Script, request_body
 from kvbm_cli.bench.statistics import percentile
-from kvbm_cli.bench.workload import Workload
+from kvbm_cli.profile.workload import Workload
 
 RECORDING = "recording"
 BASELINE, KVBM, FLOOR = "baseline", "kvbm", "floor"
@@ -56,7 +56,7 @@ class Progress(Protocol):
     """What someone who watches is told. `remaining_s` is the time that is left after this phase, where it is known."""
 
     def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None: ...
-    def row(self, row: Row) -> None: ...
+    def row(self, row: RequestRecord) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class ArmResult:
     """`client_cpu_share` is that of the drive, which arms that were measured together share."""
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[RequestRecord, ...]
     client_cpu_share: float
     started_unix_s: float
     duration_s: float
@@ -91,7 +91,7 @@ class Experiment:
     arms: dict[str, ArmResult]
 
 
-def run_experiment(workload: Workload, engines: Engines, directory: RunDirectory, progress: Progress) -> Experiment:
+def run_experiment(workload: Workload, engines: Engines, directory: OutputDirectory, progress: Progress) -> Experiment:
     """Blocks until the last arm has ended. EngineError if an engine does not start or refuses the recording."""
     run = _Run(workload, engines, directory, progress)
     recording, model = run.record()
@@ -157,7 +157,7 @@ class _Run:
 
     workload: Workload
     engines: Engines
-    directory: RunDirectory
+    directory: OutputDirectory
     progress: Progress
 
     def record(self) -> tuple[Recording, str]:
@@ -238,7 +238,7 @@ class _Run:
         """
         started = time.monotonic()
 
-        async def once() -> Row:
+        async def once() -> RequestRecord:
             async with open_session() as session:
                 request = self._unplanned(engine.model, list(script.warmup), 0, 0)
                 return await send(session, engine.base_url, request, workload=self.workload, arm="warm-up")
@@ -254,7 +254,7 @@ class _Run:
         body = request_body(model, prompt, answer_tokens=self.workload.answer_tokens)
         return PlannedRequest(0, user, turn, 0.0, len(prompt), Answer(()), body)
 
-    def _take_row(self, row: Row) -> None:
+    def _take_row(self, row: RequestRecord) -> None:
         self.directory.append_request(row.to_json())
         self.progress.row(row)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbm_cli.bench.row import Row
+from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Answer, Plan
 
 
@@ -24,7 +24,7 @@ class OutputDifference:
     logprob: float | None
 
 
-def compare_outputs(plan: Plan, rows: Sequence[Row]) -> OutputDifference:
+def compare_outputs(plan: Plan, rows: Sequence[RequestRecord]) -> OutputDifference:
     """All complete answers of an arm against the recorded ones."""
     recorded = {request.key: request.answer for request in plan.requests}
     answered = [row for row in rows if row.is_ok]
@@ -37,7 +37,7 @@ def compare_outputs(plan: Plan, rows: Sequence[Row]) -> OutputDifference:
     )
 
 
-def _logprob_difference(recorded: Answer, row: Row) -> float | None:
+def _logprob_difference(recorded: Answer, row: RequestRecord) -> float | None:
     """Up to the first token that differs; from there on the two answers continue different texts."""
     if not recorded.logprobs or len(row.logprobs) != len(row.token_ids):
         return None

@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvbm_cli.bench.row import Row
+from kvbm_cli.bench.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +68,7 @@ class ShownProgress:
             left = self.left_s()
             self._console.print(text + (f" ({duration(left)} left)" if left is not None else ""), highlight=False)
 
-    def row(self, row: Row) -> None:
+    def row(self, row: RequestRecord) -> None:
         self._answered += row.is_ok
         self._failed += not row.is_ok
         self._last_ttft_ms = row.ttft_ms if row.is_ok else self._last_ttft_ms

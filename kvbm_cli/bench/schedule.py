@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_cli.bench.workload import Workload
+from kvbm_cli.profile.workload import Workload
 
 Tokenize = Callable[[str], list[int]]
 LETTERS = string.ascii_letters + string.digits

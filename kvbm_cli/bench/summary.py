@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbm_cli.bench.experiment import ARMS, BASELINE, FLOOR, KVBM, ArmResult, Experiment
 from kvbm_cli.bench.outputs import compare_outputs
-from kvbm_cli.bench.row import Row
+from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan
 from kvbm_cli.bench.statistics import PairedRatio, busy_share, paired_ratio, spread
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Limits, Verdict, judge
@@ -148,7 +148,7 @@ def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
     }
 
 
-def _turn(turn: int, rows: list[Row]) -> dict[str, Any]:
+def _turn(turn: int, rows: list[RequestRecord]) -> dict[str, Any]:
     answered = [row for row in rows if row.is_ok]
     return {
         "turn": turn,
@@ -160,7 +160,7 @@ def _turn(turn: int, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _times(rows: Sequence[Row]) -> dict[str, Any]:
+def _times(rows: Sequence[RequestRecord]) -> dict[str, Any]:
     return {
         "ttft_ms": spread(_values(row.ttft_ms for row in rows)),
         "itl_ms": spread([gap for row in rows for gap in row.token_gaps_ms]),
@@ -172,7 +172,7 @@ def _values(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _tokens(rows: Sequence[Row]) -> dict[str, int | None]:
+def _tokens(rows: Sequence[RequestRecord]) -> dict[str, int | None]:
     """Prompt tokens by source as the answers' usage reports them; `None` for what not every answer tells."""
     return {
         "g1": _sum_if_known(row.g1_tokens for row in rows),
@@ -186,7 +186,7 @@ def _sum_if_known(counts: Iterable[int | None]) -> int | None:
     return sum(count for count in known if count is not None) if known and None not in known else None
 
 
-def _throughput(rows: Sequence[Row]) -> dict[str, float | None]:
+def _throughput(rows: Sequence[RequestRecord]) -> dict[str, float | None]:
     """Per second from the first launch to the last end. The schedule is open loop, so it bounds all of these."""
     starts, ends = _values(row.launched_ms for row in rows), _values(row.end_ms for row in rows)
     span_s = (max(ends) - min(starts)) / 1e3 if starts and ends else 0.0
@@ -198,7 +198,7 @@ def _throughput(rows: Sequence[Row]) -> dict[str, float | None]:
     }
 
 
-def _utilisation(rows: Sequence[Row]) -> float:
+def _utilisation(rows: Sequence[RequestRecord]) -> float:
     """Share of the time with at least one request in flight, from the first launch to the last end."""
     intervals = [
         (row.launched_ms, row.end_ms) for row in rows if row.launched_ms is not None and row.end_ms is not None
@@ -214,7 +214,7 @@ def _engine(arm: ArmResult) -> dict[str, int | None]:
     return {"block_size": int(block_size) if block_size else None, "g1_blocks": int(blocks) if blocks else None}
 
 
-def _pairs(first: Sequence[Row], second: Sequence[Row]) -> dict[int, list[tuple[float, float]]]:
+def _pairs(first: Sequence[RequestRecord], second: Sequence[RequestRecord]) -> dict[int, list[tuple[float, float]]]:
     """By user, the times to first token of every request of turn 2 or later that both arms answered."""
     others = {row.key: row.ttft_ms for row in second if row.is_ok}
     pairs: dict[int, list[tuple[float, float]]] = defaultdict(list)

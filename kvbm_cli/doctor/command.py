@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.variables import others
 from kvbm.errors import ProfileError, UsageError
-from kvbm_cli.console import print_data, print_json, print_note
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
+from kvbm_cli.doctor.display import Progress, as_data, summary
 from kvbm_cli.doctor.examination import OVER, Examination
 from kvbm_cli.doctor.in_variables import in_variables
 from kvbm_cli.doctor.machine import Machine
 from kvbm_cli.doctor.result import Check, State, failure, skipped
-from kvbm_cli.doctor.show import Progress, as_data, summary
 from kvbm_cli.doctor.subject import Subject
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
+from kvbm_cli.terminal.console import print_data, print_json, print_note
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import Tiers
-    from kvbm.disk.probe import Settings
     from kvbm.sizing import Sizing
+    from kvbm_cli.doctor.probe import Settings
 
 QUICK_WORK_S = 14.0  # of the QUICK_S; the rest is for clearing away
 FAILED = 1
@@ -90,7 +90,7 @@ def _resolve(
 ) -> ResolvedProfile | None:
     """The profile under the variables that mean something, with the directory of the command line if it has a disk."""
     from kvbm.config.load import load
-    from kvbm_cli.shipped import profiles_directory
+    from kvbm_cli.package_data import profiles_directory
 
     if profile is None:
         return None
@@ -108,12 +108,12 @@ def _absolute(directory: Path) -> Path:
 
 def _directory(tiers: Tiers | None, given: Path | None) -> Path | None:
     """The one of the command line, else of the disk tier, else the default where nothing says which tiers there are."""
-    from kvbm.config.schema import DiskTier
+    from kvbm.config.schema import DiskTierSection
 
     if given is not None:
         return _absolute(given)
     if tiers is None:
-        return _absolute(Path(DiskTier.model_fields["directory"].default))
+        return _absolute(Path(DiskTierSection.model_fields["directory"].default))
     return None if tiers.disk is None else _absolute(Path(tiers.disk.directory))
 
 
@@ -124,7 +124,7 @@ def _shown(directory: Path | None) -> str | None:
 def _size(resolved: ResolvedProfile | None) -> tuple[Sizing | None, list[Check]]:
     """The sizes, or None; and what is wrong with them."""
     from kvbm.sizing import SizeUnknown
-    from kvbm_cli.size import size_of
+    from kvbm_cli.profile.size import size_of
 
     if resolved is None:
         return None, []

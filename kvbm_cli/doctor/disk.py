@@ -15,14 +15,14 @@ from pathlib import Path
 from kvbm.config.sizes import format_size
 from kvbm.disk.directory import CacheFacts, list_caches
 from kvbm.disk.files import PAGE_BYTES, require_usable_parent
-from kvbm.disk.probe import IN_MEMORY, Report, Settings
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.doctor import disk_abilities
 from kvbm_cli.doctor.machine import NoAnswer
+from kvbm_cli.doctor.probe import IN_MEMORY, Report, Settings
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
+from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
 from kvbm_cli.doctor.subject import ANOTHER, Subject
-from kvbm_cli.doctor.workplace import PREFIX, workplace
-from kvbm_cli.places import nearest_existing
+from kvbm_cli.system.filesystem import nearest_existing
 
 Found = Generator[Check, None, Settings | None]
 
@@ -49,7 +49,7 @@ def checks(subject: Subject) -> Found:
         return None
     try:
         yield from _leftovers(subject, directory)
-        with workplace(directory) as place:
+        with scratch_directory(directory) as place:
             require_usable_parent(directory)
             report = _probe(subject, place)
     except OSError as error:
@@ -208,7 +208,7 @@ def _limits(subject: Subject, report: Report, needed: int | None) -> Iterator[Ch
 
 
 def _engine_count(subject: Subject) -> int:
-    from kvbm_cli.engines import copy_count
+    from kvbm_cli.engine.engines import copy_count
 
     return 1 if subject.resolved is None else copy_count(subject.resolved.profile)
 

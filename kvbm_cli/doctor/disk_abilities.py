@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from kvbm.config.sizes import format_size
 from kvbm.disk.files import PAGE_BYTES
-from kvbm.disk.probe import Direct, Report, Settings
-from kvbm.disk.speed import Speed
+from kvbm_cli.doctor.probe import Direct, Report, Settings
 from kvbm_cli.doctor.result import Check, State, failure, ok, rate, skipped, warning
+from kvbm_cli.doctor.speed import Speed
 from kvbm_cli.doctor.subject import ANOTHER, Subject
 
 EXAMPLE_TOKENS = 4000

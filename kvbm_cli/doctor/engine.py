@@ -16,7 +16,7 @@ NIXL_TIMEOUT_S = 90.0
 QUICK_TIMEOUT_S = 8.0
 MODULES = {
     "vllm": ["kvbm.vllm_integration.connector"],
-    "embedded": ["kvbm.embedded.driver", "kvbm.embedded.engine", "transformers"],
+    "embedded": ["kvbm.embedded.driver", "kvbm.embedded.engine.engine", "transformers"],
 }
 
 
@@ -46,7 +46,7 @@ def _rival(subject: Subject) -> Check:
 
 def _vllm(subject: Subject) -> Iterator[Check]:
     from kvbm.vllm_integration.versions import RUN, shown
-    from kvbm_cli.engines import vllm_of, vllm_problem
+    from kvbm_cli.engine.engines import vllm_of, vllm_problem
 
     assert subject.resolved is not None
     profile = subject.resolved.profile

@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from kvbm_cli.doctor.display import Progress, show_check, show_group
 from kvbm_cli.doctor.result import Check, skipped
-from kvbm_cli.doctor.show import Progress, show_check, show_group
 
 QUICK_S = 20.0
 OVER = f"--quick allows {QUICK_S:.0f} s"

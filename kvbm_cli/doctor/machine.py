@@ -20,12 +20,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvbm.disk.probe import Report
-from kvbm.host_memory import THIS_MACHINE, HostMemory
+from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
+from kvbm_cli.doctor.probe import Report
 
 ROOT = Path(__file__).resolve().parents[2]
-WRAPPER = ROOT / "kvbm_cli" / "die_with_parent.py"
-ASKED = Path(__file__).with_name("asked")
+WRAPPER = ROOT / "kvbm_cli" / "system" / "die_with_parent.py"
+PROBES = Path(__file__).with_name("probes")
 DEVICES = Path("/dev")
 NVIDIA_DIRECTORY = Path("/tmp")  # where NVIDIA's block manager keeps blocks unless it is told otherwise
 END_TIMEOUT_S = 1.0
@@ -38,15 +38,15 @@ class NoAnswer(Exception):
 
 
 def ask(python: str, program: str, arguments: Sequence[str] = (), *, timeout_s: float) -> dict[str, Any]:
-    """The answer of `asked/<program>.py`, run by `python`. Raises NoAnswer."""
-    command = [python, "-P", str(ASKED / f"{program}.py"), *arguments]
+    """The answer of `probes/<program>.py`, run by `python`. Raises NoAnswer."""
+    command = [python, "-P", str(PROBES / f"{program}.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} if python == sys.executable else os.environ
     return _run(command, timeout_s=timeout_s, environment=environment, say=lambda text: None)
 
 
 def probe(directory: Path, *, block_bytes: int | None, phase_s: float, timeout_s: float, say: Say) -> Report:
-    """What `kvbm.disk.probe` finds, by a process of its own: a filesystem can hang. Raises NoAnswer."""
-    command = [sys.executable, "-P", "-m", "kvbm.disk.probe", str(directory), "--seconds", str(phase_s)]
+    """What `kvbm_cli.doctor.probe` finds, by a process of its own: a filesystem can hang. Raises NoAnswer."""
+    command = [sys.executable, "-P", "-m", "kvbm_cli.doctor.probe", str(directory), "--seconds", str(phase_s)]
     command += [] if block_bytes is None else ["--block-bytes", str(block_bytes)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return Report.from_json(_run(command, timeout_s=timeout_s, environment=environment, say=say)["report"])
@@ -120,7 +120,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 def touch_rate(byte_count: int) -> float:
     """Bytes per second at which host memory is taken as a segment of G2 takes it. Raises EnvironmentProblem."""
-    from kvbm.shared_memory import SharedMemory
+    from kvbm.host.shared_memory import SharedMemory
 
     started = time.monotonic()
     memory = SharedMemory.allocate(

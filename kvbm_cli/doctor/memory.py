@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
-from kvbm.host_memory import node_of_pci_device
+from kvbm.host.machine_memory import node_of_pci_device
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, rate, skipped, warning
 from kvbm_cli.doctor.subject import Subject
 
@@ -30,7 +30,7 @@ def checks(subject: Subject) -> Iterator[Check]:
 
 
 def _needed_bytes(subject: Subject) -> int | None:
-    from kvbm_cli.engines import copy_count
+    from kvbm_cli.engine.engines import copy_count
 
     if subject.resolved is not None and subject.sizing is not None:
         return subject.sizing.host.total_bytes * copy_count(subject.resolved.profile)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.check import require_metrics_ports
 from kvbm_cli.doctor.result import Check, failure, ok, skipped
 from kvbm_cli.doctor.subject import Subject
-from kvbm_cli.neighbours import living_runs, require_port
-from kvbm_cli.process import choose_port
+from kvbm_cli.engine.process import choose_port
+from kvbm_cli.profile.check import require_metrics_ports
+from kvbm_cli.serve.reservations import living_runs, require_port
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from kvbm.config.sizes import format_size
 from kvbm_cli.doctor.machine import NoAnswer
 from kvbm_cli.doctor.result import Check, failure, ok, skipped
+from kvbm_cli.doctor.scratch_directory import scratch_directory
 from kvbm_cli.doctor.subject import Subject
-from kvbm_cli.doctor.workplace import workplace
 
 if TYPE_CHECKING:
-    from kvbm.disk.probe import Settings
+    from kvbm_cli.doctor.probe import Settings
 
 TIMEOUT_S, QUICK_TIMEOUT_S = 120.0, 10.0
 BLOCK_BYTES = 1 << 20
@@ -38,7 +38,7 @@ def checks(subject: Subject, settings: Settings | None) -> Iterator[Check]:
         if disk is None or subject.directory is None:
             yield from _legs(subject, None, MOST_BYTES)
         else:
-            with workplace(subject.directory) as place:
+            with scratch_directory(subject.directory) as place:
                 space = os.statvfs(place)
                 room = space.f_bavail * space.f_frsize // SHARE_OF_FREE if space.f_blocks else MOST_BYTES
                 yield from _legs(subject, {**disk, "directory": str(place)}, room)
@@ -83,7 +83,7 @@ def _legs(subject: Subject, disk: dict[str, Any] | None, room: int) -> Iterator[
 
 def _device(subject: Subject) -> str:
     """Where G1 is: on a GPU if there is a driver for one and the profile's engine does not say otherwise."""
-    from kvbm_cli.engines import runs_on_cpu
+    from kvbm_cli.engine.engines import runs_on_cpu
 
     if not (subject.machine.devices / "nvidiactl").exists():
         return "cpu"

@@ -10,7 +10,7 @@ from kvbm_cli.doctor.machine import Machine, Say
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-    from kvbm.config.schema import DiskTier, Tiers
+    from kvbm.config.schema import DiskTierSection, Tiers
     from kvbm.sizing import Sizing
 
 
@@ -31,5 +31,5 @@ class Subject:
     say: Say
 
     @property
-    def disk(self) -> DiskTier | None:
+    def disk(self) -> DiskTierSection | None:
         return self.tiers.disk if self.tiers is not None else None

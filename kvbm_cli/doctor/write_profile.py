@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.errors import InvariantError, KvbmError, UsageError
-from kvbm_cli.places import write_new
-from kvbm_cli.shipped import profiles_directory
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.system.filesystem import write_new
 
 if TYPE_CHECKING:
     from kvbm.config.document import Document, Source

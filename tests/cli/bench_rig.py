@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from mock_engine import MockEngine, Options
 
-from kvbm_cli.bench.row import Row
+from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.verdict import Limits
-from kvbm_cli.bench.workload import Schedule, Workload
+from kvbm_cli.profile.workload import Schedule, Workload
 
 WORKLOAD = Workload(
     name="small",
@@ -62,10 +62,10 @@ class SilentProgress:
 
     def __init__(self) -> None:
         self.phases: list[str] = []
-        self.rows: list[Row] = []
+        self.rows: list[RequestRecord] = []
 
     def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None:
         self.phases.append(text)
 
-    def row(self, row: Row) -> None:
+    def row(self, row: RequestRecord) -> None:
         self.rows.append(row)

@@ -39,8 +39,8 @@ from kvbm.config.schema import INTERPOLATED, keys
 from kvbm.config.sizes import parse_size
 from kvbm.config.variables import VARIABLES
 from kvbm_cli.app import run
-from kvbm_cli.profile_text import whole_text
-from kvbm_cli.shipped import profiles_directory
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.text import whole_text
 
 SEED = 5
 CASES = 20_000

@@ -83,7 +83,7 @@ def runs(*named: tuple[str, bool], **changes: object) -> Callable[[Path], Abstra
     def prepared(home: Path) -> Iterator[None]:
         from test_runs import NOBODY, facts
 
-        from kvbm_cli.runs import Runs
+        from kvbm_cli.runs.run_directory import Runs
 
         directory = home / ".local/state/kvbm"
         (directory / "runs").mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.bench.arms import fresh_disk
 from kvbm_cli.bench.control import Metrics
 from kvbm_cli.bench.experiment import _require_empty_disk
-from kvbm_cli.shipped import profiles_directory
+from kvbm_cli.package_data import profiles_directory
 
 
 def profile(directory):

@@ -8,7 +8,7 @@ from bench_rig import WORKLOAD
 from mock_engine import MockEngine, Options, answer_to
 
 from kvbm_cli.bench.client import EventSplitter, Target, drive, open_session, send
-from kvbm_cli.bench.row import Row
+from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Answer, Plan, Script
 
 SHORT = WORKLOAD.model_copy(update={"request_timeout_s": 0.5})
@@ -26,7 +26,7 @@ def make_plan(workload=WORKLOAD, interval_s=0.02) -> Plan:
 
 def drive_mock(options: Options, *, plan: Plan | None = None):
     plan = plan or make_plan()
-    seen: list[Row] = []
+    seen: list[RequestRecord] = []
     with MockEngine(options) as engine:
         target = Target("kvbm", engine.base_url, 0.0, engine.has_ended)
         result = asyncio.run(drive(plan, [target], on_row=seen.append))
@@ -34,11 +34,11 @@ def drive_mock(options: Options, *, plan: Plan | None = None):
     return plan, result
 
 
-def first_row(fault: str, workload=WORKLOAD) -> Row:
+def first_row(fault: str, workload=WORKLOAD) -> RequestRecord:
     """The row of a request that meets this fault. One that follows must not be disturbed by it."""
     plan = make_plan(workload)
 
-    async def twice(base_url: str) -> list[Row]:
+    async def twice(base_url: str) -> list[RequestRecord]:
         async with open_session() as session:
             return [
                 await send(session, base_url, request, workload=workload, arm="kvbm") for request in plan.requests[:2]
@@ -82,7 +82,7 @@ def test_launches_follow_the_schedule_and_never_wait_for_an_answer():
 def test_arms_are_launched_one_offset_after_the_other_and_fail_alone():
     """One engine ends; the other answers everything, at its own times."""
     plan = make_plan(interval_s=0.1)
-    seen: list[Row] = []
+    seen: list[RequestRecord] = []
     with MockEngine(Options(faults={1: "end"})) as first, MockEngine(Options()) as second:
         targets = [
             Target("first", first.base_url, 0.0, first.has_ended),

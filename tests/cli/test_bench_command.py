@@ -18,9 +18,9 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import ProfileEngines, with_reset, with_room
-from kvbm_cli.bench.run_directory import RunDirectory
-from kvbm_cli.bench.workload import Schedule
-from kvbm_cli.profiles import resolve
+from kvbm_cli.bench.output_directory import OutputDirectory
+from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.profile.workload import Schedule
 
 RESOLVED = resolve("demo")
 MOCK = Path(__file__).with_name("mock_engine.py")
@@ -186,7 +186,7 @@ def mock_processes(monkeypatch):
 
 def test_arms_are_processes_of_their_own_which_end_with_the_arm(tmp_path, mock_processes):
     profile = resolve("demo", [f"engine.arguments.num_blocks={SMALL_G1_BLOCKS}"]).profile
-    directory = RunDirectory.create(tmp_path / "run")
+    directory = OutputDirectory.create(tmp_path / "run")
     directory.close()
     engines = ProfileEngines(profile, WORKLOAD, directory)
     with engines("kvbm") as engine:
@@ -223,8 +223,8 @@ sys.path.insert(0, {tests!r})
 from bench_rig import WORKLOAD
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm_cli.bench import command
-from kvbm_cli.bench.workload import Schedule
-from kvbm_cli.profiles import resolve
+from kvbm_cli.profile.workload import Schedule
+from kvbm_cli.profile.resolve import resolve
 import kvbm.embedded.launch
 def plan(profile, *, connector, port):
     url = f"http://127.0.0.1:{{port}}"

@@ -10,14 +10,14 @@ from bench_rig import PATIENT, WORKLOAD, MockEngines, SilentProgress
 
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.experiment import ARMS, run_experiment
-from kvbm_cli.bench.run_directory import RunDirectory
+from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.bench.summary import summarise
-from kvbm_cli.bench.workload import Schedule
+from kvbm_cli.profile.workload import Schedule
 
 
 def run(tmp_path, engines, workload=WORKLOAD):
     progress = SilentProgress()
-    with closing(RunDirectory.create(tmp_path / "run")) as directory:
+    with closing(OutputDirectory.create(tmp_path / "run")) as directory:
         experiment = run_experiment(workload, engines, directory, progress)
     return experiment, summarise(experiment, surroundings={}, limits=PATIENT), progress
 
@@ -90,7 +90,7 @@ def test_time_left_is_that_of_the_work_where_a_baseline_cannot_keep_up_with_the_
 
     expected = {}
     workload = WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.001)})
-    with closing(RunDirectory.create(tmp_path / "run")) as directory:
+    with closing(OutputDirectory.create(tmp_path / "run")) as directory:
         experiment = run_experiment(workload, MockEngines(), directory, Expecting())
     assert expected["kvbm: 6 requests"] == experiment.plan.duration_s == 0.006
     assert expected["baseline: 6 requests"] >= 6 * min(experiment.recording.cold_ms) / 1e3
@@ -156,13 +156,13 @@ def test_a_recording_that_fails_says_which_request(tmp_path):
 def test_a_directory_with_something_in_it_is_refused(tmp_path):
     (tmp_path / "old.json").write_text("{}")
     with pytest.raises(UsageError, match="is not empty"):
-        RunDirectory.create(tmp_path)
+        OutputDirectory.create(tmp_path)
 
 
 def test_an_empty_directory_is_used_and_the_default_one_is_named_after_the_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    RunDirectory.create(tmp_path).close()
-    first, second = RunDirectory.create(None), RunDirectory.create(None)
+    OutputDirectory.create(tmp_path).close()
+    first, second = OutputDirectory.create(None), OutputDirectory.create(None)
     first.close()
     second.close()
     assert first.path != second.path

@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from kvbm_cli.bench.progress import ShownProgress, duration
-from kvbm_cli.bench.row import Row
+from kvbm_cli.bench.request_record import RequestRecord
 
 
-def row(ttft_ms: float | None, error: str | None = None) -> Row:
-    return Row("kvbm", 0, 0, 1, intended_ms=0.0, first_token_ms=ttft_ms, error=error)
+def row(ttft_ms: float | None, error: str | None = None) -> RequestRecord:
+    return RequestRecord("kvbm", 0, 0, 1, intended_ms=0.0, first_token_ms=ttft_ms, error=error)
 
 
 def test_elsewhere_than_on_a_terminal_a_phase_is_a_line():

@@ -9,7 +9,7 @@ from bench_rig import WORKLOAD
 
 from kvbm_cli.bench.control import Metrics, MetricsDelta
 from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
-from kvbm_cli.bench.row import Row
+from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Answer, Plan, Script
 from kvbm_cli.bench.summary import summarise
 
@@ -37,7 +37,9 @@ def arm(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], l
         intended_ms = request.intended_s * 1e3
         first_token_ms = intended_ms + (first_ms if request.turn == 1 else later_ms)
         g1, g2 = sources if request.turn == 2 else (0, 0)
-        row = Row(arm=name, index=request.index, user=request.user, turn=request.turn, intended_ms=intended_ms)
+        row = RequestRecord(
+            arm=name, index=request.index, user=request.user, turn=request.turn, intended_ms=intended_ms
+        )
         row.launched_ms, row.http_status = intended_ms + lateness_ms, 200
         row.first_token_ms, row.last_token_ms, row.end_ms = first_token_ms, first_token_ms + 50, first_token_ms + 51
         row.token_ids, row.token_gaps_ms = list(request.answer.token_ids), [10.0] * 5

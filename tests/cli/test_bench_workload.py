@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.errors import ProfileError, UsageError
-from kvbm_cli.bench.workload import KEYS, Workload, load_workload, parse_workload, shipped_workloads
+from kvbm_cli.profile.workload import KEYS, Workload, load_workload, parse_workload, shipped_workloads
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/bench.md"
 TEXT = """

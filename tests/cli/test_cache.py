@@ -22,8 +22,8 @@ from terminal import PROGRAM, Outcome, assert_snapshot, environment, kvbm
 from kvbm import hashing
 from kvbm.disk.directory import ARENA, INDEX, LOCK, SUPERBLOCK, InstanceLock
 from kvbm.disk.index import BlockIndex
+from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
 from kvbm.disk.superblock import read_superblock, write_superblock
-from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
 from kvbm_cli.cache import _ReadProgress
 
 BLOCK = 64 << 10
@@ -42,7 +42,7 @@ def make_cache(directory: Path, name: str, *, model: str, salts: list[str | None
     shards[0][:] = np.random.default_rng(1).integers(0, 256, shards[0].shape, np.uint8)
     namespace = Namespace(hashing.namespace({"model": model}), {"model": model})
     settings = DiskSettings(directory, block_count=16, o_direct=False)
-    tier = DiskTier.open(settings, namespace, shards, hash_bytes=hashing.HASH_BYTES)
+    tier = DiskStorage.open(settings, namespace, shards, hash_bytes=hashing.HASH_BYTES)
     slots = list(range(len(salts)))
     tier.write(1, [hash_of(slot) for slot in slots], slots, slots, [hashing.tenant(salt) for salt in salts])
     deadline = time.monotonic() + 30

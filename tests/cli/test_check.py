@@ -12,9 +12,9 @@ from terminal import kvbm, on_a_terminal
 
 from kvbm.disk.directory import CacheFacts
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.check import require_disk_space
-from kvbm_cli.profiles import resolve
-from kvbm_cli.size import size_of
+from kvbm_cli.profile.check import require_disk_space
+from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.profile.size import size_of
 
 PROFILE = """\
 engine:

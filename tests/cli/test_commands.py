@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from terminal import PROGRAM, assert_snapshot, environment, kvbm, on_a_terminal
 
-from kvbm_cli.crash_report import A_BUG, KEPT_REPORTS, save_report
-from kvbm_cli.show_error import show_error
+from kvbm_cli.terminal.crash_report import A_BUG, KEPT_REPORTS, save_report
+from kvbm_cli.terminal.show_error import show_error
 
 HELPS = [
     *(
@@ -108,7 +108,8 @@ def test_debug_shows_the_traceback_of_a_mistake(home: Path) -> None:
 
 def test_bug_is_one_line_without_a_traceback(home: Path) -> None:
     breaks = (
-        "import kvbm_cli.size as s; s.size_of = None; from kvbm_cli.app import run; exit(run(['size', '-p', 'demo']))"
+        "import kvbm_cli.profile.size as s; s.size_of = None; "
+        "from kvbm_cli.app import run; exit(run(['size', '-p', 'demo']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", breaks], cwd=home, env=environment(home), capture_output=True, text=True

@@ -139,7 +139,7 @@ def _read_until(terminal: int, text: str) -> str:
 def test_runs_are_offered_by_their_names(tmp_path: Path, bin_directory: Path) -> None:
     from test_runs import facts
 
-    from kvbm_cli.runs import Runs
+    from kvbm_cli.runs.run_directory import Runs
 
     (tmp_path / ".local/state/kvbm/runs").mkdir(parents=True)
     run = Runs(tmp_path / ".local/state/kvbm").create("demo")

@@ -15,12 +15,12 @@ import pytest
 from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
 from terminal import Outcome, assert_snapshot, kvbm
 
-from kvbm.disk.probe import Direct, Mount, Report, Settings
-from kvbm.disk.probe import Outcome as Tried
-from kvbm.disk.quota import Quota
-from kvbm_cli.doctor import command, show
+from kvbm_cli.doctor import command, display
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.in_variables import in_variables
+from kvbm_cli.doctor.probe import Direct, Mount, Report, Settings
+from kvbm_cli.doctor.probe import Outcome as Tried
+from kvbm_cli.doctor.quota import Quota
 
 PROFILE = """\
 engine:
@@ -93,7 +93,7 @@ FAILING = {"poor_disk", "quota", "hanging_disk", "little_memory", "broken_engine
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine would be told of as one that takes long."""
-    monkeypatch.setattr(show, "SILENCE_S", 60.0)
+    monkeypatch.setattr(display, "SILENCE_S", 60.0)
 
 
 @pytest.fixture
@@ -310,8 +310,8 @@ def test_caches_that_are_there_count_as_space(
 def test_what_takes_long_is_named_on_stderr(
     tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(show, "SILENCE_S", 0.2)
-    monkeypatch.setattr(show, "TICK_S", 0.05)
+    monkeypatch.setattr(display, "SILENCE_S", 0.2)
+    monkeypatch.setattr(display, "TICK_S", 0.05)
 
     def slow(directory: Path, *, say: Callable[[str], None], **ignored: object) -> Report:
         say("random reads")
@@ -364,6 +364,6 @@ def test_interpreter_that_hangs_does_not_hold_up_a_quick_examination(
 
 
 def test_answers_cover_every_program() -> None:
-    from kvbm_cli.doctor.machine import ASKED
+    from kvbm_cli.doctor.machine import PROBES
 
-    assert {path.stem for path in ASKED.glob("*.py")} - {"__init__"} == set(ANSWERS)
+    assert {path.stem for path in PROBES.glob("*.py")} - {"__init__"} == set(ANSWERS)

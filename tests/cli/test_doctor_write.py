@@ -9,7 +9,7 @@ import pytest
 from kvbm.config.load import load
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.doctor.write_profile import write_profile
-from kvbm_cli.shipped import profiles_directory
+from kvbm_cli.package_data import profiles_directory
 
 NEEDED = {"tiers.disk.allocator": "open-direct", "tiers.disk.o_direct": True, "tiers.disk.zerofill": True}
 BLOCK = """\

@@ -19,12 +19,12 @@ from test_bench_command import measure, summary_of
 from test_bench_verdict import GOOD
 from test_serve import home, serving  # noqa: F401
 
-from kvbm.embedded.server import Server
+from kvbm.embedded.http.server import Server
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.bench.run_directory import RunDirectory
+from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.bench.statistics import paired_ratio
 from kvbm_cli.bench.verdict import Verdict, judge
-from kvbm_cli.process import _open_log
+from kvbm_cli.engine.process import _open_log
 
 
 @pytest.mark.parametrize(("users", "turns"), [(1, 2), (1, 4), (2, 4), (6, 4)])
@@ -88,7 +88,7 @@ def test_a_full_disk_is_no_bug_and_leaves_a_marked_run(tmp_path, monkeypatch) ->
     def full(self, row):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(RunDirectory, "append_request", full)
+    monkeypatch.setattr(OutputDirectory, "append_request", full)
     with pytest.raises(EnvironmentProblem, match="no space left"):
         measure(tmp_path, MockEngines())
     assert summary_of(tmp_path)["complete"] is False

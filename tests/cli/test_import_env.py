@@ -16,7 +16,7 @@ from kvbm.config.connector import resolve_connector
 from kvbm.config.load import load
 from kvbm.config.schema import ConnectorConfig
 from kvbm.errors import ProfileError
-from kvbm_cli.import_env import profile_text
+from kvbm_cli.profile.import_env import profile_text
 
 SECTIONS = ("tiers", "offload", "onboard", "transfer", "metrics")
 BOOLEANS = st.sampled_from(["1", "true", "Yes", " on", "0", "false", "NO", "off "])
@@ -151,7 +151,10 @@ def test_no_room_for_a_temporary_file_is_no_bug(tmp_path: Path) -> None:
 
 
 def test_file_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
-    script = "from pathlib import Path; from kvbm_cli.places import write_new; write_new(Path('mine.yaml'), 'a: 1')"
+    script = (
+        "from pathlib import Path; from kvbm_cli.system.filesystem import write_new; "
+        "write_new(Path('mine.yaml'), 'a: 1')"
+    )
     exit_code, _ = on_a_full_disk(sys.executable, "-c", script, directory=tmp_path)
     assert exit_code == 1
     assert list(tmp_path.iterdir()) == []

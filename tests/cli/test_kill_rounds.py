@@ -26,16 +26,16 @@ from terminal import PROGRAM, environment, kvbm
 from test_process import eventually, is_gone
 
 from kvbm.disk.directory import InstanceLock
-from kvbm_cli.process import GUARD, choose_port
+from kvbm_cli.engine.process import REAPER, choose_port
 
 pytest.importorskip("torch")
 
 VICTIMS = {
     "launcher": "serve",
-    "guard": str(GUARD),
+    "guard": str(REAPER),
     "engine": "kvbm.embedded",
     "worker": "spawn_main",
-    "disk": "kvbm.disk_child",
+    "disk": "kvbm.disk.service.server",
 }
 ENDS_WITH = ("launcher", "engine")  # an engine that loses another one goes on
 MODES = ("foreground", "detached")
@@ -118,7 +118,7 @@ def _locked(directory: Path) -> list[str]:
 
 
 def _guards(launcher: psutil.Process) -> list[int]:
-    return [one.pid for one in launcher.children() if not is_gone(one.pid) and str(GUARD) in one.cmdline()]
+    return [one.pid for one in launcher.children() if not is_gone(one.pid) and str(REAPER) in one.cmdline()]
 
 
 def _is_taken(port: int) -> bool:

@@ -22,11 +22,11 @@ from test_runs import NOBODY, facts
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
 
-from kvbm_cli.console import Pace
-from kvbm_cli.logs import start_of_last_lines
-from kvbm_cli.process import choose_port
-from kvbm_cli.runs import Runs, State
-from kvbm_cli.status import duration
+from kvbm_cli.engine.process import choose_port
+from kvbm_cli.runs.logs import start_of_last_lines
+from kvbm_cli.runs.run_directory import Runs, State
+from kvbm_cli.runs.status import duration
+from kvbm_cli.terminal.progress import Pace
 
 ABCD = "a\nb\nc\nd\n"
 SERVE = ("serve", "-p", "./mine.yaml", "--detach")
@@ -182,7 +182,9 @@ def test_launcher_that_does_not_react_is_killed(home: Path) -> None:
     kvbm(*SERVE, home=home)
     processes = processes_of(home)
     processes[0].suspend()
-    program = "import kvbm_cli.stop as s; s.GRACE_S = 1.0; from kvbm_cli.app import run; exit(run(['stop', '-t0']))"
+    program = (
+        "import kvbm_cli.runs.stop as s; s.GRACE_S = 1.0; from kvbm_cli.app import run; exit(run(['stop', '-t0']))"
+    )
     done = subprocess.run([PROGRAM[0], "-c", program], cwd=home, env=environment(home), capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert all(is_gone(process.pid) for process in processes)
@@ -344,7 +346,7 @@ def test_durations_are_short(seconds: float, text: str) -> None:
 
 def test_counted_progress_has_a_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("kvbm_cli.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvbm_cli.terminal.console.time.monotonic", lambda: now[0])
     pace = Pace()
     assert pace.of("loading the weights") == "loading the weights"
     assert pace.of("taking space, 0 of 1000 MiB") == "taking space, 0 of 1000 MiB"

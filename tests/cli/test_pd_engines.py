@@ -14,9 +14,9 @@ from test_process import DEADLINE_S, eventually, fake_plan, is_gone
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
-from kvbm_cli.pd.engines import DisaggregatedEngines, log_of
-from kvbm_cli.pd.plan import DisaggregatedPlan, free_ports
-from kvbm_cli.process import Progress
+from kvbm_cli.disaggregated.engines import DisaggregatedEngines, log_of
+from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports
+from kvbm_cli.terminal.progress import Progress
 
 
 def plan_of(*modes: str, proxy: LaunchPlan | None = None) -> DisaggregatedPlan:
@@ -26,7 +26,7 @@ def plan_of(*modes: str, proxy: LaunchPlan | None = None) -> DisaggregatedPlan:
     urls = [engine.base_url for _, engine in engines]
     port = next(free_ports())
     url = f"http://127.0.0.1:{port}"
-    argv = (sys.executable, "-m", "kvbm_cli.pd.proxy", "--host", "127.0.0.1", "--port", str(port))
+    argv = (sys.executable, "-m", "kvbm_cli.disaggregated.proxy", "--host", "127.0.0.1", "--port", str(port))
     real = LaunchPlan((*argv, "--prefill", *urls[:-1], "--decode", urls[-1]), {}, url, f"{url}/health", "m")
     return DisaggregatedPlan(engines, proxy or real)
 

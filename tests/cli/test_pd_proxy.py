@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from kvbm_cli.pd.proxy import is_one_answer, make_app, prefill_request
+from kvbm_cli.disaggregated.proxy import is_one_answer, make_app, prefill_request
 
 BLOCKS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_port": 5600}
 

@@ -22,10 +22,18 @@ from terminal import FAKE_ENGINE
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
-from kvbm_cli import process
-from kvbm_cli.die_with_parent import CANNOT_RUN
-from kvbm_cli.engine_log import readable_phase
-from kvbm_cli.process import EPHEMERAL_PORTS, GUARD, WRAPPER, EngineProcess, Progress, choose_port, engine_environment
+from kvbm_cli.engine import process
+from kvbm_cli.engine.engine_log import readable_phase
+from kvbm_cli.engine.process import (
+    EPHEMERAL_PORTS,
+    REAPER,
+    WRAPPER,
+    EngineProcess,
+    Progress,
+    choose_port,
+    engine_environment,
+)
+from kvbm_cli.system.die_with_parent import CANNOT_RUN
 
 DEADLINE_S = 20
 
@@ -166,7 +174,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_process import fake_plan
-from kvbm_cli.process import EngineProcess
+from kvbm_cli.engine.process import EngineProcess
 engine = EngineProcess.start(fake_plan("children"), log_path=Path(sys.argv[2]))
 engine.wait_healthy(20)
 print("ready", flush=True)
@@ -189,7 +197,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_engine_stops_as_usual_without_its_guard(tmp_path: Path) -> None:
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
-        guard = next(child for child in psutil.Process().children() if str(GUARD) in child.cmdline())
+        guard = next(child for child in psutil.Process().children() if str(REAPER) in child.cmdline())
         guard.kill()
         assert engine.stop() == 0
     assert is_gone(guard.pid)

@@ -13,7 +13,7 @@ from terminal import PROGRAM, assert_snapshot, environment, kvbm
 
 from kvbm.config.document import parse_document, plain_values
 from kvbm.config.load import load
-from kvbm_cli.profile_text import scalar
+from kvbm_cli.profile.text import scalar
 
 NEEDED = ("--engine", "embedded", "--model", "synthetic:tiny", "--host", "1GiB")
 WRITTEN = {

@@ -18,9 +18,10 @@ import pytest
 from test_process import DEADLINE_S, eventually, fake_plan, is_gone
 
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli import group_guard, process
-from kvbm_cli.group_guard import EngineRemains, shared_files
-from kvbm_cli.process import GUARD, LONGEST_TMPDIR, EngineProcess
+from kvbm_cli.engine import process
+from kvbm_cli.engine.process import LONGEST_TMPDIR, REAPER, EngineProcess
+from kvbm_cli.system import process_reaper
+from kvbm_cli.system.process_reaper import EngineRemains, shared_files
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -29,7 +30,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_process import fake_plan
-from kvbm_cli.process import EngineProcess
+from kvbm_cli.engine.process import EngineProcess
 engine = EngineProcess.start(fake_plan("litters"), log_path=Path(sys.argv[2]))
 engine.wait_healthy(20)
 print(engine.pid, flush=True)
@@ -89,7 +90,7 @@ def test_nothing_of_an_engine_is_left(tmp_path: Path, end: str) -> None:
 
 
 def _guard() -> psutil.Process:
-    return next(child for child in psutil.Process().children() if str(GUARD) in child.cmdline())
+    return next(child for child in psutil.Process().children() if str(REAPER) in child.cmdline())
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
@@ -208,10 +209,10 @@ def test_a_file_of_the_engine_that_another_process_maps_stays(tmp_path: Path) ->
 
 def test_file_is_not_looked_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
-    monkeypatch.setattr(group_guard, "_held_files", lambda pids: searches.append(pids) or set())
+    monkeypatch.setattr(process_reaper, "_held_files", lambda pids: searches.append(pids) or set())
     with sleeping_group() as leader:
         remains = EngineRemains(leader.pid, str(tmp_path / "none"), set(shared_files()))
         with segment():
-            for _ in range(3 * group_guard.LOOKS):
+            for _ in range(3 * process_reaper.LOOKS):
                 remains.look()
-    assert len(searches) == group_guard.LOOKS
+    assert len(searches) == process_reaper.LOOKS

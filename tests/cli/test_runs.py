@@ -15,20 +15,20 @@ from pathlib import Path
 import pytest
 
 from kvbm.errors import UsageError
-from kvbm_cli import runs as module
-from kvbm_cli.identity import Identity
-from kvbm_cli.runs import FACTS, Facts, Run, RunDirectory, Runs, State
+from kvbm_cli.runs import run_directory as module
+from kvbm_cli.runs.run_directory import FACTS, Facts, Run, RunDirectory, Runs, State
+from kvbm_cli.system.process_identity import ProcessIdentity
 
-NOBODY = Identity(2**22 + 1, 7, "another boot", "pid:[1]", "another host")
+NOBODY = ProcessIdentity(2**22 + 1, 7, "another boot", "pid:[1]", "another host")
 
 
-def own() -> Identity:
-    found = Identity.of(os.getpid())
+def own() -> ProcessIdentity:
+    found = ProcessIdentity.of(os.getpid())
     assert found is not None
     return found
 
 
-def facts(name: str, launcher: Identity | None = None, **changes: object) -> Facts:
+def facts(name: str, launcher: ProcessIdentity | None = None, **changes: object) -> Facts:
     made = Facts(
         name=name,
         profile=name.rpartition("-")[0],
@@ -61,7 +61,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 begun: list[RunDirectory] = []
 
 
-def begin(runs: Runs, profile: str, launcher: Identity | None = None, **changes: object) -> RunDirectory:
+def begin(runs: Runs, profile: str, launcher: ProcessIdentity | None = None, **changes: object) -> RunDirectory:
     run = runs.create(profile)
     run.begin(facts(run.name, launcher, **changes))
     begun.append(run)
@@ -111,7 +111,7 @@ def test_states_as_others_see_them(runs: Runs) -> None:
 def test_a_reused_process_id_is_another_process() -> None:
     """The same id, and a start time that is not its own: it lives, and nobody takes it for the launcher."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
-        found = Identity.of(child.pid)
+        found = ProcessIdentity.of(child.pid)
         assert found is not None
         assert found.is_alive()
         for other in (replace(found, started=found.started - 1), replace(found, boot="x"), replace(found, host="x")):

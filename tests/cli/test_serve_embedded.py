@@ -104,7 +104,7 @@ def test_killed_parent_leaves_no_process_and_no_memory(home: Path, worker_proces
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.soak)])
 def test_killed_engine_is_reported_and_leaves_no_process(home: Path, number: signal.Signals) -> None:
-    """Other numbers are reported alike; test_end_reason.py says what of each."""
+    """Other numbers are reported alike; test_failure_reason.py says what of each."""
     with serving(home, "engine.arguments.worker_process=true") as (program, _):
         children = descendants(program)
         engine = next(child for child in children if "kvbm.embedded" in child.cmdline())

@@ -12,8 +12,8 @@ from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, kvbm
 
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.engines import make_model
-from kvbm_cli.interpreter import _ask, find_vllm
+from kvbm_cli.engine.engines import make_model
+from kvbm_cli.engine.python_probe import _ask, find_vllm
 
 FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
 QWEN3 = {

@@ -7,7 +7,7 @@ import pytest
 from terminal import assert_snapshot, kvbm
 
 from kvbm.config.layers import shipped
-from kvbm_cli.shipped import profiles_directory
+from kvbm_cli.package_data import profiles_directory
 
 NAMES = shipped([profiles_directory()])
 

@@ -23,9 +23,9 @@ from test_runs import facts
 from test_serve import MODEL
 
 from kvbm_cli.app import run
-from kvbm_cli.places import NO_HOME, problem_of
-from kvbm_cli.runs import FACTS, Runs, State
-from kvbm_cli.streams import BROKEN_PIPE
+from kvbm_cli.runs.run_directory import FACTS, Runs, State
+from kvbm_cli.system.filesystem import NO_HOME, problem_of
+from kvbm_cli.terminal.streams import BROKEN_PIPE
 
 PRELUDE = """\
 full() { mkdir -p "$1" new; mount -t tmpfs -o size=2m,mode=700 none new; cp -a "$1/." new; mount --move new "$1"

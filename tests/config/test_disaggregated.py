@@ -12,9 +12,9 @@ from test_load import load_text
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.load import load
 from kvbm.errors import EnvironmentProblem, ProfileError
-from kvbm_cli.engines import copy_count
-from kvbm_cli.pd.plan import DisaggregatedPlan, plan
-from kvbm_cli.shipped import profiles_directory
+from kvbm_cli.disaggregated.plan import DisaggregatedPlan, plan
+from kvbm_cli.engine.engines import copy_count
+from kvbm_cli.package_data import profiles_directory
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "disaggregated.md"
 BASE = """\
@@ -65,7 +65,7 @@ def test_proxy_listens_where_the_profile_says_and_knows_all_engines(tmp_path: Pa
     proxy = plan_of(tmp_path, "{prefill: 1, decode: 2}").proxy
     assert (proxy.base_url, proxy.model) == ("http://127.0.0.1:8000", "m")
     assert proxy.argv[1:] == (
-        *("-m", "kvbm_cli.pd.proxy", "--host", "0.0.0.0", "--port", "8000"),
+        *("-m", "kvbm_cli.disaggregated.proxy", "--host", "0.0.0.0", "--port", "8000"),
         *("--prefill", "http://127.0.0.1:9000", "--decode", "http://127.0.0.1:9002", "http://127.0.0.1:9004"),
     )
 

@@ -11,7 +11,7 @@ from kvbm.config.layers import shipped
 from kvbm.config.load import load
 from kvbm.config.schema import keys
 from kvbm.errors import ProfileError
-from kvbm_cli.shipped import profiles_directory
+from kvbm_cli.package_data import profiles_directory
 
 jsonschema = pytest.importorskip("jsonschema")
 VALIDATOR = jsonschema.Draft7Validator(json_schema())

@@ -162,7 +162,7 @@ def test_vllm_leaves_time_to_write_to_disk_at_the_end(drain_s: float, expected: 
 
 
 def test_kvbm_waits_longer_for_an_engine_than_the_engine_for_its_requests() -> None:
-    from kvbm_cli.process import STOP_TIMEOUT_S
+    from kvbm_cli.engine.process import STOP_TIMEOUT_S
 
     assert STOP_TIMEOUT_S > MAX_SHUTDOWN_TIMEOUT_S
 

@@ -5,9 +5,9 @@ import pytest
 from kvbm.config.layers import shipped
 from kvbm.config.load import load
 from kvbm.sizing import SizeUnknown, size
-from kvbm_cli.engines import launch_plan
-from kvbm_cli.model_facts import model_facts
-from kvbm_cli.shipped import profiles_directory, workloads_directory
+from kvbm_cli.engine.engines import launch_plan
+from kvbm_cli.engine.model_facts import model_facts
+from kvbm_cli.package_data import profiles_directory, workloads_directory
 
 DIRECTORIES = [profiles_directory()]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.config.schema import Profile
-from kvbm.embedded.presets import SYNTHETIC
+from kvbm.embedded.engine.presets import SYNTHETIC
 from kvbm.errors import ProfileError
 from kvbm.sizing import PAGE_BYTES, size
 from kvbm.sizing.embedded import bytes_per_token
@@ -86,6 +86,6 @@ def test_tiers_fit_their_memory_and_slots_are_whole_pages(
 
 
 def test_a_slot_is_rounded_like_the_memory_it_lies_in() -> None:
-    from kvbm import layout
+    from kvbm.host import layout
 
     assert PAGE_BYTES == layout.PAGE_BYTES

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvbm.disk.block_io import ThreadsIO
 from kvbm.disk.health import Limits
 from kvbm.disk.instance import Instance
-from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
+from kvbm.disk.io.threads import ThreadsIO
+from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
 
 HASH_BYTES = 16
 LIMIT_S = 60.0
@@ -141,7 +141,7 @@ def found_blocks(tier):
 def opened(directory, *, host_slots=16, shard_bytes=(8192, 4096), namespace=NAMESPACE, **keys):
     """A tier as an engine opens it."""
     shards = make_shards(host_slots, *shard_bytes)
-    tier = DiskTier.open(settings_for(directory, **keys), namespace, shards, hash_bytes=HASH_BYTES)
+    tier = DiskStorage.open(settings_for(directory, **keys), namespace, shards, hash_bytes=HASH_BYTES)
     try:
         yield Rig(tier, shards)
     finally:
@@ -156,7 +156,7 @@ def assembled(directory, *, change=lambda parts: parts, host_slots=16, shard_byt
     instance = Instance.open(settings, NAMESPACE, payload_bytes=sum(shard_bytes), hash_bytes=HASH_BYTES)
     io = ThreadsIO(instance.arena.fd, is_direct=instance.arena.is_direct)
     parts = change({"instance": instance, "io": io})
-    tier = DiskTier(parts["instance"], parts["io"], shards, threads=settings.threads, limits=limits)
+    tier = DiskStorage(parts["instance"], parts["io"], shards, threads=settings.threads, limits=limits)
     try:
         yield Rig(tier, shards)
     finally:

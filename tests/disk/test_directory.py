@@ -18,7 +18,7 @@ from kvbm.disk.directory import InstanceLock, list_caches, reclaim_oldest
 from kvbm.disk.files import Alignment, Arena, NoRoom, dio_alignment
 from kvbm.disk.index import BlockIndex
 from kvbm.disk.instance import Instance
-from kvbm.disk.tier import DiskTier, Namespace
+from kvbm.disk.storage import DiskStorage, Namespace
 from kvbm.errors import EnvironmentProblem
 
 OTHER = Namespace(bytes(16), {"model": "another model"})
@@ -206,7 +206,7 @@ def test_space_is_taken_in_advance_with_progress(tmp_path):
     seen = []
     shards = make_shards(4, 4096)
     settings = settings_for(tmp_path, block_count=100)
-    tier = DiskTier.open(
+    tier = DiskStorage.open(
         settings, NAMESPACE, shards, hash_bytes=HASH_BYTES, progress=lambda *amounts: seen.append(amounts)
     )
     tier.close(10)

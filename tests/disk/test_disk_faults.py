@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from disk_rig import HASTY, LIMIT_S, QUICK, assembled, instance_of, make_hash, opened
 
-from kvbm.disk import block_io
-from kvbm.disk.block_io import ThreadsIO
+from kvbm.disk.io import threads
+from kvbm.disk.io.threads import ThreadsIO
 from kvbm.errors import EnvironmentProblem
 
 ERRORS = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS]
@@ -184,7 +184,7 @@ def test_short_counts_are_continued(tmp_path, monkeypatch, call):
     def short(fd, buffers, offset):
         return real(fd, [buffers[0][: max(4096, len(buffers[0]) // 2)]], offset)
 
-    monkeypatch.setattr(block_io.os, call, short)
+    monkeypatch.setattr(threads.os, call, short)
     with opened(tmp_path) as rig:
         assert all(rig.write(range(8), range(8)).is_good)
         assert all(rig.read(range(8), range(8)).is_good)
@@ -195,8 +195,8 @@ def test_read_that_ends_early_is_an_error(tmp_path):
     path.write_bytes(b"x" * 5000)
     fd = os.open(path, os.O_RDONLY)
     io = ThreadsIO(fd)
-    with pytest.raises(block_io.EndOfArena):
-        io.read([block_io.Run(0, [np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)])])
+    with pytest.raises(threads.EndOfArena):
+        io.read([threads.Run(0, [np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)])])
     os.close(fd)
 
 
@@ -204,9 +204,9 @@ def test_more_buffers_than_a_system_call_takes(tmp_path):
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     io = ThreadsIO(fd)
     written = np.arange(3000 * 8, dtype=np.uint32).view(np.uint8).reshape(3000, 32)
-    io.write([block_io.Run(64, list(written))])
+    io.write([threads.Run(64, list(written))])
     found = np.zeros_like(written)
-    io.read([block_io.Run(64, list(found))])
+    io.read([threads.Run(64, list(found))])
     assert np.array_equal(written, found)
     os.close(fd)
 

@@ -11,7 +11,7 @@ from disk_rig import HASH_BYTES, NAMESPACE, found_blocks, instance_of, make_hash
 
 from kvbm.disk import files
 from kvbm.disk.index import ROWS_PER_STATEMENT, BlockIndex
-from kvbm.disk.tier import DiskTier
+from kvbm.disk.storage import DiskStorage
 
 MILLION = 1_000_000
 READY_S = 3.0
@@ -38,7 +38,7 @@ def make_cache(directory, count):
 
 def open_cache(directory, count):
     settings = settings_for(directory, block_count=count)
-    return DiskTier.open(settings, NAMESPACE, make_shards(4, 4096), hash_bytes=HASH_BYTES)
+    return DiskStorage.open(settings, NAMESPACE, make_shards(4, 4096), hash_bytes=HASH_BYTES)
 
 
 @pytest.mark.slow

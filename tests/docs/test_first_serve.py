@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm_cli.process import choose_port
+from kvbm_cli.engine.process import choose_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guide/first-serve.md"
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.config.layers import shipped
-from kvbm_cli.shipped import profiles_directory
+from kvbm_cli.package_data import profiles_directory
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "profiles.md"
 TEXT = GUIDE.read_text()

@@ -26,13 +26,13 @@ from doctor_machine import ANSWERS, machine
 from filesystems import KINDS, MIB, Unavailable, mounted
 
 from kvbm.config.load import load
-from kvbm.disk.probe import Report, Settings
-from kvbm.disk.tier import DiskSettings, DiskTier, Namespace
-from kvbm.layout import BlockLayout
-from kvbm.region import Segment
+from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+from kvbm.host.layout import BlockLayout
+from kvbm.host.region import Segment
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.disk_abilities import queue_checks
 from kvbm_cli.doctor.machine import ask, probe
+from kvbm_cli.doctor.probe import Report, Settings
 from kvbm_cli.doctor.subject import Subject
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,8 +189,8 @@ def move_blocks(directory: Path, recommended: Mapping[str, Any], *, persist: boo
     hashes = [bytes([number]) * 8 for number in range(BLOCKS)]
     settings = DiskSettings(directory, block_count=BLOCKS, persist=persist, **recommended)
 
-    def opened() -> DiskTier:
-        return DiskTier.open(settings, Namespace(b"matrix", {}), [segment.payload], hash_bytes=8)
+    def opened() -> DiskStorage:
+        return DiskStorage.open(settings, Namespace(b"matrix", {}), [segment.payload], hash_bytes=8)
 
     tier = opened()
     tier.write(1, hashes, range(BLOCKS), range(BLOCKS), [b""] * BLOCKS)
@@ -206,7 +206,7 @@ def move_blocks(directory: Path, recommended: Mapping[str, Any], *, persist: boo
     segment.close()
 
 
-def _result(tier: DiskTier) -> Any:
+def _result(tier: DiskStorage) -> Any:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if found := tier.poll():
@@ -331,7 +331,7 @@ DENIED = {
 @pytest.mark.parametrize("denied", DENIED)
 def test_denied_io_uring(denied: str, tmp_path: Path) -> None:
     numbers = ",".join(str(SYSCALLS[name]) for name in denied.split(","))
-    program = "import sys; from kvbm.disk.probe import main; main(sys.argv[1:])"
+    program = "import sys; from kvbm_cli.doctor.probe import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", DENYING, numbers, sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     report = Report.from_json(json.loads(done.stdout.splitlines()[-1])["report"])

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvbm.disk import probe as module
-from kvbm.disk.block_io import Run, ThreadsIO
-from kvbm.disk.probe import Direct, Outcome, ProbeFile, Settings, mount_of, probe, recommend
-from kvbm.disk.quota import limit_of
+from kvbm.disk.io.threads import Run, ThreadsIO
+from kvbm_cli.doctor import probe as module
+from kvbm_cli.doctor.probe import Direct, Outcome, ProbeFile, Settings, mount_of, probe, recommend
+from kvbm_cli.doctor.quota import limit_of
 
 WORKS, UNSUPPORTED, FULL = Outcome(True), Outcome(False, "ENOTSUP"), Outcome(False, "ENOSPC")
 DIRECT, CACHED, REFUSED = Direct(True, None, 512), Direct(True, None, 512, is_cached=True), Direct(False, "EINVAL")

@@ -24,12 +24,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvbm.embedded.codec import TextCodec
-from kvbm.embedded.completion import Served
-from kvbm.embedded.endpoints import create_runner
-from kvbm.embedded.metrics import EngineMetrics
-from kvbm.embedded.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from kvbm.embedded.service import Service
+from kvbm.embedded.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from kvbm.embedded.http.codec import TextCodec
+from kvbm.embedded.http.completion import Served
+from kvbm.embedded.http.endpoints import create_runner
+from kvbm.embedded.http.metrics import EngineMetrics
+from kvbm.embedded.http.service import Service
 from kvbm.errors import EngineError, KvbmError
 
 END = 258  # the end token of the byte tokenizer
@@ -248,7 +248,7 @@ def serve(engine: WrittenEngine, use: Callable[[Client], Awaitable[None]], *, co
 
 @cache
 def byte_codec() -> TextCodec:
-    from kvbm.embedded.tokenizer import byte_tokenizer
+    from kvbm.embedded.engine.tokenizer import byte_tokenizer
 
     return TextCodec(byte_tokenizer())
 
@@ -266,7 +266,7 @@ def connected(port: int) -> Iterator[socket.socket]:
 
 
 def main() -> int:
-    from kvbm.embedded.server import Server, ServerSettings
+    from kvbm.embedded.http.server import Server, ServerSettings
 
     port, seconds_to_load, drain_timeout_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     engine = WrittenEngine(bytes(range(32, 127)), delay_s=0.05)

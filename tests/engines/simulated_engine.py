@@ -13,10 +13,10 @@ import itertools
 from engine_rig import Result
 
 from kvbm import hashing
-from kvbm.embedded.blocks import BlockPool
-from kvbm.embedded.engine_core import EngineCore
-from kvbm.embedded.request import Request, SamplingParams
-from kvbm.embedded.scheduler import Scheduler, SchedulerLimits
+from kvbm.embedded.engine.blocks import BlockPool
+from kvbm.embedded.engine.engine_core import EngineCore
+from kvbm.embedded.engine.request import Request, SamplingParams
+from kvbm.embedded.engine.scheduler import Scheduler, SchedulerLimits
 
 VOCABULARY = 50
 STOP = 0  # the token that ends a request which does not ignore it

@@ -6,9 +6,9 @@ import host_connector
 import pytest
 from engine_rig import prompts_of
 
-from kvbm.embedded.config import EngineConfig
-from kvbm.embedded.engine import Engine
-from kvbm.embedded.request import SamplingParams
+from kvbm.embedded.engine.config import EngineConfig
+from kvbm.embedded.engine.engine import Engine
+from kvbm.embedded.engine.request import SamplingParams
 from kvbm.errors import EngineError, ProfileError
 
 WAIT_S = 60.0

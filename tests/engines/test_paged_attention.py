@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvbm.embedded import attention
-from kvbm.embedded.attention import Batch, PackedSequence
-from kvbm.embedded.kv import KVGeometry, KVPool
+from kvbm.embedded.engine import attention
+from kvbm.embedded.engine.attention import Batch, PackedSequence
+from kvbm.embedded.engine.kv import KVGeometry, KVPool
 
 BLOCK, HEADS, KV_HEADS = 4, 6, 3
 

@@ -19,7 +19,7 @@ import pytest
 from server_rig import DEADLY_TOKEN
 
 from kvbm.embedded.__main__ import main
-from kvbm_cli.process import choose_port
+from kvbm_cli.engine.process import choose_port
 
 RIG = Path(__file__).with_name("server_rig.py")
 WAIT_S = 20.0

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.embedded.fields import RequestError
-from kvbm.embedded.protocol import (
+from kvbm.embedded.http.fields import RequestError
+from kvbm.embedded.http.protocol import (
     CompletionRequest,
     Conversation,
     Text,

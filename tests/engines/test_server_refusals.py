@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 
 from server_rig import CHAT, COMPLETIONS, HELLO, Client, WrittenEngine, serve
 
-from kvbm.embedded import endpoints
-from kvbm.embedded.codec import TextCodec
-from kvbm.embedded.endpoints import MAX_BODY_BYTES
-from kvbm.embedded.tokenizer import byte_tokenizer
+from kvbm.embedded.engine.tokenizer import byte_tokenizer
+from kvbm.embedded.http import endpoints
+from kvbm.embedded.http.codec import TextCodec
+from kvbm.embedded.http.endpoints import MAX_BODY_BYTES
 
 
 def test_refusals_are_openai_errors_with_their_status() -> None:

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvbm.embedded.model import _probe
-from kvbm.embedded.supported import SUPPORTED
+from kvbm.embedded.engine.model import _probe
+from kvbm.embedded.engine.supported import SUPPORTED
 from kvbm.sizing.embedded import bytes_per_token
-from kvbm_cli.model_facts import model_facts
+from kvbm_cli.engine.model_facts import model_facts
 
 TINY = {
     "vocab_size": 64,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from copies import BLOCKS, CACHES, SLOTS, Rig, check_integrity, layers, whole_pages
 
+from kvbm.device.cuda import numa_node_of
 from kvbm.errors import TransferError
-from kvbm.transfer.cuda import numa_node_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,7 @@ def test_a_block_survives_the_way_out_and_back_into_another_place(cache, case, p
 
 @pytest.mark.parametrize("cache", [layers, whole_pages], ids=lambda cache: cache.__name__)
 def test_more_blocks_than_the_staging_buffer_holds(cache, monkeypatch):
-    monkeypatch.setattr("kvbm.transfer.cuda.STAGING_BYTES", 3 * (64 << 10))
+    monkeypatch.setattr("kvbm.device.cuda.STAGING_BYTES", 3 * (64 << 10))
     rig = Rig(cache, "cuda", pin=True)
     check_integrity(rig, list(range(8)), [8, 1, 7, 0, 3, 2, 5, 4], list(range(8))[::-1])
     rig.segment.close()

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from faults import FaultyCopier
 
+from kvbm.device.copier import DeviceCopier
+from kvbm.device.pool import ManualPool
+from kvbm.device.worker import Worker
 from kvbm.disk.health import DiskCounters
-from kvbm.disk.tier import DiskResult, FoundBlocks
+from kvbm.disk.storage import DiskResult, FoundBlocks
 from kvbm.disk.wear import Wear
-from kvbm.layout import BlockLayout, Piece
-from kvbm.leader import Leader, LeaderSettings, LoadResult
+from kvbm.host.layout import BlockLayout, Piece
+from kvbm.host.region import Region, Segment
+from kvbm.leader.leader import Leader, LeaderSettings, LoadResult
 from kvbm.plan import StepPlan
-from kvbm.region import Region, Segment
-from kvbm.transfer.device import DeviceCopier
-from kvbm.transfer.pool import ManualPool
-from kvbm.worker import Worker
 
 PIECE_BYTES = 512
 GARBAGE = 0xEE

@@ -6,8 +6,8 @@ import pytest
 from faults import FAULTS
 from rig import Rig, chain
 
+from kvbm.device.pool import TransferPool
 from kvbm.plan import Offload, Onboard, StepPlan
-from kvbm.transfer.pool import TransferPool
 from kvbm.types import SlotState, Tier
 
 FAILING = [fault for fault in FAULTS if fault not in ("hold", "lost")]

@@ -9,8 +9,8 @@ import signal
 import pytest
 from rig import G1, Rank, chain
 
-from kvbm.leader import Leader, LeaderSettings
-from kvbm.region import Region, Segment
+from kvbm.host.region import Region, Segment
+from kvbm.leader.leader import Leader, LeaderSettings
 
 SLOTS = 8
 

@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvbm.device.worker import Worker
 from kvbm.errors import TransferError
 from kvbm.vllm_integration.connector import DynamoConnector
 from kvbm.vllm_integration.worker_side import WorkerSide
-from kvbm.worker import Worker
 
 FAULTS_FILE = "KVBM_TEST_FAULTS"
 POLL_S = 0.01

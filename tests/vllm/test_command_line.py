@@ -19,8 +19,8 @@ from kvbm.config.load import load
 from kvbm.config.schema import Profile
 from kvbm.vllm_integration.launch import JSON_LISTS, ONLY_ON, REPEATED, SERVER_MODULE, plan
 from kvbm.vllm_integration.versions import VllmInstallation, is_known
-from kvbm_cli.interpreter import find_vllm
-from kvbm_cli.shipped import profiles_directory
+from kvbm_cli.engine.python_probe import find_vllm
+from kvbm_cli.package_data import profiles_directory
 
 WITH_SCRIPT = VllmInstallation("0.32.0", "vllm", "/venv/bin/vllm", has_kvbm=True)
 ARGUMENTS: dict[str, Any] = {

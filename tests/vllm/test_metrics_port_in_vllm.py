@@ -13,8 +13,8 @@ from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, host_blocks
 
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.metrics import COUNTERS
+from kvbm_cli.engine.process import choose_port
 from kvbm_cli.make_model import materialise
-from kvbm_cli.process import choose_port
 
 PROMPT = tokens(Random(1), 3 * BLOCK_TOKENS + 10)
 

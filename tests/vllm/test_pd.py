@@ -27,8 +27,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_server import BLOCK_TOKENS, Answer, VllmServer, host_blocks
 
 from kvbm.errors import ProfileError
+from kvbm_cli.engine.process import choose_port
 from kvbm_cli.make_model import materialise
-from kvbm_cli.process import choose_port
 
 PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
 MODULE = "kvbm.vllm_integration.connector"

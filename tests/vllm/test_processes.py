@@ -208,7 +208,9 @@ def test_a_killed_command_and_one_that_ends_in_order_leave_nothing_but_blocks_on
         client.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= CACHED_BLOCKS)
         with load(served.url):
             possessions = Possessions.of(served)
-            guard = next(process for process in possessions.processes if "group_guard" in " ".join(process.cmdline()))
+            guard = next(
+                process for process in possessions.processes if "process_reaper" in " ".join(process.cmdline())
+            )
             served.program.kill()
             guard.wait(END_TIMEOUT_S)
             assert possessions.left() == []

@@ -24,7 +24,7 @@ from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group
 from kvbm.errors import EnvironmentProblem
 from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
-from kvbm.leader import Leader, LoadResult
+from kvbm.leader.leader import Leader, LoadResult
 from kvbm.metrics import Counters
 from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo, Tier

@@ -30,7 +30,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvbm_cli
-from kvbm_cli.process import choose_port
+from kvbm_cli.engine.process import choose_port
 
 BLOCK_TOKENS = 128
 START_TIMEOUT_S = 600.0  # 25 s on a quiet machine
@@ -44,7 +44,7 @@ CONNECTOR = {
 }
 FAULTS_FILE = "KVBM_TEST_FAULTS"
 FAULTY_CONNECTOR = CONNECTOR | {"kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty_connector"}
-WRAPPER = Path(kvbm_cli.__file__).with_name("die_with_parent.py")
+WRAPPER = Path(kvbm_cli.__file__).parent / "system" / "die_with_parent.py"
 GUARD = "import os, sys; os.read(0, 1) or os.killpg(int(sys.argv[1]), 9)"  # end of file: pytest is gone
 RUNNING: list[VllmServer] = []  # for the reports of failed tests
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"

@@ -13,7 +13,7 @@ The file, named by KVBM_TEST_DISK_FAULTS, holds a JSON object; what is absent fr
 
 import sys
 
-if "kvbm.disk_child" in sys.orig_argv:
+if "kvbm.disk.service.server" in sys.orig_argv:
     import errno
     import json
     import os
@@ -21,11 +21,11 @@ if "kvbm.disk_child" in sys.orig_argv:
     import time
     from pathlib import Path
 
-    from kvbm.disk import tier
-    from kvbm.disk.block_io import EndOfArena, ThreadsIO
+    from kvbm.disk import storage
     from kvbm.disk.files import Arena
     from kvbm.disk.health import Limits
     from kvbm.disk.index import BlockIndex
+    from kvbm.disk.io.threads import EndOfArena, ThreadsIO
 
     FILE = Path(os.environ["KVBM_TEST_DISK_FAULTS"])
     POLL_S = 0.01
@@ -84,7 +84,7 @@ if "kvbm.disk_child" in sys.orig_argv:
         return clear(index, *arguments, **keys)
 
     Arena.sync, BlockIndex.clear = obedient_sync, obedient_clear
-    tier.ThreadsIO = ObedientIO
+    storage.ThreadsIO = ObedientIO
     limits = json.loads(FILE.read_text()).get("limits")
     if limits:
-        tier.Limits = lambda: Limits(**limits)
+        storage.Limits = lambda: Limits(**limits)

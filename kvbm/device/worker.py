@@ -1,0 +1,283 @@
+"""The worker: one per rank, beside the G1 memory that it copies from and to.
+
+It owns the rank's segment, the copier and the threads that copy. It decides nothing: it carries out a StepPlan and
+proves each result in a control word. One thread owns it and calls, per engine step,
+
+    start(plan)     before the forward pass: onboards begin
+    finish(plan)    after the forward pass: offloads begin, since their sources are computed now
+    poll()          write the control words of the copies that have ended
+
+None of them waits. Onboards and offloads have threads of their own, so that a stuck offload delays no request.
+
+The order that the promise rests on: payload bytes first, control word last; and an onboard reads the words of its
+source slots before the copy and again after it, so that a slot which changed hands meanwhile is noticed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from kvbm.device.copier import DeviceCopier
+from kvbm.device.cuda import numa_node_of
+from kvbm.device.pool import TransferPool
+from kvbm.errors import EnvironmentProblem, TransferError
+from kvbm.host.region import Segment
+from kvbm.plan import Offload, Onboard, StepPlan
+from kvbm.types import SegmentInfo, SlotState
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvbm.device.pool import Finished
+    from kvbm.host.layout import BlockLayout
+
+WARNING_INTERVAL_S = 60.0
+CPU_PARTS = 2  # one core alone does not use all of the memory's bandwidth
+MIN_PART_BYTES = 4 << 20  # what is worth a thread of its own
+
+log = logging.getLogger(__name__)
+
+_Order = TypeVar("_Order", Onboard, Offload)
+
+
+@dataclass(slots=True)
+class _Running(Generic[_Order]):
+    """An order, the tickets of its parts that have not ended, and what went wrong with any of them."""
+
+    order: _Order
+    tickets: set[int]
+    error: BaseException | None = None
+
+    def end(self, ticket: int, error: BaseException | None) -> bool:
+        """Take note of one part's end; tell whether it was the last one."""
+        self.tickets.discard(ticket)
+        self.error = self.error or error
+        return not self.tickets
+
+
+class Copier(Protocol):
+    """Moves whole blocks between G1 and a segment; the device copier, or one that fails on purpose around it."""
+
+    def fence(self) -> object | None: ...
+    def offload(self, block_ids: Sequence[int], slots: Sequence[int], fence: object | None) -> None: ...
+    def onboard(self, slots: Sequence[int], block_ids: Sequence[int], fence: object | None) -> None: ...
+
+
+class Pool(Protocol):
+    """Threads, or a test that steps them by hand."""
+
+    def submit(self, kind: str, run: Callable[[], None]) -> int: ...
+    def poll(self) -> list[Finished]: ...
+    def is_outstanding(self, ticket: int) -> bool: ...
+    def withdraw(self, ticket: int) -> bool: ...
+    def close(self, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostCapacity:
+    """Size of G2 for one engine: bytes as the sum over its ranks, or a block count, which wins."""
+
+    capacity_bytes: int | None = None
+    block_count: int | None = None
+
+    def slot_count(self, slot_stride: int, rank_count: int) -> int:
+        """Slots of one rank's segment; every rank holds a shard of every block."""
+        if self.block_count is not None:
+            return self.block_count
+        slots = (self.capacity_bytes or 0) // (slot_stride * rank_count)
+        if slots == 0:
+            raise EnvironmentProblem(
+                f"host tier of {self.capacity_bytes} bytes holds no block: one takes {slot_stride * rank_count} bytes",
+                hint="raise `tiers.host.capacity`",
+            )
+        return slots
+
+
+class Worker:
+    """Carries out plans on one rank. See the module's text for the order of calls.
+
+    An onboard, which a request waits for, is copied in up to `onboard_parts` parts of at least `min_part_bytes` by as
+    many threads.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        copier: Copier,
+        *,
+        onboard_pool: Pool,
+        offload_pool: Pool,
+        onboard_parts: int = 1,
+        min_part_bytes: int = MIN_PART_BYTES,
+    ) -> None:
+        self._segment = segment
+        self._copier = copier
+        self._onboard_pool = onboard_pool
+        self._offload_pool = offload_pool
+        self._onboard_parts = onboard_parts
+        self._min_part_bytes = min_part_bytes
+        self._onboards: dict[int, _Running[Onboard]] = {}
+        self._offloads: dict[int, _Running[Offload]] = {}
+        self._has_denied = False
+        self._warned_s = float("-inf")
+
+    @classmethod
+    def create(
+        cls,
+        layout: BlockLayout,
+        storages: Sequence[torch.Tensor],
+        capacity: HostCapacity,
+        *,
+        rank: int = 0,
+        rank_count: int = 1,
+        thread_count: int = 4,
+        binds_memory: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Worker:
+        """Allocate, touch and pin this rank's segment and start its threads; `binds_memory` to the NUMA node of the
+        device, where that is known and there are several. Raises EnvironmentProblem."""
+        slot_count = capacity.slot_count(layout.slot_stride, rank_count)
+        pin = storages[0].is_cuda
+        node = numa_node_of(storages[0]) if binds_memory else None
+        segment = Segment.create(rank=rank, layout=layout, slot_count=slot_count, node=node, pin=pin, progress=progress)
+        return cls(
+            segment,
+            DeviceCopier(layout, storages, segment),
+            onboard_pool=TransferPool(thread_count, name=f"kvbm-onboard-{rank}"),
+            offload_pool=TransferPool(thread_count, name=f"kvbm-offload-{rank}"),
+            onboard_parts=1 if storages[0].is_cuda else CPU_PARTS,  # a device's copies share one link
+        )
+
+    @property
+    def info(self) -> SegmentInfo:
+        """What the leader needs to map this rank's segment."""
+        return self._segment.info
+
+    def start(self, plan: StepPlan) -> None:
+        """Begin the plan's onboards. The G1 blocks they write belong to no running request."""
+        for offload in plan.overdue_offloads:
+            self._deny_offload(offload)
+        for onboard in plan.overdue_onboards:
+            self._deny_onboard(onboard)
+        if plan.onboards:
+            fence = self._copier.fence()
+            for order in plan.onboards:
+                parts = [partial(self._run_onboard, order, part, fence) for part in self._parts(order)]
+                _submit(order, "onboard", parts, self._onboard_pool, self._onboards)
+
+    def finish(self, plan: StepPlan) -> None:
+        """Begin the plan's offloads. The forward pass that computes their sources has been submitted."""
+        if plan.offloads:
+            fence = self._copier.fence()
+            for order in plan.offloads:
+                whole = partial(self._run_offload, order, fence)
+                _submit(order, "offload", [whole], self._offload_pool, self._offloads)
+
+    def poll(self) -> bool:
+        """Write the control words of all copies that have ended since the last call; tell whether one is new."""
+        onboards = self._onboard_pool.poll() if self._onboards else []
+        offloads = self._offload_pool.poll() if self._offloads else []
+        for finished in onboards:
+            self._prove_onboard(finished)
+        for finished in offloads:
+            self._prove_offload(finished)
+        has_denied, self._has_denied = self._has_denied, False
+        return has_denied or bool(onboards or offloads)
+
+    def is_busy(self) -> bool:
+        """True while a copy is queued, running, or ended without its word written."""
+        return bool(self._onboards or self._offloads)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop the threads. The segment stays: it is freed when no process maps it any more."""
+        self._onboard_pool.close(timeout_s)
+        self._offload_pool.close(timeout_s)
+        self.poll()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the threads and free the segment, unless a copier still runs: then the process's end frees it."""
+        self.stop(timeout_s)
+        if not self.is_busy():
+            self._segment.close()
+
+    # -- in a pool thread ----------------------------------------------------------------------------------------------
+
+    def _run_onboard(self, order: Onboard, part: slice, fence: object | None) -> None:
+        self._require_source(order, part)
+        self._copier.onboard(order.slots[part], order.block_ids[part], fence)
+        self._require_source(order, part)
+
+    def _run_offload(self, order: Offload, fence: object | None) -> None:
+        self._copier.offload(order.block_ids, order.slots, fence)
+
+    def _require_source(self, order: Onboard, part: slice) -> None:
+        if not self._segment.slots_carry(order.slots[part], order.slot_generations[part]):
+            raise TransferError(f"onboard {order.generation}: a source slot holds another block")
+
+    # -- in the owner's thread -----------------------------------------------------------------------------------------
+
+    def _parts(self, order: Onboard) -> list[slice]:
+        """The order's blocks in runs of equal length, each long enough for a thread."""
+        count = len(order.slots)
+        worth = count * self._segment.info.block_bytes // self._min_part_bytes
+        size = -(-count // max(1, min(self._onboard_parts, worth)))
+        return [slice(begin, begin + size) for begin in range(0, count, size)]
+
+    def _prove_onboard(self, finished: Finished) -> None:
+        running = self._onboards.pop(finished.ticket, None)
+        if running is not None and running.end(finished.ticket, finished.error):
+            order = running.order
+            self._segment.write_lane(order.lane, order.generation, self._state(running.error))
+
+    def _prove_offload(self, finished: Finished) -> None:
+        running = self._offloads.pop(finished.ticket, None)
+        if running is not None and running.end(finished.ticket, finished.error):
+            order = running.order
+            self._segment.write_slots(order.slots, order.generation, self._state(running.error))
+
+    def _deny_onboard(self, order: Onboard) -> None:
+        """Report an overdue onboard that nobody runs here as failed, unless this rank has proven its part."""
+        is_proven = self._segment.lane_carries(order.lane, order.generation)
+        if not is_proven and not _is_running(self._onboards, order.generation, self._onboard_pool):
+            self._segment.write_lane(order.lane, order.generation, SlotState.FAILED)
+            self._has_denied = True
+
+    def _deny_offload(self, order: Offload) -> None:
+        is_proven = self._segment.slots_carry(order.slots, [order.generation] * len(order.slots))
+        if not is_proven and not _is_running(self._offloads, order.generation, self._offload_pool):
+            self._segment.write_slots(order.slots, order.generation, SlotState.FAILED)
+            self._has_denied = True
+
+    def _state(self, error: BaseException | None) -> SlotState:
+        """What the word says. The log has the reason of a failure, though not of each: they come in crowds."""
+        if error is None:
+            return SlotState.READY
+        if time.monotonic() - self._warned_s > WARNING_INTERVAL_S:
+            self._warned_s = time.monotonic()
+            log.warning("rank %d: a copy failed, more may have: %r", self._segment.info.rank, error)
+        return SlotState.FAILED
+
+
+def _submit(
+    order: _Order, kind: str, parts: Sequence[Callable[[], None]], pool: Pool, into: dict[int, _Running[_Order]]
+) -> None:
+    running = _Running(order, {pool.submit(kind, part) for part in parts})
+    into.update(dict.fromkeys(running.tickets, running))
+
+
+def _is_running(orders: dict[int, _Running[_Order]], generation: int, pool: Pool) -> bool:
+    """Whether a copier may be at this order. A part that the pool has lost, or has not begun and now gives up, is not
+    copied, so that the order fails when the others have ended."""
+    running = next((running for running in orders.values() if running.order.generation == generation), None)
+    if running is None:
+        return False
+    for ticket in list(running.tickets):
+        if not pool.is_outstanding(ticket) or pool.withdraw(ticket):
+            del orders[ticket]
+            running.end(ticket, TransferError(f"a part of transfer {generation} never ran"))
+    return bool(running.tickets)

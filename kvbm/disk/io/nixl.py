@@ -1,0 +1,201 @@
+"""NixlIO: a BlockIO that hands all runs of a call over at once: to the kernel by NIXL's POSIX plugin (io_uring or aio),
+or to GPUDirect Storage by its GDS plugin, which has never run here, and from which the same is expected.
+
+What the plugin demands, each learnt from a crash or from wrong bytes; `choose_io` proves that it works here:
+
+- An agent serves one call at a time, and there are as many as there are calls at one time. The agent's lock is held
+  while it submits, and releasing a handle waits for that lock without giving up the interpreter's, which would stop the
+  engine. Agents have the strict lock all the same: without it, a second thread ends the process.
+- A handle is released only when it is done or failed. Released earlier, its I/O would go on into the buffers, and later
+  transfers would hang. So a call waits as long as the kernel does.
+- Nothing is known to have ended unless somebody polls. Polling costs more of a processor than the I/O does, so a call
+  first sleeps for most of the time that its bytes have taken lately.
+- Failures say nothing but that they are some. ThreadsIO does the order again, and either ends it or says why not.
+- The default backend, UCX, would crash the process when it exits; it is never loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm.disk.io.threads import Buffer, Run, ThreadsIO, address_of, pieces
+from kvbm.errors import EnvironmentProblem
+
+log = logging.getLogger(__name__)
+
+PACKAGES = ("nixl_cu13", "nixl_cu12")
+QUEUES = ("uring", "aio")  # the better one first
+GDS = "gds"
+INSTALL = "`pip install 'kvbm-cli[nixl]'`"
+POLL_INTERVAL_S = 0.0005
+LONGEST_SLEEP_S = 0.005
+SHARE_SLEPT = 0.8  # of the time that a transfer is expected to take
+WEIGHT_OF_LAST = 0.2
+MAX_DESCRIPTORS = 512  # of one handle, and half of the pool below: an agent whose pool ran out fails for ever
+POOL_SIZE = 1024
+WHOLE_FILE = 1 << 62  # lengths of files are not looked at
+
+Descriptors = NDArray[np.uint64]
+
+_never_freed: list[object] = []  # agents and handles of transfers that did not start as a whole
+
+
+class NixlIO:
+    """`memory` holds every buffer that comes later, as arrays of rows. Raises EnvironmentProblem.
+
+    `redone_count` says how often the system calls had to do what NIXL could not.
+    """
+
+    piece_bytes = 8 << 20  # of less, handles and polls cost more than checksums of what the cache still holds save
+
+    def __init__(self, fd: int, memory: Sequence[Buffer], *, queue: str) -> None:
+        self._nixl = _load()
+        self._fd, self._queue = fd, queue
+        self._spans = [_span(rows) for rows in memory]
+        self._threads = ThreadsIO(fd)
+        self._idle = [self._new_agent()]  # any thread's: pop and append of a list are whole
+        self._is_off = False
+        self._seconds_per_byte = 0.0
+        self.redone_count = 0
+
+    @property
+    def name(self) -> str:
+        return GDS if self._queue == GDS else "nixl"
+
+    def read(self, runs: Sequence[Run]) -> None:
+        if not self._is_moved("READ", runs):
+            self.redone_count += 1
+            self._threads.read(runs)
+
+    def write(self, runs: Sequence[Run]) -> None:
+        if not self._is_moved("WRITE", runs):
+            self.redone_count += 1
+            self._threads.write(runs)
+
+    def close(self) -> None:
+        self._idle.clear()
+        self._threads.close()
+
+    def _is_moved(self, operation: str, runs: Sequence[Run]) -> bool:
+        """False says nothing about what was moved, only that the system calls may do it now."""
+        if self._is_off or not self._is_ours(runs):
+            return False
+        try:
+            agent = self._take_agent()
+        except EnvironmentProblem as error:
+            log.warning("%s; the system calls do it", error.message)
+            return False
+        is_moved = all(self._is_done(agent, operation, *transfer) for transfer in _transfers(runs, self._fd))
+        self._idle.append(agent)
+        return is_moved
+
+    def _is_ours(self, runs: Sequence[Run]) -> bool:
+        """Orders lie in the registered memory, or, like a probe's page, not at all."""
+        first = address_of(runs[0].buffers[0]) if runs else 0
+        return any(start <= first < start + length for start, length in self._spans)
+
+    def _take_agent(self) -> Any:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._new_agent()
+
+    def _is_done(self, agent: Any, operation: str, memory: Descriptors, file: Descriptors) -> bool:
+        """Comes back when none of the transfer's I/O is running."""
+        try:
+            sides = agent.get_xfer_descs(memory, "DRAM"), agent.get_xfer_descs(file, "FILE")
+            handle = agent.initialize_xfer(operation, *sides, agent.name)
+        except self._nixl.errors as error:
+            log.warning("NIXL refused a transfer (%s); the system calls do it", error)
+            return False
+        try:
+            state = agent.transfer(handle)
+        except self._nixl.errors as error:  # some of it may be running, and nothing tells when that ends
+            log.warning("NIXL could not start a transfer (%s); the system calls do all from here on", error)
+            self._is_off = True
+            _never_freed.append((agent, handle))
+            return False
+        is_done = state == "DONE" or (state == "PROC" and self._ends_well(agent, handle, int(memory[:, 1].sum())))
+        agent.release_xfer_handle(handle)
+        return is_done
+
+    def _ends_well(self, agent: Any, handle: Any, byte_count: int) -> bool:
+        started = time.monotonic()
+        sleep_s = min(LONGEST_SLEEP_S, SHARE_SLEPT * self._seconds_per_byte * byte_count)
+        try:
+            while (state := agent.check_xfer_state(handle)) == "PROC":
+                time.sleep(max(POLL_INTERVAL_S, sleep_s))
+                sleep_s = 0.0
+        except self._nixl.errors:
+            return False
+        pace = (time.monotonic() - started) / byte_count
+        self._seconds_per_byte += WEIGHT_OF_LAST * (pace - self._seconds_per_byte)
+        return bool(state == "DONE")
+
+    def _new_agent(self) -> Any:
+        api = self._nixl.api
+        configuration = api.nixl_agent_config(backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+        try:
+            agent = api.nixl_agent("kvbm", configuration)
+            if self._queue == GDS:
+                agent.create_backend("GDS", {})
+            else:
+                agent.create_backend("POSIX", {f"use_{self._queue}": "true", "ios_pool_size": str(POOL_SIZE)})
+            agent.register_memory([(start, length, 0, "") for start, length in self._spans], "DRAM")
+            agent.register_memory([(0, WHOLE_FILE, self._fd, "")], "FILE")
+        except self._nixl.errors as error:
+            raise EnvironmentProblem(f"NIXL cannot use {self._queue} here: {error}") from error
+        return agent
+
+
+@dataclass(frozen=True, slots=True)
+class _Nixl:
+    """The Python side of NIXL, and all that it raises."""
+
+    api: Any
+    errors: tuple[type[Exception], ...]
+
+
+def _load() -> _Nixl:
+    """Whichever of the packages is there: the plugin for files is the same in each."""
+    for package in PACKAGES:
+        try:
+            api = importlib.import_module(f"{package}._api")
+            bindings = importlib.import_module(f"{package}._bindings")
+        except ModuleNotFoundError as error:
+            if error.name != package:
+                raise EnvironmentProblem(f"NIXL does not load: {error}") from error
+        except ImportError as error:
+            raise EnvironmentProblem(f"NIXL does not load: {error}") from error
+        else:
+            if "NIXL_LOG_LEVEL" not in os.environ:  # it tells of each agent, on stdout
+                logging.getLogger("nixl").setLevel(logging.WARNING)
+            names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
+            return _Nixl(api, tuple(getattr(bindings, name) for name in names))
+    raise EnvironmentProblem("NIXL is not installed", hint=INSTALL)
+
+
+def _transfers(runs: Sequence[Run], fd: int) -> Iterator[tuple[Descriptors, Descriptors]]:
+    """Both sides of each transfer of at most MAX_DESCRIPTORS buffers: (address, length, 0) and (offset, length, fd)."""
+    memory, file = [], []
+    for _, offset, buffer in pieces(runs):
+        memory.append((address_of(buffer), buffer.nbytes, 0))
+        file.append((offset, buffer.nbytes, fd))
+    for start in range(0, len(memory), MAX_DESCRIPTORS):
+        some = slice(start, start + MAX_DESCRIPTORS)
+        yield np.array(memory[some], np.uint64), np.array(file[some], np.uint64)
+
+
+def _span(rows: Buffer) -> tuple[int, int]:
+    """Where an array of rows begins, and how many bytes lie between there and its end."""
+    start = address_of(rows)
+    return start, address_of(rows[-1:]) + rows[-1:].nbytes - start

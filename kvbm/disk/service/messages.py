@@ -1,0 +1,205 @@
+"""DiskChannel: between the leader and the process that does its disk I/O, and the messages that travel there.
+
+    leader ──▶ Open, Recover, Write, Read, Forget, Clear, Withdraw, Close ──▶ child
+    leader ◀── Progress, Problem, Opened, Found, Status, Cleared, Logged ◀── child
+
+Neither `send` nor `receive` waits, so that an engine's step never does: what the socket does not take now is kept and
+sent by the next call. Messages are pickled; both ends are the same program, and nobody else has the socket.
+"""
+
+from __future__ import annotations
+
+import pickle
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvbm.disk.health import DiskCounters
+from kvbm.disk.settings import DiskSettings, Namespace
+from kvbm.disk.storage import DiskResult, FoundBlocks
+from kvbm.types import SegmentInfo
+
+HEADER = struct.Struct("<Q")
+RECEIVE_BYTES = 1 << 20
+BUFFER_BYTES = 4 << 20
+
+
+class Open(NamedTuple):
+    """The first message. `cores` are those that the disk's threads may use; `instance`: this one or a new one."""
+
+    settings: DiskSettings
+    namespace: Namespace
+    segments: Sequence[SegmentInfo]
+    hash_bytes: int
+    cores: frozenset[int]
+    instance: Path | None
+
+
+class Recover(NamedTuple):
+    """Tell the next of the blocks that were there."""
+
+
+class Write(NamedTuple):
+    """`generations` of the host slots: what they must still carry when their payload has been read."""
+
+    ticket: int
+    hashes: Sequence[bytes]
+    host_slots: Sequence[int]
+    disk_slots: Sequence[int]
+    tenants: Sequence[bytes]
+    generations: Sequence[int]
+
+
+class Read(NamedTuple):
+    ticket: int
+    hashes: Sequence[bytes]
+    disk_slots: Sequence[int]
+    host_slots: Sequence[int]
+
+
+class Forget(NamedTuple):
+    disk_slots: Sequence[int]
+
+
+class Clear(NamedTuple):
+    tenant: bytes | None
+
+
+class Withdraw(NamedTuple):
+    ticket: int
+
+
+class Close(NamedTuple):
+    timeout_s: float
+
+
+class Progress(NamedTuple):
+    """Bytes of the arena that have been taken."""
+
+    done: int
+    total: int
+
+
+class Problem(NamedTuple):
+    """The disk cannot be opened."""
+
+    message: str
+    hint: str | None
+
+
+class Opened(NamedTuple):
+    path: Path
+    slot_count: int
+    io_name: str
+
+
+class Found(NamedTuple):
+    """What `Recover` asked for."""
+
+    blocks: FoundBlocks
+
+
+class Status(NamedTuple):
+    """What has ended, and how the disk is."""
+
+    results: Sequence[DiskResult]
+    off_because: str | None
+    counters: DiskCounters
+
+
+class Cleared(NamedTuple):
+    problem: tuple[str, str | None] | None
+
+
+class Logged(NamedTuple):
+    name: str
+    level: int
+    text: str
+
+
+class ChannelClosed(Exception):
+    """The other process has ended."""
+
+
+class DiskChannel:
+    """One end. One thread uses it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        self._socket = end
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: object) -> None:
+        """Raises ChannelClosed."""
+        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._outgoing += HEADER.pack(len(content)) + content
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what was kept. Raises ChannelClosed."""
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ChannelClosed from error
+
+    def has_more_to_send(self) -> bool:
+        return bool(self._outgoing)
+
+    def receive(self) -> list[object]:
+        """All whole messages that have come. Raises ChannelClosed when none is left and none will come."""
+        is_over = False
+        try:
+            while received := self._socket.recv(RECEIVE_BYTES):
+                self._incoming += received
+            is_over = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            is_over = True
+        messages = self._take_whole()
+        if is_over and not messages:
+            raise ChannelClosed
+        return messages
+
+    def wait(self, timeout_s: float | None, *, or_readable: Sequence[int] = ()) -> None:
+        """Until something comes, also at one of these descriptors; meanwhile what was kept is sent."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            readable, writable, _ = select.select(
+                [self.fileno(), *or_readable], [self.fileno()] if self._outgoing else [], [], left_s
+            )
+            if writable:
+                self.flush()
+            if readable or not writable:
+                return
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._socket.close()
+
+    def _take_whole(self) -> list[object]:
+        messages = []
+        start = 0
+        while len(self._incoming) - start >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._incoming, start)
+            end = start + HEADER.size + length
+            if len(self._incoming) < end:
+                break
+            messages.append(pickle.loads(memoryview(self._incoming)[start + HEADER.size : end]))
+            start = end
+        if start:
+            del self._incoming[:start]
+        return messages

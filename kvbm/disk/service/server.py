@@ -1,0 +1,187 @@
+"""The process that does a leader's disk I/O: it maps the ranks' segments, owns a DiskTier, and obeys its channel.
+
+    python -m kvbm.disk.service.server FD        FD is one end of a pair of sockets
+
+It has an interpreter of its own, so that its threads never wait for the engine's lock nor the engine for theirs. It
+ends with its leader, however that ends: when the channel closes, and where it does not look at that, when its parent is
+another one. Nothing needs to be tidied up then: the disk's format is made for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from functools import partial
+
+from kvbm.disk.service.messages import (
+    ChannelClosed,
+    Clear,
+    Cleared,
+    Close,
+    DiskChannel,
+    Forget,
+    Found,
+    Logged,
+    Open,
+    Opened,
+    Problem,
+    Progress,
+    Read,
+    Recover,
+    Status,
+    Withdraw,
+    Write,
+)
+from kvbm.disk.storage import DiskResult, DiskStorage
+from kvbm.errors import EnvironmentProblem
+from kvbm.host.region import Region
+
+BUSY_INTERVAL_S = 0.1  # between two looks at whether something in flight hangs
+IDLE_INTERVAL_S = 0.5
+PARENT_INTERVAL_S = 0.5
+REMOVED = 3  # the code it ends with when its files have been removed: nothing it does could be found again
+
+
+class _Log(logging.Handler):
+    """Keeps what is logged, by any thread, until it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.kept: deque[Logged] = deque()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.kept.append(Logged(record.name, record.levelno, self.format(record)))
+
+
+class _Child:
+    """Serves one leader."""
+
+    def __init__(self, channel: DiskChannel, tier: DiskStorage, region: Region, log: _Log) -> None:
+        self._channel = channel
+        self._tier = tier
+        self._region = region
+        self._log = log
+        self._in_flight: dict[int, tuple[str, int]] = {}
+        self._told_off_because = tier.off_because
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        tier.on_result = partial(os.eventfd_write, self._news, 1)
+
+    def serve(self) -> None:
+        """Until the leader closes it. Raises ChannelClosed if it does not."""
+        while True:
+            self._channel.wait(BUSY_INTERVAL_S if self._in_flight else IDLE_INTERVAL_S, or_readable=(self._news,))
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._news)
+            for message in self._channel.receive():
+                if isinstance(message, Close):
+                    self._tier.close(message.timeout_s)
+                    return
+                self._obey(message)
+            self._tell(self._tier.poll())
+            if self._tier.is_removed:
+                _send_all(self._channel)
+                os._exit(REMOVED)
+
+    def _obey(self, message: object) -> None:
+        match message:
+            case Write():
+                self._in_flight[message.ticket] = "write", len(message.hashes)
+                is_intact = partial(self._region.slots_carry, message.host_slots, message.generations)
+                self._tier.write(*message[:5], is_intact=is_intact)
+            case Read():
+                self._in_flight[message.ticket] = "read", len(message.hashes)
+                self._tier.read(*message)
+            case Recover():
+                self._channel.send(Found(self._tier.recovered()))
+            case Forget():
+                self._tier.forget(message.disk_slots)
+            case Withdraw():
+                if message.ticket in self._in_flight and self._tier.withdraw(message.ticket):
+                    kind, count = self._in_flight[message.ticket]
+                    self._tell([DiskResult(message.ticket, kind, (False,) * count, "withdrawn")])
+            case Clear():
+                self._clear(message.tenant)
+
+    def _clear(self, tenant: bytes | None) -> None:
+        problem = None
+        try:
+            self._tier.clear(tenant)
+        except EnvironmentProblem as error:
+            problem = error.message, error.hint
+        self._tell([])
+        self._channel.send(Cleared(problem))
+
+    def _tell(self, results: list[DiskResult]) -> None:
+        for result in results:
+            del self._in_flight[result.ticket]
+        off_because = self._tier.off_because
+        if results or off_because != self._told_off_because:
+            self._told_off_because = off_because
+            self._channel.send(Status(results, off_because, self._tier.counters))
+        while self._log.kept:
+            self._channel.send(self._log.kept.popleft())
+
+
+def main() -> int:
+    """0 when the leader closed it, 1 when it could not open, and an end in the middle when the leader is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the leader may still have blocks to write, and says when that is over
+    log = _Log()
+    logging.getLogger("kvbm").addHandler(log)
+    logging.getLogger("kvbm").setLevel(logging.INFO)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    channel = DiskChannel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        order = _first(channel)
+        os.sched_setaffinity(0, order.cores)
+        try:
+            region = Region.map(order.segments)
+            tier = DiskStorage.open(
+                order.settings,
+                order.namespace,
+                region.shards,
+                hash_bytes=order.hash_bytes,
+                instance=order.instance,
+                progress=lambda done, total: channel.send(Progress(done, total)),
+            )
+        except EnvironmentProblem as error:
+            channel.send(Problem(error.message, error.hint))
+            _send_all(channel)
+            return 1
+        channel.send(Opened(tier.path, tier.slot_count, tier.io_name))
+        _Child(channel, tier, region, log).serve()
+        _send_all(channel)
+    except ChannelClosed:
+        os._exit(0)
+    return 0
+
+
+def _first(channel: DiskChannel) -> Open:
+    while True:
+        channel.wait(None)
+        for message in channel.receive():
+            assert isinstance(message, Open), message
+            return message
+
+
+def _send_all(channel: DiskChannel) -> None:
+    while channel.has_more_to_send():
+        channel.wait(IDLE_INTERVAL_S)
+
+
+def _end_with(parent: int) -> None:
+    """Also while a call of the tier takes long, and where another process has the leader's end of the channel."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_INTERVAL_S)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+"""The engine: one thread that owns model, scheduler, pool and connector, and a few calls that others may make.
+
+`submit`, `abort`, `reset_prefix_cache`, `stats` and `stop` may be called from any thread. Orders reach the engine
+thread through one queue, and outputs leave it by each request's callback, which runs in the engine thread and must
+neither wait nor raise. Every submitted request gets exactly one output with a finish reason, also when the engine is
+stopped or dies.
+
+The thread steps while a request lives or the connector has something under way, waits a millisecond after a step in
+which nothing could run, and otherwise sleeps until an order comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvbm import hashing
+from kvbm.embedded.engine import model as models
+from kvbm.embedded.engine.blocks import BlockPool
+from kvbm.embedded.engine.connector import SchedulerSide, WorkerSide
+from kvbm.embedded.engine.engine_core import EngineCore
+from kvbm.embedded.engine.kv import KVPool
+from kvbm.embedded.engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from kvbm.embedded.engine.runner import Runner
+from kvbm.embedded.engine.scheduler import Scheduler, SchedulerLimits
+from kvbm.errors import EngineError, ProfileError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvbm.embedded.engine.config import EngineConfig
+
+IDLE_WAIT_S = 0.001
+BATCHED_TOKENS_CPU = 1024
+BATCHED_TOKENS_CUDA = 2048
+STOP_TIMEOUT_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A glance at the engine: what is there now, and what was counted since the start. `kv_cache_usage` is 0 to 1."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_cache_usage: float
+    num_registered_blocks: int
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    external_cache_queries: int
+    external_cache_hits: int
+    failed_load_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Something to do between two steps, and whom to tell."""
+
+    run: Callable[[], bool]
+    done: Future[bool]
+
+    def carry_out(self) -> None:
+        """An error ends the engine thread; whoever gave the order hears of it first."""
+        try:
+            self.done.set_result(self.run())
+        except BaseException as error:
+            self.done.set_exception(EngineError(f"the engine died of this order: {type(error).__name__}: {error}"))
+            raise
+
+
+class Engine:
+    """Loads everything when it is made (EnvironmentProblem, ProfileError), serves from `start` to `stop`."""
+
+    def __init__(self, config: EngineConfig, *, connector: tuple[SchedulerSide, WorkerSide] | None = None) -> None:
+        self.config = config
+        self.model = models.load(config)
+        self.block_size = config.block_size
+        self.max_model_len = _max_model_len(config, self.model.max_positions)
+        self.threads = config.threads or _default_threads(self.model.parameter_count)
+        self.blocks = BlockPool(config.num_blocks)
+        self.pool = KVPool(
+            self.model.geometry,
+            block_count=config.num_blocks,
+            block_size=config.block_size,
+            kv_layout=config.kv_layout,
+            device=self.model.device,
+        )
+        self._connector = connector
+        self.core = self._create_core()
+        self._thread = threading.Thread(target=self._main, name="kvbm-engine", daemon=True)
+        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards the attributes below, which submitters and the engine thread touch
+        self._in_flight: dict[str, Request] = {}
+        self._seeds = random.Random(config.seed)
+        self._is_stopping = False
+        self._is_shut_down = False
+        self._failure: str | None = None
+
+    def _create_core(self) -> EngineCore:
+        scheduler_side, worker_side = self._connector or (None, None)
+        if worker_side is not None:
+            worker_side.register_kv_pool(self.pool)
+        if scheduler_side is not None:
+            scheduler_side.bind_block_pool(self.blocks, self.model.namespace)
+        return EngineCore(
+            Scheduler(self.blocks, _limits(self.config, self.model.device), scheduler_side),
+            Runner(self.model, self.pool, worker_side),
+            stop_token_ids=self.model.stop_token_ids,
+            connector=self._connector,
+        )
+
+    # -- any thread ----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """None for a directory without one: the engine then takes token ids only."""
+        return self.model.tokenizer
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_name
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids from 0 to this, exclusive, are valid."""
+        return self.model.vocabulary_size
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._thread.is_alive() and self._failure is None and not self._is_stopping
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine thread died, or None."""
+        return self._failure
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        on_output: Callable[[RequestOutput], None],
+    ) -> None:
+        """Queue a request. ValueError if it cannot be served, EngineError if the engine does not serve (any more)."""
+        self._require_servable(prompt_token_ids)
+        with self._lock:
+            self._require_running()
+            if request_id in self._in_flight:
+                raise ValueError(f"request `{request_id}` is being served already")
+            seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+            request = self.new_request(request_id, prompt_token_ids, params, self._forgetting(on_output), seed=seed)
+            self._in_flight[request_id] = request
+            self._orders.put(_Order(lambda: self._add(request), Future()))
+
+    def abort(self, request_id: str) -> None:
+        """End a request with finish reason "abort". One that has ended already is left alone."""
+        self._orders.put(_Order(lambda: self.core.abort(request_id), Future()))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix, in G1 and in the connector; waits until it is done. EngineError if it is not."""
+        return self._order(self.core.scheduler.reset_prefix_cache)
+
+    def stats(self) -> EngineStats:
+        """Read without a lock: each number is right, but they may be a step apart."""
+        scheduler = self.core.scheduler
+        counters = scheduler.counters
+        return EngineStats(
+            num_requests_running=scheduler.running_count,
+            num_requests_waiting=scheduler.waiting_count,
+            kv_cache_usage=self.blocks.used_count / self.blocks.block_count,
+            num_registered_blocks=self.blocks.registered_count,
+            num_preemptions=counters.preemptions,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            external_cache_queries=counters.external_cache_queries,
+            external_cache_hits=counters.external_cache_hits,
+            failed_load_blocks=counters.failed_load_blocks,
+        )
+
+    def stop(self) -> None:
+        """Abort what is in flight, shut the connector down and free the pool. Safe to call twice."""
+        with self._lock:
+            self._is_stopping = True
+        if self._thread.is_alive():
+            self._orders.put(_Order(lambda: True, Future()))
+            self._thread.join(STOP_TIMEOUT_S)
+        with self._lock:
+            is_mine = not self._is_shut_down and not self._thread.is_alive()
+            self._is_shut_down |= is_mine
+        if is_mine:
+            self._shut_down()
+
+    # -- callers' side of an order -------------------------------------------------------------------------------------
+
+    def _order(self, run: Callable[[], bool]) -> bool:
+        order = _Order(run, Future())
+        with self._lock:
+            self._require_running()
+            self._orders.put(order)
+        return order.done.result()
+
+    def _require_running(self) -> None:
+        if not self.is_healthy:
+            raise EngineError(f"the engine does not run: {self._failure or 'it was stopped or not started'}")
+
+    def _require_servable(self, prompt_token_ids: list[int]) -> None:
+        if not prompt_token_ids:
+            raise ValueError("the prompt is empty")
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(prompt_token_ids)} tokens; with its output it may have {self.max_model_len}"
+            )
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.model.vocabulary_size:
+            raise ValueError(f"the prompt has a token id outside 0 to {self.model.vocabulary_size - 1}")
+
+    def new_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        on_output: Callable[[RequestOutput], None],
+        *,
+        seed: int,
+    ) -> Request:
+        """A request as `EngineCore.add` takes it, for whoever steps the core without the engine's thread."""
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            on_output=on_output,
+            block_size=self.block_size,
+            hash_root=hashing.root(self.model.namespace, salt=params.cache_salt),
+            sampling_seed=seed,
+            max_output_tokens=min(params.max_tokens, self.max_model_len - len(prompt_token_ids)),
+            tenant=hashing.tenant(params.cache_salt),
+        )
+
+    def _forgetting(self, on_output: Callable[[RequestOutput], None]) -> Callable[[RequestOutput], None]:
+        """The same callback, preceded by the end of our own bookkeeping where an output is the last."""
+
+        def deliver(output: RequestOutput) -> None:
+            if output.finish_reason is not None:
+                with self._lock:
+                    self._in_flight.pop(output.request_id, None)
+            on_output(output)
+
+        return deliver
+
+    # -- engine thread -------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        """Whatever ends this thread, nobody is left waiting for an answer."""
+        try:
+            torch.set_num_threads(self.threads)
+            with torch.inference_mode():
+                self._serve()
+        except BaseException as error:
+            log.exception("the engine thread died")
+            self._end_all(FinishReason.ERROR, f"the engine died: {type(error).__name__}: {error}")
+        else:
+            self._end_all(FinishReason.ABORT, None)
+
+    def _serve(self) -> None:
+        was_idle = False
+        while not self._is_stopping:
+            self._take_orders(may_sleep=not self.core.has_work, was_idle=was_idle)
+            if self.core.has_work and not self._is_stopping:
+                was_idle = not self.core.step()
+
+    def _take_orders(self, *, may_sleep: bool, was_idle: bool) -> None:
+        """Carry out all waiting orders; wait for the first one as long as there is nothing else to do."""
+        timeout_s = None if may_sleep else IDLE_WAIT_S if was_idle else 0.0
+        with contextlib.suppress(queue.Empty):
+            order = self._orders.get(timeout=timeout_s) if timeout_s != 0.0 else self._orders.get_nowait()
+            while True:
+                order.carry_out()
+                order = self._orders.get_nowait()
+
+    def _add(self, request: Request) -> bool:
+        self.core.add(request)
+        return True
+
+    def _end_all(self, reason: FinishReason, failure: str | None) -> None:
+        """Take no more requests, and give every one that is in flight its last output."""
+        with self._lock:
+            self._failure = failure
+            self._is_stopping = True
+            requests, self._in_flight = list(self._in_flight.values()), {}
+        for request in requests:
+            if reason is FinishReason.ABORT and self.core.scheduler.get(request.request_id) is request:
+                self.core.scheduler.finish(request)
+            # A callback that raises may be what killed the engine: the others must hear of it all the same.
+            with contextlib.suppress(Exception):
+                request.on_output(request.last_output(reason, error=failure))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                order = self._orders.get_nowait()
+                order.done.set_exception(EngineError(failure or "the engine was stopped"))
+
+    def _shut_down(self) -> None:
+        if self._connector is not None:
+            scheduler_side, worker_side = self._connector
+            scheduler_side.shutdown()
+            worker_side.shutdown()
+        self.pool.close()
+
+
+def _limits(config: EngineConfig, device: str) -> SchedulerLimits:
+    default = BATCHED_TOKENS_CPU if device == "cpu" else BATCHED_TOKENS_CUDA
+    return SchedulerLimits(
+        block_size=config.block_size,
+        max_batched_tokens=config.max_num_batched_tokens or default,
+        max_requests=config.max_num_seqs,
+        prefix_caching=config.prefix_caching,
+    )
+
+
+def _max_model_len(config: EngineConfig, max_positions: int) -> int:
+    """The longest request: no longer than the model can, nor than G1 holds, since a request runs wholly in G1."""
+    capacity = config.num_blocks * config.block_size
+    if config.max_model_len is None:
+        return min(max_positions, capacity)
+    for limit, holder in ((max_positions, "the model takes"), (capacity, "G1 holds")):
+        if config.max_model_len > limit:
+            raise ProfileError(
+                f"`max_model_len` is {config.max_model_len} tokens, but {holder} {limit}",
+                hint="lower `engine.arguments.max_model_len`, or raise `engine.arguments.num_blocks`",
+            )
+    return config.max_model_len
+
+
+def _default_threads(parameter_count: int) -> int:
+    """Small models lose more to thread barriers than they gain, above all where other processes run beside them."""
+    if parameter_count < models.ONE_THREAD_PARAMETERS:
+        return 1
+    return min(int(torch.get_num_threads()), len(os.sched_getaffinity(0)))

@@ -1,0 +1,461 @@
+"""The scheduler: which request computes how many tokens in a step, and who holds which blocks.
+
+Where a request is, and what it holds there:
+
+    waiting ──────────────▶ running ──▶ finished        waiting: no blocks
+      │  ▲                   ▲   │                      loading: blocks, filled by the connector
+      │  └── preempted ◀─────┼───┤                      loaded:  blocks, KV up to num_computed_tokens
+      ▼                      │   ▼                      running: blocks, in the batch
+    loading ──▶ loaded ──────┘  (blocks may stay until the connector lets go)
+
+Requests arrive and run in order of arrival; under pressure the newest gives way. Running requests come first: those
+that decode, then those that prefill, so that a long prompt does not hold up anybody's next token. Loaded requests
+come before waiting ones, because they hold blocks. A request is admitted when all of its tokens fit beside what those
+before it still need, and a block more for each of them to grow into. The oldest request therefore always gets to its
+end.
+
+Owned by the engine thread; moves no bytes. Its only time source is `time.monotonic`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from kvbm.embedded.engine.blocks import BlockPool
+from kvbm.embedded.engine.connector import ConnectorOutput, SchedulerOutput, SchedulerSide
+from kvbm.embedded.engine.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`max_batched_tokens` per step over at most `max_requests` requests that hold blocks."""
+
+    block_size: int
+    max_batched_tokens: int
+    max_requests: int
+    prefix_caching: bool = True
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Counts since the start. Queries and hits are tokens, counted when a request is first admitted; what a failed
+    load did not bring stays a hit here, and is not one in the request's own output.
+    """
+
+    steps: int = 0
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    external_cache_queries: int = 0
+    external_cache_hits: int = 0
+    failed_load_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Step:
+    """One step while it is put together, and then as it is executed. Insertion order is the order in the batch."""
+
+    budget: int
+    scheduled: dict[Request, int] = field(default_factory=dict)
+    preempted: list[Request] = field(default_factory=list)
+    resumed: list[Request] = field(default_factory=list)
+
+    def add(self, request: Request, token_count: int) -> None:
+        self.scheduled[request] = token_count
+        self.budget -= token_count
+
+    def remove(self, request: Request) -> None:
+        self.budget += self.scheduled.pop(request, 0)
+
+    @property
+    def sampled(self) -> list[Request]:
+        """The requests whose last token is in this step, in order: each gets a next token."""
+        return [request for request, count in self.scheduled.items() if count == request.num_uncomputed_tokens]
+
+
+class Scheduler:
+    """See the module's text. Per step: `schedule`, `output`, the forward pass, `update`."""
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, connector: SchedulerSide | None) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._connector = connector
+        self._requests: dict[str, Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._loading: dict[str, Request] = {}
+        self._loaded: list[Request] = []
+        self._running: list[Request] = []
+        self._delayed_frees: dict[str, list[int]] = {}
+        self._finished_ids: list[str] = []
+        self._arrivals = 0
+        self.counters = EngineCounters()
+
+    # -- requests come and go ------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self._arrivals += 1
+        request.arrival_index = self._arrivals
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+        if self._connector is not None:
+            self._connector.on_new_request(request)
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def finish(self, request: Request) -> None:
+        """End a request in whatever state it is: the connector hears of it once, and then its blocks go."""
+        self._leave_queue(request)
+        del self._requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        block_ids, is_delayed = request.block_ids, False
+        if self._connector is not None:
+            self._finished_ids.append(request.request_id)
+            is_delayed = self._connector.request_finished(request, block_ids)
+        request.block_ids = []
+        if is_delayed:
+            self._delayed_frees[request.request_id] = block_ids
+        else:
+            self._release(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every prefix in G1 and in the connector. Requests under way go on, and offer no block any more."""
+        self._pool.reset()
+        for request in self._requests.values():
+            request.may_register = not request.block_ids
+        return self._connector is None or self._connector.reset_cache()
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def has_news_for_connector(self) -> bool:
+        """Whether a step is owed although no request is left: ends to report, blocks to get back, transfers to poll."""
+        if self._connector is None:
+            return False
+        return bool(self._finished_ids or self._delayed_frees) or self._connector.has_pending_work()
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._requests) - len(self._running)
+
+    # -- a step is put together ----------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        step = Step(self._limits.max_batched_tokens)
+        self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_loaded(step)
+        if not step.preempted:
+            self._admit_waiting(step)
+        return step
+
+    def output(self, step: Step) -> SchedulerOutput:
+        """The step as the connector sees it. Hands out the ends since the last step: call once per step."""
+        self.counters.steps += 1
+        finished_ids, self._finished_ids = self._finished_ids, []
+        return SchedulerOutput(
+            step=self.counters.steps,
+            scheduled=[(request.request_id, count) for request, count in step.scheduled.items()],
+            finished_ids=finished_ids,
+            preempted_ids=[request.request_id for request in step.preempted],
+            resumed_ids=[request.request_id for request in step.resumed],
+        )
+
+    def _schedule_running(self, step: Step) -> None:
+        decoding = [request for request in self._running if request.num_uncomputed_tokens == 1]
+        prefilling = [request for request in self._running if request.num_uncomputed_tokens != 1]
+        for request in chain(decoding, prefilling):
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            count = min(request.num_uncomputed_tokens, step.budget)
+            if count and self._grow(request, count, step):
+                step.add(request, count)
+
+    def _grow(self, request: Request, token_count: int, step: Step) -> bool:
+        """Give a running request the blocks for its next tokens; the newest gives way, which may be itself."""
+        while not self._extend_table(request, request.num_computed_tokens + token_count):
+            victim = max(chain(self._running, self._loaded), key=lambda other: other.arrival_index)
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request, step: Step) -> None:
+        self._leave_queue(victim)
+        step.remove(victim)
+        step.preempted.append(victim)
+        self._release(victim.block_ids)
+        self._return_to_waiting(victim)
+        victim.status = RequestStatus.PREEMPTED
+        victim.was_preempted = True
+        victim.num_preemptions += 1
+        self.counters.preemptions += 1
+
+    def _return_to_waiting(self, request: Request) -> None:
+        """To its place by arrival, with nothing computed and no blocks."""
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.registered_blocks = 0
+        request.may_register = True
+        request.failed_block_ids.clear()
+        request.status = RequestStatus.WAITING
+        place = sum(1 for other in self._waiting if other.arrival_index < request.arrival_index)
+        self._waiting.insert(place, request)
+
+    def _schedule_loaded(self, step: Step) -> None:
+        for request in sorted(self._loaded, key=lambda loaded: loaded.arrival_index):
+            count = min(request.num_uncomputed_tokens, step.budget)
+            if count == 0 or request.status is RequestStatus.PREEMPTED:
+                return
+            if not self._grow_loaded(request, count, step):
+                return
+            self._loaded.remove(request)
+            self._run(request, count, step, num_external_tokens=0)
+
+    def _grow_loaded(self, request: Request, token_count: int, step: Step) -> bool:
+        """Nobody gives way to a loaded request, unless all that hold blocks are loaded ones: then the newest does."""
+        while not self._extend_table(request, request.num_computed_tokens + token_count):
+            newest = max(self._loaded, key=lambda other: other.arrival_index)
+            if self._running or newest is request:
+                return False
+            self._preempt(newest, step)
+        return True
+
+    def _admit_waiting(self, step: Step) -> None:
+        """In order of arrival; a request for which there is no room holds up those behind it, a lookup does not."""
+        unclaimed = self._pool.available_count - sum(self._missing_blocks(request) + 1 for request in self._holders())
+        for request in list(self._waiting):
+            if self._holder_count() >= self._limits.max_requests or (step.budget == 0 and self._connector is None):
+                return
+            local_ids = self._local_hit(request)
+            external, is_async = self._external_hit(request, local_ids)
+            if external is None:
+                continue
+            if step.budget == 0 and not is_async:
+                return
+            needed = self._blocks_for(request.num_tokens) - len(local_ids) + self._pool.unreferenced_count(local_ids)
+            if needed > unclaimed:
+                return
+            unclaimed -= needed + 1
+            self._waiting.remove(request)
+            self._admit(request, local_ids, external, is_async=is_async, step=step)
+
+    def _admit(self, request: Request, local_ids: list[int], external: int, *, is_async: bool, step: Step) -> None:
+        """Past here nothing may fail: there is room for all tokens of the request."""
+        local = len(local_ids) * self._limits.block_size
+        self._pool.hold(local_ids)
+        request.block_ids = list(local_ids)
+        request.registered_blocks = len(local_ids)
+        self._count_admission(request, local, external)
+        if is_async:
+            self._must_extend(request, local + external)
+            request.num_computed_tokens = local
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self._loading[request.request_id] = request
+            self._tell_allocation(request, external)
+            request.num_computed_tokens = local + external
+            return
+        request.num_computed_tokens = local + external
+        count = min(request.num_uncomputed_tokens, step.budget)
+        self._must_extend(request, request.num_computed_tokens + count)
+        self._run(request, count, step, num_external_tokens=external)
+
+    def _run(self, request: Request, count: int, step: Step, *, num_external_tokens: int) -> None:
+        self._running.append(request)
+        request.status = RequestStatus.RUNNING
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+        if request.was_preempted:
+            request.was_preempted = False
+            step.resumed.append(request)
+        step.add(request, count)
+        self._tell_allocation(request, num_external_tokens)
+
+    def _tell_allocation(self, request: Request, num_external_tokens: int) -> None:
+        if self._connector is not None:
+            self._connector.update_state_after_alloc(request, list(request.block_ids), num_external_tokens)
+            if num_external_tokens:
+                request.num_disk_tokens = self._connector.disk_tokens(request)
+
+    def _local_hit(self, request: Request) -> list[int]:
+        """Blocks that G1 has of this request, less the one with its last token, which must be computed."""
+        if not self._limits.prefix_caching:
+            return []
+        return self._pool.match(request.block_hashes[: (request.num_tokens - 1) // self._limits.block_size])
+
+    def _external_hit(self, request: Request, local_ids: list[int]) -> tuple[int | None, bool]:
+        """Tokens that the connector can bring beyond the local ones. An asynchronous load may cover the whole request,
+        of which the last token is computed again; a synchronous one leaves the last token's block out.
+        """
+        if self._connector is None:
+            return 0, False
+        local = len(local_ids) * self._limits.block_size
+        external, is_async = self._connector.get_num_new_matched_tokens(request, local)
+        if not external:
+            return external, False
+        last_block = (request.num_tokens - 1) // self._limits.block_size * self._limits.block_size
+        room = request.num_tokens if is_async or local + external < request.num_tokens else last_block
+        return min(external, room - local), is_async
+
+    def _count_admission(self, request: Request, local: int, external: int) -> None:
+        if request.was_admitted:
+            return
+        request.was_admitted = True
+        request.num_cached_tokens, request.num_external_tokens = local, external
+        self.counters.prefix_cache_queries += request.num_tokens
+        self.counters.prefix_cache_hits += local
+        if self._connector is not None:
+            self.counters.external_cache_queries += request.num_tokens - local
+            self.counters.external_cache_hits += external
+
+    # -- a step has been executed --------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        step: Step,
+        sampled: list[tuple[int, TokenLogprobs | None]],
+        stop_token_ids: frozenset[int],
+        connector_output: ConnectorOutput,
+    ) -> list[tuple[Request, RequestOutput]]:
+        """Take the step's results: `sampled[i]` is the token of `step.sampled[i]`. Returns what clients are to be told.
+
+        Failed loads come first, so that nothing computed from bad bytes is kept.
+        """
+        tokens = dict(zip(step.sampled, sampled, strict=True))
+        spoiled = self._drop_failed_blocks(connector_output.failed_block_ids, step)
+        outputs = []
+        for request, count in step.scheduled.items():
+            if request in spoiled:
+                continue
+            request.num_computed_tokens += count
+            self._register_computed(request)
+            if request in tokens:
+                outputs.append((request, self._take_token(request, *tokens[request], stop_token_ids)))
+        for request_id in sorted(connector_output.finished_recving & self._loading.keys()):
+            self._end_load(self._loading.pop(request_id))
+        for request_id in connector_output.finished_sending | connector_output.finished_recving:
+            self._release(self._delayed_frees.pop(request_id, []))
+        return outputs
+
+    def _take_token(
+        self, request: Request, token_id: int, logprobs: TokenLogprobs | None, stop_token_ids: frozenset[int]
+    ) -> RequestOutput:
+        request.append(token_id)
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+        details = None if logprobs is None else [logprobs]
+        reason = _finish_reason(request, token_id, stop_token_ids)
+        if reason is None:
+            return RequestOutput(request.request_id, [token_id], details)
+        self.finish(request)
+        return request.last_output(reason, new_token_ids=[token_id], logprobs=details)
+
+    def _register_computed(self, request: Request) -> None:
+        """Offer full blocks to the prefix cache: their KV is complete."""
+        full = request.num_computed_tokens // self._limits.block_size
+        if self._limits.prefix_caching and request.may_register:
+            for index in range(request.registered_blocks, full):
+                self._pool.register(request.block_ids[index], request.block_hashes[index])
+        request.registered_blocks = max(request.registered_blocks, full)
+
+    def _end_load(self, request: Request) -> None:
+        """An asynchronous load has ended: keep what came before its first failed block, and compute the rest."""
+        self._keep_computed(request, request.num_tokens - 1)
+        failed = request.failed_block_ids
+        first_bad = next((i for i, block_id in enumerate(request.block_ids) if block_id in failed), None)
+        if first_bad is not None:
+            self._cut(request, first_bad)
+            failed.clear()
+        if request.num_computed_tokens == 0:
+            self._release(request.block_ids)
+            self._return_to_waiting(request)
+            return
+        request.status = RequestStatus.WAITING
+        self._register_computed(request)
+        self._loaded.append(request)
+
+    def _drop_failed_blocks(self, failed: set[int], step: Step) -> set[Request]:
+        """Forget what failed blocks hold. Returns the requests of this step that attended to one of them."""
+        if not failed:
+            return set()
+        self.counters.failed_load_blocks += len(failed)
+        self._pool.forget(failed)
+        for request in self._loading.values():
+            request.failed_block_ids |= failed.intersection(request.block_ids)
+        spoiled = set()
+        for request in chain(self._running, self._loaded):
+            read = self._blocks_for(request.num_computed_tokens)
+            first_bad = next((i for i, block_id in enumerate(request.block_ids[:read]) if block_id in failed), None)
+            if first_bad is not None:
+                self._pool.forget(request.block_ids[first_bad:])
+                self._cut(request, first_bad)
+                if request in step.scheduled:
+                    spoiled.add(request)
+        return spoiled
+
+    def _cut(self, request: Request, first_bad_block: int) -> None:
+        """Compute again from this block on. Its table stays: the bad blocks are written over."""
+        self._keep_computed(request, first_bad_block * self._limits.block_size)
+        request.registered_blocks = min(request.registered_blocks, first_bad_block)
+
+    def _keep_computed(self, request: Request, token_count: int) -> None:
+        """At most so many tokens count as computed, and what the connector brought beyond them as not brought."""
+        request.num_computed_tokens = min(request.num_computed_tokens, token_count)
+        if request.first_token_time is None:
+            brought = max(0, request.num_computed_tokens - request.num_cached_tokens)
+            request.num_external_tokens = min(request.num_external_tokens, brought)
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def _blocks_for(self, token_count: int) -> int:
+        return -(-token_count // self._limits.block_size)
+
+    def _missing_blocks(self, request: Request) -> int:
+        return max(0, self._blocks_for(request.num_tokens) - len(request.block_ids))
+
+    def _extend_table(self, request: Request, token_count: int) -> bool:
+        missing = self._blocks_for(token_count) - len(request.block_ids)
+        if missing <= 0:
+            return True
+        block_ids = self._pool.allocate(missing)
+        if block_ids is None:
+            return False
+        request.block_ids += block_ids
+        return True
+
+    def _must_extend(self, request: Request, token_count: int) -> None:
+        extended = self._extend_table(request, token_count)
+        assert extended, (request.request_id, token_count, len(request.block_ids), self._pool.available_count)
+
+    def _release(self, block_ids: list[int]) -> None:
+        """Tail first: it ages before the head, without which it is worthless."""
+        self._pool.release(reversed(block_ids))
+
+    def _holders(self) -> Iterator[Request]:
+        return chain(self._running, self._loaded, self._loading.values())
+
+    def _holder_count(self) -> int:
+        return len(self._running) + len(self._loaded) + len(self._loading)
+
+    def _leave_queue(self, request: Request) -> None:
+        self._loading.pop(request.request_id, None)
+        for queue in (self._running, self._loaded, self._waiting):
+            if request in queue:
+                queue.remove(request)
+
+
+def _finish_reason(request: Request, token_id: int, stop_token_ids: frozenset[int]) -> FinishReason | None:
+    params, count = request.params, len(request.output_token_ids)
+    if token_id in stop_token_ids and not params.ignore_eos and count >= params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if count >= request.max_output_tokens else None

@@ -1,0 +1,54 @@
+"""Tokenizers: the byte tokenizer of the synthetic models, and that of a local Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbm.embedded.engine import presets
+from kvbm.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Token id n < 256 is the byte n; the special tokens follow. Any text survives encoding and decoding."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in presets.SPECIAL_TOKENS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=presets.TURN_END,
+        pad_token=presets.END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = presets.CHAT_TEMPLATE
+    return fast
+
+
+def directory_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model directory; None if it has none, and the engine then takes token ids only."""
+    from transformers import AutoTokenizer
+
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise EnvironmentProblem(f"the tokenizer in `{directory}` cannot be loaded: {error}") from error
+
+
+def letters_of_bytes() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [letters[byte] for byte in range(256)]

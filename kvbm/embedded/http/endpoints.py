@@ -1,0 +1,288 @@
+"""The HTTP endpoints: each reads a request, asks the engine, and writes an answer. All on the event loop.
+
+Whatever is wrong with a request becomes a `RequestError`, which the middleware turns into a 4xx with OpenAI's error
+object; a failure of the engine becomes a 5xx, or an error event where the stream has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import PackageNotFoundError, version
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from kvbm.embedded.engine.request import SamplingParams
+from kvbm.embedded.http.answer import stream, whole
+from kvbm.embedded.http.completion import Completion, CompletionFailed, Served
+from kvbm.embedded.http.fields import RequestError, wrong
+from kvbm.embedded.http.openai import (
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    Head,
+    Json,
+    dumps,
+    error_body,
+    model_list,
+)
+from kvbm.embedded.http.prompt import check_model, check_token_ids, encode, prepare
+from kvbm.embedded.http.protocol import (
+    CompletionRequest,
+    Generation,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from kvbm.embedded.http.service import Service
+from kvbm.errors import EngineError
+
+MAX_BODY_BYTES = 16 * 2**20
+BODY_TIMEOUT_S = 60.0
+MAX_REQUEST_ID_CHARACTERS = 256
+REQUEST_ID = "X-Request-Id"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def create_app(service: Service) -> web.Application:
+    endpoints = _Endpoints(service)
+    app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app.add_routes(
+        [
+            web.post("/v1/completions", endpoints.completions),
+            web.post("/v1/chat/completions", endpoints.chat_completions),
+            web.get("/v1/models", endpoints.models),
+            web.get("/v1/models/{name:.+}", endpoints.model),
+            web.post("/tokenize", endpoints.tokenize),
+            web.post("/detokenize", endpoints.detokenize),
+            web.post("/reset_prefix_cache", endpoints.reset_prefix_cache),
+            web.get("/health", endpoints.health),
+            web.get("/metrics", endpoints.metrics),
+            web.get("/version", endpoints.version),
+        ]
+    )
+    return app
+
+
+def create_runner(service: Service, *, keepalive_s: float = 75.0, shutdown_timeout_s: float = 2.0) -> web.AppRunner:
+    """The app with the server's options, to be set up and given a site.
+
+    handler_cancellation: a client that hangs up ends its handler, which aborts its request in the engine.
+    auto_decompress off: a compressed body is refused by name, instead of being unpacked to any size.
+    """
+    log = logging.getLogger("kvbm.embedded.http")
+    log.addFilter(_is_worth_a_traceback)
+    return web.AppRunner(
+        create_app(service),
+        access_log=None,
+        handler_cancellation=True,
+        auto_decompress=False,
+        keepalive_timeout=keepalive_s,
+        shutdown_timeout=shutdown_timeout_s,
+        logger=log,
+    )
+
+
+def _is_worth_a_traceback(record: logging.LogRecord) -> bool:
+    """What a client sent that is no HTTP gets its 400, and no place in the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        body = error_body(error.message, status=error.status, param=error.param, code=error.code)
+        return _json(body, status=error.status)
+    except web.RequestPayloadError as error:
+        return _json(error_body(f"the body cannot be read: {error}", status=400), status=400)
+    except CompletionFailed as error:
+        return _json(error_body(str(error), status=500, code="engine_failed"), status=500)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _json(error_body(_http_error_text(request, error), status=error.status), status=error.status)
+
+
+def _http_error_text(request: web.Request, error: web.HTTPException) -> str:
+    match error:
+        case web.HTTPMethodNotAllowed():
+            return f"{request.path} takes {' or '.join(sorted(error.allowed_methods))}, not {request.method}"
+        case web.HTTPRequestEntityTooLarge():
+            return f"the body is longer than {MAX_BODY_BYTES} bytes"
+        case web.HTTPNotFound():
+            return f"there is no endpoint {request.path}"
+    return error.text or error.reason
+
+
+class _Endpoints:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._number = itertools.count()
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, parse_completion, CompletionFormat, "cmpl")
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, parse_chat, ChatFormat, "chatcmpl")
+
+    async def _complete(
+        self,
+        request: web.Request,
+        parse: Callable[[bytes], CompletionRequest],
+        create_format: Callable[[Head], AnswerFormat],
+        prefix: str,
+    ) -> web.StreamResponse:
+        served = self._service.ready()
+        client_id = _request_id(request)
+        wanted = parse(await _body(request))
+        generation = wanted.generation
+        prompt_token_ids, params = await prepare(served, wanted)
+        request_id = f"{prefix}-{client_id}-{next(self._number)}"
+        completion = Completion(served, request_id, prompt_token_ids, generation)
+        answer = create_format(_head(served, f"{prefix}-{client_id}", generation, prompt_token_ids))
+        self._service.ready()  # it may have begun to stop while the body arrived
+        self._service.running.add(completion)
+        try:
+            _submit(completion, params)
+            pieces = await completion.next_pieces()
+            headers = {REQUEST_ID: client_id}
+            if generation.stream:
+                return await stream(request, completion, pieces, answer, generation, headers)
+            return _json(await whole(completion, pieces, answer), headers=headers)
+        finally:
+            self._service.running.discard(completion)
+            completion.close()
+
+    async def models(self, request: web.Request) -> web.Response:
+        served = self._service.ready()
+        created = self._service.started_unix_s
+        return _json(
+            model_list([served.engine.model_name], created_unix_s=created, max_model_len=served.engine.max_model_len)
+        )
+
+    async def model(self, request: web.Request) -> web.Response:
+        served = self._service.ready()
+        check_model(served.engine, request.match_info["name"])
+        created = self._service.started_unix_s
+        models = model_list(
+            [served.engine.model_name], created_unix_s=created, max_model_len=served.engine.max_model_len
+        )
+        return _json(models["data"][0])
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        served = self._service.ready()
+        wanted = parse_tokenize(await _body(request))
+        check_model(served.engine, wanted.model)
+        assert not isinstance(wanted.prompt, list), "tokens need no tokenizing"
+        token_ids = await encode(served.codec, wanted.prompt, max_tokens=served.engine.max_model_len)
+        texts = (
+            [served.codec.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
+            if wanted.return_token_strings
+            else None
+        )
+        body = {"count": len(token_ids), "max_model_len": served.engine.max_model_len, "tokens": token_ids}
+        return _json({**body, "token_strs": texts})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        served = self._service.ready()
+        model, token_ids = parse_detokenize(await _body(request))
+        check_model(served.engine, model)
+        check_token_ids(served, token_ids, "tokens")
+        return _json({"prompt": served.codec.decode(token_ids, skip_special_tokens=False)})
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """Empties G1, and what the connector keeps as well."""
+        served = self._service.ready()
+        _check_query(request, "reset_external", "true", "false")
+        try:
+            is_reset = await asyncio.to_thread(served.engine.reset_prefix_cache)
+        except EngineError as error:
+            raise RequestError(error.message, status=503, code="engine_failed") from error
+        if not is_reset:
+            raise RequestError("the connector could not empty its cache: try again", status=409, code="in_use")
+        return _json({"reset": True})
+
+    async def health(self, request: web.Request) -> web.Response:
+        status, body = self._service.status()
+        return _json(body, status=status)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        metrics = self._service.ready().metrics
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_METRICS})
+
+    async def version(self, request: web.Request) -> web.Response:
+        try:
+            return _json({"version": version("kvbm-cli")})
+        except PackageNotFoundError:
+            return _json({"version": "unknown"})
+
+
+CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def _body(request: web.Request) -> bytes:
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise RequestError(f"the body is encoded as {encoding}: send it as it is", param="Content-Encoding", status=415)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        raise RequestError(f"the body has not arrived within {BODY_TIMEOUT_S:g} s", status=408) from None
+
+
+def _check_query(request: web.Request, name: str, *allowed: str) -> None:
+    value = request.query.get(name)
+    if value is not None and value not in allowed:
+        raise wrong(name, value, " or ".join(allowed))
+
+
+def _submit(completion: Completion, params: SamplingParams) -> None:
+    """What the engine refuses for a reason of its own."""
+    try:
+        completion.submit(params)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    except EngineError as error:
+        raise RequestError(error.message, status=503, code="engine_failed") from error
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's own, or one that is made up."""
+    client_id = request.headers.get(REQUEST_ID)
+    if client_id is None:
+        return os.urandom(12).hex()
+    if not (client_id and client_id.isascii() and client_id.isprintable()):
+        raise RequestError(f"the header {REQUEST_ID} must be printable ASCII", param=REQUEST_ID)
+    if len(client_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise RequestError(
+            f"the header {REQUEST_ID} has {len(client_id)} characters: at most {MAX_REQUEST_ID_CHARACTERS} are allowed",
+            param=REQUEST_ID,
+        )
+    return client_id
+
+
+def _head(served: Served, answer_id: str, generation: Generation, prompt_token_ids: list[int]) -> Head:
+    return Head(
+        answer_id=answer_id,
+        model=served.engine.model_name,
+        created_unix_s=int(time.time()),
+        wants_logprobs=generation.logprobs is not None,
+        prompt_token_ids=prompt_token_ids if generation.return_token_ids else None,
+        token_text=served.codec.token_text,
+        token_bytes=served.codec.token_bytes,
+    )
+
+
+def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=dumps(body), status=status, headers=headers, content_type="application/json")

@@ -1,0 +1,109 @@
+"""From a parsed request to what the engine gets: the prompt's tokens and the sampling parameters.
+
+Here stands everything that only a loaded engine can judge: its model's name, its vocabulary, its longest request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvbm.embedded.engine.request import SamplingParams
+from kvbm.embedded.http.codec import TextCodec
+from kvbm.embedded.http.completion import Served, ServedEngine
+from kvbm.embedded.http.fields import RequestError, wrong
+from kvbm.embedded.http.protocol import CompletionRequest, Conversation, Generation, Prompt, Text
+
+MAX_CHARACTERS_PER_TOKEN = 128  # far more than any text has on average
+LONG_TEXT_CHARACTERS = 16_384  # above, the tokenizer runs beside the event loop
+
+
+async def prepare(served: Served, wanted: CompletionRequest) -> tuple[list[int], SamplingParams]:
+    """The prompt's token ids and the parameters of a request that the engine can serve. RequestError otherwise."""
+    check_model(served.engine, wanted.model)
+    if wanted.generation.stop and not served.codec.has_text:
+        raise RequestError("`stop` needs text, and this model has no tokenizer", param="stop")
+    prompt_token_ids = await _token_ids(served, wanted.prompt)
+    max_tokens = _max_tokens(served.engine, len(prompt_token_ids), wanted)
+    if wanted.generation.min_tokens > max_tokens:
+        raise wrong("min_tokens", wanted.generation.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
+    return prompt_token_ids, _sampling_params(wanted.generation, max_tokens)
+
+
+def check_model(engine: ServedEngine, name: str | None) -> None:
+    if name is not None and name != engine.model_name:
+        error = wrong("model", name, f'"{engine.model_name}", the only model that is served here')
+        raise RequestError(error.message, param="model", code="model_not_found", status=404)
+
+
+def check_token_ids(served: Served, token_ids: list[int], name: str) -> None:
+    size = served.vocabulary_size
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+        index = next(index for index, token_id in enumerate(token_ids) if not 0 <= token_id < size)
+        error = wrong(f"{name}[{index}]", token_ids[index], f"a token id from 0 to {size - 1}")
+        raise RequestError(error.message, param=name)
+
+
+async def _token_ids(served: Served, prompt: Prompt) -> list[int]:
+    """The prompt's tokens, checked for everything but their number."""
+    if isinstance(prompt, list):
+        check_token_ids(served, prompt, "prompt")
+        return prompt
+    token_ids = await encode(served.codec, prompt, max_tokens=served.engine.max_model_len)
+    if not token_ids:
+        raise RequestError("the prompt has no tokens: it must have at least one", param="prompt")
+    return token_ids
+
+
+async def encode(codec: TextCodec, prompt: Text | Conversation, *, max_tokens: int) -> list[int]:
+    """The prompt's tokens. RequestError for a text that is far too long for `max_tokens`, before time goes into it."""
+    if isinstance(prompt, Text):
+        text, add_special_tokens = prompt.text, prompt.add_special_tokens
+    else:
+        text, add_special_tokens = codec.render(prompt), False
+    if len(text) > max_tokens * MAX_CHARACTERS_PER_TOKEN:
+        raise RequestError(
+            f"the prompt has {len(text)} characters: that cannot be the {max_tokens} tokens that this engine takes",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if len(text) > LONG_TEXT_CHARACTERS:
+        return await asyncio.to_thread(codec.encode, text, add_special_tokens=add_special_tokens)
+    return codec.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _max_tokens(engine: ServedEngine, prompt_tokens: int, request: CompletionRequest) -> int:
+    """How many tokens may be generated: what the client wants, or the default as far as there is room for it."""
+    room = engine.max_model_len - prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens: with at least one generated token it must fit into the "
+            f"{engine.max_model_len} tokens that this engine takes",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    wanted = request.generation.max_tokens
+    if wanted is None:
+        return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+    if wanted > room:
+        raise RequestError(
+            f"`max_tokens` is {wanted}: it must be at most {room}, because the prompt has {prompt_tokens} of the "
+            f"{engine.max_model_len} tokens that this engine takes",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return wanted
+
+
+def _sampling_params(generation: Generation, max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        seed=generation.seed,
+        ignore_eos=generation.ignore_eos,
+        min_tokens=generation.min_tokens,
+        logprobs=generation.logprobs,
+        cache_salt=generation.cache_salt,
+        kv_transfer_params=generation.kv_transfer_params,
+    )

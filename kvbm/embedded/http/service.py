@@ -1,0 +1,46 @@
+"""Service: what the HTTP endpoints share, and what the server's life changes. Only the event loop touches it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+from kvbm.embedded.http.completion import Completion, Served
+from kvbm.embedded.http.fields import RequestError
+from kvbm.embedded.http.openai import Json
+
+
+@dataclass(slots=True)
+class Service:
+    """What is served right now. `phase` says in words what a start is at; `failure` is set once the engine is dead."""
+
+    served: Served | None = None
+    phase: str = "starting"
+    failure: str | None = None
+    is_stopping: bool = False
+    running: set[Completion] = field(default_factory=set)
+    started_unix_s: int = field(default_factory=lambda: int(time.time()))
+
+    def status(self) -> tuple[int, Json]:
+        """HTTP status and body of /health. The pid tells whoever started this process from a stranger on its port."""
+        if self.failure is not None:
+            return 503, {"status": "dead", "error": self.failure}
+        if self.is_stopping:
+            return 503, {"status": "stopping"}
+        if self.served is None:
+            return 503, {"status": "loading", "phase": self.phase}
+        return 200, {"status": "ok", "pid": os.getpid()}
+
+    def ready(self) -> Served:
+        """What serves. RequestError 503 without it."""
+        status, state = self.status()
+        if status == 200 and self.served is not None:
+            return self.served
+        detail = state.get("phase") or state.get("error")
+        message = f"the engine is {state['status']}" + (f": {detail}" if detail else "")
+        raise RequestError(message, status=status, code=state["status"])
+
+    def fail_running(self, message: str) -> None:
+        for completion in self.running:
+            completion.fail(message)

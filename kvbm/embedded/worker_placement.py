@@ -1,0 +1,188 @@
+"""Where the worker of an embedded engine lives: in the engine's process, or in one of its own.
+
+Both do the same for the driver. The process of its own maps the engine's G1 memory by its file descriptor and gets the
+plans through a pipe; nothing comes back but control words. It ends with the engine, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import os
+import pickle
+import signal
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Protocol, cast
+
+from kvbm.device.worker import HostCapacity, Worker
+from kvbm.errors import EngineError, EnvironmentProblem
+from kvbm.host.layout import BlockLayout
+from kvbm.plan import StepPlan
+from kvbm.types import SegmentInfo
+
+if TYPE_CHECKING:
+    from kvbm.embedded.engine.kv import KVPool
+
+WORKER_POLL_S = 0.0005
+EXIT_WAIT_S = 5.0
+
+
+class WorkerHome(Protocol):
+    """Where a Worker lives: in the engine's process or beside it."""
+
+    info: SegmentInfo
+
+    def start(self, plan: StepPlan) -> None: ...
+    def finish(self, plan: StepPlan) -> None: ...
+    def poll(self) -> object: ...
+    def close(self) -> None: ...
+
+
+class InlineWorker:
+    def __init__(
+        self,
+        pool: KVPool,
+        capacity: HostCapacity,
+        thread_count: int,
+        *,
+        binds_memory: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._worker = Worker.create(
+            pool.layout(),
+            pool.storages,
+            capacity,
+            thread_count=thread_count,
+            binds_memory=binds_memory,
+            progress=progress,
+        )
+        self.info = self._worker.info
+        self.start = self._worker.start
+        self.finish = self._worker.finish
+        self.poll = self._worker.poll
+        self.close = self._worker.close
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessArguments:
+    """How a worker process finds the engine's G1 memory: `length` bytes at `path`."""
+
+    path: str
+    length: int
+    layout: BlockLayout
+    capacity: HostCapacity
+    thread_count: int
+    parent_pid: int
+
+
+class ProcessWorker:
+    """A Worker in a process of its own. Orders go through a pipe; nothing comes back but control words."""
+
+    def __init__(self, pool: KVPool, capacity: HostCapacity, thread_count: int, init_timeout_s: float) -> None:
+        if pool.fd is None:
+            raise EnvironmentProblem("a worker process needs G1 in shared memory, which only a CPU pool is")
+        arguments = _ProcessArguments(
+            path=f"/proc/{os.getpid()}/fd/{pool.fd}",
+            length=pool.storages[0].numel(),
+            layout=pool.layout(),
+            capacity=capacity,
+            thread_count=thread_count,
+            parent_pid=os.getpid(),
+        )
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve_worker, args=(theirs, arguments), name="kvbm-worker", daemon=True)
+        self._process.start()
+        theirs.close()
+        self.info = self._first_answer(init_timeout_s)
+        self._backlog = bytearray()
+        os.set_blocking(self._pipe.fileno(), False)
+
+    def _first_answer(self, timeout_s: float) -> SegmentInfo:
+        try:
+            answer = self._pipe.recv() if self._pipe.poll(timeout_s) else TimeoutError(f"no answer in {timeout_s:g} s")
+        except EOFError:
+            self._process.join(EXIT_WAIT_S)
+            answer = EngineError(f"it ended with exit code {self._process.exitcode}")
+        if isinstance(answer, SegmentInfo):
+            return answer
+        self.close()
+        if isinstance(answer, EnvironmentProblem):
+            raise answer
+        raise EngineError(f"the worker process did not start: {answer}")
+
+    def start(self, plan: StepPlan) -> None:
+        self._send(("start", plan))
+
+    def finish(self, plan: StepPlan) -> None:
+        self._send(("finish", plan))
+
+    def poll(self) -> None:
+        """The worker process writes its words by itself; here goes what it had no room for."""
+        self._flush()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(EXIT_WAIT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _send(self, message: tuple[str, StepPlan]) -> None:
+        """A dead worker is noticed by the leader, which maps its segment; here there is nobody left to tell."""
+        plan = message[1]
+        if self._backlog and not (plan.offloads or plan.onboards):
+            return  # only asks after transfers, of a worker that does not read
+        payload = pickle.dumps(message)
+        self._backlog += struct.pack("!i", len(payload)) + payload  # as Connection.recv reads it
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what the pipe takes now. A worker that does not read must not hold up the engine."""
+        try:
+            while self._backlog:
+                del self._backlog[: os.write(self._pipe.fileno(), self._backlog)]
+        except BlockingIOError:
+            return
+        except (BrokenPipeError, ConnectionResetError):
+            self._backlog.clear()
+
+
+def _serve_worker(pipe: Connection, arguments: _ProcessArguments) -> None:
+    """Main function of a worker process: carry out plans until the engine closes the pipe."""
+    _die_with_parent(arguments.parent_pid)
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        with open(arguments.path, "r+b") as memory:
+            mapping = mmap.mmap(memory.fileno(), arguments.length)
+        storage = torch.frombuffer(mapping, dtype=torch.uint8)
+        worker = Worker.create(arguments.layout, [storage], arguments.capacity, thread_count=arguments.thread_count)
+    except EnvironmentProblem as problem:
+        pipe.send(problem)
+        return
+    pipe.send(worker.info)
+    while _serve_once(pipe, worker):
+        worker.poll()
+    worker.close()
+
+
+def _serve_once(pipe: Connection, worker: Worker) -> bool:
+    try:
+        if pipe.poll(WORKER_POLL_S if worker.is_busy() else None):
+            kind, plan = cast("tuple[str, StepPlan]", pipe.recv())
+            (worker.start if kind == "start" else worker.finish)(plan)
+    except (EOFError, ConnectionResetError):
+        return False
+    return True
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+    if os.getppid() != parent_pid:
+        os._exit(1)

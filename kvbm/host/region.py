@@ -1,0 +1,306 @@
+"""Segments, the host memory of G2: one per rank, and the Region in which a leader maps them all.
+
+A segment is a memfd: no name, no port, nothing in /dev/shm; it is gone with the last process that maps it, however that
+ends. Slot s of all segments together is block s.
+
+    | slot 0 | slot 1 | ... | slot n-1 | word of slot 0..n-1 | word of lane 0..LANES-1 | padding to a page |
+
+A control word is `generation << 8 | state`, 64 bits, aligned, written by one store. It is how whoever wrote a slot
+proves its bytes: the rank that copied them out of device memory, or the leader for those that were read from disk. The
+leader decides who may write a slot, never two at a time. The order is payload first, word last, and a reader looks at
+the word first. On x86 that is enough: stores appear to everyone in program order, and libc ends copies that bypass
+the cache with a fence. Elsewhere (ARM) a memory barrier is made before words are written and after they are read.
+
+`Segment` is the rank's side: its owner thread writes words, and copying threads read and write slots. `Region` is the
+leader's side, in whose process disk threads read and write slots too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import select
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm.errors import EnvironmentProblem, InvariantError
+from kvbm.host.layout import BlockLayout
+from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
+from kvbm.host.shared_memory import KERNEL, SharedMemory
+from kvbm.types import SegmentInfo, SlotState
+
+LANES = 1024
+WORD_BYTES = 8
+STATE_BITS = 8
+MEMFD_NAME = "kvbm-segment"
+STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
+
+_STATES = tuple(SlotState)
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """Where things lie in a segment."""
+
+    slot_count: int
+    slot_stride: int
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.slot_count * self.slot_stride
+
+    @property
+    def length(self) -> int:
+        return self.payload_bytes + (self.slot_count + LANES) * WORD_BYTES
+
+    def words(self, mapping: mmap.mmap) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """(words of the slots, words of the lanes)."""
+        words = np.frombuffer(mapping, np.uint64, self.slot_count + LANES, self.payload_bytes)
+        return words[: self.slot_count], words[self.slot_count :]
+
+
+class Segment:
+    """One rank's share of G2. `payload[s]` is slot s; `close` gives the memory back."""
+
+    def __init__(self, memory: SharedMemory, info: SegmentInfo) -> None:
+        self.info = info
+        self._memory = memory
+        geometry = _Geometry(info.slot_count, info.slot_stride)
+        payload = np.frombuffer(memory.mapping, np.uint8, geometry.payload_bytes)
+        self.payload: NDArray[np.uint8] = payload.reshape(info.slot_count, info.slot_stride)
+        self._slot_words, self._lane_words = geometry.words(memory.mapping)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        rank: int,
+        layout: BlockLayout,
+        slot_count: int,
+        node: int | None = None,
+        pin: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        memory: HostMemory = THIS_MACHINE,
+    ) -> Segment:
+        """Allocate, touch and, with `pin`, page-lock the segment; on NUMA node `node` where there are several.
+
+        `progress(done_bytes, total_bytes)` is called from this thread. Raises EnvironmentProblem when the memory is
+        not there, before any is taken; and also later, should somebody else take it meanwhile.
+        """
+        if slot_count < 1:
+            raise InvariantError(f"rank {rank}: segment of {slot_count} slots")
+        if not STORES_ARE_ORDERED:
+            _enable_barrier()
+        who, length = f"rank {rank}", _Geometry(slot_count, layout.slot_stride).length
+        shared = SharedMemory.allocate(MEMFD_NAME, length, who=who, node=node, memory=memory, progress=progress)
+        if pin:
+            try:
+                shared.pin(who)
+            except BaseException:
+                shared.close()
+                raise
+        info = SegmentInfo(
+            rank=rank,
+            pid=os.getpid(),
+            fd=shared.fd,
+            length=shared.length,
+            slot_count=slot_count,
+            slot_stride=layout.slot_stride,
+            block_bytes=layout.block_bytes,
+            layout_digest=layout.digest(),
+        )
+        return cls(shared, info)
+
+    def write_slots(self, slots: Sequence[int], generation: int, state: SlotState) -> None:
+        """Prove (or deny) that these slots hold what transfer `generation` was to bring. The bytes came before."""
+        word = _word(generation, state)
+        _order_memory()
+        self._slot_words[_indexes(slots, self.info.slot_count)] = word
+
+    def write_lane(self, lane: int, generation: int, state: SlotState) -> None:
+        """Report the end of a transfer that has no slot of its own to mark."""
+        word = _word(generation, state)
+        _order_memory()
+        self._lane_words[_indexes([lane], LANES)] = word
+
+    def slots_carry(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
+        """Whether every slot is READY with exactly its generation."""
+        found = self._slot_words[_indexes(slots, self.info.slot_count)]
+        _order_memory()
+        return bool(np.array_equal(found, _ready_words(generations)))
+
+    def lane_carries(self, lane: int, generation: int) -> bool:
+        """Whether this rank has reported transfer `generation` as READY in this lane."""
+        return bool(self._lane_words[_indexes([lane], LANES)][0] == _word(generation, SlotState.READY))
+
+    def close(self) -> None:
+        """Give the memory back at once; views of it that live on then read zeros. May be called twice."""
+        self._memory.close()
+
+
+class Region:
+    """Every rank's segment, as the leader maps it. The leader's thread owns it; `shards[r][s]` is slot s of rank r."""
+
+    def __init__(self, segments: Sequence[_MappedSegment]) -> None:
+        self.slot_count = min(segment.info.slot_count for segment in segments)
+        self.shards: list[NDArray[np.uint8]] = [segment.payload for segment in segments]
+        self._slot_words = [segment.slot_words for segment in segments]
+        self._lane_words = [segment.lane_words for segment in segments]
+        fds = {segment.process_fd: position for position, segment in enumerate(segments)}
+        self._process_fds = {fd: position for fd, position in fds.items() if fd is not None}
+        self._is_lost = [False] * len(segments)
+        self._poll = select.poll()
+        for fd in self._process_fds:
+            self._poll.register(fd, select.POLLIN)
+
+    @classmethod
+    def map(cls, infos: Sequence[SegmentInfo]) -> Region:
+        """Map the segments of all ranks. The smallest decides how many slots there are: ranks of a pipeline keep
+        different layers. Raises EnvironmentProblem."""
+        ranks = [info.rank for info in infos]
+        if not infos or len(set(ranks)) != len(ranks):
+            raise InvariantError(f"segments of ranks {ranks}")
+        return cls([_MappedSegment.open(info) for info in infos])
+
+    def write_slots(self, slots: Sequence[int], generation: int, state: SlotState) -> None:
+        """Prove (or deny, or open) slots in the place of every rank: for what comes from elsewhere than G1."""
+        word, indexes = _word(generation, state), _indexes(slots, self.slot_count)
+        _order_memory()
+        for words in self._slot_words:
+            words[indexes] = word
+
+    def slots_carry(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
+        """Whether every slot is READY with exactly its generation on every rank. Any thread may ask. Memory that a rank
+        has given back reads as zeros, its words too."""
+        wanted, indexes = _ready_words(generations), _indexes(slots, self.slot_count)
+        found = [words[indexes] for words in self._slot_words]
+        _order_memory()
+        return bool(found) and all(bool(np.array_equal(words, wanted)) for words in found)
+
+    def slot_results(self, slots: Sequence[int], generation: int) -> list[SlotState]:
+        """What transfer `generation` did to each slot.
+
+        EMPTY until every rank has reported, because a rank that has not may still be copying; then READY if all ranks
+        are, and FAILED if any is not. A lost rank, which copies nothing any more, has FAILED what it had not proven.
+        """
+        indexes = _indexes(slots, self.slot_count)
+        found = np.array([words[indexes] for words in self._slot_words])
+        _order_memory()
+        return _combine(found, generation, self._is_lost)
+
+    def are_lanes_reported(self, lanes: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """For many transfers at once: whether `lane_result` may know the end of each."""
+        return self._are_reported(self._lane_words, _indexes(lanes, LANES), generations)
+
+    def are_reported(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+        """For many transfers at once, each named by one of its slots: whether `slot_results` may know its end."""
+        return self._are_reported(self._slot_words, _indexes(slots, self.slot_count), generations)
+
+    def _are_reported(
+        self, words_of_ranks: Sequence[NDArray[np.uint64]], indexes: NDArray[np.int64], generations: Sequence[int]
+    ) -> list[bool]:
+        wanted = np.array(generations, np.uint64)
+        found = [
+            np.ones(len(indexes), bool) if lost else words[indexes] >> np.uint64(STATE_BITS) == wanted
+            for words, lost in zip(words_of_ranks, self._is_lost, strict=True)
+        ]
+        reported: list[bool] = np.logical_and.reduce(found).tolist()
+        return reported
+
+    def lane_result(self, lane: int, generation: int) -> SlotState:
+        """The same for a transfer that reports in a lane."""
+        indexes = _indexes([lane], LANES)
+        found = np.array([words[indexes] for words in self._lane_words])
+        _order_memory()
+        return _combine(found, generation, self._is_lost)[0]
+
+    def has_lost_rank(self) -> bool:
+        """Whether the process of a rank has ended; from then on its results are known. Costs one system call."""
+        for fd, _ in self._poll.poll(0) if self._process_fds else ():
+            self._is_lost[self._process_fds[fd]] = True
+        return any(self._is_lost)
+
+    def close(self) -> None:
+        """Unmap. May be called twice."""
+        self._slot_words.clear()
+        self._lane_words.clear()
+        self.shards.clear()
+        while self._process_fds:
+            fd, _ = self._process_fds.popitem()
+            self._poll.unregister(fd)
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _MappedSegment:
+    """One rank's memory, and a descriptor that turns readable when its process ends (None: our own)."""
+
+    info: SegmentInfo
+    payload: NDArray[np.uint8]
+    slot_words: NDArray[np.uint64]
+    lane_words: NDArray[np.uint64]
+    process_fd: int | None
+
+    @classmethod
+    def open(cls, info: SegmentInfo) -> _MappedSegment:
+        path = f"/proc/{info.pid}/fd/{info.fd}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                length = os.fstat(fd).st_size
+                if length != info.length or MEMFD_NAME not in os.readlink(path):
+                    raise EnvironmentProblem(f"rank {info.rank}: {path} is not its segment of {info.length} bytes")
+                mapping = mmap.mmap(fd, info.length)
+            finally:
+                os.close(fd)
+            process_fd = None if info.pid == os.getpid() else os.pidfd_open(info.pid)
+        except OSError as error:
+            raise EnvironmentProblem(f"the segment of rank {info.rank} cannot be mapped: {error}") from error
+        geometry = _Geometry(info.slot_count, info.slot_stride)
+        slot_words, lane_words = geometry.words(mapping)
+        payload = np.frombuffer(mapping, np.uint8, geometry.payload_bytes)
+        return cls(info, payload.reshape(info.slot_count, info.slot_stride), slot_words, lane_words, process_fd)
+
+
+def _word(generation: int, state: SlotState) -> np.uint64:
+    if not 0 <= generation < 1 << (64 - STATE_BITS):
+        raise InvariantError(f"generation {generation} does not fit a control word")
+    return np.uint64(generation << STATE_BITS | state)
+
+
+def _ready_words(generations: Sequence[int]) -> NDArray[np.uint64]:
+    return np.array(generations, np.uint64) << np.uint64(STATE_BITS) | np.uint64(SlotState.READY)
+
+
+def _indexes(numbers: Sequence[int], count: int) -> NDArray[np.int64]:
+    """As an array; a negative number would silently mean another slot."""
+    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+        raise InvariantError(f"control words {min(numbers)}..{max(numbers)} of {count}")
+    return np.array(numbers, np.int64)
+
+
+def _combine(found: NDArray[np.uint64], generation: int, is_lost: Sequence[bool]) -> list[SlotState]:
+    """The state of each slot over all ranks; `found` is one row of words per rank."""
+    is_ready = found == _word(generation, SlotState.READY)
+    is_reported = is_ready | (found == _word(generation, SlotState.FAILED)) | np.array(is_lost)[:, None]
+    states = np.where(is_ready.all(axis=0), int(SlotState.READY), int(SlotState.FAILED))
+    states[~is_reported.all(axis=0)] = int(SlotState.EMPTY)
+    codes: list[int] = states.tolist()
+    return [_STATES[code] for code in codes]
+
+
+def _enable_barrier() -> None:
+    try:
+        KERNEL.enable_barrier()
+    except OSError as error:
+        raise EnvironmentProblem(f"no memory barrier on {platform.machine()}: {error}") from error
+
+
+def _order_memory() -> None:
+    """Between payload and word; see the module's text. The reader's side calls it after it has read the words."""
+    if not STORES_ARE_ORDERED:
+        KERNEL.barrier()

@@ -1,0 +1,235 @@
+"""Shared memory without a name: a memfd, every page taken at once, page-locked on request.
+
+`region` is the only user. It is gone with the last process that maps it, however that ends. Asking for too much is an
+error before anything is taken, and says how much was asked and how much there is; taking it in parallel at start-up is
+what makes every later copy free of page faults.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbm.errors import EnvironmentProblem
+from kvbm.host.layout import PAGE_BYTES
+from kvbm.host.libc import LIBC, last_error
+from kvbm.host.machine_memory import HostMemory
+
+TOUCH_BYTES = 64 << 20
+MAX_TOUCH_THREADS = 16
+PIN_BYTES = 64 << 30
+CAPACITY_HINT = "lower `tiers.host.capacity`"
+
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+MPOL_BIND = 2
+SYSCALL_MBIND = {"x86_64": 237, "aarch64": 235}
+SYSCALL_MEMBARRIER = {"x86_64": 324, "aarch64": 283}
+MEMBARRIER_PRIVATE_EXPEDITED = 1 << 3
+MEMBARRIER_REGISTER_PRIVATE_EXPEDITED = 1 << 4
+BITS_PER_LONG = 64
+
+Progress = Callable[[int, int], None]
+
+
+class SharedMemory:
+    """One memfd and its mapping. `close` gives the memory back although views of it may live on; they read zeros."""
+
+    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
+        self.fd = fd
+        self.mapping = mapping
+        self.length = len(mapping)
+        self.address = int(np.frombuffer(mapping, np.uint8, 1).ctypes.data)
+        self._pinned_bytes = 0
+        self._is_closed = False
+
+    @classmethod
+    def allocate(
+        cls, name: str, payload_bytes: int, *, who: str, node: int | None, memory: HostMemory, progress: Progress | None
+    ) -> SharedMemory:
+        """Whole pages for `payload_bytes`: reserved huge ones where there are enough, on `node` if there are several.
+
+        `progress(done_bytes, total_bytes)` is called from this thread. Raises EnvironmentProblem.
+        """
+        page_bytes, huge_bytes_free = memory.huge_pages()
+        is_huge = page_bytes > 0 and _round_up(payload_bytes, page_bytes) <= huge_bytes_free
+        length = _round_up(payload_bytes, page_bytes if is_huge else PAGE_BYTES)
+        node = node if memory.node_count() > 1 else None
+        check = _RoomCheck(who, length, None if is_huge else memory, node)
+        check(0)
+        shared = cls(*_map_new(name, length, is_huge=is_huge))
+        try:
+            if not is_huge and memory.advises_huge_pages():
+                KERNEL.advise_huge_pages(shared.address, length)
+            if node is not None:
+                _bind(who, shared.address, length, node)
+            _touch(who, shared.address, length, check, progress)
+        except BaseException:
+            shared.close()  # a traceback may keep the mapping itself for long
+            raise
+        return shared
+
+    def pin(self, who: str) -> None:
+        """Page-lock for DMA, which is quick once all pages are there; one call locks at most PIN_BYTES."""
+        import torch
+
+        runtime = torch.cuda.cudart()
+        while self._pinned_bytes < self.length:
+            size = min(PIN_BYTES, self.length - self._pinned_bytes)
+            error = runtime.cudaHostRegister(self.address + self._pinned_bytes, size, 0)
+            if int(error) != 0:
+                raise EnvironmentProblem(
+                    f"{who}: {self.length} bytes of host memory cannot be page-locked: "
+                    f"{runtime.cudaGetErrorString(error)}",
+                    hint=CAPACITY_HINT,
+                )
+            self._pinned_bytes += size
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._unpin()
+        self.mapping.madvise(mmap.MADV_REMOVE)
+        os.close(self.fd)
+
+    def _unpin(self) -> None:
+        if self._pinned_bytes:
+            import torch
+
+            for start in range(0, self._pinned_bytes, PIN_BYTES):
+                torch.cuda.cudart().cudaHostUnregister(self.address + start)
+
+
+@dataclass(frozen=True, slots=True)
+class _RoomCheck:
+    """Asks before memory is taken, and again while it is: several ranks may allocate side by side.
+
+    `memory` is None for reserved huge pages, which nobody else can take once they are mapped.
+    """
+
+    who: str
+    length: int
+    memory: HostMemory | None
+    node: int | None
+
+    def __call__(self, done_bytes: int) -> None:
+        if self.memory is None:
+            return
+        room = self.memory.room(self.node)
+        if self.length - done_bytes > room.available_bytes:
+            available = room.available_bytes + done_bytes
+            raise EnvironmentProblem(
+                f"{self.who} asks for {_shown(self.length)} of host memory, and {_shown(available)} are available: "
+                f"{room.limit}",
+                hint=CAPACITY_HINT,
+            )
+
+
+def _shown(byte_count: int) -> str:
+    return f"{byte_count / 2**30:.2f} GiB" if byte_count >= 2**30 else f"{byte_count / 2**20:.2f} MiB"
+
+
+def _map_new(name: str, length: int, *, is_huge: bool) -> tuple[int, mmap.mmap]:
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_HUGETLB if is_huge else 0))
+    except OSError as error:
+        raise EnvironmentProblem(f"no shared memory: {error}") from error
+    try:
+        os.ftruncate(fd, length)
+        return fd, mmap.mmap(fd, length)
+    except OSError as error:
+        os.close(fd)
+        raise EnvironmentProblem(
+            f"{length} bytes of host memory cannot be mapped: {error}", hint=CAPACITY_HINT
+        ) from error
+
+
+def _bind(who: str, address: int, length: int, node: int) -> None:
+    try:
+        KERNEL.bind(address, length, node)
+    except OSError as error:
+        raise EnvironmentProblem(f"{who}: memory cannot be bound to NUMA node {node}: {error}") from error
+
+
+def _touch(who: str, address: int, length: int, check: Callable[[int], None], progress: Progress | None) -> None:
+    """Take every page now, in parallel, so that a shortage shows at start-up and no copy waits for a page."""
+    chunks = [(start, min(TOUCH_BYTES, length - start)) for start in range(0, length, TOUCH_BYTES)]
+    thread_count = min(MAX_TOUCH_THREADS, len(os.sched_getaffinity(0)), len(chunks))
+    done_bytes = 0
+    with ThreadPoolExecutor(thread_count, thread_name_prefix="kvbm-touch") as executor:
+        touched = executor.map(lambda chunk: KERNEL.populate(address + chunk[0], chunk[1]), chunks)
+        try:
+            for (_, size), _ in zip(chunks, touched, strict=True):
+                done_bytes += size
+                if progress is not None:
+                    progress(done_bytes, length)
+                check(min(length, done_bytes + thread_count * TOUCH_BYTES))  # others may be that far ahead
+        except BaseException as error:
+            executor.shutdown(cancel_futures=True)
+            if isinstance(error, OSError):
+                raise EnvironmentProblem(
+                    f"{who}: host memory ran out after {done_bytes} of {length} bytes: {error}",
+                    hint=CAPACITY_HINT,
+                ) from error
+            raise
+
+
+def _round_up(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
+
+
+class Kernel:
+    """Calls on address ranges. Each releases the GIL for its whole length."""
+
+    def __init__(self) -> None:
+        self._libc = LIBC
+        self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+        self._libc.memset.restype = ctypes.c_void_p
+
+    def advise_huge_pages(self, address: int, length: int) -> None:
+        """Best effort: a refusal leaves small pages."""
+        self._libc.madvise(address, length, MADV_HUGEPAGE)
+
+    def populate(self, address: int, length: int) -> None:
+        """Give every page of a fresh range its memory. Raises OSError, on kernels that can, not SIGBUS later."""
+        if self._libc.madvise(address, length, MADV_POPULATE_WRITE) == 0:
+            return
+        if ctypes.get_errno() != errno.EINVAL:
+            raise last_error()
+        self._libc.memset(address, 0, length)
+
+    def bind(self, address: int, length: int, node: int) -> None:
+        """Take the pages of a shared range from one NUMA node, whoever touches them. Raises OSError."""
+        mask = (ctypes.c_ulong * (node // BITS_PER_LONG + 1))()
+        mask[node // BITS_PER_LONG] = 1 << (node % BITS_PER_LONG)
+        bits = len(mask) * BITS_PER_LONG + 1
+        self._system_call(SYSCALL_MBIND, address, length, MPOL_BIND, ctypes.addressof(mask), bits, 0)
+
+    def enable_barrier(self) -> None:
+        """Once per process, before the first `barrier`. Raises OSError."""
+        self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_REGISTER_PRIVATE_EXPEDITED, 0, 0)
+
+    def barrier(self) -> None:
+        """A full memory barrier, in every thread of this process that runs. Raises OSError."""
+        self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_PRIVATE_EXPEDITED, 0, 0)
+
+    def _system_call(self, numbers: dict[str, int], *arguments: int) -> None:
+        number = numbers.get(platform.machine())
+        if number is None:
+            raise OSError(errno.ENOSYS, f"system call not known on {platform.machine()}")
+        if self._libc.syscall(*(ctypes.c_ulong(argument) for argument in (number, *arguments))) != 0:
+            raise last_error()
+
+
+KERNEL = Kernel()

@@ -1,0 +1,170 @@
+"""What it takes to serve a profile with `disaggregated`: a command line for each engine and one for the proxy.
+
+Engines that prefill get PdConnector, which is DynamoConnector and NixlConnector together; engines that decode get
+NixlConnector alone, because what they hold came from an engine that keeps it. All engines listen on this machine only,
+the proxy where the profile says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvbm.config.engine import VllmEngine
+from kvbm.config.flags import CONNECTOR_MODULE
+from kvbm.config.launch_plan import LaunchPlan, reachable
+from kvbm.errors import EnvironmentProblem
+from kvbm.vllm_integration.versions import INSTALL as INSTALL_VLLM
+from kvbm_cli.engine.engines import launch_plan, vllm_of
+from kvbm_cli.engine.process import choose_port
+
+if TYPE_CHECKING:
+    from kvbm.config.schema import Profile
+
+ENGINE_HOST = "127.0.0.1"
+INSTALL = f"{INSTALL_VLLM} nixl"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+HINT = "`pip install nixl` in that environment"
+# NIXL alone. A prompt whose blocks cannot be fetched is computed where it is decoded.
+DECODE_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
+
+
+@dataclass(frozen=True, slots=True)
+class DisaggregatedPlan:
+    """`engines` have names such as `prefill 0`; `proxy` is where clients ask."""
+
+    engines: tuple[tuple[str, LaunchPlan], ...]
+    proxy: LaunchPlan
+
+
+def plan(
+    profile: Profile,
+    *,
+    port: int,
+    ports: Iterator[int] | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> DisaggregatedPlan:
+    """How to start the engines of `profile` and, on `port`, their proxy.
+
+    `ports` are those that the engines take, `environment` is that of the caller.
+    """
+    wanted = profile.disaggregated
+    assert wanted.is_wanted, "a plan of several engines for a profile of one"
+    ports = ports if ports is not None else free_ports()
+    devices = _devices(profile, wanted.prefill + wanted.decode, environment)
+
+    def engines(kind: str, connectors: Sequence[Mapping[str, object]]) -> dict[str, LaunchPlan]:
+        return {
+            f"{kind} {number}": _engine(profile, connector, next(devices), next(ports), next(ports))
+            for number, connector in enumerate(connectors)
+        }
+
+    prefill = engines("prefill", [prefill_connector(profile, number) for number in range(wanted.prefill)])
+    decode = engines("decode", [DECODE_CONNECTOR] * wanted.decode)
+    proxy = _proxy(profile, port, prefill=list(prefill.values()), decode=list(decode.values()))
+    return DisaggregatedPlan(tuple({**prefill, **decode}.items()), proxy)
+
+
+def prefill_connector(profile: Profile, number: int = 0) -> dict[str, object]:
+    """PdConnector: ours, which has the host tier, and NIXL, which hands blocks to an engine that decodes. Each of the
+    engines that prefill has a port of its own for metrics, if there is to be one."""
+    from kvbm.vllm_integration.launch import transfer_config
+
+    metrics = profile.metrics
+    port = metrics.port + number if metrics.port and metrics.serve else metrics.port
+    profile = profile.model_copy(update={"metrics": metrics.model_copy(update={"port": port})})
+    assert isinstance(profile.engine, VllmEngine), "only vLLM can prefill apart"
+    ours = transfer_config(profile, profile.engine.arguments)
+    return {
+        "kv_connector": "PdConnector",
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": ours["kv_load_failure_policy"],
+        "kv_connector_extra_config": {
+            "connectors": [ours, {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}],
+        },
+    }
+
+
+def require_nixl(profile: Profile) -> None:
+    """EnvironmentProblem if the engines' interpreter has no NIXL; vLLM would say so only after half a minute."""
+    python = profile.engine.python or sys.executable
+    environment = {**os.environ, **profile.engine.environment}
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nixl') is None)"
+    asked = subprocess.run([python, "-c", question], env=environment, stdin=subprocess.DEVNULL, capture_output=True)
+    if asked.returncode:
+        raise EnvironmentProblem(
+            f"engines that hand blocks to each other need nixl, which `{python}` has not", hint=HINT
+        )
+
+
+def free_ports() -> Iterator[int]:
+    """Ports of this machine on which nobody listens, each once."""
+    seen = set()
+    while True:
+        port = choose_port(ENGINE_HOST, 0)
+        if port not in seen:
+            seen.add(port)
+            yield port
+
+
+def _devices(profile: Profile, engine_count: int, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Each engine's share of the GPUs that the caller sees, in order; nothing on a CPU or where the profile says it.
+
+    EnvironmentProblem if the caller sees too few.
+    """
+    installation = vllm_of(profile)
+    if VISIBLE_DEVICES in profile.engine.environment or (installation is not None and installation.is_cpu):
+        yield from [{}] * engine_count
+        return
+    assert isinstance(profile.engine, VllmEngine), "only vLLM can prefill apart"
+    arguments = profile.engine.arguments
+    ranks = (arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1)
+    needed, listed = ranks * engine_count, environment.get(VISIBLE_DEVICES)
+    visible = listed.split(",") if listed else [str(index) for index in range(needed)]
+    if len(visible) < needed:
+        hint = f"`engine.environment.{VISIBLE_DEVICES}` gives all engines the same GPUs"
+        raise EnvironmentProblem(
+            f"the engines take {needed} GPUs, and {VISIBLE_DEVICES} names {len(visible)}", hint=hint
+        )
+    for first in range(0, needed, ranks):
+        yield {VISIBLE_DEVICES: ",".join(visible[first : first + ranks])}
+
+
+def _engine(
+    profile: Profile, connector: Mapping[str, object], devices: dict[str, str], port: int, side_channel_port: int
+) -> LaunchPlan:
+    """A plan without connector, to which this one is added; on the side channel engines ask where blocks lie."""
+    server = profile.server.model_copy(update={"host": ENGINE_HOST})
+    alone = launch_plan(profile.model_copy(update={"server": server}), connector=False, port=port)
+    side_channel = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": ENGINE_HOST,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
+    }
+    return replace(
+        alone,
+        argv=(*alone.argv, "--kv-transfer-config", json.dumps(connector, separators=(",", ":"))),
+        environment={**devices, **alone.environment, **side_channel},
+        libraries=(*alone.libraries, "nixl"),
+        install=INSTALL,
+    )
+
+
+def _proxy(profile: Profile, port: int, *, prefill: Sequence[LaunchPlan], decode: Sequence[LaunchPlan]) -> LaunchPlan:
+    host = profile.server.host
+    base_url = f"http://{reachable(host)}:{port}"
+    argv = [sys.executable, "-m", "kvbm_cli.disaggregated.proxy", "--host", host, "--port", str(port)]
+    argv += ["--prefill", *(engine.base_url for engine in prefill)]
+    argv += ["--decode", *(engine.base_url for engine in decode)]
+    return LaunchPlan(
+        argv=tuple(argv),
+        environment={},
+        base_url=base_url,
+        health_url=f"{base_url}/health",
+        model=prefill[0].model,
+    )

@@ -1,0 +1,150 @@
+"""SpeedTrial: sustained rates of reads and writes of blocks in one file, moved as a disk tier moves them."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbm.disk.io.threads import Buffer, Run, ThreadsIO
+
+THREADS = 4
+FLUSHES = 9
+
+Say = Callable[[str], None]
+Move = Callable[[Sequence[Run]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Bytes per second of payload at one block size, with the recommended settings, and seconds of one fdatasync."""
+
+    block_bytes: int
+    file_bytes: int
+    threads: int
+    sequential_write: float
+    sequential_read: float
+    random_write: float
+    random_read: float
+    flush_s: float
+
+
+class SpeedTrial:
+    """`io` moves blocks of `block_bytes` of the file `fd`; each phase takes `seconds`, and is told to `say`.
+
+    `is_cached` tells that the page cache is in between: then nothing is read or written twice.
+    """
+
+    def __init__(self, fd: int, io: ThreadsIO, block_bytes: int, seconds: float, say: Say, *, is_cached: bool) -> None:
+        self._fd = fd
+        self._io = io
+        self._block_bytes = block_bytes
+        self._seconds = seconds
+        self._say = say
+        self._is_cached = is_cached
+
+    def measure(self, blocks: int, *, may_write_bytes: int) -> Speed:
+        """In a file of so many blocks. Raises OSError."""
+        share = may_write_bytes // 2
+        try:
+            self._say("sequential writes")
+            sequential_write, written = self._write(range(blocks), share)
+            blocks = min(blocks, written)  # what was not written is not read
+            self._say("flushes")
+            flush_s = self._flush(blocks)
+            self._say("sequential reads")
+            sequential_read = self._read(range(blocks))
+            self._say("random reads")
+            random_read = self._read(_shuffled(blocks))
+            self._say("random writes")
+            random_write, _ = self._write(_shuffled(blocks), share - FLUSHES * self._block_bytes)
+        finally:
+            self._io.close()
+        return Speed(
+            self._block_bytes,
+            blocks * self._block_bytes,
+            THREADS,
+            sequential_write,
+            sequential_read,
+            random_write,
+            random_read,
+            flush_s,
+        )
+
+    def _write(self, blocks: Sequence[int], limit: int) -> tuple[float, int]:
+        """(rate with the flush at the end, blocks written)."""
+        most = max(len(blocks), 1) if self._is_cached else limit // self._block_bytes
+        order = itertools.islice(itertools.cycle(blocks), max(1, min(most, limit // self._block_bytes)))
+        started = time.monotonic()
+        done = self._in_threads(order, self._io.write)
+        os.fdatasync(self._fd)
+        return done * self._block_bytes / (time.monotonic() - started), done
+
+    def _read(self, blocks: Sequence[int]) -> float:
+        """Goes round until the time is over; where the page cache is in between, a second time would be of memory."""
+        order: Iterable[int] = blocks if self._is_cached else itertools.cycle(blocks)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        started = time.monotonic()
+        done = self._in_threads(iter(order), self._io.read)
+        return done * self._block_bytes / (time.monotonic() - started)
+
+    def _flush(self, blocks: int) -> float:
+        """Median seconds of one fdatasync after one block."""
+        taken = []
+        (buffer,) = self._buffers(1)
+        for block in _shuffled(blocks)[:FLUSHES]:
+            self._io.write([self._run(block, buffer)])
+            started = time.monotonic()
+            os.fdatasync(self._fd)
+            taken.append(time.monotonic() - started)
+        return statistics.median(taken)
+
+    def _run(self, block: int, buffer: Buffer) -> Run:
+        return Run(block * self._block_bytes, [buffer])
+
+    def _buffers(self, count: int) -> Buffer:
+        """A row per block, of bytes that no drive can compress."""
+        rows = np.frombuffer(mmap.mmap(-1, count * self._block_bytes), np.uint8).reshape(count, self._block_bytes)
+        rows[:] = np.frombuffer(os.urandom(self._block_bytes), np.uint8)
+        return rows
+
+    def _in_threads(self, order: Iterator[int], move: Move) -> int:
+        """Moves blocks in `order` until it is exhausted or the time is over; returns how many. Raises OSError."""
+        deadline = time.monotonic() + self._seconds
+        at_once = max(1, self._io.piece_bytes // self._block_bytes)
+        counts: list[int] = []
+        errors: list[OSError] = []
+
+        def run() -> None:
+            count = 0
+            buffers = self._buffers(at_once)
+            try:
+                while blocks := list(itertools.islice(order, at_once)):
+                    move([self._run(block, buffer) for block, buffer in zip(blocks, buffers, strict=False)])
+                    count += len(blocks)
+                    if time.monotonic() > deadline:
+                        break
+            except OSError as error:
+                errors.append(error)
+            counts.append(count)
+
+        threads = [threading.Thread(target=run) for _ in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return sum(counts)
+
+
+def _shuffled(count: int) -> list[int]:
+    return random.sample(range(count), count)

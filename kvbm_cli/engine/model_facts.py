@@ -1,0 +1,105 @@
+"""The configuration of the model that a profile names: a synthetic preset, a local directory, or a name on a hub.
+
+Whatever is wrong is a ProfileError about `engine.model`; `size_of` adds where that was written. A hub is never asked:
+of a name, what vLLM has downloaded before is known, and otherwise the answer is SizeUnknown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from kvbm.errors import ProfileError
+
+SYNTHETIC_PREFIX = "synthetic:"
+_CONTENTS = "the directory of a model holds `config.json`, weights and a tokenizer, as Hugging Face has them"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def model_facts(model: str, *, kind: str = "embedded") -> Mapping[str, object]:
+    """Facts under the names of a Hugging Face config.json, for that kind of engine.
+
+    ProfileError for a model that is absent or not supported, SizeUnknown for one that only the engine can find.
+    """
+    return _of_embedded(model) if kind == "embedded" else _of_vllm(model)
+
+
+def _of_embedded(model: str) -> Mapping[str, object]:
+    from kvbm.embedded.engine.presets import SYNTHETIC
+    from kvbm.embedded.engine.supported import require_supported
+
+    if model.startswith(SYNTHETIC_PREFIX):
+        return SYNTHETIC[_preset(model, SYNTHETIC)]
+    directory = _directory(model)
+    if directory is None:
+        raise _no_directory(model, "a model is a local directory, or `synthetic:tiny`, which needs no download")
+    facts = _read_config(directory / "config.json")
+    require_supported(directory, facts)
+    return facts
+
+
+def _of_vllm(model: str) -> Mapping[str, object]:
+    from kvbm.sizing import SizeUnknown
+    from kvbm_cli.make_model import MODELS
+
+    if model.startswith(SYNTHETIC_PREFIX):
+        return MODELS[_preset(model, MODELS)]
+    directory = _directory(model) or _downloaded(model)
+    if directory is not None:
+        return _read_config(directory / "config.json")
+    if not _HUB_NAME.fullmatch(model):
+        raise _no_directory(
+            model, "a model is a local directory, a name on a hub, or `synthetic:vllm-81m`, which needs no download"
+        )
+    raise SizeUnknown(
+        f"`{model}` is not on this machine yet, so its blocks have no known size",
+        hint="`kvbm serve` starts it all the same; vLLM downloads it, and then the sizes are known",
+    )
+
+
+def _preset(model: str, presets: Iterable[str]) -> str:
+    name, names = model.removeprefix(SYNTHETIC_PREFIX), list(presets)
+    if name not in names:
+        nearest = difflib.get_close_matches(name, names, n=1)
+        shown = ", ".join(f"`{SYNTHETIC_PREFIX}{name}`" for name in names)
+        hint = f"did you mean `{SYNTHETIC_PREFIX}{nearest[0]}`?" if nearest else f"there are {shown}"
+        raise ProfileError(f"`engine.model`: there is no `{model}`", hint=hint)
+    return name
+
+
+def _directory(model: str) -> Path | None:
+    directory = Path(os.path.expanduser(model))
+    return directory if directory.is_dir() else None
+
+
+def _no_directory(model: str, hint: str) -> ProfileError:
+    return ProfileError(f"`engine.model`: there is no directory `{model}`", hint=hint)
+
+
+def _downloaded(model: str) -> Path | None:
+    """The snapshot that the Hugging Face cache has of a name's main branch."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+    repository = cache / f"models--{model.replace('/', '--')}"
+    try:
+        snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return snapshot if (snapshot / "config.json").is_file() else None
+
+
+def _read_config(path: Path) -> Mapping[str, object]:
+    try:
+        facts = json.loads(path.read_bytes())
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ProfileError(f"`engine.model`: cannot read `{path}`: {reason}", hint=_CONTENTS) from None
+    except ValueError as error:
+        raise ProfileError(f"`engine.model`: `{path}` is not JSON: {error}", hint=_CONTENTS) from None
+    if not isinstance(facts, dict):
+        raise ProfileError(f"`engine.model`: `{path}` is not the configuration of a model", hint=_CONTENTS)
+    return facts

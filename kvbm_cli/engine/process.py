@@ -1,0 +1,335 @@
+"""EngineProcess: one engine as a child process that cannot outlive its parent.
+
+The engine leads a process group of its own, so that a terminal's Ctrl-C reaches it only through us. The kernel kills it
+when the thread that called `start` ends: call it from the main thread. Its temporary directory is its own. A guard
+process (process_reaper.py) clears away what it leaves, however it ends and also when we are killed: processes, shared
+memory, that directory. The engine's output goes to a log file, whose last lines are the story when a start fails. It
+never inherits a DYN_KVBM_* variable: a resolved profile is the one channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+from urllib.parse import urlsplit
+
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm.config.variables import PREFIX
+from kvbm.errors import EngineError, EnvironmentProblem
+from kvbm_cli.engine.engine_log import EngineLog
+from kvbm_cli.engine.failure_reason import oom_kills, reason_of
+from kvbm_cli.engine.readiness import Readiness
+from kvbm_cli.system.process_reaper import END, LOOK, EngineRemains, shared_files
+from kvbm_cli.system.socket_owner import is_served_by
+from kvbm_cli.terminal.progress import Progress
+
+SYSTEM = Path(__file__).parents[1] / "system"
+WRAPPER = SYSTEM / "die_with_parent.py"
+REAPER = SYSTEM / "process_reaper.py"
+POLL_S = 0.05
+STOP_TIMEOUT_S = 30.0
+GUARD_TIMEOUT_S = 30.0
+LONGEST_TMPDIR = 50  # a UNIX socket's path has room for 107 characters, and engines put names of 36 and more below it
+
+NO_TIME = "`transfer.init_timeout_s` is how long a start may take"
+
+
+class EngineProcess:
+    """A started engine. As a context manager it is stopped at the end, whatever happened."""
+
+    def __init__(
+        self, child: subprocess.Popen[bytes], plan: LaunchPlan, remains: EngineRemains, log: BinaryIO, log_start: int
+    ) -> None:
+        """Takes what is known of the engine's remains, and borrows `log`."""
+        self._child = child
+        self._guard = _start_guard(remains, log)
+        self._remains = remains
+        self._log = EngineLog(Path(log.name), log_start)
+        self._log_at_end: EngineLog | None = None
+        self._started = time.monotonic()
+        self._oom_kills_before = oom_kills()
+        self._is_cleared = False
+        self.plan = plan
+
+    @classmethod
+    def start(cls, plan: LaunchPlan, *, log_path: Path) -> EngineProcess:
+        """Starts the engine, returns at once. EnvironmentProblem if its program, a library or its log is missing."""
+        _check_program(plan)
+        with _open_log(log_path) as log:
+            log_start = log.tell()  # before the engine starts: what it writes moves the position, which is shared
+            foreign = set(shared_files())
+            directory = _make_directory(plan)
+            try:
+                child = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *plan.argv],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**engine_environment(plan, os.environ), "TMPDIR": directory},
+                    process_group=0,
+                )
+            except BaseException:
+                os.rmdir(directory)
+                raise
+            remains = EngineRemains(child.pid, directory, foreign)
+            try:
+                return cls(child, plan, remains, log, log_start)
+            except BaseException:  # no guard could be started
+                remains.clear_away()
+                child.wait()
+                raise
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def guard_pid(self) -> int:
+        return self._guard.pid
+
+    def pids(self) -> dict[str, int]:
+        return {"engine": self.pid, "guard": self.guard_pid}
+
+    def phase(self) -> str:
+        """What the engine's log has said last since it was told to end."""
+        return (self._log_at_end.phase() if self._log_at_end is not None else None) or ""
+
+    @property
+    def log_path(self) -> Path:
+        return self._log.path
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def poll(self) -> int | None:
+        """The exit code once the engine has ended (128 + n for signal n), and by then nothing of it is left.
+
+        What it had started is killed before it is reaped: as long as its process id is not free, nobody else gets it.
+        """
+        if self._child.returncode is None:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                self._keep_guard()
+                return None
+            self._clear_away()
+            self._child.wait()
+        code = self._child.returncode
+        return code if code >= 0 else 128 - code
+
+    def wait_healthy(self, timeout_s: float, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
+        """Returns when the engine answers 200 at its health address. EngineError as soon as it has ended, or when
+        `timeout_s` have passed since its start; then it is dead.
+
+        `on_progress` is called a few times per second and may stop the engine.
+        """
+        readiness = Readiness(self.plan, self._log, self._listens_at)
+        while self.poll() is None:
+            if readiness.ask():
+                self._look()
+                return
+            if self.elapsed_s > timeout_s:
+                raise self.late_error(f"the engine was not healthy after {timeout_s:g} s\n  {readiness.waited_for()}")
+            on_progress(Progress(self.elapsed_s, readiness.phase()))
+            time.sleep(POLL_S)
+        raise self.ended_error("the engine ended before it was healthy")
+
+    def ended_error(self, message: str) -> EngineError:
+        """The report of an engine that ended by itself."""
+        code = self.poll()
+        assert code is not None, "the engine still runs"
+        reason = reason_of(self._log.lines(), code, oom_kill_count=oom_kills() - self._oom_kills_before)
+        because = f"\n  {reason.text}" if reason is not None else ""
+        told = () if reason is None else (f"error: {reason.text}", f"hint: {reason.hint}")
+        return EngineError(
+            f"{message}, with exit code {code} after {self.elapsed_s:.1f} s{because}\n{self._log.tail(told=told)}",
+            hint=(reason and reason.hint) or f"the whole log: `less {self.log_path}`",
+            exit_code=code or 1,
+        )
+
+    def late_error(self, message: str, *, hint: str = NO_TIME) -> EngineError:
+        """Kills an engine that does not become ready, and returns the report."""
+        self.kill()
+        return EngineError(f"{message}\n{self._log.tail()}", hint=hint)
+
+    def signal(self, signal_number: int) -> None:
+        """Delivers a signal to the engine itself, which passes on what its own processes need to know."""
+        if self.poll() is None:
+            self._log_at_end = self._log_at_end or self._log.from_here()
+            os.kill(self.pid, signal_number)
+
+    def kill(self) -> int:
+        """Ends the engine and all that it started, now. Returns its exit code."""
+        return self.stop(timeout_s=0)
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """SIGTERM, up to `timeout_s` of patience, then SIGKILL to the whole group. Returns the exit code."""
+        deadline = time.monotonic() + timeout_s
+        if timeout_s > 0:
+            self.signal(signal.SIGTERM)
+        while (code := self.poll()) is None:
+            if time.monotonic() >= deadline:
+                self._clear_away()  # the engine itself is among what it kills
+            time.sleep(POLL_S / 5)
+        return code
+
+    def _keep_guard(self) -> None:
+        """Another guard in the place of one that somebody has killed: it sees the engine's processes as they are now.
+        Where this process dies before that, the kernel still kills the engine itself."""
+        if self._guard.poll() is not None and not self._is_cleared:
+            self._guard.communicate()  # closes our ends of its pipes
+            with _open_log(self.log_path) as log:
+                log.write(f"kvbm: the guard process {self._guard.pid} was killed, another one goes on\n".encode())
+                self._guard = _start_guard(self._remains, log)
+
+    def _look(self) -> None:
+        """Returns when the guard has seen all that the engine has at this moment, so that none of it can be lost."""
+        assert self._guard.stdin is not None
+        assert self._guard.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
+            self._guard.stdin.write(LOOK)
+            self._guard.stdin.flush()
+            if select.select([self._guard.stdout], [], [], GUARD_TIMEOUT_S)[0]:
+                os.read(self._guard.stdout.fileno(), 1)
+
+    def _clear_away(self) -> None:
+        """By the guard, which has looked at the engine all along; by ourselves where somebody has killed the guard."""
+        if self._is_cleared:
+            return
+        self._is_cleared = True
+        try:
+            self._guard.communicate(END, GUARD_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+        if self._guard.returncode < 0:
+            self._remains.clear_away()
+
+    def _listens_at(self, address: str) -> bool:
+        port = urlsplit(self.plan.health_url).port
+        assert port is not None, self.plan.health_url
+        return is_served_by(self._remains.members(), address=address, port=port)
+
+
+OWN_ADDRESS = "`server.host` is an address of this machine: `127.0.0.1`, or `0.0.0.0` for all that it has"
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_CHOICE = 20_000  # below lie ports that services are known by
+CHOICES = 64  # so many are tried before the kernel chooses
+_PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
+
+
+def engine_environment(plan: LaunchPlan, environment: Mapping[str, str]) -> dict[str, str]:
+    """What the engine sees: the caller's variables without ours, then the profile's, and output without delay."""
+    kept = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+    return {**kept, **additions(plan)}
+
+
+def additions(plan: LaunchPlan) -> dict[str, str]:
+    """The variables that an engine gets besides the caller's, but for its temporary directory."""
+    return {"PYTHONUNBUFFERED": "1", **plan.environment}
+
+
+def choose_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0. EnvironmentProblem if something listens there or the address is not ours.
+
+    The free one is outside the range from which the kernel takes ports for connections: it must still be free when the
+    engine listens, which may be a minute from now.
+    """
+    bound = _bound_port(host, port)
+    for lasting in random.sample(_lasting_ports(), k=CHOICES) if port == 0 else ():
+        with contextlib.suppress(EnvironmentProblem):
+            return _bound_port(host, lasting)
+    return bound
+
+
+def _lasting_ports() -> Sequence[int]:
+    """Ports that no connection out of this machine gets by itself."""
+    first, last = map(int, EPHEMERAL_PORTS.read_text().split())
+    ports = [port for port in range(FIRST_CHOICE, 1 << 16) if not first <= port <= last]
+    return ports if len(ports) >= CHOICES else range(FIRST_CHOICE, 1 << 16)
+
+
+def _bound_port(host: str, port: int) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except UnicodeError:  # what is too long or too odd to be looked up
+            raise EnvironmentProblem(f"cannot listen on {host}: not a name of a host", hint=OWN_ADDRESS) from None
+        except OSError as error:
+            where = f"{host} port {port}" if port else host
+            hint = "`--port 0` chooses a free port" if error.errno in _PORT_ERRORS else OWN_ADDRESS
+            reason = (error.strerror or str(error)).lower()
+            raise EnvironmentProblem(f"cannot listen on {where}: {reason}", hint=hint) from None
+        return int(probe.getsockname()[1])
+
+
+def _make_directory(plan: LaunchPlan) -> str:
+    """The engine's TMPDIR, in the profile's or the caller's, or in /tmp where a name is too long for sockets."""
+    wanted = plan.environment.get("TMPDIR") or tempfile.gettempdir()
+    parent = wanted if len(wanted) <= LONGEST_TMPDIR else "/tmp"
+    try:
+        return tempfile.mkdtemp(prefix="kvbm-", dir=parent)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise EnvironmentProblem(f"cannot make a temporary directory in `{parent}`: {reason}") from None
+
+
+def _start_guard(remains: EngineRemains, log: BinaryIO) -> subprocess.Popen[bytes]:
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(REAPER), str(remains.process_group), remains.directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        cwd="/",
+        start_new_session=True,
+    )
+    assert guard.stdin is not None
+    guard.stdin.write(" ".join(map(str, remains.foreign)).encode() + b"\n")
+    guard.stdin.flush()
+    return guard
+
+
+def _check_program(plan: LaunchPlan) -> None:
+    """Libraries can be looked for only in this interpreter; another one reports in its log what it lacks."""
+    if shutil.which(plan.argv[0]) is None:
+        raise EnvironmentProblem(f"`{plan.argv[0]}` is not a program", hint="check `engine.python`")
+    if plan.argv[0] == sys.executable:
+        missing = [name for name in plan.libraries if importlib.util.find_spec(name) is None]
+        if missing:
+            raise EnvironmentProblem(f"the engine needs {' and '.join(missing)}", hint=f"`{plan.install}`")
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not (path.is_file() or path.is_dir()) and path.resolve() != Path(os.devnull):
+            raise OSError(errno.EINVAL, "is no regular file")
+        return path.open("ab")
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot write the engine's log `{path}`: {(error.strerror or str(error)).lower()}"
+        ) from None

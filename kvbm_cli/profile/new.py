@@ -1,0 +1,221 @@
+"""`kvbm profile new`: writes a commented profile from options, or from a few questions on a terminal.
+
+What is written is read back and must mean what was asked for; only then does it get its name, so that a file of that
+name is always whole and right. Nothing is overwritten without being asked to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.terminal.console import print_data, print_note
+from kvbm_cli.terminal.show_error import show_kvbm_error
+
+if TYPE_CHECKING:
+    from kvbm.config.document import Document
+    from kvbm.config.load import Examined
+
+KEYS = {
+    "--engine": "engine.kind",
+    "--model": "engine.model",
+    "--host": "tiers.host.capacity",
+    "--disk": "tiers.disk.capacity",
+    "--dir": "tiers.disk.directory",
+    "--port": "server.port",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Asked for an option that was not given. `default` is what an empty answer means, None for nothing at all."""
+
+    option: str
+    text: str
+    default: str | None = None
+
+
+TIERS = (
+    Question("--host", "Host memory for blocks, such as 64GiB; empty for none"),
+    Question("--disk", "Disk space for blocks, such as 1TB; empty for none"),
+)
+QUESTIONS = (
+    Question("--engine", "Engine, `vllm` or `embedded`", "vllm"),
+    Question("--model", "Model: a local Hugging Face directory, a name on the hub, or `synthetic:...`"),
+    *TIERS,
+    Question("--dir", "Directory of the disk tier", "~/.cache/kvbm"),
+    Question("--port", "Port to serve on", "8000"),
+)
+
+
+def new_profile(
+    file: Path, answers: Mapping[str, str], overrides: Sequence[str], *, extends: str | None, is_forced: bool
+) -> None:
+    """Writes `file`. KvbmError for a mistake, and then nothing is written."""
+    from kvbm.config.layers import find
+
+    _require_place(file, is_forced=is_forced)
+    parent = find(extends, directories=[profiles_directory()]) if extends is not None else None
+    lacking = _lacking(answers, overrides) if parent is None else []
+    if lacking and sys.stdin.isatty() and sys.stderr.isatty():
+        answers = _asked(answers)
+    elif lacking:
+        hint = "`--extends demo` takes it from a profile, and on a terminal `kvbm profile new` asks for what is missing"
+        raise UsageError(f"missing: {', and '.join(lacking)}", hint=hint)
+    written, wanted = _examined(file, answers, overrides, parent)
+    reference = _reference(extends, parent, file) if parent is not None and extends is not None else None
+    _write(file, _text(written, wanted, reference), wanted, is_forced=is_forced)
+    print_data(str(file))
+    print_note(f"`kvbm serve --profile {file}` starts the engine")
+
+
+def _require_place(file: Path, *, is_forced: bool) -> None:
+    if file.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"`{file}` must end in `.yaml`", hint=f"`kvbm profile new {file}.yaml`")
+    if file.is_dir():
+        raise UsageError(f"`{file}` is a directory")
+    if file.exists() and not is_forced:
+        raise UsageError(f"`{file}` is there already", hint="`--force` overwrites it")
+
+
+def _lacking(answers: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
+    """What a profile without a parent cannot do without."""
+    keys = [*(KEYS[option] for option in answers), *(text.partition("=")[0].strip() for text in overrides)]
+    options = [f"`{option}`" for option in ("--engine", "--model") if KEYS[option] not in keys]
+    lacking = [" and ".join(options)] if options else []
+    has_tier = any(key.startswith(("tiers.host.", "tiers.disk.")) for key in keys)
+    return lacking if has_tier else [*lacking, "one of `--host` and `--disk`"]
+
+
+def _asked(answers: Mapping[str, str]) -> dict[str, str]:
+    """The answers with those to questions; a wrong one is asked for again."""
+    asked = dict(answers)
+    waiting = deque(QUESTIONS)
+    while waiting:
+        question = waiting.popleft()
+        if question.option in asked or (question.option == "--dir" and "--disk" not in asked):
+            continue
+        answer = _ask(question)
+        if answer and _is_right(question, answer, asked):
+            asked[question.option] = answer
+        elif answer or question not in TIERS:
+            waiting.appendleft(question)
+        elif question is TIERS[-1] and not {tier.option for tier in TIERS} & set(asked):
+            print_note("one of host memory and disk is needed")
+            waiting.extendleft(reversed(TIERS))
+    return asked
+
+
+def _ask(question: Question) -> str:
+    default = f" [{question.default}]" if question.default is not None else ""
+    print(f"{question.text}{default}: ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        print_note("")
+        raise KeyboardInterrupt
+    return line.strip() or question.default or ""
+
+
+def _is_right(question: Question, answer: str, asked: Mapping[str, str]) -> bool:
+    """Whether the answer is one, by itself and on this machine; if not, what is wrong with it is shown."""
+    from kvbm.config.document import Mistake
+    from kvbm_cli.profile.check import examine_here
+
+    answers = {**asked, question.option: answer}
+    if not {"--host", "--disk"} & set(answers):
+        answers["--host"] = "1GiB"  # a profile needs one of them to be one
+    examined = _examine(Path("answers.yaml"), answers, ())[1]
+    here = examine_here(examined.resolved)[1] if examined.resolved is not None else []
+    found = [*examined.mistakes, *here]
+    wrong = [one for one in found if isinstance(one, Mistake) and one.key == KEYS[question.option]]
+    for mistake in wrong:
+        show_kvbm_error(ProfileError(mistake.text, hint=mistake.hint))
+    return not wrong
+
+
+def _examine(
+    file: Path, answers: Mapping[str, str], overrides: Sequence[str], parent: Path | None = None
+) -> tuple[Document, Examined]:
+    from kvbm.config.document import together
+    from kvbm.config.load import examine_written, written_by
+
+    options = {KEYS[option]: (option, text) for option, text in answers.items()}
+    written, mistakes = written_by(overrides, options)
+    if mistakes:
+        raise together(mistakes)
+    places = [profiles_directory()]
+    return written, examine_written(file, written, directories=places, parent=parent, variables=os.environ)
+
+
+def _examined(
+    file: Path, answers: Mapping[str, str], overrides: Sequence[str], parent: Path | None
+) -> tuple[Document, Examined]:
+    """What is to be written, and what it means. ProfileError unless `kvbm profile check` will find nothing wrong."""
+    from kvbm.config.document import together
+    from kvbm_cli.profile.check import check, require_workload
+
+    written, examined = _examine(file, answers, overrides, parent)
+    if examined.mistakes:
+        raise together(examined.mistakes)
+    assert examined.resolved is not None, "without a mistake there is a profile"
+    check(examined.resolved)
+    require_workload(examined.resolved)
+    return written, examined
+
+
+def _reference(extends: str, parent: Path, file: Path) -> str:
+    """The parent as the new file has to name it: a path is relative to the file that says it."""
+    if parent.parent.resolve() == profiles_directory().resolve():
+        return parent.stem
+    if parent.is_absolute():
+        return str(parent)
+    relative = os.path.relpath(parent, file.parent)
+    return relative if relative.startswith("../") else f"./{relative}"
+
+
+def _text(written: Document, wanted: Examined, reference: str | None) -> str:
+    from kvbm.config.document import plain_values
+    from kvbm_cli.profile.text import short_text, whole_text
+
+    values = plain_values(written)
+    if reference is not None:
+        return short_text(values, extends=reference)
+    assert wanted.resolved is not None
+    return whole_text(values, engine=wanted.resolved.profile.engine.kind)
+
+
+def _write(file: Path, text: str, wanted: Examined, *, is_forced: bool) -> None:
+    draft = file.with_name(f".{file.stem}.{os.getpid()}{file.suffix}")
+    try:
+        with open(draft, "x", encoding="utf-8") as opened:
+            opened.write(text)
+        _require_meaning(draft, wanted)
+        if not is_forced:
+            open(file, "x").close()  # takes the name, or fails where somebody has taken it meanwhile
+        os.replace(draft, file)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write `{file}`: {(error.strerror or str(error)).lower()}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def _require_meaning(draft: Path, wanted: Examined) -> None:
+    from kvbm.config.load import load
+    from kvbm.config.variables import others
+
+    assert wanted.resolved is not None
+    try:
+        read = load(str(draft), directories=[profiles_directory()], variables=others(os.environ))
+    except KvbmError as error:
+        raise InvariantError(f"what was written is not right: {error.message}") from error
+    if read.profile != wanted.resolved.profile:
+        raise InvariantError("what was written does not mean what was asked for")

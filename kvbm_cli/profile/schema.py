@@ -1,0 +1,67 @@
+"""`kvbm profile schema`: the JSON Schema for editors, or what single keys mean, for people."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Iterator
+
+from kvbm.errors import UsageError
+from kvbm_cli.terminal.console import WIDTH, print_data, print_json
+
+
+def show_schema(key: str | None) -> None:
+    """The JSON Schema; of a key or a section, a text with what it may be. UsageError for a key that is none."""
+    from kvbm.config.json_schema import json_schema
+
+    if key is None:
+        print_json(json_schema())
+        return
+    lines = list(_lines(key))
+    if not lines:
+        raise UsageError(f"no key of a profile is named `{key}`", hint=_nearest(key))
+    print_data("\n".join(lines))
+
+
+def _lines(wanted: str) -> Iterator[str]:
+    """Of the key and all below it; a key that two kinds of engines have is told once for each."""
+    from kvbm.config.engine import ENGINE_KINDS
+    from kvbm.config.schema import keys
+
+    told = set()
+    for kind in ENGINE_KINDS:
+        for key in keys(engine=kind):
+            is_below = key.path == wanted or key.path.startswith(f"{wanted}.")
+            if not is_below or (about := (key.path, key.kind, key.description)) in told:
+                continue
+            told.add(about)
+            default = "" if key.is_section else ", required" if key.is_required else f", default {_shown(key.default)}"
+            engine = f" ({kind})" if key.path.startswith("engine.") and _is_twofold(key.path) else ""
+            yield f"{key.path}{engine}: {key.kind.replace('`', '')}{default}"
+            yield from textwrap.wrap(key.description, WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def _is_twofold(path: str) -> bool:
+    from kvbm.config.engine import ENGINE_KINDS
+    from kvbm.config.schema import keys
+
+    found = {(key.kind, key.description) for kind in ENGINE_KINDS for key in keys(engine=kind) if key.path == path}
+    return len(found) > 1
+
+
+def _shown(default: object) -> str:
+    from kvbm_cli.profile.resolve import shown
+
+    return "none" if default in (None, "", {}) else shown(default)
+
+
+def _nearest(wanted: str) -> str:
+    from kvbm.config.engine import ENGINE_KINDS
+    from kvbm.config.schema import keys
+
+    paths = [key.path for kind in ENGINE_KINDS for key in keys(engine=kind)]
+    by_name = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    nearest = difflib.get_close_matches(wanted, paths, n=1) or [
+        by_name[name] for name in difflib.get_close_matches(wanted.rpartition(".")[2], by_name, n=1)
+    ]
+    return f"did you mean `{nearest[0]}`?" if nearest else "`kvbm profile schema tiers` has the keys of a section"

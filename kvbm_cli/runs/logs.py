@@ -1,0 +1,92 @@
+"""`kvbm logs`: what the engine of a run has printed, and what it goes on to print."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from kvbm.errors import EnvironmentProblem
+from kvbm_cli.runs.run_directory import Runs
+from kvbm_cli.runs.status import log_paths
+
+LOOK_S = 0.2
+CHUNK_BYTES = 1 << 16
+
+
+def show_logs(reference: str | None, *, follow: bool, line_count: int | None) -> None:
+    """Lines of several engines have the engine's name in front. UsageError if it is not clear which run is meant."""
+    run = Runs.of_user().one(reference)
+    paths = log_paths(run)
+    width = max(map(len, paths)) if len(paths) > 1 else 0
+    tails = [_Tail(path, f"{name:<{width}} | ".encode() if width else b"", line_count) for name, path in paths.items()]
+    if not any(tail.is_there for tail in tails) and not run.is_living:
+        raise EnvironmentProblem(f"the log of `{run.facts.name}` is not there any more: {tails[-1].path}")
+    _print(tails)
+    while follow and run.is_living:
+        time.sleep(LOOK_S)
+        run = run.again()  # before the last look at the files
+        _print(tails)
+    for tail in tails:
+        tail.finish()
+
+
+def _print(tails: Iterable[_Tail]) -> None:
+    for tail in tails:
+        tail.print_new()
+
+
+class _Tail:
+    """One file, from its last lines on. An engine that starts later has its file later."""
+
+    def __init__(self, path: Path, prefix: bytes, line_count: int | None) -> None:
+        self.path = path
+        self._prefix = prefix
+        self._line_count = line_count
+        self._file: BinaryIO | None = None
+        self._rest = b""
+
+    @property
+    def is_there(self) -> bool:
+        return self.path.is_file()
+
+    def print_new(self) -> None:
+        if self._file is None:
+            if not self.is_there:
+                return
+            self._file = self.path.open("rb")
+            if self._line_count is not None:
+                self._file.seek(start_of_last_lines(self._file, self._line_count))
+        while chunk := self._file.read(CHUNK_BYTES):
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            self._write(whole)
+
+    def finish(self) -> None:
+        """A last line without an end is printed too."""
+        if self._rest:
+            self._write([self._rest])
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, lines: Iterable[bytes]) -> None:
+        """Bytes as they are: an engine's output need not be text."""
+        sys.stdout.flush()
+        sys.stdout.buffer.write(b"".join(b"%s%s\n" % (self._prefix, line) for line in lines))
+        sys.stdout.buffer.flush()
+
+
+def start_of_last_lines(file: BinaryIO, line_count: int) -> int:
+    """Where the last lines begin. Reads no more of the file than they take."""
+    end = file.seek(0, os.SEEK_END)
+    if line_count == 0:
+        return end
+    position, text = end, b""
+    while position > 0 and text.rstrip(b"\n").count(b"\n") < line_count:
+        step = min(CHUNK_BYTES, position)
+        position = file.seek(position - step)
+        text = file.read(step) + text
+    kept = text.rstrip(b"\n").rsplit(b"\n", line_count)
+    return end - len(text) + (len(kept[0]) + 1 if len(kept) > line_count else 0)

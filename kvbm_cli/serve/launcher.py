@@ -1,0 +1,214 @@
+"""The launcher: starts the engine of a plan, stays in front of it until it ends, and keeps its run directory right.
+
+It serves when it is healthy and has given a first token. The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) is passed on
+to the engine, which then has the run's stop timeout to finish what it serves; a second one kills it. The exit code is
+the engine's own, or 128 + n where signal n came before it served.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm.errors import EngineError, KvbmError
+from kvbm_cli.engine.process import EngineProcess
+from kvbm_cli.runs.run_directory import OWN_LOG, RunDirectory, State
+from kvbm_cli.serve.first_token import wait_first_token
+from kvbm_cli.system.filesystem import problem_of
+from kvbm_cli.system.process_identity import ProcessIdentity
+from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
+from kvbm_cli.terminal.crash_report import A_BUG
+from kvbm_cli.terminal.progress import Progress, ProgressLine
+from kvbm_cli.terminal.show_error import show_warning
+from kvbm_cli.terminal.streams import BROKEN_PIPE
+
+if TYPE_CHECKING:
+    from kvbm_cli.disaggregated.engines import DisaggregatedEngines
+    from kvbm_cli.disaggregated.plan import DisaggregatedPlan
+    from kvbm_cli.serve.background import Background
+
+WATCH_S = 0.1
+FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+
+
+def launch(
+    plan: LaunchPlan | DisaggregatedPlan,
+    run: RunDirectory,
+    log_path: Path,
+    init_timeout_s: float,
+    background: Background | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Runs the engine to its end, and writes down what that was. Returns its exit code, or raises EngineError."""
+    try:
+        code = _run(plan, run, log_path, init_timeout_s, background, as_json=as_json)
+    except KvbmError as error:
+        run.end(error.exit_code, error.message)
+        raise
+    except KeyboardInterrupt:
+        run.end(128 + signal.SIGINT, "")
+        raise
+    except BrokenPipeError:
+        run.end(BROKEN_PIPE, "nobody reads what it prints")
+        raise
+    except BaseException as error:
+        problem = problem_of(error)
+        run.end(A_BUG if problem is None else problem.exit_code, f"{type(error).__name__}: {error}")
+        raise
+    run.end(code, "")
+    return code
+
+
+def _run(
+    plan: LaunchPlan | DisaggregatedPlan,
+    run: RunDirectory,
+    log_path: Path,
+    init_timeout_s: float,
+    background: Background | None,
+    *,
+    as_json: bool,
+) -> int:
+    with _Signals(run) as signals, _start(plan, log_path) as engine:
+        try:
+            with ProgressLine("starting") as show:
+
+                def on_progress(progress: Progress) -> None:
+                    _note_processes(run, engine)
+                    _show(show, signals, engine, progress)
+
+                engine.wait_healthy(init_timeout_s, on_progress)
+                refusal = wait_first_token(engine, init_timeout_s, on_progress)
+        except EngineError:
+            if not signals.received:
+                raise
+            engine.stop()
+            signals.say_stopped()
+            return 128 + signals.received[0]
+        if refusal is not None:
+            show_warning(f"the engine is healthy, but a completion of one token was refused: {refusal}")
+        run.enter(State.HEALTHY)
+        _print_ready(engine, run, plan, is_detached=background is not None, as_json=as_json)
+        if background is not None:
+            background.release(run.path / OWN_LOG)
+        return _watch(engine, run, signals)
+
+
+def _watch(engine: EngineProcess | DisaggregatedEngines, run: RunDirectory, signals: _Signals) -> int:
+    with ProgressLine("stopping") as show:
+        while (code := engine.poll()) is None:
+            _note_processes(run, engine)
+            _show(show, signals, engine, None)
+            time.sleep(WATCH_S)
+    if not signals.received:
+        raise engine.ended_error("the engine ended by itself")
+    signals.say_stopped()
+    return code
+
+
+def _show(
+    show: ProgressLine, signals: _Signals, engine: EngineProcess | DisaggregatedEngines, start: Progress | None
+) -> None:
+    """Passes signals on, and shows how far the start is, or from the first signal on how long the stop takes."""
+    if signals.received:
+        show.verb = "stopping"
+        show.clear()
+    signals.pass_on(engine)
+    progress = start if signals.stopping_s is None else Progress(signals.stopping_s, engine.phase())
+    if progress is not None:
+        show(progress)
+
+
+def _start(plan: LaunchPlan | DisaggregatedPlan, log_path: Path) -> EngineProcess | DisaggregatedEngines:
+    if isinstance(plan, LaunchPlan):
+        return EngineProcess.start(plan, log_path=log_path)
+    from kvbm_cli.disaggregated.engines import DisaggregatedEngines
+
+    return DisaggregatedEngines.start(plan, log_path=log_path)
+
+
+def _note_processes(run: RunDirectory, engine: EngineProcess | DisaggregatedEngines) -> None:
+    """Those of the engine whose end is waited for by whoever stops it; another guard may take the place of one."""
+    pids = engine.pids()
+    if pids != {name: one.pid for name, one in run.processes.items()}:
+        found = {name: ProcessIdentity.of(pid) for name, pid in pids.items()}
+        run.change(processes={name: one for name, one in found.items() if one is not None})
+
+
+class _Signals:
+    """Collects the signals that arrive, and passes them on from the main loop: handlers themselves only take note."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.received: list[signal.Signals] = []
+        self._run = run
+        self._passed_on = 0
+        self._has_killed = False
+        self._began = 0.0
+        self._deadline = float("inf")
+        self._previous = {number: signal.getsignal(number) for number in FORWARDED}
+
+    def __enter__(self) -> _Signals:
+        for number, handler in self._previous.items():
+            if handler is not signal.SIG_IGN:  # as under `nohup`
+                signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def stopping_s(self) -> float | None:
+        """Seconds since the engine was told to stop."""
+        return time.monotonic() - self._began if self._passed_on else None
+
+    def pass_on(self, engine: EngineProcess | DisaggregatedEngines) -> None:
+        """The first signal goes to the engine. The second, or the end of its patience, kills it."""
+        if len(self.received) > 1 or time.monotonic() > self._deadline:
+            self._has_killed = True
+            engine.kill()
+        elif len(self.received) > self._passed_on:
+            self._passed_on = len(self.received)
+            self._began = time.monotonic()
+            self._deadline = self._began + self._run.stop_timeout_s()
+            self._run.enter(State.STOPPING)
+            print_note("stopping; once more kills the engine")
+            engine.signal(FORWARDED[self.received[0]])
+
+    def say_stopped(self) -> None:
+        print_note(stopped_text(self._run.name, self.stopping_s or 0.0, was_killed=self._has_killed))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+
+
+def _print_ready(
+    engine: EngineProcess | DisaggregatedEngines,
+    run: RunDirectory,
+    plan: LaunchPlan | DisaggregatedPlan,
+    *,
+    is_detached: bool,
+    as_json: bool,
+) -> None:
+    asked, named = engine.plan, _urls(plan)
+    if as_json:
+        ready = {"run": run.name, "url": asked.base_url, "model": asked.model, "log": str(engine.log_path)}
+        print_json({**ready, **({"engines": named} if named else {})})
+        return
+    body = f'{{"model": "{asked.model}", "prompt": "Once upon a time", "max_tokens": 16}}'
+    curl = ["curl", f"{asked.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    addresses = "".join(f"\n{name:<9}  {url}" for name, url in named.items())
+    ending = f"`kvbm stop {run.name}` stops it" if is_detached else "Ctrl-C stops it"
+    print_note(f"{run.name} is ready after {engine.elapsed_s:.1f} s; {ending}\nlog {engine.log_path}{addresses}\n")
+    print_data(f"{asked.base_url}\n\n{shlex.join(curl)}")
+
+
+def _urls(plan: LaunchPlan | DisaggregatedPlan) -> Mapping[str, str]:
+    """Of the engines behind a proxy; none where clients ask the engine itself."""
+    return {} if isinstance(plan, LaunchPlan) else {name: one.base_url for name, one in plan.engines}

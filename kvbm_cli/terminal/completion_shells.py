@@ -1,0 +1,107 @@
+"""What bash, zsh and fish are answered when Tab is pressed: whole words, or that the shell is to look for files.
+
+A shell hands over the line up to the cursor. What begins with an option's name and `=` is completed behind that. Bash
+takes `=` and `:` for the ends of words, and replaces only what follows them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typer._click.shell_completion import CompletionItem, add_completion_class
+from typer._completion_classes import ZshComplete
+from typer._completion_shared import get_completion_script
+
+PROGRAM = "kvbm"
+FILES = "files"  # what stands beside a word that any file may complete
+BASH_ENDS = ("=", ":")
+
+
+def bash_script(variable: str) -> str:
+    return f"""\
+_kvbm_completion() {{
+    local IFS=$'\\n'
+    COMPREPLY=( $( env _TYPER_COMPLETE_ARGS="${{COMP_LINE:0:COMP_POINT}}" _KVBM_WORD="${{COMP_WORDS[COMP_CWORD]}}" \\
+                   {variable}=complete_bash "$1" ) )
+    case "${{COMPREPLY[*]-}}" in
+        :{FILES}) COMPREPLY=(); compopt -o default 2>/dev/null ;;
+        *=) compopt -o nospace 2>/dev/null ;;
+    esac
+    return 0
+}}
+
+complete -F _kvbm_completion {PROGRAM}"""
+
+
+def script(shell: str, variable: str) -> str:
+    """What the shell evaluates once. Later it asks `kvbm` with `variable` set whenever Tab is pressed."""
+    if shell == "bash":
+        return bash_script(variable)
+    return get_completion_script(prog_name=PROGRAM, complete_var=variable, shell=shell)
+
+
+def answer_shells() -> None:
+    add_completion_class(_Bash, "bash")
+    add_completion_class(_Zsh, "zsh")
+    add_completion_class(_Fish, "fish")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """`word` is what stands before the cursor, `option` the beginning of it that is an option's name with its `=`."""
+
+    word: str
+    option: str
+    items: Sequence[CompletionItem]
+    wants_files: bool
+
+
+class _Shell(ZshComplete):
+    """Takes the line as the scripts for zsh and fish hand it over."""
+
+    def found(self) -> _Found:
+        arguments, word = self.get_completion_args()
+        items = self.get_completions(arguments, word)
+        option = f"{word.partition('=')[0]}=" if word.startswith("-") and "=" in word else ""
+        named = [item for item in items if item.help != FILES]
+        return _Found(word, option, named, wants_files=len(named) < len(items))
+
+
+class _Bash(_Shell):
+    def complete(self) -> str:
+        found = self.found()
+        if found.wants_files:
+            return f":{FILES}"
+        typed = os.environ.get("_KVBM_WORD", "")
+        kept = len(found.word) - (0 if typed in BASH_ENDS else len(typed))
+        return "\n".join(f"{found.option}{item.value}"[max(0, kept) :] for item in found.items)
+
+
+class _Zsh(_Shell):
+    def complete(self) -> str:
+        found = self.found()
+        behind = f"compset -P {shlex.quote(found.option)}; " if found.option else ""
+        if found.wants_files:
+            return f"{behind}_files"
+        if found.items and all(item.help for item in found.items):
+            described = "\n".join(map(self.format_completion, found.items))
+            return f"_arguments '*: :(({described}))'"
+        space = "-S ''" if all(item.value.endswith("=") for item in found.items) else ""
+        return f"{behind}compadd {space} -- {shlex.join(item.value for item in found.items)}"
+
+
+class _Fish(_Shell):
+    def complete(self) -> str:
+        found = self.found()
+        if os.environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
+            sys.exit(1 if found.wants_files else 0)
+        return "\n".join(f"{found.option}{item.value}{_beside(item)}" for item in found.items)
+
+
+def _beside(item: Any) -> str:
+    return f"\t{' '.join(item.help.split())}" if item.help else ""

@@ -1,0 +1,72 @@
+"""What commands print: data to stdout, everything else to stderr, the same words with and without a terminal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TextIO
+
+WIDTH = 80
+PHASE_INTERVAL_S = 2.0
+
+
+def print_data(text: str) -> None:
+    print(text, flush=True)
+
+
+def print_json(value: object) -> None:
+    print(json.dumps(value, indent=2), flush=True)
+
+
+def print_note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    """Columns of equal width, two spaces apart; those whose index is in `right` are aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+
+    def cell(text: str, column: int) -> str:
+        return text.rjust(widths[column]) if column in right else text.ljust(widths[column])
+
+    return "\n".join("  ".join(cell(text, column) for column, text in enumerate(row)).rstrip() for row in rows)
+
+
+def columns(stream: TextIO | None = None) -> int | None:
+    """Of the terminal that a stream (stdout) is, or COLUMNS; None in a pipe or a file, where nothing is wrapped."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns if (stream or sys.stdout).isatty() else None
+
+
+def labelled(label: str, text: str, *, label_width: int) -> list[str]:
+    """Lines with `text` beside `label`, or below it, at the right, where one of them is too long for its place."""
+    width = columns()
+    if width is None:
+        return [f"{label.ljust(label_width)}  {text}"]
+    room = width - label_width - 2
+    lines = _wrapped(text, room)
+    if len(label) > label_width or max(map(len, lines)) > room:
+        return [label, *(line.rjust(width) for line in _wrapped(text, width))]
+    labels = [label, *[""] * (len(lines) - 1)]
+    return [f"{head.ljust(label_width)}  {line}" for head, line in zip(labels, lines, strict=True)]
+
+
+def noted(line: str, note: str, *, separator: str = "  ") -> str:
+    """`line` with `note` behind it, or below it, at the right, where the line has no room for it."""
+    whole, width = f"{line}{separator}{note}", columns()
+    if width is None or len(whole) <= width:
+        return whole
+    line = line.rstrip()
+    room = width - len(line)
+    return line + (note.rjust(room) if len(separator + note) <= room else f"\n{note.rjust(width)}")
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def stopped_text(name: str, took_s: float, *, was_killed: bool) -> str:
+    """How a run ended that was told to."""
+    return f"{name} {'was killed' if was_killed else 'stopped'} after {took_s:.1f} s"

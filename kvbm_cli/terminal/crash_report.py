@@ -1,0 +1,50 @@
+"""What an unexpected exception leaves: its traceback in a file of the state directory, instead of on the screen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+A_BUG = 70  # the exit code: EX_SOFTWARE of sysexits.h
+KEPT_REPORTS = 20
+
+
+def save_report(error: BaseException, arguments: Sequence[str]) -> Path | None:
+    """The file, readable by its user alone; None where none can be written. The oldest reports go."""
+    from importlib.metadata import version
+
+    head = f"kvbm {version('kvbm-cli')}, Python {sys.version}\n$ {shlex.join(['kvbm', *arguments])}\n\n"
+    text = head + "".join(traceback.format_exception(error))
+    name = time.strftime("%Y%m%d-%H%M%S-") + f"{os.getpid()}.txt"
+    for find in (_usual_directory, _temporary_directory):
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+            directory = find()
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = directory / name
+            path.touch(mode=0o600)
+            path.write_text(text, encoding="utf-8", errors="replace")
+            _prune(directory)
+            return path
+    return None
+
+
+def _usual_directory() -> Path:
+    from kvbm_cli.system.filesystem import state_directory
+
+    return state_directory() / "crashes"
+
+
+def _temporary_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="kvbm-"))
+
+
+def _prune(directory: Path) -> None:
+    for old in sorted(directory.glob("*.txt"))[:-KEPT_REPORTS]:
+        old.unlink(missing_ok=True)

@@ -1,0 +1,245 @@
+"""One suite for both pools: what a worker may rely on, whoever runs the copies."""
+
+import ctypes
+import os
+import threading
+from functools import partial
+
+import pytest
+
+from kvbm.device.pool import ManualPool, TransferPool
+from kvbm.errors import TransferError
+
+LIMIT_S = 30.0
+
+
+class ThreadHands:
+    """Lets a TransferPool work, and waits for what comes of it."""
+
+    def __init__(self, thread_count=1):
+        self.pool = TransferPool(thread_count, name="test")
+
+    def ended(self, count):
+        finished = []
+        pause = threading.Event()
+        for _ in range(int(LIMIT_S * 1000)):
+            finished += self.pool.poll()
+            if len(finished) >= count:
+                break
+            pause.wait(0.001)
+        assert len(finished) == count
+        return finished
+
+    def close(self):
+        self.pool.close(LIMIT_S)
+
+
+class ManualHands:
+    def __init__(self):
+        self.pool = ManualPool()
+
+    def ended(self, count):
+        while self.pool.waiting("copy"):
+            self.pool.run_next("copy")
+        finished = self.pool.poll()
+        assert len(finished) == count
+        return finished
+
+    def close(self):
+        self.pool.close(0)
+
+
+@pytest.fixture(params=[ThreadHands, ManualHands])
+def hands(request):
+    hands = request.param()
+    yield hands
+    hands.close()
+
+
+def fail(error):
+    raise error
+
+
+def test_a_copy_that_returns_has_no_error(hands):
+    ticket = hands.pool.submit("copy", lambda: None)
+    (end,) = hands.ended(1)
+    assert (end.ticket, end.kind, end.error) == (ticket, "copy", None)
+
+
+def test_tickets_are_unique_and_each_is_reported_exactly_once(hands):
+    tickets = [hands.pool.submit("copy", lambda: None) for _ in range(20)]
+    assert sorted(end.ticket for end in hands.ended(20)) == sorted(set(tickets))
+    assert hands.pool.poll() == []
+
+
+def test_a_ticket_is_outstanding_until_it_has_been_polled(hands):
+    ticket = hands.pool.submit("copy", lambda: None)
+    assert hands.pool.is_outstanding(ticket)
+    hands.ended(1)
+    assert not hands.pool.is_outstanding(ticket)
+    assert not hands.pool.is_outstanding(ticket + 1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TransferError("short"), ValueError("odd"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError()],
+)
+def test_whatever_a_copy_raises_ends_its_ticket_and_the_next_copy_runs(hands, error):
+    failed = hands.pool.submit("copy", lambda: fail(error))
+    after = hands.pool.submit("copy", lambda: None)
+    assert {end.ticket: end.error for end in hands.ended(2)} == {failed: error, after: None}
+    assert hands.pool.poll() == []
+
+
+def test_what_is_submitted_after_close_ends_as_failed(hands):
+    hands.pool.close(LIMIT_S)
+    ticket = hands.pool.submit("copy", lambda: None)
+    (end,) = hands.pool.poll()
+    assert end.ticket == ticket
+    assert isinstance(end.error, TransferError)
+
+
+def test_closing_twice_is_closing_once(hands):
+    hands.pool.close(LIMIT_S)
+    hands.pool.close(LIMIT_S)
+    assert hands.pool.poll() == []
+
+
+class Gate:
+    """A copy that runs until it is opened."""
+
+    def __init__(self):
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.entered.set()
+        assert self.opened.wait(LIMIT_S)
+
+
+def test_copies_begin_in_the_order_in_which_they_were_submitted():
+    for hands in (ThreadHands(), ManualHands()):
+        gate, order = Gate(), []
+        if isinstance(hands, ThreadHands):
+            hands.pool.submit("copy", gate)
+            assert gate.entered.wait(LIMIT_S)
+        for number in range(5):
+            hands.pool.submit("copy", partial(order.append, number))
+        gate.opened.set()
+        hands.ended(5 + isinstance(hands, ThreadHands))
+        assert order == [0, 1, 2, 3, 4]
+        hands.close()
+
+
+def test_closing_fails_what_waits_and_waits_for_what_runs():
+    hands, gate = ThreadHands(), Gate()
+    running = hands.pool.submit("copy", gate)
+    assert gate.entered.wait(LIMIT_S)
+    waiting = hands.pool.submit("copy", lambda: None)
+    closing = threading.Thread(target=hands.close)
+    closing.start()
+    (end,) = hands.ended(1)
+    assert end.ticket == waiting
+    assert isinstance(end.error, TransferError)
+    assert closing.is_alive()
+    gate.opened.set()
+    closing.join()
+    (end,) = hands.pool.poll()
+    assert (end.ticket, end.error) == (running, None)
+
+
+def test_closing_gives_up_on_a_copy_that_never_ends():
+    hands, gate = ThreadHands(), Gate()
+    ticket = hands.pool.submit("copy", gate)
+    assert gate.entered.wait(LIMIT_S)
+    hands.pool.close(0.01)
+    assert hands.pool.is_outstanding(ticket)
+    gate.opened.set()
+    hands.ended(1)
+
+
+def test_submit_and_poll_do_not_wait_for_a_copy():
+    hands, gate = ThreadHands(), Gate()
+    hands.pool.submit("copy", gate)
+    assert gate.entered.wait(LIMIT_S)
+    hands.pool.submit("copy", lambda: None)
+    assert hands.pool.poll() == []
+    gate.opened.set()
+    hands.ended(2)
+    hands.close()
+
+
+def test_copies_run_in_as_many_threads_as_were_asked_for():
+    hands = ThreadHands(3)
+    together = threading.Barrier(3)
+    for _ in range(3):
+        hands.pool.submit("copy", lambda: together.wait(LIMIT_S))
+    assert [end.error for end in hands.ended(3)] == [None] * 3
+    hands.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_copies_may_run_where_the_parent_may_though_the_engine_bound_itself():
+    everywhere = os.sched_getaffinity(0)
+    one = {min(everywhere)}
+    seen = []
+    os.sched_setaffinity(0, one)
+    try:
+        hands = ThreadHands()
+        hands.pool.submit("copy", lambda: seen.append(os.sched_getaffinity(0)))
+        assert [end.error for end in hands.ended(1)] == [None]
+        hands.close()
+        assert os.sched_getaffinity(0) == one
+    finally:
+        os.sched_setaffinity(0, everywhere)
+    assert seen == [os.sched_getaffinity(os.getppid()) | one]
+
+
+def raise_in(thread, error):
+    """What a debugger or an engine's watchdog may do to a thread, at any of its instructions."""
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error)) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_died_while_it_waited_is_replaced():
+    hands = ThreadHands()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "test")
+    raise_in(thread, SystemExit)
+    hands.pool.submit("copy", lambda: None)  # wakes it, and it dies before or after it has taken the copy
+    hands.ended(1)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    after = hands.pool.submit("copy", lambda: None)
+    (end,) = hands.ended(1)
+    assert (end.ticket, end.error) == (after, None)
+    hands.close()
+
+
+def test_a_thread_that_is_killed_inside_a_copy_fails_the_ticket():
+    hands, gate = ThreadHands(), Gate()
+    hands.pool.submit("copy", gate)
+    assert gate.entered.wait(LIMIT_S)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "test")
+    raise_in(thread, SystemExit)
+    gate.opened.set()
+    (end,) = hands.ended(1)
+    assert isinstance(end.error, SystemExit)
+    hands.close()
+
+
+def test_the_manual_pool_runs_kinds_apart_and_counts_what_waits():
+    pool, order = ManualPool(), []
+    for kind in ("offload", "onboard", "offload"):
+        pool.submit(kind, lambda kind=kind: order.append(kind))
+    assert (pool.waiting("offload"), pool.waiting("onboard")) == (2, 1)
+    pool.run_next("onboard")
+    pool.run_next("offload")
+    assert order == ["onboard", "offload"]
+    assert [end.kind for end in pool.poll()] == order
+
+
+def test_the_manual_pool_loses_a_ticket_when_told():
+    pool = ManualPool()
+    ticket = pool.submit("copy", lambda: fail(AssertionError("it ran")))
+    pool.lose_next("copy")
+    pool.lose_next("copy")
+    assert (pool.poll(), pool.is_outstanding(ticket), pool.waiting("copy")) == ([], False, 0)

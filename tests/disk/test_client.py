@@ -1,0 +1,329 @@
+"""The disk tier in a process of its own: the same blocks, and what happens when either process ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_for
+
+from kvbm.disk.directory import InstanceLock, list_caches
+from kvbm.disk.service import client
+from kvbm.disk.service.client import DiskClient
+from kvbm.disk.verify import holder
+from kvbm.errors import EnvironmentProblem
+from kvbm.host.layout import BlockLayout
+from kvbm.host.region import Region, Segment
+from kvbm.types import SlotState
+
+HOST_SLOTS = 16
+GENERATION = 7
+
+
+class ProcessRig(Rig):
+    """Host slots that carry GENERATION whenever they are written from."""
+
+    def __init__(self, tier: DiskClient, region: Region) -> None:
+        super().__init__(tier, region.shards)
+        self.region = region
+
+    def start_write(self, numbers, host_slots, disk_slots, tenants=None, *, generation=GENERATION):
+        self.last_ticket += 1
+        hashes = [make_hash(number) for number in numbers]
+        for sequence_hash, slot in zip(hashes, host_slots, strict=True):
+            self.fill(slot, sequence_hash)
+        self.region.write_slots(list(host_slots), GENERATION, SlotState.READY)
+        self.tier.write(
+            self.last_ticket,
+            hashes,
+            list(host_slots),
+            list(disk_slots),
+            tenants or [b""] * len(hashes),
+            generations=[generation] * len(hashes),
+        )
+        return self.last_ticket
+
+
+@contextmanager
+def host_memory():
+    """The segments of two ranks, and the region that they make."""
+    layout = BlockLayout.block_contiguous(block_count=2, block_bytes=8192)
+    segments = [Segment.create(rank=rank, layout=layout, slot_count=HOST_SLOTS) for rank in range(2)]
+    infos = [segment.info for segment in segments]
+    region = Region.map(infos)
+    try:
+        yield infos, region
+    finally:
+        region.close()
+        for segment in segments:
+            segment.close()
+
+
+@contextmanager
+def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
+    with host_memory() as (infos, region):
+        tier = DiskClient.open(
+            settings_for(directory, **keys), NAMESPACE, infos, hash_bytes=HASH_BYTES, progress=progress
+        )
+        try:
+            yield ProcessRig(tier, region)
+        finally:
+            tier.close(close_s)
+
+
+def has_ended(pid: int) -> bool:
+    """All its threads: the last of them may still wait for its I/O when the first has become a zombie."""
+    try:
+        is_zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return is_zombie and os.listdir(f"/proc/{pid}/task") == [str(pid)]
+    except FileNotFoundError:
+        return True
+
+
+def test_blocks_come_back_and_are_there_for_the_next_process(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        assert rig.tier.slot_count == 16
+        assert rig.tier.io_name == "threads"
+        assert rig.recovered() == {}
+        assert all(rig.write(range(6), [3, 4, 5, 9, 1, 0]).is_good)
+        assert all(rig.read([5, 0, 3], [0, 3, 9]).is_good)
+        assert rig.tier.counters.blocks_read == 3
+        assert rig.tier.counters.bytes_written == 6 * 2 * 8192
+        assert rig.tier.wear().device_bytes_written is None or rig.tier.wear().device_bytes_written >= 0
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == dict(enumerate([3, 4, 5, 9, 1, 0]))
+        assert all(rig.read(range(6), [3, 4, 5, 9, 1, 0]).is_good)
+
+
+def test_damaged_block_is_not_good(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write([1, 2], [0, 1])
+        assert rig.read([1, 3], [0, 1]).is_good == (True, False)
+        assert rig.tier.counters.checksum_misses == 1
+
+
+def test_host_slots_of_another_generation_are_not_kept(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        assert rig.wait(rig.start_write([1], [0], [3], generation=GENERATION + 1)).is_good == (False,)
+        assert rig.wait(rig.start_write([2], [0], [4])).is_good == (True,)
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {2: 4}
+
+
+def test_forgotten_blocks_are_gone(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write([1, 2, 3], [0, 1, 2])
+        rig.tier.forget([1])
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {1: 0, 3: 2}
+
+
+def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write([1], [0])
+        seen_late = rig.start_write([2], [1], [1])
+        rig.wait_until(lambda: rig.tier._receive() or rig.tier._results)
+        in_flight = rig.start_write([3], [2], [2])
+        rig.tier.clear()
+        assert rig.wait(seen_late).is_good == (False,)
+        assert rig.wait(in_flight).is_good == (False,)
+        assert rig.write([4], [3]).is_good == (True,)
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {4: 3}
+
+
+def test_blocks_that_were_there_are_told_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "BLOCKS_AT_A_TIME", 2)
+    with opened(tmp_path) as rig:
+        assert rig.tier.recovered() == (b"", b"", True)
+        rig.write(range(5), [3, 4, 5, 9, 1])
+    with opened(tmp_path) as rig:
+        while (first := rig.tier.recovered(waits=False)) is None:
+            time.sleep(0.001)
+        assert first.lists() == ([3, 4], [make_hash(0), make_hash(1)])
+        assert rig.recovered() == {2: 5, 3: 9, 4: 1}
+        assert rig.tier.recovered(waits=False) == (b"", b"", True)
+
+
+def test_clear_covers_what_was_found_and_is_not_told_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "BLOCKS_AT_A_TIME", 2)
+    with opened(tmp_path) as rig:
+        rig.write(range(5), range(5))
+    with opened(tmp_path) as rig:
+        assert not rig.tier.recovered().is_last
+        rig.tier.clear()
+        assert rig.tier.recovered() == (b"", b"", True)
+
+
+def test_blocks_of_a_process_that_has_ended_are_not_waited_for(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write(range(5), range(5))
+    with opened(tmp_path) as rig:
+        os.kill(rig.tier.pid, signal.SIGKILL)
+        assert rig.tier.recovered() is None
+
+
+def test_clear_is_durable_also_after_the_child_was_killed(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        assert rig.write([1], [0]).is_good == (True,)
+        os.kill(rig.tier.pid, signal.SIGKILL)
+        rig.wait_until(lambda: rig.tier.poll() or not rig.tier.is_on)
+        rig.tier.clear()
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {}
+
+
+def test_clear_that_somebody_else_prevents_is_an_error(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        assert rig.write([1], [0]).is_good == (True,)
+        os.kill(rig.tier.pid, signal.SIGKILL)
+        rig.wait_until(lambda: rig.tier.poll() or not rig.tier.is_on)
+        with opened(tmp_path), pytest.raises(EnvironmentProblem, match="not cleared durably"):
+            rig.tier.clear()
+
+
+def test_clear_of_a_tenant_leaves_the_others(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        unseen = rig.start_write([1, 2], [0, 1], [0, 1], [b"a", b"b"])
+        rig.wait_until(lambda: rig.tier._receive() or rig.tier._results)
+        rig.tier.clear(b"a")
+        assert rig.wait(unseen).is_good == (False, True)
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {2: 1}
+
+
+def test_withdrawn_read_ends_once_and_soon(tmp_path: Path) -> None:
+    with opened(tmp_path, threads=1) as rig:
+        rig.write(range(16), range(16))
+        tickets = [rig.start_read([number], [number], [number]) for number in range(16)]
+        assert not rig.tier.withdraw(tickets[-1])
+        assert not rig.tier.withdraw(9999)
+        for ticket in tickets:
+            rig.wait(ticket)
+        assert all(all(rig.ended[ticket].is_good) for ticket in tickets[:-1])
+
+
+def test_problem_of_opening_is_the_leaders(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem) as raised, opened(tmp_path / "file"):
+        pass
+    assert "is no directory" in raised.value.message
+    assert "`tiers.disk.directory`" in (raised.value.hint or "")
+
+
+def test_progress_of_taking_space_is_told(tmp_path: Path) -> None:
+    told = []
+    with opened(tmp_path, progress=lambda done, total: told.append((done, total))):
+        pass
+    assert told[-1] == (16 * 16384 + 4096,) * 2
+
+
+def test_log_of_the_child_is_the_leaders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as rig:
+        rig.write([1], [0])
+    (superblock,) = tmp_path.glob("*/*/superblock")
+    superblock.write_text("damaged")
+    caplog.set_level(logging.WARNING)
+    with opened(tmp_path) as rig:
+        rig.write([1], [0])
+    assert any("superblock" in message and "is damaged" in message for message in caplog.messages)
+
+
+def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, close_s=1) as rig:
+        rig.write([1], [0])
+        os.kill(rig.tier.pid, signal.SIGSTOP)
+        in_flight = [rig.start_write([2], [1], [1]), rig.start_read([1], [0], [2])]
+        os.kill(rig.tier.pid, signal.SIGKILL)
+        assert [rig.wait(ticket).is_good for ticket in in_flight] == [(False,), (False,)]
+        assert not rig.tier.is_on
+        assert rig.tier.counters.times_off == 1
+        assert rig.write([3], [3]).is_good == (False,)
+        assert rig.wait(rig.start_read([1], [0], [0])).error == "off: the process for disk I/O has ended"
+        rig.tier.forget([0])
+        assert not rig.tier.withdraw(in_flight[0])
+    assert len([message for message in caplog.messages if "has ended" in message]) == 1
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {1: 0}
+
+
+def test_leader_never_waits_for_a_child_that_does_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, block_count=4096) as rig:
+        os.kill(rig.tier.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            for _ in range(1500):  # far more than a socket takes
+                rig.tier.forget(list(range(4096)))
+                assert rig.tier.poll() == []
+            assert time.monotonic() - started < 5
+            assert rig.tier._channel.has_more_to_send()
+        finally:
+            os.kill(rig.tier.pid, signal.SIGCONT)
+        assert all(rig.write([1], [0]).is_good)
+
+
+LEADER = """
+import sys, os, time
+sys.path[:0] = [{tests!r}]
+from pathlib import Path
+from test_disk_process import opened
+with opened(Path({directory!r})) as rig:
+    rig.write([1], [0])
+    child = os.fork()  # an engine's worker that outlives it
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(rig.tier.pid, child, flush=True)
+    while True:
+        rig.write([2, 3], [1, 2])
+"""
+
+
+@pytest.mark.parametrize("has_worker", [True, False])
+def test_child_ends_with_a_killed_leader_and_its_cache_is_free(tmp_path: Path, has_worker: bool) -> None:
+    program = LEADER.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
+    leader = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    child, worker = map(int, leader.stdout.readline().split())
+    if not has_worker:
+        os.kill(worker, signal.SIGKILL)
+    time.sleep(0.05)
+    leader.kill()
+    leader.wait()
+    leader.stdout.close()
+    try:
+        deadline = time.monotonic() + 10
+        while not has_ended(child):
+            assert time.monotonic() < deadline, "the child outlives its leader"
+            time.sleep(0.01)
+        (cache,) = list_caches(tmp_path)
+        lock = InstanceLock.take(cache.path)
+        assert lock is not None
+        lock.release()
+    finally:
+        if has_worker:
+            os.kill(worker, signal.SIGKILL)
+    with opened(tmp_path) as rig:
+        assert rig.recovered().get(1) == 0
+
+
+def test_cache_is_said_to_be_used_by_the_engine(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        (cache,) = list_caches(tmp_path)
+        assert cache.is_locked
+        assert holder(cache.path) == os.getpid()
+
+
+def test_signal_for_the_engines_group_does_not_reach_the_child(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        assert os.getpgid(rig.tier.pid) != os.getpgid(0)
+        pid = rig.tier.pid
+    assert has_ended(pid)

@@ -1,0 +1,291 @@
+"""A process for disk I/O that is killed, and the one that takes its place."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, found_blocks, settings_for
+from test_disk_process import ProcessRig, has_ended, host_memory, opened
+
+from kvbm.disk.directory import list_caches
+from kvbm.disk.service import supervisor
+from kvbm.disk.service.client import DiskClient
+from kvbm.disk.service.supervisor import DiskSupervisor
+from kvbm.errors import EnvironmentProblem
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
+
+
+@contextmanager
+def lasting(directory: Path, **keys):
+    with host_memory() as (infos, region):
+        disk = DiskSupervisor.open(settings_for(directory, **keys), NAMESPACE, infos, hash_bytes=HASH_BYTES)
+        try:
+            yield ProcessRig(disk, region)
+        finally:
+            disk.close(LIMIT_S)
+
+
+def kill(rig) -> int:
+    pid = rig.tier.pid
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def children() -> set[int]:
+    """Of this process, whichever thread has started them."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for each in lists for pid in each.read_text().split()}
+
+
+def come_back(rig, restarts=1):
+    """What the next process has found, by number."""
+    rig.wait_until(lambda: rig.tier.restarts == restarts)
+    return {int.from_bytes(name[8:], "little"): slot for slot, name in zip(*found_blocks(rig.tier), strict=True)}
+
+
+def test_killed_process_is_followed_by_one_that_has_its_blocks(tmp_path: Path) -> None:
+    with lasting(tmp_path) as rig:
+        assert all(rig.write(range(4), range(4)).is_good)
+        pid = kill(rig)
+        rig.wait_until(lambda: rig.tier.losses)
+        assert not rig.tier.is_on
+        assert rig.tier.recovered() is None
+        assert come_back(rig) == {0: 0, 1: 1, 2: 2, 3: 3}
+        assert rig.tier.is_on
+        assert not Path(f"/proc/{pid}").exists(), "it is no zombie"
+        assert all(rig.read(range(4), range(4)).is_good)
+        assert all(rig.write([7], [9]).is_good)
+        assert rig.tier.counters.blocks_written == 5, "those of the first are counted too"
+        assert rig.tier.counters.times_off == 1
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {0: 0, 1: 1, 2: 2, 3: 3, 7: 9}
+
+
+def test_tickets_in_flight_have_failed_when_the_loss_is_told(tmp_path: Path) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        os.kill(rig.tier.pid, signal.SIGSTOP)
+        in_flight = [rig.start_write([2], [1], [1]), rig.start_read([1], [0], [2])]
+        kill(rig)
+        rig.wait_until(lambda: rig.tier.losses)
+        assert [rig.ended[ticket].is_good for ticket in in_flight] == [(False,), (False,)]
+        while_lost = rig.start_read([1], [0], [2])
+        assert rig.wait(while_lost).is_good == (False,)
+        assert come_back(rig)[1] == 0
+        assert rig.read([1], [0]).is_good == (True,)
+
+
+def test_end_is_noticed_and_made_up_for_while_nobody_asks(tmp_path: Path) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        pid = kill(rig)
+        deadline = time.monotonic() + LIMIT_S
+        while rig.tier._next is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not rig.tier.is_on
+        assert not Path(f"/proc/{pid}").exists()
+        assert (rig.tier.poll(), rig.tier.losses, rig.tier.restarts) == ([], 1, 0)
+        assert (rig.tier.poll(), rig.tier.losses, rig.tier.restarts) == ([], 1, 1)
+        assert rig.tier.is_on
+
+
+def test_several_that_end_unseen_do_no_harm(tmp_path: Path) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        kill(rig)
+        seen = []
+        for _ in range(3):
+            deadline = time.monotonic() + LIMIT_S
+            while (found := rig.tier._next) is None or found in seen or has_ended(found.pid):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            seen.append(found)
+            os.kill(found.pid, signal.SIGKILL)
+        rig.wait_until(lambda: rig.tier.is_on and rig.tier._process not in seen and rig.tier.restarts)
+        assert rig.recovered() == {1: 0}
+        assert rig.read([1], [0]).is_good == (True,)
+
+
+def test_repeated_kills_make_the_pauses_longer_and_a_long_life_short_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lasting(tmp_path) as rig:
+        for restarts in (1, 2, 3):
+            kill(rig)
+            come_back(rig, restarts)
+        monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.0)
+        kill(rig)
+        come_back(rig, 4)
+    pauses = [message.rpartition(" in ")[2] for message in caplog.messages if "the next one in" in message]
+    assert pauses == ["0.05 s", "0.1 s", "0.2 s", "0.05 s"]
+    assert sum("was ended by signal 9" in message for message in caplog.messages) == 4
+
+
+def test_next_process_takes_over_no_other_cache(tmp_path: Path) -> None:
+    """It may hold what this engine has cleared in its own."""
+    with opened(tmp_path) as mine, opened(tmp_path) as other:
+        mine.write([1], [0])
+        other.write([2], [0])
+    with lasting(tmp_path) as rig:
+        kill(rig)
+        shutil.rmtree(rig.tier._process.path)
+        assert come_back(rig) == {}
+        assert len(list_caches(tmp_path)) == 2
+
+
+def test_next_process_makes_a_cache_where_another_engine_has_taken_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 2.0)
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        own = rig.tier._process.path
+        kill(rig)
+        rig.wait_until(lambda: rig.tier.losses)
+        with opened(tmp_path) as other:
+            assert other.tier.path == own
+            assert come_back(rig) == {}
+            assert rig.tier._process.path != own
+            assert rig.write([2], [0]).is_good == (True,)
+
+
+@pytest.mark.parametrize("persist", [True, False])
+def test_clear_of_a_process_that_has_ended_is_kept(tmp_path: Path, persist: bool) -> None:
+    with lasting(tmp_path, persist=persist) as rig:
+        rig.write([1], [0])
+        kill(rig)
+        rig.tier.clear()
+        rig.wait_until(lambda: rig.tier.losses)
+        assert come_back(rig) == {}
+        assert rig.write([2], [0]).is_good == (True,)
+
+
+def test_clear_that_failed_is_made_up_for_by_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        monkeypatch.setattr("kvbm.disk.service.client.CLEAR_TIMEOUT_S", 0.1)
+        os.kill(rig.tier.pid, signal.SIGSTOP)
+        with pytest.raises(EnvironmentProblem, match="not cleared durably"):
+            rig.tier.clear()
+        monkeypatch.undo()
+        kill(rig)
+        assert come_back(rig) == {}
+        rig.tier.clear()
+        assert rig.write([2], [0]).is_good == (True,)
+        kill(rig)
+        assert come_back(rig, 2) == {2: 0}, "it is made up for once"
+
+
+def test_clear_reaches_a_process_that_nobody_has_seen(tmp_path: Path) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        kill(rig)
+        deadline = time.monotonic() + LIMIT_S
+        while rig.tier._next is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        rig.tier.clear()
+        assert come_back(rig) == {}
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {}
+
+
+def test_leader_does_not_wait_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it is opened, however long that takes, and not when opening fails."""
+    goes_on = threading.Event()
+    outcomes = iter([EnvironmentProblem("no room"), EnvironmentProblem("no room"), None])
+    with lasting(tmp_path) as rig:
+        open_next = rig.tier._open_next
+
+        def slowly(path: Path) -> DiskClient:
+            assert goes_on.wait(LIMIT_S)
+            if (error := next(outcomes, None)) is not None:
+                raise error
+            return open_next(path)
+
+        rig.tier._open_next = slowly
+        rig.write([1], [0])
+        kill(rig)
+        rig.wait_until(lambda: rig.tier.losses)
+        time.sleep(0.2)
+        started = time.monotonic()
+        for _ in range(100):
+            assert rig.tier.poll() == []
+            rig.tier.forget([1])
+        assert time.monotonic() - started < 0.1
+        goes_on.set()
+        assert come_back(rig) == {1: 0}
+
+
+def test_failure_to_open_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with lasting(tmp_path / "disk") as rig:
+        rig.write([1], [0])
+        (tmp_path / "disk").rename(tmp_path / "aside")
+        (tmp_path / "disk").write_text("a file now")
+        kill(rig)
+        time.sleep(1.5)
+        assert rig.tier.poll() == []
+        assert rig.tier.poll() == []
+        assert not rig.tier.is_on
+        (tmp_path / "disk").unlink()
+        (tmp_path / "aside").rename(tmp_path / "disk")
+        assert come_back(rig) == {1: 0}
+    assert len([message for message in caplog.messages if "stays off" in message]) == 1
+
+
+def test_removed_directory_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with lasting(tmp_path / "disk") as rig:
+        rig.write([1], [0])
+        shutil.rmtree(tmp_path / "disk")
+        rig.wait_until(lambda: rig.tier.losses)
+        assert come_back(rig) == {}
+        assert rig.write([2], [0]).is_good == (True,)
+    assert any("arena is gone" in message for message in caplog.messages)
+    with opened(tmp_path / "disk") as rig:
+        assert rig.recovered() == {2: 0}
+
+
+def test_directory_is_not_made_again_on_another_file_system(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where it was a mount that has gone: what lies below has no room for it, and would be filled."""
+    caplog.set_level(logging.WARNING)
+    point = tmp_path / "mount"
+    point.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", point], capture_output=True).returncode:
+        pytest.skip("needs to mount")
+    with lasting(point / "disk", o_direct=False) as rig:
+        subprocess.run(["umount", "--lazy", point], check=True)
+        rig.wait_until(lambda: rig.tier.losses)
+        time.sleep(0.5)
+        rig.wait_until(lambda: any("another file system" in message for message in caplog.messages))
+        assert not rig.tier.is_on
+        assert not list(point.iterdir())
+
+
+def test_close_while_the_next_one_is_waited_for_or_opened_leaves_none(tmp_path: Path) -> None:
+    before = children()
+    for pause_s in (0.0, 0.02, 0.08, 0.3):
+        with lasting(tmp_path) as rig:
+            rig.write([1], [0])
+            kill(rig)
+            time.sleep(pause_s)
+        assert not rig.tier._thread.is_alive()
+        deadline = time.monotonic() + LIMIT_S
+        while not all(has_ended(pid) for pid in children() - before):
+            assert time.monotonic() < deadline, "a process outlives its disk"
+            time.sleep(0.01)
+        (cache,) = list_caches(tmp_path)
+        assert not cache.is_locked

@@ -1,0 +1,840 @@
+"""What goes to disk, what comes back from it, and what happens when it fails: stories with a disk in memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from rig import FakeDisk, Rig, chain
+
+from kvbm.core.groups import Group
+from kvbm.errors import EnvironmentProblem
+from kvbm.leader import disk_tier, onboards
+from kvbm.leader.disk_tier import DiskPolicy
+from kvbm.leader.known_rates import KEEP_INTERVAL_S, KnownRates
+from kvbm.leader.rates import GRACE, TRIAL_INTERVAL_S, Known, Rates
+from kvbm.types import Tier
+
+
+def make(disk=16, *, slots=8, to_disk="always", **options):
+    policy = {"batch_blocks": 2, "timeout_s": 10.0, **options.pop("policy", {})}
+    return Rig(slots=slots, fake_disk=disk, disk=DiskPolicy(to_disk=to_disk, **policy), **options)
+
+
+@pytest.fixture(autouse=True)
+def _reads_of_two_blocks(monkeypatch):
+    monkeypatch.setattr(onboards, "PARTS", 1)
+
+
+@pytest.fixture
+def rig():
+    rig = make()
+    yield rig
+    rig.close()
+
+
+def settled(rig, steps=4):
+    """Some steps in which everything that waits runs."""
+    return [result for _ in range(steps) for result in rig.step()]
+
+
+def on_disk(rig):
+    return {sequence_hash for sequence_hash, _ in rig.disk.kept.values()}
+
+
+def restarted(rig, **options):
+    """Another engine with the disk of this one."""
+    disk = rig.disk
+    disk.waiting.clear()
+    rig.close()
+    return make(disk, **options)
+
+
+def asked_again(rig, hashes, request_id="again"):
+    """A request that finds all of it in G1."""
+    rig.leader.match(request_id, hashes, len(hashes))
+    rig.leader.finish(request_id, hashes)
+
+
+# -- what goes there ---------------------------------------------------------------------------------------------------
+
+
+def test_every_block_goes_to_disk_when_that_is_wanted(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    assert on_disk(rig) == set(hashes)
+    assert rig.leader.counters.disk_offload_blocks == 4
+    assert rig.leader.blocks()[Tier.DISK] == {"free": 12, "moving": 0, "pinned": 0, "evictable": 4}
+
+
+def test_an_engine_that_has_nothing_else_to_do_goes_on_until_everything_is_written(rig):
+    rig.fill("a", 6)
+    for _ in range(20):
+        if not rig.leader.has_pending():
+            break
+        rig.step()
+    assert len(on_disk(rig)) == 6
+    rig.fill("b", 6)
+    rig.disk.is_on = False
+    settled(rig)
+    assert not rig.leader.has_pending(), "it does not wait for a disk that is off"
+
+
+@pytest.mark.parametrize("policy", [{}, {"is_buffer": True}], ids=["tier", "buffer"])
+def test_a_request_larger_than_host_memory_passes_through_it_to_the_disk(policy):
+    rig = make(slots=4, policy=policy)
+    hashes = chain("a", 12)
+    blocks = rig.compute("r", hashes)
+    for _ in range(40):
+        rig.leader.offload("r", hashes, blocks, computed_blocks=12, prompt_blocks=12)
+        rig.step()
+    rig.finish("r", hashes, blocks)
+    assert on_disk(rig) == set(hashes)
+    assert rig.leader.counters.disk_dropped_blocks == 0
+    rig.close()
+
+
+def test_a_block_goes_to_disk_at_its_first_hit_wherever_that_is():
+    rig = make(to_disk="frequency")
+    device, host = rig.fill("a", 2), rig.fill("b", 2)
+    settled(rig)
+    assert on_disk(rig) == set()
+    assert rig.leader.counters.disk_filter_rejected_blocks == 4
+    asked_again(rig, device)
+    rig.load("r", host)
+    settled(rig)
+    assert on_disk(rig) == {*device, *host}
+    assert rig.leader.counters.disk_filter_admitted_blocks == 4
+    rig.close()
+
+
+def test_a_count_that_has_decayed_does_not_bring_a_block_to_disk():
+    rig = make(to_disk="frequency", policy={"frequency_decay_s": 5.0})
+    hashes = rig.fill("a", 2)
+    rig.now_s = 6.0
+    settled(rig)
+    asked_again(rig, hashes)
+    settled(rig)
+    assert on_disk(rig) == set()
+    rig.close()
+
+
+def test_the_old_end_of_host_memory_is_written_before_it_is_evicted():
+    rig = make(to_disk="on_evict", slots=4)
+    first = rig.fill("a", 3)
+    settled(rig)
+    assert on_disk(rig) == set(first)
+    rig.fill("b", 3)
+    assert rig.leader.counters.disk_dropped_blocks == 0
+    assert rig.leader.match("r", first, 0) == 3
+    rig.close()
+
+
+def test_what_could_not_be_written_in_time_is_counted():
+    rig = make(to_disk="on_evict", slots=4)
+    rig.disk.is_on = False
+    rig.fill("a", 4)
+    rig.fill("b", 3)
+    assert rig.leader.counters.disk_dropped_blocks >= 3
+    rig.close()
+
+
+def test_a_block_that_failed_to_be_written_is_not_found():
+    rig = make(slots=4)
+    hashes = rig.fill("a", 2)
+    rig.order()
+    rig.disk.run("write", "fail")
+    rig.settle()
+    assert rig.leader.counters.disk_failed_blocks >= 1
+    assert len(on_disk(rig)) == rig.leader.blocks()[Tier.DISK]["evictable"] < len(hashes)
+    rig.close()
+
+
+def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
+    rig = make(3, to_disk="frequency", policy={"drain_s": 5.0})
+    old, new = rig.fill("a", 2), rig.fill("b", 2)
+    written = []
+    run = rig.disk.poll
+
+    def poll():
+        written.extend(name for kind, _, names, _, _ in rig.disk.waiting if kind == "write" for name in names)
+        rig.disk.run_all()
+        return run()
+
+    rig.disk.poll = poll
+    rig.leader._disk._clock = time.monotonic
+    rig.leader.close()
+    assert set(written[:2]) == set(new)
+    assert set(written) == {*old, *new}
+    assert rig.disk.is_closed
+    rig.close()
+
+
+def test_memory_that_a_rank_has_given_back_is_not_written_as_blocks(rig):
+    rig.fill("a", 4)
+    rig.order()
+    rig.ranks[0].segment.close()  # its memory reads as zeros now
+    rig.disk.run("write")
+    rig.settle()
+    assert on_disk(rig) == set()
+    assert rig.leader.blocks()[Tier.DISK]["evictable"] == 0
+
+
+def test_blocks_on_disk_know_whose_they_are(rig):
+    hashes = chain("a", 2)
+    blocks = rig.compute("r@tenant", hashes)
+    rig.step()
+    rig.finish("r@tenant", hashes, blocks)
+    rig.fill("b", 1)
+    settled(rig)
+    whose = {rig.disk.kept[slot][0]: tenant for slot, tenant in rig.disk.tenants.items() if slot in rig.disk.kept}
+    assert whose == {**dict.fromkeys(hashes, b"tenant"), chain("b", 1)[0]: b""}
+
+
+# -- what comes back ---------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_an_engine_that_has_ended_come_back(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    assert [(result.request_id, result.failed_block_ids) for result in settled(rig)] == [("r", ())]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
+    rig.finish("r", hashes, blocks)
+    counters = rig.leader.counters
+    assert (counters.onboard_blocks, counters.onboard_disk_blocks, counters.disk_fetched_blocks) == (4, 4, 4)
+    assert (counters.hit_rate(Tier.HOST), counters.hit_rate(Tier.DISK)) == (0.0, 1.0)
+    assert rig.leader.match("next", hashes, 0) == 4
+    assert rig.leader.blocks()[Tier.HOST]["evictable"] == 4  # they stay in host memory
+    rig.close()
+
+
+def test_a_chain_may_lie_here_and_there(rig):
+    hashes = rig.fill("a", 5)
+    settled(rig)
+    rig = restarted(rig)
+    for index in (0, 3):
+        blocks = rig.compute(f"part-{index}", hashes[index : index + 1])
+        rig.step()
+        rig.finish(f"part-{index}", hashes[index : index + 1], blocks)
+    blocks = rig.load("r", hashes)
+    assert len(blocks) == 5
+    assert rig.leader.disk_tokens("r") == 3 * 16
+    assert [result.failed_block_ids for result in settled(rig)] == [()]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
+    rig.close()
+
+
+def test_a_load_larger_than_host_memory_passes_through_it(rig):
+    hashes = rig.fill("a", 8)
+    settled(rig)
+    rig = restarted(rig, slots=2)
+    blocks = rig.load("r", hashes)
+    assert len(blocks) == 8
+    assert [result.failed_block_ids for result in settled(rig, 12)] == [()]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
+    rig.close()
+
+
+def test_a_load_is_read_in_parts_that_show_how_fast_it_goes(monkeypatch):
+    monkeypatch.setattr(onboards, "PARTS", 4)
+    rig = make(slots=16)
+    hashes = rig.fill("a", 8)
+    settled(rig)
+    for slots, sizes in ((16, [2] * 4), (8, [2] * 4), (2, [1, 1])):
+        rig = restarted(rig, slots=slots)
+        rig.load("r", hashes)
+        assert [len(names) for kind, _, names, _, _ in rig.disk.waiting if kind == "read"] == sizes
+    rig.close()
+
+
+def test_two_requests_for_one_prefix_read_it_once(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    rig.load("first", hashes)
+    assert rig.leader.match("second", hashes, 0) is None
+    settled(rig)
+    assert rig.leader.match("second", hashes, 0) == 4
+    assert rig.leader.counters.disk_fetched_blocks == 4
+    rig.close()
+
+
+def test_nothing_is_copied_to_the_engine_before_its_bytes_have_come(rig):
+    hashes = rig.fill("a", 2)
+    settled(rig)
+    rig = restarted(rig)
+    rig.load("r", hashes)
+    assert rig.order().onboards == ()
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == 2
+    rig.disk.run("read")
+    assert rig.settle() == []
+    assert [len(order.slots) for order in rig.order().onboards] == [2]
+    rig.close()
+
+
+@pytest.mark.parametrize("fault", ["fail", "fail-all"])
+def test_of_a_load_whose_read_fails_the_rest_is_computed_and_the_block_forgotten(rig, fault):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.run("read")
+    rig.disk.run("read", fault)
+    results = rig.settle() + settled(rig)
+    assert [(result.request_id, list(result.failed_block_ids)) for result in results] == [("r", blocks[2:])]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks[:2], hashes[:2], strict=True))
+    assert rig.leader.match("r", hashes, 0) == 0, "a failed load is not tried again by the same request"
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references
+    assert rig.leader.match("next", hashes, 0) == (3 if fault == "fail" else 2)
+    assert rig.leader.counters.disk_failed_blocks == (1 if fault == "fail" else 2)
+    rig.close()
+
+
+def test_reads_before_one_that_has_failed_are_waited_for(rig):
+    hashes = rig.fill("a", 6)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.waiting.sort(key=lambda waiting: waiting[2][0] != hashes[2])  # the second part comes first
+    rig.disk.run("read", "fail-all")
+    assert rig.settle() == []
+    results = settled(rig)
+    assert [(result.request_id, list(result.failed_block_ids)) for result in results] == [("r", blocks[2:])]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks[:2], hashes[:2], strict=True))
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references
+    rig.close()
+
+
+def test_a_part_that_comes_together_with_one_that_failed_is_let_go(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.run("read", "fail-all")
+    rig.disk.run("read")
+    assert [len(result.failed_block_ids) for result in rig.settle()] == [4]
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references
+    assert rig.leader.blocks()[Tier.HOST] == {"free": 6, "moving": 0, "pinned": 0, "evictable": 2}
+    rig.close()
+
+
+def test_a_disk_that_is_off_is_not_asked(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    rig.disk.is_on = False
+    assert rig.leader.match("r", hashes, 0) == 0
+    rig.disk.is_on = True
+    assert rig.leader.match("r", hashes, 0) == 4
+    rig.close()
+
+
+def test_a_read_that_hangs_is_given_up_and_its_slots_stay_taken_until_it_ends(rig):
+    hashes = rig.fill("a", 2)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.withdraw = lambda ticket: False  # it has begun
+    rig.now_s = 11.0
+    rig.order()
+    assert [len(result.failed_block_ids) for result in rig.settle()] == [2]
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references, "nothing will write to these blocks"
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == 2
+    rig.disk.run("read")
+    rig.settle()
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
+    assert rig.leader.counters.disk_late_blocks == 2
+    rig.close()
+
+
+def test_a_request_that_ends_while_its_blocks_are_read_holds_them_until_nothing_writes_there(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.finish("r", hashes, blocks)
+    assert sum((+rig.g1.references).values()) == 4
+    settled(rig)
+    assert not +rig.g1.references
+    rig.close()
+
+
+# -- a process that ends, and the next one -----------------------------------------------------------------------------
+
+
+def test_what_the_next_process_finds_comes_back_and_nothing_else(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._store.reset()  # host memory knows them no more
+    rig.disk.end()
+    (gone,) = [slot for slot, (name, _) in rig.disk.kept.items() if name == hashes[2]]
+    rig.disk.kept[gone] = (chain("other", 1)[0], rig.disk.kept[gone][1])
+    rig.settle()
+    assert rig.leader.match("while-lost", hashes, 0) == 0
+    assert rig.leader.counters.disk_off == 1
+    assert rig.leader.blocks()[Tier.DISK]["free"] == 16, "what was there is unknown now"
+    assert rig.leader.has_pending(), "the next one will be there soon"
+    rig.disk.begin_again()
+    rig.settle()
+    assert rig.leader.counters.disk_off == 0
+    assert rig.leader.counters.disk_restarts == 1
+    assert not rig.leader.has_pending()
+    blocks = rig.load("r", hashes)
+    assert len(blocks) == 2, "up to the block whose slot holds another"
+    assert [result.failed_block_ids for result in settled(rig)] == [()]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes[:2], strict=True))
+
+
+@pytest.mark.parametrize("has_committed", [False, True])
+def test_writes_in_flight_are_found_only_if_the_next_process_has_them(rig, has_committed):
+    hashes = rig.fill("a", 4)
+    rig.order()
+    assert len(rig.disk.waiting) == 2
+    rig.disk.end(has_committed=has_committed)
+    rig.settle()
+    rig.disk.begin_again()
+    rig.settle()
+    assert rig.leader.blocks()[Tier.DISK]["evictable"] == (2 if has_committed else 0)
+    assert rig.leader._disk.match(hashes, 0) == (2 if has_committed else 0)
+    rig.leader.check()
+
+
+def test_a_load_that_waits_for_room_does_not_wait_for_a_disk_that_is_off():
+    rig = make(slots=2)
+    hashes = rig.fill("a", 2)
+    settled(rig)
+    rig = restarted(rig, slots=2)
+    rig.compute("other", chain("b", 2))
+    rig.order()  # both slots of host memory are on their way
+    rig.load("r", hashes)
+    rig.order()
+    assert not rig.disk.waiting, "there is no room to read into"
+    rig.disk.end()
+    rig.settle()
+    rig.order()
+    assert [len(result.failed_block_ids) for result in rig.settle()] == [2]
+    rig.close()
+
+
+def test_a_load_whose_disk_has_ended_is_computed_at_once():
+    """Also the parts of it that were not yet asked for."""
+    rig = make(slots=8)
+    hashes = rig.fill("a", 8)
+    settled(rig)
+    rig = restarted(rig, slots=2)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    assert len(rig.disk.waiting) == 2
+    rig.disk.end()
+    told = rig.settle() + settled(rig, 1)
+    assert [(result.request_id, len(result.failed_block_ids)) for result in told] == [("r", 8)]
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references
+    rig.disk.begin_again()
+    settled(rig, 1)
+    assert rig.leader.match("next", hashes, 0) == 8
+    rig.close()
+
+
+def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    rig.load("r", hashes)
+    rig.order()
+    rig.disk.run("read")
+    rig.settle()
+    rig.order()  # the first part is on its way to device memory
+    rig.disk.end()
+    rig.settle()
+    rig.disk.begin_again()
+    rig.settle()
+    assert rig.leader.counters.disk_off == 1
+    assert rig.leader.blocks()[Tier.DISK]["pinned"] == 4
+    settled(rig, 2)
+    assert rig.leader.counters.disk_off == 0
+    assert rig.leader._disk.match(hashes, 0) == 4
+    rig.close()
+
+
+def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_request(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._store.reset()
+    rig.disk.end()
+    rig.disk.begin_again()
+    assert rig.leader.match("r", hashes, 0) == 4
+    assert rig.leader._disk.contains(hashes[0])
+
+
+def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
+    rig.disk.blocks_at_a_time = 1
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._store.reset()
+    rig.disk.end()
+    rig.settle()
+    rig.disk.begin_again()
+    seconds = itertools.count(step=0.6 * disk_tier.FILL_S)
+    rig.leader._disk._clock = lambda: next(seconds)
+    for found in (1, 2, 3):
+        rig.settle()
+        assert rig.leader.blocks()[Tier.DISK]["evictable"] == found
+        assert rig.leader.counters.disk_off == 1
+        assert rig.leader.has_pending()
+        rig.leader._disk._begin_writes()
+        assert not rig.disk.waiting, "a slot that is not taken over yet would be written to"
+    rig.settle()
+    assert rig.leader._disk.match(hashes, 0) == 4
+
+
+def test_blocks_that_left_host_memory_before_their_turn_do_not_make_a_step_long(rig):
+    side = rig.leader._disk
+    side._queue.limit = 1000
+    side._queue.add(chain("gone", 1000))
+    side._begin_writes()
+    assert 0 < rig.leader.counters.disk_dropped_blocks <= disk_tier.TAKEN_AT_A_TIME * side._policy.batch_blocks
+    while side._queue.hashes:
+        side._begin_writes()
+    assert rig.leader.counters.disk_dropped_blocks == 1000
+
+
+def test_a_reset_while_a_process_is_taken_over_forgets_what_it_has_found(rig, monkeypatch):
+    monkeypatch.setattr(disk_tier, "FILL_S", 0.0)
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.disk.end()
+    rig.settle()
+    rig.disk.begin_again()
+    rig.settle()
+    assert rig.leader.reset()
+    monkeypatch.undo()
+    settled(rig)
+    assert rig.leader.counters.disk_off == 0
+    assert rig.leader.match("r", hashes, 0) == 0
+
+
+def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkeypatch):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._store.reset()
+    rig.disk.blocks_at_a_time = 1
+    for _ in range(2):
+        rig.disk.end()
+        rig.settle()
+        rig.disk.begin_again()
+        seconds = itertools.count(step=0.6 * disk_tier.FILL_S)
+        rig.leader._disk._clock = lambda seconds=seconds: next(seconds)
+        rig.settle()
+        assert rig.leader.blocks()[Tier.DISK]["evictable"] == 1
+    rig.leader._disk._clock = lambda: 0.0
+    rig.disk.kept.pop(next(iter(rig.disk.kept)))
+    rig.disk.end()
+    rig.disk.begin_again()
+    settled(rig)
+    assert rig.leader.blocks()[Tier.DISK]["evictable"] == 3
+    assert rig.leader._disk.match(hashes, 0) == 0
+
+
+# -- forgetting --------------------------------------------------------------------------------------------------------
+
+
+def test_a_reset_forgets_the_disk_and_what_is_on_its_way_there(rig):
+    hashes = rig.fill("a", 4)
+    rig.order()
+    rig.leader.reset()
+    assert rig.disk.cleared == 1
+    settled(rig)
+    assert rig.leader.match("r", hashes, 0) == 0
+    assert rig.leader.blocks()[Tier.DISK]["evictable"] == 0
+
+
+def test_a_reset_that_the_disk_could_not_make_durable_says_so(rig):
+    rig.fill("a", 2)
+    settled(rig)
+    assert rig.leader.reset() is True
+
+    def clear():
+        raise EnvironmentProblem("not cleared durably")
+
+    rig.disk.clear = clear
+    assert rig.leader.reset() is False
+
+
+def test_a_reset_while_blocks_are_read_fails_the_load(rig):
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig = restarted(rig)
+    rig.load("r", hashes)
+    rig.order()
+    rig.leader.reset()
+    assert [len(result.failed_block_ids) for result in settled(rig)] == [4]
+    assert rig.leader.match("next", hashes, 0) == 0
+    assert rig.leader.blocks()[Tier.HOST]["free"] == 8
+    rig.close()
+
+
+def test_a_lost_rank_forgets_host_memory_and_not_the_disk(rig):
+    hashes = rig.fill("a", 2)
+    settled(rig)
+    rig.region.has_lost_rank = lambda: True
+    rig.settle()
+    assert rig.leader.match("r", hashes, 0) == 0
+    assert rig.disk.cleared == 0
+    assert on_disk(rig) == set(hashes)
+
+
+# -- load or compute ---------------------------------------------------------------------------------------------------
+
+
+def known(*, tokens_per_s, blocks_per_s):
+    rig = make()
+    hashes = rig.fill("a", 6)
+    settled(rig)
+    rig = restarted(rig)
+    rig.leader.note_step(1000, 1000 / tokens_per_s)
+    rig.leader._disk.rates.note_read(100, 100 / blocks_per_s)
+    return rig, hashes
+
+
+def test_blocks_are_read_where_that_is_faster_than_computing_them():
+    rig, hashes = known(tokens_per_s=160, blocks_per_s=20)  # a block of 16 tokens: 0.1 s to compute, 0.05 s to read
+    assert rig.leader.match("r", hashes, 0) == 6
+    rig.close()
+
+
+def test_blocks_are_computed_where_that_is_faster_than_reading_them():
+    rig, hashes = known(tokens_per_s=160, blocks_per_s=5)
+    assert rig.leader.match("r", hashes, 0) == 0
+    assert rig.leader.counters.disk_declined_blocks == 6
+    rig.now_s += TRIAL_INTERVAL_S + 1
+    assert rig.leader.match("r2", hashes, 0) == 6, "a disk that may have become faster is tried"
+    assert rig.leader.match("r3", hashes, 0) == 0, "by one request"
+    rig.close()
+
+
+def test_a_policy_of_always_reads_whatever_it_takes():
+    rig = make(policy={"reads_always": True})
+    hashes = rig.fill("a", 6)
+    settled(rig)
+    rig = restarted(rig, policy={"reads_always": True})
+    rig.leader.note_step(1000, 0.001)
+    rig.leader._disk.rates.note_read(1, 100.0)
+    assert rig.leader.match("r", hashes, 0) == 6
+    rig.close()
+
+
+def test_a_load_is_given_up_as_soon_as_it_will_take_longer_than_computing():
+    rig, hashes = known(tokens_per_s=160, blocks_per_s=100)  # 0.6 s to compute all
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.now_s += 0.6 * GRACE * 0.9
+    rig.order()
+    assert rig.settle() == []
+    rig.now_s += 0.6 * GRACE * 0.2
+    rig.order()
+    assert [result.failed_block_ids for result in rig.settle()] == [tuple(blocks)]
+    rig.close()
+
+
+@pytest.mark.parametrize("at_a_time", [1, 32])
+@pytest.mark.parametrize("came", range(3))
+def test_what_has_come_before_a_load_is_given_up_is_the_engines(came, at_a_time, monkeypatch):
+    """Up to the first block that is missing; what comes later is for nobody."""
+    monkeypatch.setattr(onboards, "FETCHES_AT_A_TIME", at_a_time)
+    rig, hashes = known(tokens_per_s=160, blocks_per_s=100)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    for _ in range(came):
+        rig.disk.run("read")
+        rig.settle()
+        rig.order()
+    end = 2 * came
+    rig.now_s += 0.1 * (end + 6 * GRACE) * 0.9
+    rig.order()
+    assert rig.leader.counters.disk_late_blocks == 0, "it is no later yet than a request that computes"
+    rig.now_s += 0.2
+    results = settled(rig)
+    assert [result.failed_block_ids for result in results] == [tuple(blocks[end:])]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks[:end], hashes, strict=False))
+    counters = rig.leader.counters
+    assert (counters.onboard_blocks, counters.onboard_disk_blocks, counters.disk_late_blocks) == (end, end, 6 - end)
+    assert counters.matched_tokens == 16 * end
+    rig.finish("r", hashes, blocks)
+    assert not +rig.g1.references
+    assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
+    rig.close()
+
+
+def test_blocks_in_host_memory_behind_a_missing_one_are_no_use():
+    rig, hashes = known(tokens_per_s=160, blocks_per_s=100)
+    blocks = rig.compute("part", hashes[3:4])
+    rig.step()
+    rig.finish("part", hashes[3:4], blocks)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.run("read")
+    rig.settle()
+    rig.now_s += 10.0
+    assert [result.failed_block_ids for result in settled(rig)] == [tuple(blocks[2:])]
+    rig.close()
+
+
+def test_blocks_of_several_groups_are_of_use_together_or_not_at_all():
+    groups = (Group(16), Group(16, window_tokens=32))
+    rig = make()
+    hashes = rig.fill("a", 6)
+    settled(rig)
+    rig = restarted(rig, groups=groups)
+    rig.leader.note_step(1000, 1.0)
+    blocks = rig.g1.allocate(6)
+    rig.leader.onboard("r", hashes, 0, blocks, tokens=48)
+    rig.order()
+    rig.disk.run("read")
+    rig.settle()
+    rig.now_s += 10.0
+    assert [result.failed_block_ids for result in settled(rig)] == [tuple(blocks)]
+    rig.close()
+
+
+def group_rig(groups):
+    """An engine with groups on a disk that has two chains, and a request that has begun to load both."""
+    rig = make(disk=32, slots=16, blocks=32)
+    chains = [rig.fill("a", 4), rig.fill("b", 4)]
+    settled(rig)
+    rig = restarted(rig, slots=16, blocks=32, groups=groups)
+    rig.leader.note_step(1000, 1.0)
+    return rig, chains
+
+
+def load_groups(rig, chains, tokens, first=0):
+    """Of the second chain from its block `first` on."""
+    wanted = [*chains[0][: tokens // 16], *chains[1][first : tokens // 16]]
+    blocks = rig.g1.allocate(len(wanted))
+    rig.leader.onboard("r", wanted, 0, blocks, tokens=tokens)
+    return blocks, wanted
+
+
+def test_of_a_load_of_several_groups_that_the_disk_fails_what_has_come_is_offered_once():
+    rig, chains = group_rig((Group(16), Group(16)))
+    assert rig.leader.match_groups("r", chains, 0, 64) == 64
+    load_groups(rig, chains, 64)
+    rig.order()
+    for _ in range(3):  # all of the first chain, half of the second
+        rig.disk.run("read")
+    rig.settle()
+    rig.now_s += 10.0
+    assert [len(result.failed_block_ids) for result in settled(rig)] == [8]
+    assert rig.leader.match_groups("r", chains, 0, 64) == 32, "in host memory, the disk is not asked"
+    load_groups(rig, chains, 32)
+    rig.ranks[0].copier.next("fail")
+    assert [len(result.failed_block_ids) for result in settled(rig)] == [4]
+    assert rig.leader.match_groups("r", chains, 0, 64) == 0, "it goes on without"
+    assert rig.leader.match_groups("other", chains, 0, 64) > 0
+    rig.close()
+
+
+def test_where_a_group_with_a_window_lacks_its_end_what_host_memory_serves_is_offered():
+    rig, chains = group_rig((Group(16), Group(16, window_tokens=20)))
+    for name, hashes in zip("ab", chains, strict=True):  # the first two blocks of both are in host memory
+        blocks = rig.compute(name, hashes[:2])
+        rig.step()
+        rig.g1.release(blocks)
+    assert rig.leader.match_groups("r", chains, 0, 64) == 64
+    load_groups(rig, chains, 64, first=2)
+    rig.order()
+    rig.now_s += 10.0
+    assert [len(result.failed_block_ids) for result in settled(rig)] == [6]
+    assert rig.leader.match_groups("r", chains, 0, 64) == 32
+    blocks, wanted = load_groups(rig, chains, 32, first=0)
+    assert [result.failed_block_ids for result in settled(rig)] == [()]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, wanted, strict=True))
+    rig.close()
+
+
+def test_what_an_engine_has_learnt_judges_the_first_request_of_the_next():
+    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    assert rates.known() is None
+    rates.note_step(1600, 10.0)
+    assert rates.known() == Known(160.0)
+    rates.note_read(10, 0.5)
+    following = Rates(block_tokens=16, clock=lambda: 0.0, known=rates.known())
+    assert following.tokens_per_s == pytest.approx(160.0)
+    assert following.blocks_per_s == pytest.approx(20.0)
+    assert following.is_hopeless(waited_s=1.1, blocks=0, of_blocks=100)
+    following.note_step(1600, 1.0)
+    assert following.tokens_per_s > 1200, "its own work counts more"
+
+
+def test_rates_outlive_the_engine_in_a_file(tmp_path):
+    path = tmp_path / "rates.json"
+    now_s = [0.0]
+    rates = KnownRates(path, clock=lambda: now_s[0])
+    assert rates.read() is None
+    rates.keep(None)
+    for known in (Known(160.0), Known(170.0), Known(170.0, 20.0)):
+        rates.keep(known)
+        rates._thread.join()
+        now_s[0] += KEEP_INTERVAL_S
+        kept = Known(160.0) if known.blocks_per_s is None else known
+        assert KnownRates(path, clock=lambda: 0.0).read() == kept, "what has hardly changed is not written again"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"tokens_per_s": 1', '{"tokens_per_s": NaN}', '{"tokens_per_s": -1.0}', '{"tokens_per_s": "9"}'],
+)
+def test_a_file_that_holds_no_rates_says_nothing(tmp_path, content):
+    path = tmp_path / "rates.json"
+    path.write_text(content)
+    path.chmod(0o600)
+    assert KnownRates(path, clock=lambda: 0.0).read() is None
+
+
+def test_while_nothing_is_known_of_computing_a_read_has_a_fifth_of_a_second():
+    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    assert not rates.is_hopeless(waited_s=0.15, blocks=0, of_blocks=100)
+    assert rates.is_hopeless(waited_s=0.25, blocks=99, of_blocks=100)
+
+
+def test_of_a_mixed_chain_the_part_is_loaded_that_saves_most():
+    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates.note_step(1600, 10.0)  # 0.1 s a block
+    rates.note_read(10, 3.0)  # 0.3 s a block
+    assert rates.worthwhile([(False, 10), (True, 5)]) == 10
+    assert rates.worthwhile([(False, 10), (True, 5), (False, 100)]) == 115
+    assert rates.worthwhile([(True, 5), (False, 5)]) == 0
+
+
+def test_small_steps_say_nothing_of_how_fast_prompts_are_computed():
+    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates.note_step(1, 1.0)
+    assert rates.tokens_per_s == 0.0
+
+
+def test_recent_work_counts_most():
+    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    for _ in range(20):
+        rates.note_read(10, 1.0)
+    for _ in range(10):
+        rates.note_read(10, 50.0)
+    assert rates.blocks_per_s < 0.3
+
+
+def test_blocks_of_another_disk_are_refused_when_they_do_not_fit():
+    disk = FakeDisk(2)
+    disk.kept = {0: (chain("a", 1)[0], []), 1: (chain("a", 1)[0], [])}
+    with pytest.raises(Exception, match="restored"):
+        make(disk)

@@ -1,0 +1,252 @@
+"""What an engine tells of its cache: hit rates in the log, a recording of decisions, series on a port of their own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+import urllib.request
+from functools import partial
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rig import Rig, chain
+
+from kvbm.config.schema import MetricsSection
+from kvbm.errors import EnvironmentProblem
+from kvbm.leader.leader import Leader, LeaderSettings
+from kvbm.metrics import Counters
+from kvbm.observe.decision_trace import Recorder, RecordingLeader
+from kvbm.observe.hit_rate_log import HitRateLog, hit_rates
+from kvbm.observe.metrics_server import MetricsServer
+from kvbm.observe.telemetry import Observation
+from kvbm.types import Tier
+from kvbm_cli.engine.process import choose_port
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def eventually(is_true, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# -- the window of the hit rates ---------------------------------------------------------------------------------------
+
+
+def test_hit_rate_covers_as_many_requests_as_the_profile_says():
+    rig = Rig(window_requests=2)
+    for name in ("a", "b", "c"):
+        hashes = rig.fill(name, 2)
+        rig.leader.match(name, chain(name, 2) if name != "c" else hashes, 0)
+        rig.leader.finish(name, hashes)
+    assert rig.leader.counters.finished_requests == 3
+    assert len(rig.leader.counters.hit_window) == 2
+    rig.close()
+
+
+def test_window_comes_from_the_configuration():
+    from kvbm.config.schema import ConnectorConfig
+
+    config = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 1}}, "metrics": {"window_requests": 7}})
+    assert LeaderSettings.of(config, [], g1_blocks=4, block_tokens=16).window_requests == 7
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+
+def test_hit_rates_in_words():
+    counters = Counters()
+    counters.hit_window.extend([(3, 1, 4), (0, 0, 4)])
+    assert hit_rates(counters) == (
+        "kvbm: cache hit rates of the last 2 requests: host 37.5% (3/8 blocks), disk 12.5% (1/8)"
+    )
+    assert hit_rates(Counters()).endswith("host 0.0% (0/0 blocks), disk 0.0% (0/0)")
+
+
+def test_line_comes_only_when_a_request_has_ended_and_once_more_at_the_end(caplog):
+    counters = Counters()
+    with caplog.at_level(logging.INFO):
+        told = HitRateLog(counters, 0.02)
+        time.sleep(0.2)
+        assert caplog.messages == []
+        counters.hit_window.append((1, 0, 2))
+        counters.finished_requests = 1
+        eventually(lambda: len(caplog.messages) == 1)
+        time.sleep(0.2)
+        assert len(caplog.messages) == 1
+        told.close()
+        last = HitRateLog(counters, 3600)
+        last.close()
+    assert len(caplog.messages) == 2
+
+
+# -- the recording -----------------------------------------------------------------------------------------------------
+
+
+def recorded(directory, work, **options):
+    """What is in the file after `work(rig)`."""
+    recorder = Recorder(directory, **options)
+    rig = Rig(leader_class=partial(RecordingLeader, recorder))
+    work(rig)
+    recorder.close()
+    rig.close()
+    return recorder, lines_of(recorder.path)
+
+
+def a_hit(rig):
+    hashes = rig.fill("a", 3)
+    blocks = rig.load("again", hashes)
+    rig.step()
+    rig.finish("again", hashes, blocks)
+    rig.leader.reset()
+
+
+def test_a_recording_has_every_decision_and_names_blocks_by_their_hashes(tmp_path):
+    _, lines = recorded(tmp_path, a_hit)
+    hashes = [one.hex() for one in chain("a", 3)]
+    calls = [line["call"] for line in lines]
+    assert (calls[0], calls[-1]) == ("begin", "end")
+    assert {"match", "offload", "onboard", "step", "loaded", "finish", "reset"} <= set(calls)
+    by_call = {line["call"]: line for line in lines}
+    assert by_call["offload"]["hashes"] == by_call["match"]["hashes"] == by_call["onboard"]["hashes"] == hashes
+    assert (by_call["match"]["request"], by_call["match"]["blocks"]) == ("again", 3)
+    assert (by_call["loaded"]["blocks"], by_call["loaded"]["failed"]) == (3, 0)
+    assert by_call["end"]["dropped"] == 0
+    assert [line["at_s"] for line in lines] == sorted(line["at_s"] for line in lines)
+
+
+def test_a_recording_is_private_and_never_somebody_elses_file(tmp_path):
+    directory = tmp_path / "new"
+    recorders = [Recorder(directory) for _ in range(3)]
+    for recorder in recorders:
+        recorder.close()
+    assert len({recorder.path for recorder in recorders}) == 3
+    assert {stat.S_IMODE(recorder.path.stat().st_mode) for recorder in recorders} == {0o600}
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_directory_that_cannot_be_made_is_an_error_that_names_the_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem, match=r"cannot record in .*/file/below: ") as caught:
+        Recorder(tmp_path / "file" / "below")
+    assert "metrics.record_directory" in caught.value.hint
+    assert "DYN_KVBM_ENABLE_RECORD=0" in caught.value.hint
+
+
+def test_what_there_is_no_room_for_is_dropped_counted_and_said(tmp_path, monkeypatch, caplog):
+    gate, write = threading.Event(), os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: (gate.wait(20), write(fd, data))[1])
+    recorder = Recorder(tmp_path, queue_calls=4)
+    rig = Rig(leader_class=partial(RecordingLeader, recorder))
+    hashes = rig.fill("a", 2)
+    began_s = time.monotonic()
+    for _ in range(1000):
+        rig.leader.match("r", hashes, 0)
+    assert time.monotonic() - began_s < 5
+    dropped = rig.leader.counters.record_dropped_calls
+    assert 900 < dropped == recorder.dropped_calls
+    gate.set()
+    eventually(lambda: recorder._calls.empty())
+    rig.leader.match("r", hashes, 0)
+    recorder.close()
+    rig.close()
+    lines = lines_of(recorder.path)
+    assert lines[-1] == {**lines[-1], "call": "end", "dropped": dropped}
+    assert any(line["call"] == "dropped" and line["calls"] == dropped for line in lines)
+    assert f"kvbm: {dropped} calls are not in {recorder.path}" in caplog.messages
+
+
+def test_file_that_cannot_be_written_ends_the_recording_and_nothing_else(tmp_path, caplog):
+    recorder, lines = recorded(tmp_path, a_hit, max_bytes=300)
+    assert lines[0]["call"] == "begin"
+    assert recorder.path.stat().st_size <= 300
+    assert any("has ended: it has reached 300 bytes" in message for message in caplog.messages)
+
+
+def test_a_recording_leader_decides_as_any_other(tmp_path):
+    def tell(rig):
+        a_hit(rig)
+        rig.fill("b", 20) if rig.g1.block_count > 20 else rig.fill("b", 8)
+        return rig.leader.counters, rig.leader.blocks()
+
+    plain, said = Rig(), {}
+    expected = tell(plain)
+    plain.close()
+    recorded(tmp_path, lambda rig: said.update(got=tell(rig)))
+    assert said["got"] == expected
+
+
+# -- a port of their own -----------------------------------------------------------------------------------------------
+
+
+def scrape(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(answer.read().decode())
+            for sample in family.samples
+            if not sample.labels
+        }
+
+
+def test_series_are_served_on_a_port_of_their_own_as_prometheus_reads_them():
+    observation = Observation(MetricsSection(serve=True, port=0, log_interval_s=0))
+    rig = Rig(leader_class=observation.leader_class)
+    observation.watch(rig.leader)
+    port = observation._server.port
+    assert scrape(port)["kvbm_offload_blocks_d2h"] == 0
+    rig.fill("a", 3)
+    found = scrape(port)
+    assert found["kvbm_offload_blocks_d2h"] == 3
+    observation.close()
+    rig.close()
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+
+
+def test_engines_of_one_server_have_ports_that_follow_each_other():
+    base = choose_port("127.0.0.1", 0)
+    ports = []
+    for engine in (0, 1):
+        observation = Observation(MetricsSection(serve=True, port=base), engine=engine)
+        ports.append(observation._server.port)
+        observation.close()
+    assert ports == [base, base + 1]
+
+
+def test_port_that_is_taken_is_an_error_that_names_variable_and_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentProblem) as caught:
+            Observation(MetricsSection(serve=True, port=port))
+    assert caught.value.message == f"cannot listen on 127.0.0.1 port {port} for metrics: address already in use"
+    assert "DYN_KVBM_METRICS_PORT" in caught.value.hint
+
+
+@pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 6880), ("no.such.host.invalid", 6880), ("127.0.0.1", 65536)])
+def test_address_that_there_is_not_is_an_error_too(host, port):
+    with pytest.raises(EnvironmentProblem, match=str(port)):
+        MetricsServer(host, port)
+
+
+def test_nothing_is_opened_unless_it_is_asked_for():
+    before = threading.active_count()
+    observation = Observation(MetricsSection(log_interval_s=0))
+    rig = Rig(leader_class=observation.leader_class)
+    observation.watch(rig.leader)
+    assert type(rig.leader) is Leader
+    assert threading.active_count() == before
+    assert rig.leader.counters.hit_rate(Tier.HOST) == 0
+    observation.close()
+    rig.close()
