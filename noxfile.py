@@ -24,11 +24,12 @@ def install(session: nox.Session, *extras: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, and the reference pages."""
+    """Style, the reference pages, and whether the planted bugs fit the code."""
     install(session, "dev")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("python", "docs/generate.py", "--check")
+    session.run("python", "tests/mutants/run.py", "--check")
 
 
 @nox.session

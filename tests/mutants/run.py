@@ -1,13 +1,14 @@
-"""Test the tests: each patch in this directory is a plausible bug, and the tests must notice it.
+"""Test the tests: each row of the tables in this directory is a plausible bug, and the tests must notice it.
 
     python tests/mutants/run.py                 all of them
-    python tests/mutants/run.py 03 reset        those whose name contains one of these
+    python tests/mutants/run.py leader reset    those whose name contains one of these
     python tests/mutants/run.py --list          names, targets and bugs, nothing is run
+    python tests/mutants/run.py --check         whether every row still fits the code, nothing is run
 
-A patch is a unified diff against the repository (`git apply`) that starts with comment lines: one that says what the
-bug is, and one `# fails: <pytest arguments>` that names the tests that must fail. For each patch the working tree, as
-git sees it, is copied, patched and tested in a directory of its own. Before that, every target must pass without any
-patch. Exit code 1 when a bug survives, a patch does not apply, or a target fails without one.
+A row (`mutant.py`) names a file, a text that occurs in it exactly once, the text that replaces it, and the tests that
+must fail then. For each row the working tree, as git sees it, is copied, changed and tested in a directory of its own.
+Before that, every target must pass without any change. Exit code 1 when a bug survives, a row does not fit the code, or
+a target fails without one.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent.parent
+import cli
+import core
+import disk
+import disk_side
+import leader
+import loads
+import transfer
+import worker
+from mutant import Mutant
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+TABLES = (core, leader, loads, disk, disk_side, transfer, worker, cli)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One patch: what is wrong with it, and the pytest arguments that must notice."""
-
-    path: Path
-    bug: str
-    target: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,24 @@ class Outcome:
     output: str = ""
 
 
-def read_mutant(path: Path) -> Mutant:
-    comments = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        comments.append(line.lstrip("# ").strip())
-    targets = [line.removeprefix("fails:").strip() for line in comments if line.startswith("fails:")]
-    bug = " ".join(line for line in comments if line and not line.startswith("fails:"))
-    if len(targets) != 1 or not bug:
-        raise SystemExit(
-            f"error: {path.name} must start with a comment on the bug and one `# fails: <pytest arguments>`"
-        )
-    return Mutant(path, bug, tuple(shlex.split(targets[0])))
+def mistakes(mutants: list[Mutant]) -> list[str]:
+    """Return what is wrong with the rows, one line each."""
+    found = []
+    names = [mutant.name for mutant in mutants]
+    for mutant in mutants:
+        problems = ["another row has this name"] if names.count(mutant.name) > 1 else []
+        if mutant.old == mutant.new:
+            problems.append("the old and the new text are the same")
+        try:
+            mutant.applied_to((REPOSITORY / mutant.file).read_text())
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+        paths = [argument for argument in shlex.split(mutant.fails) if argument.startswith("tests/")]
+        problems += [f"{path} does not exist" for path in paths if not (REPOSITORY / path.split("::")[0]).exists()]
+        if not paths:
+            problems.append("no tests are named")
+        found += [f"{mutant.name}: {problem}" for problem in problems]
+    return found
 
 
 def tracked_files() -> list[str]:
@@ -80,13 +87,13 @@ def copied_tree(files: list[str]) -> Iterator[Path]:
         yield tree
 
 
-def run_tests(tree: Path, target: tuple[str, ...]) -> tuple[int | None, str]:
+def run_tests(tree: Path, target: str) -> tuple[int | None, str]:
     """Return pytest's exit code, None when it did not end in time, and what it printed."""
     options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S // 2}", "--hypothesis-seed=0"]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
         result = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *target],
+            [sys.executable, "-m", "pytest", *options, *shlex.split(target)],
             cwd=tree,
             env=environment,
             stdout=subprocess.PIPE,
@@ -99,23 +106,25 @@ def run_tests(tree: Path, target: tuple[str, ...]) -> tuple[int | None, str]:
     return result.returncode, result.stdout
 
 
-def judge_clean(files: list[str], target: tuple[str, ...]) -> Outcome:
+def judge_clean(files: list[str], target: str) -> Outcome:
     started = time.monotonic()
     with copied_tree(files) as tree:
         code, output = run_tests(tree, target)
     seconds = time.monotonic() - started
     return (
-        Outcome("passes", True, seconds) if code == 0 else Outcome(f"FAILS UNPATCHED ({code})", False, seconds, output)
+        Outcome("passes", True, seconds) if code == 0 else Outcome(f"FAILS UNCHANGED ({code})", False, seconds, output)
     )
 
 
 def judge(files: list[str], mutant: Mutant) -> Outcome:
     started = time.monotonic()
     with copied_tree(files) as tree:
-        applied = subprocess.run(["git", "apply", mutant.path], cwd=tree, capture_output=True, text=True)
-        if applied.returncode:
-            return Outcome("DOES NOT APPLY", False, time.monotonic() - started, applied.stderr)
-        code, output = run_tests(tree, mutant.target)
+        path = tree / mutant.file
+        try:
+            path.write_text(mutant.applied_to(path.read_text()))
+        except (OSError, ValueError) as error:
+            return Outcome("DOES NOT APPLY", False, time.monotonic() - started, str(error))
+        code, output = run_tests(tree, mutant.fails)
     seconds = time.monotonic() - started
     if code is None:
         return Outcome("caught (hung)", True, seconds)
@@ -132,30 +141,34 @@ def report(name: str, outcome: Outcome, detail: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Apply each planted bug and require a test to fail.")
-    parser.add_argument("names", nargs="*", help="run only the patches whose name contains one of these")
-    parser.add_argument("--list", action="store_true", help="print the patches and run nothing")
+    parser.add_argument("names", nargs="*", help="run only the bugs whose name contains one of these")
+    parser.add_argument("--list", action="store_true", help="print the bugs and run nothing")
+    parser.add_argument("--check", action="store_true", help="check all rows against the code and run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="how many to run at once (default 1)")
     options = parser.parse_args()
-    paths = sorted(
-        path for path in HERE.glob("*.patch") if not options.names or any(n in path.name for n in options.names)
-    )
-    mutants = [read_mutant(path) for path in paths]
+    every = [mutant for table in TABLES for mutant in table.MUTANTS]
+    if options.check:
+        found = mistakes(every)
+        for mistake in found:
+            print(f"error: {mistake}", file=sys.stderr)
+        return 1 if found else 0
+    mutants = [m for m in every if not options.names or any(name in m.name for name in options.names)]
     if not mutants:
-        print("error: no patch has such a name", file=sys.stderr)
+        print("error: no bug has such a name", file=sys.stderr)
         return 1
     if options.list:
         for mutant in mutants:
-            print(f"{mutant.path.stem:<36} {' '.join(mutant.target):<32} {mutant.bug}")
+            print(f"{mutant.name:<36} {mutant.fails:<32} {mutant.bug}")
         return 0
     files = tracked_files()
     with ThreadPoolExecutor(options.jobs) as pool:
-        targets = sorted({mutant.target for mutant in mutants})
+        targets = sorted({mutant.fails for mutant in mutants})
         clean = list(pool.map(lambda target: judge_clean(files, target), targets))
         for target, outcome in zip(targets, clean, strict=True):
-            report("(no patch)", outcome, " ".join(target))
+            report("(no bug)", outcome, target)
         outcomes = []
         for mutant, outcome in zip(mutants, pool.map(lambda mutant: judge(files, mutant), mutants), strict=True):
-            report(mutant.path.stem, outcome, mutant.bug)
+            report(mutant.name, outcome, mutant.bug)
             outcomes.append(outcome)
     caught = sum(outcome.is_good for outcome in outcomes)
     print(f"{caught} of {len(outcomes)} bugs caught")

@@ -1,0 +1,74 @@
+"""Bugs in profiles and in the commands."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="doctor-guard-removes-nothing",
+        bug="Nobody clears away what a killed doctor leaves.",
+        file="kvbm_cli/doctor/guard.py",
+        old="shutil.rmtree(whole, ignore_errors=True)",
+        new="os.path.getmtime(whole)",
+        fails="tests/cli/test_doctor_program.py -x -k SIGKILL",
+    ),
+    Mutant(
+        name="doctor-passes-with-failures",
+        bug="A failed check does not show in the exit code.",
+        file="kvbm_cli/doctor/command.py",
+        old="exit_code = int(any(check.state is State.FAILURE for check in checks))",
+        new="exit_code = int(all(check.state is State.FAILURE for check in checks))",
+        fails="tests/cli/test_doctor.py -k report",
+    ),
+    Mutant(
+        name="profile-null-tier-stays",
+        bug="A tier that is null stays as the parent has it.",
+        file="kvbm/config/layers.py",
+        old="if entry.value is None and here in _SECTIONS and not (here in TIERS and entry.source.written.strip()):",
+        new="if entry.value is None and here in _SECTIONS and here:",
+        fails="tests/config/test_load.py",
+    ),
+    Mutant(
+        name="profile-overrides-lose-to-variables",
+        bug="A variable wins over what the command line says.",
+        file="kvbm/config/layers.py",
+        old="for layer in layers:",
+        new="for layer in (*layers[1:], layers[0]):",
+        fails="tests/config/test_load.py",
+    ),
+    Mutant(
+        name="profile-tells-one-mistake",
+        bug="Only the first mistake of a profile is told.",
+        file="kvbm/config/load.py",
+        old="mistakes = findings.in_order()",
+        new="mistakes = findings.in_order()[:1]",
+        fails="tests/config/test_all_mistakes.py",
+    ),
+    Mutant(
+        name="profile-value-takes-a-section-away",
+        bug="A value where a section belongs takes away what lies below it, and is covered by the next layer.",
+        file="kvbm/config/layers.py",
+        old="""\
+    take_away(document, findings.add(no_sections(document, _SECTIONS)))
+""",
+        new="",
+        fails="tests/config/test_all_mistakes.py",
+    ),
+    Mutant(
+        name="profile-variable-that-is-not-set-is-empty",
+        bug="A variable of the environment that is not set becomes nothing, without a word.",
+        file="kvbm/config/interpolation.py",
+        old="if value is None:",
+        new="if value is None and not name:",
+        fails="tests/config/test_interpolation.py",
+    ),
+    Mutant(
+        name="serve-counts-on-the-room-of-others",
+        bug="A disk that cannot fit is thought to fit in the place of a cache that an engine uses.",
+        file="kvbm_cli/check.py",
+        old="if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):",
+        new="if missing_bytes <= sum(cache.arena_bytes for cache in caches):",
+        fails="tests/cli/test_check.py",
+    ),
+)

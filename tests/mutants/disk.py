@@ -1,0 +1,241 @@
+"""Bugs in the disk tier: its files, its index and its I/O."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="aio-does-not-wait-when-interrupted",
+        bug="A batch that is interrupted leaves its I/O running into the buffers.",
+        file="kvbm/disk/kernel_aio.py",
+        old="""\
+            self.close()
+""",
+        new="",
+        fails="tests/disk/test_kernel_aio.py",
+    ),
+    Mutant(
+        name="aio-part-is-taken-for-all",
+        bug="A request of a batch that moved only some of its bytes counts as done.",
+        file="kvbm/disk/block_io.py",
+        old="if count != wanted",
+        new="if count < 0",
+        fails="tests/disk/test_kernel_aio.py",
+    ),
+    Mutant(
+        name="disk-auto-takes-nixl-however-slow",
+        bug="`io: auto` takes NIXL wherever it works, however slow it is.",
+        file="kvbm/disk/choose_io.py",
+        old="return Choice(queue if nixl > FASTER * threads else None, shown)",
+        new="return Choice(queue, shown)",
+        fails="tests/disk/test_choose_io.py",
+    ),
+    Mutant(
+        name="disk-believes-every-byte",
+        bug="A block that was read is good, whatever its checksum says.",
+        file="kvbm/disk/transfers.py",
+        old="is_good = found == transfer.checksums[position]",
+        new="is_good = True",
+        fails="tests/disk/test_corruption.py",
+    ),
+    Mutant(
+        name="disk-cache-is-not-marked-as-used",
+        bug="a cache counts as unused since its engine was started, and is the first to go",
+        file="kvbm/disk/index_thread.py",
+        old="self._instance.touch()",
+        new="pass",
+        fails="tests/disk/test_tier.py -k blocks_move",
+    ),
+    Mutant(
+        name="disk-checksum-without-the-hash",
+        bug="A checksum fits the bytes of a block whatever its hash is.",
+        file="kvbm/disk/index.py",
+        old='seed = int.from_bytes(sequence_hash[:SEED_BYTES], "little")',
+        new="seed = 0",
+        fails="tests/disk/test_disk_faults.py tests/disk/test_corruption.py",
+    ),
+    Mutant(
+        name="disk-child-keeps-the-lock",
+        bug="A forked child keeps the lock of a cache when the engine is killed.",
+        file="kvbm/disk/directory.py",
+        old="os.register_at_fork(after_in_child=_close_in_child)",
+        new="os.register_at_fork(after_in_child=list)",
+        fails="tests/disk/test_directory.py -k lock",
+    ),
+    Mutant(
+        name="disk-clear-is-not-flushed",
+        bug="A clear is committed, but a power cut takes it back.",
+        file="kvbm/disk/index.py",
+        old='self._connection.execute("PRAGMA synchronous=FULL")',
+        new='self._connection.execute("PRAGMA synchronous=NORMAL")',
+        fails="tests/disk/test_crashes.py -k survive_a",
+    ),
+    Mutant(
+        name="disk-clear-misses-what-is-in-flight",
+        bug="A write that was under way when all was cleared is committed after it.",
+        file="kvbm/disk/index_thread.py",
+        old="for transfer in (*self._in_flight.values(), *written, *begun):",
+        new="for transfer in begun:",
+        fails="tests/disk/test_disk_faults.py -k clear",
+    ),
+    Mutant(
+        name="disk-commits-before-the-flush",
+        bug="Rows are committed although the flush of their bytes has failed.",
+        file="kvbm/disk/index_thread.py",
+        old="""\
+            for transfer in written:
+                transfer.fail(f"flush: {error}")
+""",
+        new="",
+        fails="tests/disk/test_disk_faults.py -k flush",
+    ),
+    Mutant(
+        name="disk-commits-lost-bytes",
+        bug="A write is committed although its host slots have lost their bytes.",
+        file="kvbm/disk/index_thread.py",
+        old="if transfer.is_intact is not None and not transfer.is_intact():",
+        new="if transfer.is_intact is None:",
+        fails="tests/disk/test_disk_faults.py -k lost_their_bytes",
+    ),
+    Mutant(
+        name="disk-failed-start-keeps-the-space",
+        bug="A start that fails leaves what it has taken.",
+        file="kvbm/disk/files.py",
+        old="""\
+            with suppress(OSError):
+                os.ftruncate(self.fd, min(before, length))
+""",
+        new="",
+        fails='tests/disk/test_directory.py -k "space_back or as_it_was"',
+    ),
+    Mutant(
+        name="disk-follows-links",
+        bug="A file of a cache may be a link to somewhere else.",
+        file="kvbm/disk/files.py",
+        old="fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)",
+        new="fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)",
+        fails="tests/disk/test_directory.py -k link",
+    ),
+    Mutant(
+        name="disk-forgets-the-debts",
+        bug="What could not be deleted is not deleted later.",
+        file="kvbm/disk/index_thread.py",
+        old="self._slots_to_delete = slots if error else set()",
+        new="self._slots_to_delete = set()",
+        fails="tests/disk/test_disk_faults.py -k forgotten_later",
+    ),
+    Mutant(
+        name="disk-gds-is-tried-anywhere",
+        bug="GPUDirect Storage is tried where its driver hangs.",
+        file="kvbm/disk/choose_io.py",
+        old="complaint = (why_no_gds() if queue == GDS else None) or trial(directory, queue)",
+        new="complaint = trial(directory, queue)",
+        fails="tests/disk/test_choose_io.py",
+    ),
+    Mutant(
+        name="disk-older-row-of-a-hash-counts",
+        bug="Of two rows with one hash, the older one is taken for where the block is.",
+        file="kvbm/disk/instance.py",
+        old='positions = positions[np.argsort(found.generations[positions], kind="stable")]',
+        new='positions = positions[np.argsort(-found.generations[positions], kind="stable")]',
+        fails="tests/disk/test_corruption.py",
+    ),
+    Mutant(
+        name="disk-overwrites-what-is-still-named",
+        bug="The rows of a slot stay in the index while its bytes change.",
+        file="kvbm/disk/index_thread.py",
+        old="""\
+        slots = self._slots_to_delete.union(*(transfer.disk_slots for transfer in begun), *(f.slots for f in forgotten))
+""",
+        new="""\
+        slots = self._slots_to_delete.union(*(f.slots for f in forgotten))
+""",
+        fails="tests/disk/test_crashes.py -k named_points --timeout 170",
+    ),
+    Mutant(
+        name="disk-short-count-is-enough",
+        bug="What the kernel did in part counts as all.",
+        file="kvbm/disk/block_io.py",
+        old="buffers = _rest(buffers, count)",
+        new="return offset",
+        fails="tests/disk/test_disk_faults.py -k short",
+    ),
+    Mutant(
+        name="disk-stall-holds-what-waits",
+        bug="What waits behind a disk that hangs is not ended.",
+        file="kvbm/disk/tier.py",
+        old="""\
+        self._threads.fail_waiting("the disk hangs")
+""",
+        new="",
+        fails="tests/disk/test_disk_faults.py -k turns_it_off_until --timeout 20",
+    ),
+    Mutant(
+        name="disk-tells-the-last-found-again",
+        bug="the last of what was found at opening is told again and again",
+        file="kvbm/disk/tier.py",
+        old="self._found = NOTHING if is_last else (slots[rest], hashes[rest])",
+        new="self._found = (slots, hashes) if is_last else (slots[rest], hashes[rest])",
+        fails="tests/disk/test_tier.py -k told_some_at_a_time",
+    ),
+    Mutant(
+        name="disk-writes-although-rows-stay",
+        bug="A write goes on although the rows of its slots could not be deleted.",
+        file="kvbm/disk/index_thread.py",
+        old="if error is None:",
+        new="if True:",
+        fails="tests/disk/test_disk_faults.py -k cannot_be_deleted",
+    ),
+    Mutant(
+        name="disk-writes-go-first",
+        bug="Reads wait behind all writes.",
+        file="kvbm/disk/transfers.py",
+        old="piece = (self._reads or self._writes).popleft()",
+        new="piece = (self._writes or self._reads).popleft()",
+        fails="tests/disk/test_disk_faults.py -k reads_go_before",
+    ),
+    Mutant(
+        name="doctor-believes-fcntl",
+        bug="O_DIRECT is relied on where only fcntl takes it, which never asks a FUSE filesystem.",
+        file="kvbm/disk/probe.py",
+        old="takes_open = by_open.works",
+        new="takes_open = by_open.works or by_fcntl.works",
+        fails="tests/doctor/test_probe.py -k recommended",
+    ),
+    Mutant(
+        name="doctor-compares-nothing",
+        bug="What is read back is not compared with what was written.",
+        file="kvbm/disk/probe.py",
+        old="if out[:] != back[:]:",
+        new="if len(out) != len(back):",
+        fails="tests/doctor/test_probe.py -k wrong_bytes",
+    ),
+    Mutant(
+        name="doctor-forgets-the-name",
+        bug="A file that must have a name for an instant keeps it.",
+        file="kvbm/disk/probe.py",
+        old="os.unlink(path)",
+        new="pass",
+        fails="tests/doctor/test_probe.py -k name",
+    ),
+    Mutant(
+        name="doctor-takes-all-the-space",
+        bug="The trial is bounded by the free space, not by a tenth of it.",
+        file="kvbm/disk/probe.py",
+        old="free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES",
+        new="free = self._free_bytes if self._total_bytes else UNKNOWN_SPACE_BYTES",
+        fails="tests/doctor/test_probe.py -k tenth",
+    ),
+    Mutant(
+        name="lasting-disk-takes-any-cache",
+        bug="the next disk process takes over a cache that a clear of this engine has not reached",
+        file="kvbm/disk/directory.py",
+        old="""\
+        if only not in (None, instance):
+            continue
+""",
+        new="",
+        fails="tests/disk/test_lasting_disk.py -k other_cache",
+    ),
+)

@@ -1,0 +1,111 @@
+"""Bugs in the worker, and in the driver of the embedded engine."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="driver-loads-into-the-first-blocks",
+        bug="a load goes to the first blocks of the request, not to those behind its local hit",
+        file="kvbm/embedded/driver.py",
+        old="self.leader.onboard(request.request_id, self._loadable(request), start, block_ids[start:end])",
+        new="self.leader.onboard(request.request_id, self._loadable(request), start, block_ids[: end - start])",
+        fails="tests/engines/test_kvbm_in_engine.py",
+    ),
+    Mutant(
+        name="driver-offloads-before-the-forward-pass",
+        bug="offloads begin before the blocks are computed",
+        file="kvbm/embedded/driver.py",
+        old="""\
+            self._worker.start(self._plan)
+""",
+        new="""\
+            self._worker.start(self._plan)
+            self._worker.finish(self._plan)
+""",
+        fails="tests/engines/test_kvbm_in_engine.py",
+    ),
+    Mutant(
+        name="worker-checks-only-before",
+        bug="an onboard does not check its slots again after the copy",
+        file="kvbm/worker.py",
+        old="""\
+        self._copier.onboard(order.slots[part], order.block_ids[part], fence)
+        self._require_source(order, part)
+""",
+        new="""\
+        self._copier.onboard(order.slots[part], order.block_ids[part], fence)
+""",
+        fails="tests/leader",
+    ),
+    Mutant(
+        name="worker-denies-in-silence",
+        bug="a worker that denies a lost copy does not say that there is a new word",
+        file="kvbm/worker.py",
+        old="return has_denied or bool(onboards or offloads)",
+        new="return bool(onboards or offloads)",
+        fails="tests/leader",
+    ),
+    Mutant(
+        name="worker-does-not-answer-overdue",
+        bug="an overdue offload that is not running gets no answer",
+        file="kvbm/worker.py",
+        old="self._deny_offload(offload)",
+        new="pass",
+        fails="tests/leader",
+    ),
+    Mutant(
+        name="worker-failed-copy-is-ready",
+        bug="a copy that raised is reported as good",
+        file="kvbm/worker.py",
+        old="return SlotState.FAILED",
+        new="return SlotState.READY",
+        fails="tests/leader",
+    ),
+    Mutant(
+        name="worker-forgets-a-failed-part",
+        bug="only the last part of a load decides whether it is good",
+        file="kvbm/worker.py",
+        old="self.error = self.error or error",
+        new="self.error = error",
+        fails="tests/leader",
+    ),
+    Mutant(
+        name="worker-part-that-never-ran-is-good",
+        bug="a part of a load that was withdrawn or lost does not count as failed",
+        file="kvbm/worker.py",
+        old='running.end(ticket, TransferError(f"a part of transfer {generation} never ran"))',
+        new="running.end(ticket, None)",
+        fails="tests/leader",
+    ),
+    Mutant(
+        name="worker-reads-without-checking",
+        bug="an onboard does not check which block its slots hold",
+        file="kvbm/worker.py",
+        old="if not self._segment.slots_carry(order.slots[part], order.slot_generations[part]):",
+        new="if False and not self._segment.slots_carry(order.slots[part], order.slot_generations[part]):",
+        fails="tests/leader",
+    ),
+    Mutant(
+        name="worker-ready-at-submission",
+        bug="words are written when a copy is submitted",
+        file="kvbm/worker.py",
+        old="""\
+            for order in plan.offloads:
+""",
+        new="""\
+            for order in plan.offloads:
+                self._segment.write_slots(order.slots, order.generation, SlotState.READY)
+""",
+        fails="tests/leader",
+    ),
+    Mutant(
+        name="worker-reports-its-first-part",
+        bug="a load is reported when the first of its parts has ended",
+        file="kvbm/worker.py",
+        old="return not self.tickets",
+        new="return True",
+        fails="tests/leader",
+    ),
+)
