@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="doctor-guard-removes-nothing",
         bug="Nobody clears away what a killed doctor leaves.",
-        file="kvbm_cli/doctor/guard.py",
+        file="kvbm_cli/doctor/scratch_guard.py",
         old="shutil.rmtree(whole, ignore_errors=True)",
         new="os.path.getmtime(whole)",
         fails="tests/cli/test_doctor_program.py -x -k SIGKILL",
@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant(
         name="serve-counts-on-the-room-of-others",
         bug="A disk that cannot fit is thought to fit in the place of a cache that an engine uses.",
-        file="kvbm_cli/check.py",
+        file="kvbm_cli/profile/check.py",
         old="if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):",
         new="if missing_bytes <= sum(cache.arena_bytes for cache in caches):",
         fails="tests/cli/test_check.py",

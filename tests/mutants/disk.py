@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="aio-does-not-wait-when-interrupted",
         bug="A batch that is interrupted leaves its I/O running into the buffers.",
-        file="kvbm/disk/kernel_aio.py",
+        file="kvbm/disk/io/kernel_aio.py",
         old="""\
             self.close()
 """,
@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant(
         name="aio-part-is-taken-for-all",
         bug="A request of a batch that moved only some of its bytes counts as done.",
-        file="kvbm/disk/block_io.py",
+        file="kvbm/disk/io/threads.py",
         old="if count != wanted",
         new="if count < 0",
         fails="tests/disk/test_kernel_aio.py",
@@ -26,10 +26,10 @@ MUTANTS = (
     Mutant(
         name="disk-auto-takes-nixl-however-slow",
         bug="`io: auto` takes NIXL wherever it works, however slow it is.",
-        file="kvbm/disk/choose_io.py",
+        file="kvbm/disk/io/select.py",
         old="return Choice(queue if nixl > FASTER * threads else None, shown)",
         new="return Choice(queue, shown)",
-        fails="tests/disk/test_choose_io.py",
+        fails="tests/disk/test_select.py",
     ),
     Mutant(
         name="disk-believes-every-byte",
@@ -45,7 +45,7 @@ MUTANTS = (
         file="kvbm/disk/index_thread.py",
         old="self._instance.touch()",
         new="pass",
-        fails="tests/disk/test_tier.py -k blocks_move",
+        fails="tests/disk/test_storage.py -k blocks_move",
     ),
     Mutant(
         name="disk-checksum-without-the-hash",
@@ -128,10 +128,10 @@ MUTANTS = (
     Mutant(
         name="disk-gds-is-tried-anywhere",
         bug="GPUDirect Storage is tried where its driver hangs.",
-        file="kvbm/disk/choose_io.py",
+        file="kvbm/disk/io/select.py",
         old="complaint = (why_no_gds() if queue == GDS else None) or trial(directory, queue)",
         new="complaint = trial(directory, queue)",
-        fails="tests/disk/test_choose_io.py",
+        fails="tests/disk/test_select.py",
     ),
     Mutant(
         name="disk-older-row-of-a-hash-counts",
@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         name="disk-short-count-is-enough",
         bug="What the kernel did in part counts as all.",
-        file="kvbm/disk/block_io.py",
+        file="kvbm/disk/io/threads.py",
         old="buffers = _rest(buffers, count)",
         new="return offset",
         fails="tests/disk/test_disk_faults.py -k short",
@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         name="disk-stall-holds-what-waits",
         bug="What waits behind a disk that hangs is not ended.",
-        file="kvbm/disk/tier.py",
+        file="kvbm/disk/storage.py",
         old="""\
         self._threads.fail_waiting("the disk hangs")
 """,
@@ -174,10 +174,10 @@ MUTANTS = (
     Mutant(
         name="disk-tells-the-last-found-again",
         bug="the last of what was found at opening is told again and again",
-        file="kvbm/disk/tier.py",
+        file="kvbm/disk/storage.py",
         old="self._found = NOTHING if is_last else (slots[rest], hashes[rest])",
         new="self._found = (slots, hashes) if is_last else (slots[rest], hashes[rest])",
-        fails="tests/disk/test_tier.py -k told_some_at_a_time",
+        fails="tests/disk/test_storage.py -k told_some_at_a_time",
     ),
     Mutant(
         name="disk-writes-although-rows-stay",
@@ -198,7 +198,7 @@ MUTANTS = (
     Mutant(
         name="doctor-believes-fcntl",
         bug="O_DIRECT is relied on where only fcntl takes it, which never asks a FUSE filesystem.",
-        file="kvbm/disk/probe.py",
+        file="kvbm_cli/doctor/probe.py",
         old="takes_open = by_open.works",
         new="takes_open = by_open.works or by_fcntl.works",
         fails="tests/doctor/test_probe.py -k recommended",
@@ -206,7 +206,7 @@ MUTANTS = (
     Mutant(
         name="doctor-compares-nothing",
         bug="What is read back is not compared with what was written.",
-        file="kvbm/disk/probe.py",
+        file="kvbm_cli/doctor/probe.py",
         old="if out[:] != back[:]:",
         new="if len(out) != len(back):",
         fails="tests/doctor/test_probe.py -k wrong_bytes",
@@ -214,7 +214,7 @@ MUTANTS = (
     Mutant(
         name="doctor-forgets-the-name",
         bug="A file that must have a name for an instant keeps it.",
-        file="kvbm/disk/probe.py",
+        file="kvbm_cli/doctor/probe.py",
         old="os.unlink(path)",
         new="pass",
         fails="tests/doctor/test_probe.py -k name",
@@ -222,7 +222,7 @@ MUTANTS = (
     Mutant(
         name="doctor-takes-all-the-space",
         bug="The trial is bounded by the free space, not by a tenth of it.",
-        file="kvbm/disk/probe.py",
+        file="kvbm_cli/doctor/probe.py",
         old="free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES",
         new="free = self._free_bytes if self._total_bytes else UNKNOWN_SPACE_BYTES",
         fails="tests/doctor/test_probe.py -k tenth",
@@ -236,6 +236,6 @@ MUTANTS = (
             continue
 """,
         new="",
-        fails="tests/disk/test_lasting_disk.py -k other_cache",
+        fails="tests/disk/test_supervisor.py -k other_cache",
     ),
 )

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="leader-ages-hot-prefixes",
         bug="a hit in G1 does not refresh the chain in G2",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="self._store.touch(used)",
         new="pass",
         fails="tests/leader",
@@ -16,15 +16,15 @@ MUTANTS = (
     Mutant(
         name="leader-asks-a-disk-that-failed-again",
         bug="a request whose load the disk has failed is sent to the disk again",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="return search(self._disk if request.may_read_disk else None)",
         new="return search(self._disk)",
-        fails="tests/leader/test_disk_side.py -k several_groups",
+        fails="tests/leader/test_disk_tier.py -k several_groups",
     ),
     Mutant(
         name="leader-copies-behind-a-low-priority",
         bug="blocks behind one whose priority is too low are copied",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="return next(low, end)",
         new="return end - sum(1 for _ in low)",
         fails="tests/leader",
@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         name="leader-copies-blocks-that-are-not-there",
         bug="a block that the engine does not keep is copied",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="if fresh[index] not in self._departing and sources[index] != NO_BLOCK",
         new="if fresh[index] not in self._departing",
         fails="tests/leader",
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         name="leader-copies-what-is-in-flight",
         bug="a block on its way to G2 is copied again",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="if fresh[index] not in self._departing and sources[index] != NO_BLOCK",
         new="if sources[index] != NO_BLOCK",
         fails="tests/leader",
@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         name="leader-counts-before-the-copy",
         bug="offloaded blocks are counted when ordered",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="""\
         self._in_flight_blocks += len(block_ids)
 """,
@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(
         name="leader-forgets-the-rest",
         bug="blocks that found no room are never looked at again",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="request.considered[group] = considered + absent[ordered]",
         new="request.considered[group] = end",
         fails="tests/leader",
@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         name="leader-never-tells-the-end-of-an-aborted-load",
         bug="the engine is not told when the load of an aborted request has ended",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="""\
         self._unreported.append(LoadResult(request_id, load.block_ids, left_out, is_live))
 """,
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         name="leader-offload-without-hold",
         bug="sources of an offload are not held (and not released)",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="""\
         self._hold(block_ids)
 """,
@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         name="leader-old-result-for-a-new-request",
         bug="the result of an aborted load goes to a new request of the same id",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="is_live = self._requests.get(request_id) is request",
         new="is_live = request_id in self._requests",
         fails="tests/leader",
@@ -100,7 +100,7 @@ MUTANTS = (
     Mutant(
         name="leader-reads-a-window-block-late",
         bug="a block that has left the window of its request is copied at a later step",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="request.considered[group] = end",
         new="request.considered[group] = end if ordered == len(absent) else considered",
         fails="tests/leader",
@@ -108,7 +108,7 @@ MUTANTS = (
     Mutant(
         name="leader-registers-failed-blocks",
         bug="a block is registered whatever its control word says",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="self._end_offload(flight, [result is SlotState.READY for result in results])",
         new="self._end_offload(flight, [True for _ in results])",
         fails="tests/leader",
@@ -116,7 +116,7 @@ MUTANTS = (
     Mutant(
         name="leader-reset-keeps-offloading",
         bug="a request that lived through a reset offloads its old state",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="request.may_offload = not request.has_blocks",
         new="request.may_offload = True",
         fails="tests/leader",
@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         name="leader-rests-before-the-disk-has-its-blocks",
         bug="an engine at rest leaves blocks unwritten that are due for the disk",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="if self._disk is not None and (self._disk.is_writing() or self._disk.is_returning()):",
         new="if self._disk is not None and self._disk.is_returning():",
         fails="tests/leader",
@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant(
         name="leader-retries-a-failed-load",
         bug="a request whose load failed is offered a load again",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="""\
         request.may_onboard &= by_disk and request.may_read_disk
 """,
@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant(
         name="leader-window-keeps-its-head",
         bug="the head of a window is copied when there is no room for its tail",
-        file="kvbm/leader.py",
+        file="kvbm/leader/leader.py",
         old="ordered = self._order_offloads(request_id, fresh, sources, absent if can_wait else absent[::-1], kept)",
         new="ordered = self._order_offloads(request_id, fresh, sources, absent, kept)",
         fails="tests/leader",

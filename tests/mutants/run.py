@@ -29,16 +29,16 @@ from pathlib import Path
 
 import cli
 import core
+import device
 import disk
-import disk_side
+import disk_tier
 import leader
-import loads
-import transfer
+import onboards
 import worker
 from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-TABLES = (core, leader, loads, disk, disk_side, transfer, worker, cli)
+TABLES = (core, leader, onboards, disk, disk_tier, device, worker, cli)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them
 

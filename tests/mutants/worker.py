@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         name="worker-checks-only-before",
         bug="an onboard does not check its slots again after the copy",
-        file="kvbm/worker.py",
+        file="kvbm/device/worker.py",
         old="""\
         self._copier.onboard(order.slots[part], order.block_ids[part], fence)
         self._require_source(order, part)
@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         name="worker-denies-in-silence",
         bug="a worker that denies a lost copy does not say that there is a new word",
-        file="kvbm/worker.py",
+        file="kvbm/device/worker.py",
         old="return has_denied or bool(onboards or offloads)",
         new="return bool(onboards or offloads)",
         fails="tests/leader",
@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant(
         name="worker-does-not-answer-overdue",
         bug="an overdue offload that is not running gets no answer",
-        file="kvbm/worker.py",
+        file="kvbm/device/worker.py",
         old="self._deny_offload(offload)",
         new="pass",
         fails="tests/leader",
@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         name="worker-failed-copy-is-ready",
         bug="a copy that raised is reported as good",
-        file="kvbm/worker.py",
+        file="kvbm/device/worker.py",
         old="return SlotState.FAILED",
         new="return SlotState.READY",
         fails="tests/leader",
@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant(
         name="worker-forgets-a-failed-part",
         bug="only the last part of a load decides whether it is good",
-        file="kvbm/worker.py",
+        file="kvbm/device/worker.py",
         old="self.error = self.error or error",
         new="self.error = error",
         fails="tests/leader",
@@ -74,7 +74,7 @@ MUTANTS = (
     Mutant(
         name="worker-part-that-never-ran-is-good",
         bug="a part of a load that was withdrawn or lost does not count as failed",
-        file="kvbm/worker.py",
+        file="kvbm/device/worker.py",
         old='running.end(ticket, TransferError(f"a part of transfer {generation} never ran"))',
         new="running.end(ticket, None)",
         fails="tests/leader",
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         name="worker-reads-without-checking",
         bug="an onboard does not check which block its slots hold",
-        file="kvbm/worker.py",
+        file="kvbm/device/worker.py",
         old="if not self._segment.slots_carry(order.slots[part], order.slot_generations[part]):",
         new="if False and not self._segment.slots_carry(order.slots[part], order.slot_generations[part]):",
         fails="tests/leader",
@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         name="worker-ready-at-submission",
         bug="words are written when a copy is submitted",
-        file="kvbm/worker.py",
+        file="kvbm/device/worker.py",
         old="""\
             for order in plan.offloads:
 """,
@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(
         name="worker-reports-its-first-part",
         bug="a load is reported when the first of its parts has ended",
-        file="kvbm/worker.py",
+        file="kvbm/device/worker.py",
         old="return not self.tickets",
         new="return True",
         fails="tests/leader",

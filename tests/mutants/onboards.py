@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="leader-gives-up-again-and-again",
         bug="an overdue load is told as failed at every step",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="""\
         load.is_given_up = True
 """,
@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant(
         name="leader-keeps-blocks-of-a-failed-load",
         bug="blocks whose load failed stay findable",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="self._store.forget(copy.source.hashes)",
         new="pass",
         fails="tests/leader",
@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant(
         name="leader-kept-awake-by-a-hung-copy",
         bug="a hung copy keeps the engine stepping for ever",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="return youngest is not None and self._step - youngest.born_step <= within_steps",
         new="return youngest is not None",
         fails="tests/leader",
@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         name="leader-onboard-without-hold",
         bug="the blocks that an onboard writes are not held",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="""\
         self._hold(load.block_ids)
 """,
@@ -44,7 +44,7 @@ MUTANTS = (
     Mutant(
         name="leader-releases-what-it-gave-up",
         bug="the blocks of an overdue load are released while its copier may write them",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="""\
             self._fail(copy.load)
 """,
@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         name="leader-reset-lets-loads-land",
         bug="a load in flight at a reset is reported as good",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="self._end_copy(copy, is_ready=result is SlotState.READY and not copy.is_void)",
         new="self._end_copy(copy, is_ready=result is SlotState.READY)",
         fails="tests/leader",
@@ -65,7 +65,7 @@ MUTANTS = (
     Mutant(
         name="loads-cut-behind-a-missing-block",
         bug="blocks behind one that has not come are the engine's",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="missing[load.number] = min(part.first, missing.get(load.number, part.first))",
         new="missing.setdefault(load.number, part.first)",
         fails="tests/leader",
@@ -73,27 +73,27 @@ MUTANTS = (
     Mutant(
         name="loads-cut-what-is-before-too",
         bug="a load that is cut lets go of reads that come before the cut",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="""\
         mine = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
 """,
         new="""\
         mine = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load]
 """,
-        fails="tests/leader/test_disk_side.py",
+        fails="tests/leader/test_disk_tier.py",
     ),
     Mutant(
         name="loads-fail-behind-what-has-come",
         bug="a read that fails costs a request also what has come before it",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="self._cut(load, part.first)",
         new="self._fail(load)",
-        fails="tests/leader/test_disk_side.py -k read_fails",
+        fails="tests/leader/test_disk_tier.py -k read_fails",
     ),
     Mutant(
         name="loads-read-more-than-host-memory-has-room-for",
         bug="a read asks for more room than host memory may ever have",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="return max(1, min(self._batch_blocks, count // PARTS, self._store.capacity_blocks // SHARES_OF_G2))",
         new="return max(1, min(self._batch_blocks, count // PARTS))",
         fails="tests/leader",
@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         name="loads-tell-after-the-first-part",
         bug="a load is told as ended when its first part has",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="if load.open_parts or load.waiting:",
         new="if load.waiting:",
         fails="tests/leader",
@@ -109,15 +109,15 @@ MUTANTS = (
     Mutant(
         name="loads-wait-for-a-disk-that-is-off",
         bug="a load waits until its time is over for a disk that is off",
-        file="kvbm/loads.py",
+        file="kvbm/leader/onboards.py",
         old="is_late = waited_s > self._disk_timeout_s or not self._disk.is_on",
         new="is_late = waited_s > self._disk_timeout_s",
-        fails="tests/leader/test_disk_side.py -k waits_for_room",
+        fails="tests/leader/test_disk_tier.py -k waits_for_room",
     ),
     Mutant(
         name="rates-wait-for-ever",
         bug="a read that has become hopeless is waited for",
-        file="kvbm/rates.py",
+        file="kvbm/leader/rates.py",
         old="return waited_s > blocks * compute_s + max(GRACE * of_blocks * compute_s, GRACE_S)",
         new="return False",
         fails="tests/leader",

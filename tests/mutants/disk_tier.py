@@ -8,42 +8,42 @@ MUTANTS = (
     Mutant(
         name="disk-child-stays-without-its-files",
         bug="the disk process goes on with files that have been removed",
-        file="kvbm/disk_child.py",
+        file="kvbm/disk/service/server.py",
         old="if self._tier.is_removed:",
         new="if False:",
-        fails="tests/disk/test_lasting_disk.py -k made_again",
+        fails="tests/disk/test_supervisor.py -k made_again",
     ),
     Mutant(
         name="disk-process-clear-misses-what-is-found",
         bug="a clear leaves what was found at opening and has not been taken over yet",
-        file="kvbm/disk_process.py",
+        file="kvbm/disk/service/client.py",
         old="""\
         self._found.clear()
         self._is_told = True
 """,
         new="",
-        fails="tests/disk/test_disk_process.py -k not_told_yet",
+        fails="tests/disk/test_client.py -k not_told_yet",
     ),
     Mutant(
         name="disk-side-fills-all-at-once",
         bug="a step takes over everything that the next process has found, however long that takes",
-        file="kvbm/disk_side.py",
+        file="kvbm/leader/disk_tier.py",
         old="self._fill(FILL_S)",
         new="self._fill(math.inf)",
-        fails="tests/leader/test_disk_side.py -k little_per_step",
+        fails="tests/leader/test_disk_tier.py -k little_per_step",
     ),
     Mutant(
         name="disk-side-fills-slots-that-are-held",
         bug="what the next process has found is put into slots that a load still holds",
-        file="kvbm/disk_side.py",
+        file="kvbm/leader/disk_tier.py",
         old="if counts.free + counts.inactive < self.store.capacity_blocks:",
         new="if counts.free + counts.inactive < 0:",
-        fails="tests/leader/test_disk_side.py -k still_holds",
+        fails="tests/leader/test_disk_tier.py -k still_holds",
     ),
     Mutant(
         name="disk-side-forgets-no-bad-block",
         bug="a block that could not be read is offered again",
-        file="kvbm/disk_side.py",
+        file="kvbm/leader/disk_tier.py",
         old="self.store.forget([hashes[index] for index in bad])",
         new="pass",
         fails="tests/leader",
@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         name="disk-side-frees-a-slot-under-a-read",
         bug="the slot of a read that was given up is free while the read still writes to it",
-        file="kvbm/disk_side.py",
+        file="kvbm/leader/disk_tier.py",
         old="if ticket is not None and self._disk.withdraw(ticket):",
         new="if ticket is not None and (self._disk.withdraw(ticket) or True):",
         fails="tests/leader",
@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         name="disk-side-hits-count-for-nothing",
         bug="the frequency filter never sees a hit",
-        file="kvbm/disk_side.py",
+        file="kvbm/leader/disk_tier.py",
         old="self._admit(self._filter.hit(hashes))",
         new="self._filter.hit(())",
         fails="tests/leader",
@@ -67,25 +67,25 @@ MUTANTS = (
     Mutant(
         name="disk-side-is-on-before-it-knows",
         bug="blocks are written to slots that hold what the next process has found and the leader has not yet read",
-        file="kvbm/disk_side.py",
+        file="kvbm/leader/disk_tier.py",
         old="return self._is_filled and self._disk.is_on",
         new="return self._disk.is_on",
-        fails="tests/leader/test_disk_side.py -k little_per_step",
+        fails="tests/leader/test_disk_tier.py -k little_per_step",
     ),
     Mutant(
         name="disk-side-keeps-what-a-lost-process-had",
         bug="what was on disk before its process ended is believed to be there still",
-        file="kvbm/disk_side.py",
+        file="kvbm/leader/disk_tier.py",
         old="""\
             self.store.reset()
 """,
         new="",
-        fails="tests/leader/test_disk_side.py",
+        fails="tests/leader/test_disk_tier.py",
     ),
     Mutant(
         name="disk-side-registers-failed-writes",
         bug="a block that failed to be written is thought to be on disk",
-        file="kvbm/disk_side.py",
+        file="kvbm/leader/disk_tier.py",
         old="""\
         self._departing.difference_update(hashes)
 """,
@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         name="disk-side-takes-what-failed",
         bug="blocks whose read from disk failed are registered in host memory",
-        file="kvbm/disk_side.py",
+        file="kvbm/leader/disk_tier.py",
         old="""\
         proven, failed = fetch.target.split(is_good)
 """,
@@ -111,26 +111,26 @@ MUTANTS = (
     Mutant(
         name="lasting-disk-clears-the-dead",
         bug="a clear does not reach the next process, which is open and not yet seen",
-        file="kvbm/lasting_disk.py",
+        file="kvbm/disk/service/supervisor.py",
         old="(self._next or self._process).clear()",
         new="self._process.clear()",
-        fails="tests/disk/test_lasting_disk.py -k nobody_has_seen",
+        fails="tests/disk/test_supervisor.py -k nobody_has_seen",
     ),
     Mutant(
         name="lasting-disk-forgets-an-owed-clear",
         bug="a clear that was not durable is forgotten with the process that was asked for it",
-        file="kvbm/lasting_disk.py",
+        file="kvbm/disk/service/supervisor.py",
         old="""\
         if self._owes_clear:
             opened.clear()
 """,
         new="",
-        fails="tests/disk/test_lasting_disk.py -k made_up_for",
+        fails="tests/disk/test_supervisor.py -k made_up_for",
     ),
     Mutant(
         name="lasting-disk-leaves-the-next-one",
         bug="an engine that ends leaves the next disk process, which was just opened, to itself",
-        file="kvbm/lasting_disk.py",
+        file="kvbm/disk/service/supervisor.py",
         old="""\
                 if self._next is not None:
                     self._next.close(timeout_s)
@@ -138,14 +138,14 @@ MUTANTS = (
         new="""\
                 pass
 """,
-        fails="tests/disk/test_lasting_disk.py -k leaves_none",
+        fails="tests/disk/test_supervisor.py -k leaves_none",
     ),
     Mutant(
         name="lasting-disk-never-backs-off",
         bug="a process that ends at once is started again and again without a longer pause",
-        file="kvbm/lasting_disk.py",
+        file="kvbm/disk/service/supervisor.py",
         old="return min(2 * pause_s, LONGEST_PAUSE_S)",
         new="return pause_s",
-        fails="tests/disk/test_lasting_disk.py -k pauses",
+        fails="tests/disk/test_supervisor.py -k pauses",
     ),
 )

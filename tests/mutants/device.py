@@ -8,25 +8,25 @@ MUTANTS = (
     Mutant(
         name="copier-cuda-forgets-the-fence",
         bug="Blocks are read before the forward pass that computes them has ended on the device.",
-        file="kvbm/transfer/cuda.py",
+        file="kvbm/device/cuda.py",
         old="self._stream.wait_event(fence)",
         new="pass",
-        fails="tests/transfer/test_cuda_path.py",
+        fails="tests/device/test_cuda_path.py",
     ),
     Mutant(
         name="copier-cuda-reports-before-the-end",
         bug="After a failure on the device the stream is not waited for: what was enqueued lands later.",
-        file="kvbm/transfer/cuda.py",
+        file="kvbm/device/cuda.py",
         old="""\
             self._drain()
 """,
         new="",
-        fails="tests/transfer/test_cuda_path.py",
+        fails="tests/device/test_cuda_path.py",
     ),
     Mutant(
         name="copier-ignores-padding",
         bug="Slots with padding are gathered as if they followed each other without gaps.",
-        file="kvbm/transfer/device.py",
+        file="kvbm/device/copier.py",
         old='''\
         if self.block_bytes == self.payload.shape[1]:
             runs = consecutive([slot for slot, _ in moves])
@@ -54,15 +54,15 @@ MUTANTS = (
             first = moves[begin][0]
             data = self.payload.reshape(-1)[first * self.payload.shape[1] :][: (end - begin) * self.block_bytes]
 ''',
-        fails="tests/transfer/test_copier.py",
+        fails="tests/device/test_copier.py",
     ),
     Mutant(
         name="copier-joins-by-slot-alone",
         bug="Blocks with neighbouring slots are moved together although they are no neighbours in G1.",
-        file="kvbm/transfer/device.py",
+        file="kvbm/device/copier.py",
         old="for begin, end in consecutive([slot for slot, _ in moves], [block for _, block in moves]):",
         new="for begin, end in consecutive([slot for slot, _ in moves]):",
-        fails="tests/transfer/test_copier.py",
+        fails="tests/device/test_copier.py",
     ),
     Mutant(
         name="copier-keeps-the-gil",
@@ -70,7 +70,7 @@ MUTANTS = (
             "Rows are opaque bytes, which numpy scatters with the GIL held: the engine stands still while blocks are "
             "onboarded."
         ),
-        file="kvbm/transfer/device.py",
+        file="kvbm/device/copier.py",
         old="""\
             self._rows.g1[rows] = slots
 """,
@@ -78,62 +78,62 @@ MUTANTS = (
             opaque = f"V{self._rows.g1.shape[1] * 8}"
             self._rows.g1.view(opaque)[:, 0][rows] = slots.view(opaque)[:, 0]
 """,
-        fails="tests/transfer/test_copier.py",
+        fails="tests/device/test_copier.py",
     ),
     Mutant(
         name="copier-orders-only-the-slots",
         bug="Slots are sorted to make runs, and the blocks that belong to them stay where they are.",
-        file="kvbm/transfer/device.py",
+        file="kvbm/device/copier.py",
         old="return sorted(zip(slots, block_ids, strict=True))",
         new="return list(zip(sorted(slots), block_ids, strict=True))",
-        fails="tests/transfer/test_copier.py",
+        fails="tests/device/test_copier.py",
     ),
     Mutant(
         name="copier-wraps-bad-numbers",
         bug="A negative block or slot is taken from the end instead of refused.",
-        file="kvbm/transfer/device.py",
+        file="kvbm/device/copier.py",
         old="if numbers and not 0 <= min(numbers) <= max(numbers) < count:",
         new="if numbers and max(numbers) >= count:",
-        fails="tests/transfer/test_copier.py",
+        fails="tests/device/test_copier.py",
     ),
     Mutant(
         name="pool-forgets-a-dead-thread",
         bug="A thread that died is not replaced, and after a few of them nothing is copied any more.",
-        file="kvbm/transfer/pool.py",
+        file="kvbm/device/pool.py",
         old="if self._is_closed or all(thread.is_alive() for thread in self._threads):",
         new="if not self._outstanding or self._outstanding:",
-        fails="tests/transfer/test_pool.py",
+        fails="tests/device/test_pool.py",
     ),
     Mutant(
         name="pool-loses-what-waits-at-close",
         bug="Closing drops the copies that have not begun, and nobody hears of them.",
-        file="kvbm/transfer/pool.py",
+        file="kvbm/device/pool.py",
         old="""\
             self._finished += [task.finished(TransferError(f"{self._name}: closed")) for task in self._waiting]
 """,
         new="",
-        fails="tests/transfer/test_pool.py",
+        fails="tests/device/test_pool.py",
     ),
     Mutant(
         name="pool-survives-only-exceptions",
         bug="A copy that ends its thread with SystemExit takes its ticket with it: the transfer never ends.",
-        file="kvbm/transfer/pool.py",
+        file="kvbm/device/pool.py",
         old="except BaseException as error:",
         new="except Exception as error:",
-        fails="tests/transfer/test_pool.py -W ignore",
+        fails="tests/device/test_pool.py -W ignore",
     ),
     Mutant(
         name="region-children-keep-the-memory",
         bug="Every child process that the engine starts inherits the segment: its memory outlives the engine.",
-        file="kvbm/shared_memory.py",
+        file="kvbm/host/shared_memory.py",
         old="fd = os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_HUGETLB if is_huge else 0))",
         new="fd = os.memfd_create(name, os.MFD_HUGETLB if is_huge else 0)",
-        fails="tests/transfer/test_region.py",
+        fails="tests/host/test_region.py",
     ),
     Mutant(
         name="region-failure-does-not-wait",
         bug="One rank's failure ends a transfer while the copier of another rank may still be writing.",
-        file="kvbm/region.py",
+        file="kvbm/host/region.py",
         old="""\
     states[~is_reported.all(axis=0)] = int(SlotState.EMPTY)
 """,
@@ -141,28 +141,28 @@ MUTANTS = (
     has_failed = found == _word(generation, SlotState.FAILED)
     states[~is_reported.all(axis=0) & ~has_failed.any(axis=0)] = int(SlotState.EMPTY)
 """,
-        fails="tests/transfer/test_region.py",
+        fails="tests/host/test_region.py",
     ),
     Mutant(
         name="region-forgets-the-generation",
         bug="An onboard takes any ready slot, whichever transfer filled it: the slot may hold another block.",
-        file="kvbm/region.py",
+        file="kvbm/host/region.py",
         old="return bool(np.array_equal(found, _ready_words(generations)))",
         new="return bool(np.array_equal(found & np.uint64(0xFF), _ready_words(generations) & np.uint64(0xFF)))",
-        fails="tests/transfer/test_region.py",
+        fails="tests/host/test_region.py",
     ),
     Mutant(
         name="region-lanes-overlap-the-slots",
         bug="The words of lanes begin one slot too early, so that a lane's report overwrites the last slot's.",
-        file="kvbm/region.py",
+        file="kvbm/host/region.py",
         old="return words[: self.slot_count], words[self.slot_count :]",
         new="return words[: self.slot_count], words[self.slot_count - 1 :]",
-        fails="tests/transfer/test_region.py",
+        fails="tests/host/test_region.py",
     ),
     Mutant(
         name="region-one-rank-is-enough",
         bug="A slot counts as ready when one rank has proven it, although the others have not.",
-        file="kvbm/region.py",
+        file="kvbm/host/region.py",
         old="""\
     states = np.where(is_ready.all(axis=0), int(SlotState.READY), int(SlotState.FAILED))
     states[~is_reported.all(axis=0)] = int(SlotState.EMPTY)
@@ -171,14 +171,14 @@ MUTANTS = (
     states = np.where(is_ready.any(axis=0), int(SlotState.READY), int(SlotState.FAILED))
     states[~is_reported.any(axis=0)] = int(SlotState.EMPTY)
 """,
-        fails="tests/transfer/test_region.py",
+        fails="tests/host/test_region.py",
     ),
     Mutant(
         name="region-sees-only-the-machine",
         bug="The room that a control group leaves is ignored: in a container the kernel kills the engine at start-up.",
-        file="kvbm/host_memory.py",
+        file="kvbm/host/machine_memory.py",
         old="return [*rooms, *self._control_group_rooms()]",
         new="return rooms",
-        fails="tests/transfer/test_host_memory.py tests/transfer/test_region.py",
+        fails="tests/host/test_machine_memory.py tests/host/test_region.py",
     ),
 )
