@@ -139,7 +139,7 @@ class RecordingLeader(Leader):
         group: int = 0,
         priorities: Sequence[int] | None = None,
     ) -> int:
-        begin = self._live(request_id).considered[group]
+        begin = self._live(request_id).offloads[group].considered
         considered = super().offload(
             request_id,
             hashes,

@@ -11,9 +11,9 @@ from rig import FakeDisk, Rig, chain
 from kvbm.core.groups import Group
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader import disk_tier, onboards
-from kvbm.leader.disk_tier import DiskPolicy
 from kvbm.leader.known_rates import KEEP_INTERVAL_S, KnownRates
 from kvbm.leader.rates import GRACE, TRIAL_INTERVAL_S, Known, Rates
+from kvbm.leader.settings import DiskPolicy
 from kvbm.types import Tier
 
 
@@ -377,7 +377,7 @@ def test_a_request_that_ends_while_its_blocks_are_read_holds_them_until_nothing_
 def test_what_the_next_process_finds_comes_back_and_nothing_else(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._store.reset()  # host memory knows them no more
+    rig.leader._host.reset()  # host memory knows them no more
     rig.disk.end()
     (gone,) = [slot for slot, (name, _) in rig.disk.kept.items() if name == hashes[2]]
     rig.disk.kept[gone] = (chain("other", 1)[0], rig.disk.kept[gone][1])
@@ -472,7 +472,7 @@ def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
 def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_request(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._store.reset()
+    rig.leader._host.reset()
     rig.disk.end()
     rig.disk.begin_again()
     assert rig.leader.match("r", hashes, 0) == 4
@@ -483,7 +483,7 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
     rig.disk.blocks_at_a_time = 1
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._store.reset()
+    rig.leader._host.reset()
     rig.disk.end()
     rig.settle()
     rig.disk.begin_again()
@@ -529,7 +529,7 @@ def test_a_reset_while_a_process_is_taken_over_forgets_what_it_has_found(rig, mo
 def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkeypatch):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._store.reset()
+    rig.leader._host.reset()
     rig.disk.blocks_at_a_time = 1
     for _ in range(2):
         rig.disk.end()

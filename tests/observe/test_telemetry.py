@@ -18,7 +18,8 @@ from rig import Rig, chain
 
 from kvbm.config.schema import MetricsSection
 from kvbm.errors import EnvironmentProblem
-from kvbm.leader.leader import Leader, LeaderSettings
+from kvbm.leader.leader import Leader
+from kvbm.leader.settings import EngineTraits, LeaderSettings
 from kvbm.metrics import Counters
 from kvbm.observe.decision_trace import Recorder, RecordingLeader
 from kvbm.observe.hit_rate_log import HitRateLog, hit_rates
@@ -57,7 +58,7 @@ def test_window_comes_from_the_configuration():
     from kvbm.config.schema import ConnectorConfig
 
     config = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 1}}, "metrics": {"window_requests": 7}})
-    assert LeaderSettings.of(config, [], g1_blocks=4, block_tokens=16).window_requests == 7
+    assert LeaderSettings.of(config, [], EngineTraits(16), g1_blocks=4).window_requests == 7
 
 
 # -- the log -----------------------------------------------------------------------------------------------------------
