@@ -31,8 +31,7 @@ from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
 from kvbm.disk.directory import RATES
 from kvbm.hashing import namespace
-from kvbm.leader.known_rates import KnownRates
-from kvbm.leader.rates import Rates
+from kvbm.leader.rates import Rates, RatesFile
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
@@ -205,8 +204,8 @@ class DiskTier:
         self._writes: dict[int, _Write] = {}
         self._fetches: dict[int, Fetch] = {}
         self._tickets = itertools.count(1)
-        self._known = None if disk.home is None else KnownRates(disk.home / RATES, clock=clock)
-        known = None if self._known is None else self._known.read()
+        self._rates_file = None if disk.home is None else RatesFile(disk.home / RATES, clock=clock)
+        known = None if self._rates_file is None else self._rates_file.read()
         self.rates = Rates(block_tokens=settings.engine.block_tokens, clock=clock, known=known)
 
     # -- what happens in host memory -----------------------------------------------------------------------------------
@@ -319,8 +318,8 @@ class DiskTier:
             self._filter.decay()
         if self._policy.to_disk == "on_evict":
             self._clean()
-        if self._known is not None:
-            self._known.keep(self.rates.known())
+        if self._rates_file is not None:
+            self._rates_file.keep(self.rates.known())
         self._begin_writes()
 
     def settle(self) -> list[Fetch]:
