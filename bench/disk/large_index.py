@@ -45,7 +45,7 @@ from kvbm.disk.settings import DiskSettings, Namespace  # noqa: E402
 from kvbm.host.layout import BlockLayout  # noqa: E402
 from kvbm.host.region import Region, Segment  # noqa: E402
 from kvbm.leader.leader import Leader  # noqa: E402
-from kvbm.leader.settings import DiskPolicy, EngineCallbacks, EngineTraits, LeaderSettings  # noqa: E402
+from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
 
 BLOCK_BYTES = 4096
@@ -114,7 +114,7 @@ def measure(directory: Path, block_count: int, steps: int) -> dict[str, object]:
         max_in_flight_blocks=1024,
         disk=DiskPolicy(to_disk="always", reads_always=True),
     )
-    engine = EngineCallbacks(hold=lambda blocks: None, release=lambda blocks: None)
+    engine = LeaderCallbacks(hold=lambda blocks: None, release=lambda blocks: None)
     leader = Leader(memory.region, settings, engine, disk=disk)
     ready_s = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - shared_bytes()

@@ -29,7 +29,8 @@ from kvbm.core.groups import longest_hit
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.disk_tier import Disk, DiskTier
 from kvbm.leader.host_tier import HostTier
-from kvbm.leader.offloads import Offloads
+from kvbm.leader.lookup import contained_in, match_prefix
+from kvbm.leader.offloads import Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import Load, Onboards
 from kvbm.leader.requests import LiveRequest, OffloadProgress
 from kvbm.metrics import Counters, TierBlocks
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from kvbm.core.store import StoreCounts
     from kvbm.events import Event
     from kvbm.host.region import Region
-    from kvbm.leader.settings import EngineCallbacks, LeaderSettings
+    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Leader:
         self,
         region: Region,
         settings: LeaderSettings,
-        engine: EngineCallbacks,
+        callbacks: LeaderCallbacks,
         *,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -76,11 +77,12 @@ class Leader:
         self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
         self._settings = settings
         self._groups = settings.groups
-        self._engine = engine
+        self._tenant_of = callbacks.tenant_of
+        self._trace = callbacks.trace
         self._host = HostTier(region, self.counters, hash_bytes=settings.engine.hash_bytes)
         self._disk = None if disk is None else DiskTier(disk, self._host, settings, self.counters, clock)
-        self._offloads = Offloads(self._host, self._disk, engine, settings, self.counters)
-        self._onboards = Onboards(self._host, self._disk, engine, settings, clock)
+        self._offloads = Offloads(self._host, self._disk, callbacks, settings, self.counters)
+        self._onboards = Onboards(self._host, self._disk, callbacks, settings, clock)
         self._requests: dict[str, LiveRequest] = {}
         self._unreported: list[LoadResult] = []
         self._step = 0
@@ -94,17 +96,23 @@ class Leader:
         last token of the request, unless the engine computes that one again. None means that another request is
         bringing this prefix into G1, where this request will find it.
         """
-        return self._match(request_id, hashes, start, lambda disk: self._prefix(disk, hashes, start))
+        blocks = self._match(request_id, hashes, start, lambda disk: match_prefix(self._host, disk, hashes, start))
+        if self._trace is not None:
+            self._trace("match", request=request_id, start=start, hashes=hashes[start:], blocks=blocks)
+        return blocks
 
     def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
         """Like `match`, in tokens, for an engine with several KV cache groups. `chains[g]` are the hashes of group g,
         `start` tokens are in G1 already, and a hit ends after at most `end` tokens."""
 
         def search(disk: DiskTier | None) -> int:
-            contains = self._host.contains if disk is None else self._contains
-            return longest_hit(contains, self._groups, chains, start=start, end=end) - start
+            is_present = contained_in(self._host, disk)
+            return longest_hit(is_present, self._groups, chains, start=start, end=end) - start
 
-        return self._match(request_id, chains[0], start // self._groups[0].block_tokens, search)
+        tokens = self._match(request_id, chains[0], start // self._groups[0].block_tokens, search)
+        if self._trace is not None:
+            self._trace("match", request=request_id, start_tokens=start, end_tokens=end, tokens=tokens)
+        return tokens
 
     def onboard(
         self,
@@ -123,6 +131,8 @@ class Leader:
         request = self._live(request_id)
         request.has_blocks = True
         wanted = hashes[start : start + len(block_ids)]
+        if self._trace is not None:
+            self._trace("onboard", request=request_id, start=start, hashes=wanted, device_blocks=tuple(block_ids))
         worth = len(block_ids) * self._settings.engine.block_tokens if tokens is None else tokens
         load = self._onboards.begin(request, wanted, block_ids, worth) if self._onboards.can_begin() else None
         if load is None:
@@ -175,9 +185,13 @@ class Leader:
         if not self._settings.offload_generated:
             end = min(end, prompt_blocks)
         if priorities is not None:
-            end = self._wanted_blocks(priorities, end)
-        if end > progress.considered and request.may_offload and not self.counters.disabled:
+            end = blocks_before_low_priority(priorities, end, least=self._settings.min_priority)
+        begin = progress.considered
+        if end > begin and request.may_offload and not self.counters.disabled:
             self._offloads.advance(progress, hashes, block_ids, end=end, unwritten=unwritten)
+            if self._trace is not None and progress.considered > begin:
+                fresh = hashes[begin : progress.considered]
+                self._trace("offload", request=request_id, group=group, start=begin, hashes=fresh)
         return progress.considered
 
     def step(self) -> StepPlan:
@@ -194,6 +208,11 @@ class Leader:
         )
         self.counters.overdue_transfers += len(plan.overdue_offloads) + len(plan.overdue_onboards)
         self._host.check_next()
+        if self._trace is not None and not plan.is_empty():
+            orders = [(one.generation, one.block_ids, one.slots) for one in plan.offloads]
+            loads = [(one.generation, one.block_ids, one.slots) for one in plan.onboards]
+            overdue = len(plan.overdue_offloads) + len(plan.overdue_onboards)
+            self._trace("step", step=plan.step, offloads=orders, onboards=loads, overdue=overdue)
         return plan
 
     def settle(self) -> list[LoadResult]:
@@ -209,6 +228,10 @@ class Leader:
             else:
                 self._succeed_load(load)
         results, self._unreported = self._unreported, []
+        if self._trace is not None:
+            for one in results:
+                failed = len(one.failed_block_ids)
+                self._trace("loaded", request=one.request_id, blocks=len(one.block_ids), failed=failed)
         return results
 
     def has_pending(self) -> bool:
@@ -237,6 +260,8 @@ class Leader:
         The whole chain of each group becomes recent, tail first: eviction then takes the tail before the head, without
         which the tail would be useless.
         """
+        if self._trace is not None:
+            self._trace("finish", request=request_id)
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -259,13 +284,16 @@ class Leader:
         starts before they are forgotten may.
         """
         self._forget_all()
+        is_forgotten = True
         if self._disk is not None:
             try:
                 self._disk.reset()
             except EnvironmentProblem as error:
                 log.error("kvbm: %s; the disk tier stays off until its blocks are deleted", error.message)
-                return False
-        return True
+                is_forgotten = False
+        if self._trace is not None:
+            self._trace("reset", is_forgotten=is_forgotten)
+        return is_forgotten
 
     def close(self) -> None:
         """Write the blocks that are only in host memory to disk, as far as the time allows, and close the disk."""
@@ -307,7 +335,7 @@ class Leader:
     def _live(self, request_id: str) -> LiveRequest:
         request = self._requests.get(request_id)
         if request is None:
-            tenant = b"" if self._disk is None else self._engine.tenant_of(request_id)
+            tenant = b"" if self._disk is None else self._tenant_of(request_id)
             offloads = [OffloadProgress(tenant, group.looks_back_over_all) for group in self._groups]
             request = self._requests[request_id] = LiveRequest(request_id, tenant, offloads)
         return request
@@ -334,29 +362,6 @@ class Leader:
             request.is_waiting = False
             self.counters.onboard_shared_requests += 1
         return search(self._disk if request.may_read_disk else None)
-
-    def _prefix(self, disk: DiskTier | None, hashes: Sequence[bytes], start: int) -> int:
-        """Return how many of `hashes[start:]`, up to the first missing one, are in host memory or on disk and are
-        loaded faster than computed."""
-        end = start + self._host.match(hashes, start)
-        if disk is None or end == len(hashes):
-            return end - start
-        spans = [(False, end - start)]
-        while count := disk.match(hashes, end):
-            in_host = self._host.match(hashes, end + count)
-            end += count + in_host
-            spans += [(True, count), (False, in_host)]
-        return disk.worthwhile(spans)
-
-    def _contains(self, sequence_hash: bytes) -> bool:
-        assert self._disk is not None
-        return self._host.contains(sequence_hash) or self._disk.contains(sequence_hash)
-
-    def _wanted_blocks(self, priorities: Sequence[int], end: int) -> int:
-        """Return how many of the first `end` blocks come before one with a too low priority."""
-        least = self._settings.min_priority
-        low = (index for index in range(end) if (priorities[index] if index < len(priorities) else 0) < least)
-        return next(low, end)
 
     def _succeed_load(self, load: Load) -> None:
         """Report a load that succeeded, whole or cut. After a cut, the request computes the rest and loads no more."""

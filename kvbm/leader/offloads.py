@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbm.leader.disk_tier import DiskTier
     from kvbm.leader.host_tier import HostTier, Reservation
     from kvbm.leader.requests import OffloadProgress
-    from kvbm.leader.settings import EngineCallbacks, LeaderSettings
+    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters
 
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
@@ -41,7 +41,7 @@ class Offloads:
         self,
         host: HostTier,
         disk: DiskTier | None,
-        engine: EngineCallbacks,
+        engine: LeaderCallbacks,
         settings: LeaderSettings,
         counters: Counters,
     ) -> None:
@@ -181,3 +181,9 @@ class Offloads:
         if self._disk is not None:
             self._disk.registered(blocks.hashes, blocks.slots, flight.tenant)
         blocks.release()
+
+
+def blocks_before_low_priority(priorities: Sequence[int], end: int, *, least: int) -> int:
+    """Return how many of the first `end` blocks come before one whose priority is below `least`; the default is 0."""
+    low = (index for index in range(end) if (priorities[index] if index < len(priorities) else 0) < least)
+    return next(low, end)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvbm.leader.disk_tier import DiskTier, Fetch
     from kvbm.leader.host_tier import HostTier
     from kvbm.leader.requests import LiveRequest
-    from kvbm.leader.settings import EngineCallbacks, LeaderSettings
+    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
 
 FETCHES_AT_A_TIME = 32
 PARTS = 16  # least number of parts of a read from disk, if it has as many blocks
@@ -106,7 +106,7 @@ class Onboards:
         self,
         host: HostTier,
         disk: DiskTier | None,
-        engine: EngineCallbacks,
+        engine: LeaderCallbacks,
         settings: LeaderSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -21,17 +21,18 @@ def _no_tenant(request_id: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineCallbacks:
-    """Functions of the engine that the leader calls.
+class LeaderCallbacks:
+    """Functions that the leader calls.
 
     `hold(block_ids)` and `release(block_ids)` count references in the engine's block pool: the engine does not reuse a
     held G1 block, whatever happens to its request. `tenant_of(request_id)` returns the tenant of a live request; it
-    does not change while the request lives.
+    does not change while the request lives. `trace` gets the name and the values of each decision.
     """
 
     hold: Callable[[Sequence[int]], None]
     release: Callable[[Sequence[int]], None]
     tenant_of: Callable[[str], bytes] = _no_tenant
+    trace: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.region import Region
 from kvbm.leader.disk_tier import open_disk
-from kvbm.leader.leader import LoadResult
+from kvbm.leader.leader import Leader, LoadResult
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import EngineCallbacks, EngineTraits, LeaderSettings
-from kvbm.observe.telemetry import Observation
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.observe.telemetry import Telemetry
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.leader.leader import Leader
     from kvbm.types import SegmentInfo
     from kvbm.vllm_integration.cache_groups import CacheGroup
 
@@ -77,7 +76,7 @@ class SchedulerSide:
         engine: int = 0,
     ) -> None:
         self._config = config
-        self._observation = Observation(config.metrics, engine=engine)
+        self._telemetry = Telemetry(config.metrics, engine=engine)
         self._identity = identity
         self._groups = groups
         self._rank_count = rank_count
@@ -141,13 +140,13 @@ class SchedulerSide:
             gives_up_blocks=self._gives_up_blocks,
         )
         settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=len(self._pool.blocks))
-        self.leader = self._observation.leader_class(
+        self.leader = Leader(
             self._region,
             settings,
-            EngineCallbacks(self._hold, self._release, self._tenant_of),
+            LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace),
             disk=self._open_disk(segments),
         )
-        self._observation.watch(self.leader)
+        self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
 
     def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
@@ -296,7 +295,7 @@ class SchedulerSide:
         """What only host memory has goes to disk. vLLM has ended its ranks; their memory is still mapped here."""
         if self.leader is not None:
             self.leader.close()
-        self._observation.close()
+        self._telemetry.close()
         if self._region is not None:
             self._region.close()
 

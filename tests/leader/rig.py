@@ -26,7 +26,7 @@ from kvbm.disk.wear import Wear
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.region import Region, Segment
 from kvbm.leader.leader import Leader, LoadResult
-from kvbm.leader.settings import EngineCallbacks, EngineTraits, LeaderSettings
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.plan import StepPlan
 
 PIECE_BYTES = 512
@@ -258,7 +258,7 @@ class Rig:
         ranks: int = 1,
         onboard_parts: int = 1,
         fake_disk=None,
-        leader_class=Leader,
+        trace=None,
         groups=(),
         gives_up_blocks=False,
         **settings,
@@ -274,11 +274,14 @@ class Rig:
         self.now_s = 0.0
         traits = EngineTraits(block_tokens=16, groups=groups, gives_up_blocks=gives_up_blocks)
         defaults = {"block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
-        self.leader = leader_class(
+        self.leader = Leader(
             self.region,
             LeaderSettings(traits, **(defaults | settings)),
-            EngineCallbacks(
-                self.g1.hold, self.g1.release, tenant_of=lambda request_id: request_id.partition("@")[2].encode()
+            LeaderCallbacks(
+                self.g1.hold,
+                self.g1.release,
+                tenant_of=lambda request_id: request_id.partition("@")[2].encode(),
+                trace=trace,
             ),
             disk=self.disk,
             clock=lambda: self.now_s,

@@ -11,7 +11,7 @@ from rig import G1, Rank, chain
 
 from kvbm.host.region import Region, Segment
 from kvbm.leader.leader import Leader
-from kvbm.leader.settings import EngineCallbacks, EngineTraits, LeaderSettings
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 
 SLOTS = 8
 
@@ -39,7 +39,7 @@ def test_kill_of_a_rank_fails_what_is_in_flight_when_the_others_have_stopped(rem
     local = Rank(0, g1, SLOTS)
     region = Region.map([local.worker.info, info])
     settings = LeaderSettings(EngineTraits(block_tokens=16), block_bytes=2048, max_in_flight_blocks=16)
-    leader = Leader(region, settings, EngineCallbacks(g1.hold, g1.release))
+    leader = Leader(region, settings, LeaderCallbacks(g1.hold, g1.release))
     hashes, blocks = chain("a", 3), g1.allocate(3)
     leader.offload("r", hashes, blocks, computed_blocks=3, prompt_blocks=3)
     local.worker.finish(leader.step())

@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         name="leader-copies-behind-a-low-priority",
         bug="blocks behind one whose priority is too low are copied",
-        file="kvbm/leader/leader.py",
+        file="kvbm/leader/offloads.py",
         old="return next(low, end)",
         new="return end - sum(1 for _ in low)",
         fails="tests/leader",
