@@ -22,7 +22,8 @@ from terminal import PROGRAM, Outcome, assert_snapshot, environment, kvbm
 from kvbm import hashing
 from kvbm.disk.directory import ARENA, INDEX, LOCK, SUPERBLOCK, InstanceLock
 from kvbm.disk.index import BlockIndex
-from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+from kvbm.disk.settings import DiskSettings, Namespace
+from kvbm.disk.storage import DiskStorage
 from kvbm.disk.superblock import read_superblock, write_superblock
 from kvbm_cli.cache import _ReadProgress
 
