@@ -24,9 +24,9 @@ import numpy as np
 
 from kvbm.disk.files import PAGE_BYTES
 from kvbm.disk.health import Health
-from kvbm.disk.index import Row, is_damage
+from kvbm.disk.index import IndexRow, is_damage
 from kvbm.disk.instance import Instance
-from kvbm.disk.io.threads import BlockIO, Run
+from kvbm.disk.io.threads import BlockIO, IoRun
 from kvbm.disk.orders import Forget
 from kvbm.disk.transfers import TransferThreads, WriteTransfer
 
@@ -258,15 +258,15 @@ class IndexThread:
                 self._finish(transfer, why_not)
         return [] if why_not is not None else begun, forgotten, clears
 
-    def _rows(self, transfer: WriteTransfer) -> Iterator[Row]:
+    def _rows(self, transfer: WriteTransfer) -> Iterator[IndexRow]:
         now, length = time.time(), self._instance.shape.payload_bytes
         order = transfer.order
         columns = zip(order.disk_slots, order.hashes, transfer.checksums, order.tenants, strict=True)
         for position, (slot, sequence_hash, checksum, tenant) in enumerate(columns):
             if transfer.is_good[position] and position not in transfer.dropped:
-                yield Row(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
+                yield IndexRow(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
 
-    def _commit(self, rows: Sequence[Row], slots: set[int]) -> str | None:
+    def _commit(self, rows: Sequence[IndexRow], slots: set[int]) -> str | None:
         """Returns what went wrong, and then nothing has changed. A damaged index is first replaced by a new one."""
         for _ in range(2):
             index = self._instance.index
@@ -339,9 +339,9 @@ class IndexThread:
         pages = np.frombuffer(mmap.mmap(-1, 2 * PAGE_BYTES), np.uint8).reshape(2, PAGE_BYTES)
         pages[0] = np.frombuffer(secrets.token_bytes(PAGE_BYTES), np.uint8)
         try:
-            self._io.write([Run(offset, [pages[0]])])
+            self._io.write([IoRun(offset, [pages[0]])])
             self._instance.arena.sync()
-            self._io.read([Run(offset, [pages[1]])])
+            self._io.read([IoRun(offset, [pages[1]])])
             if self._instance.index is not None:
                 self._instance.index.prove()
                 return bool((pages[0] == pages[1]).all()) and self._instance.arena.is_linked()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvbm.disk.health import Health
 from kvbm.disk.index import checksum
-from kvbm.disk.io.threads import BlockIO, Run
+from kvbm.disk.io.threads import BlockIO, IoRun
 from kvbm.disk.orders import Read, Write
 from kvbm.host.cores import allowed_cores
 
@@ -74,17 +74,17 @@ class Geometry:
     def buffers(self, host_slot: int) -> list[NDArray[np.uint8]]:
         return [shard[host_slot] for shard in self.shards]
 
-    def runs(self, transfer: Transfer, positions: Sequence[int]) -> list[Run]:
+    def runs(self, transfer: Transfer, positions: Sequence[int]) -> list[IoRun]:
         """Blocks that are neighbours on disk become one run, unless slots have padding between them."""
         disk_slots, host_slots = transfer.order.disk_slots, transfer.order.host_slots
-        runs: list[Run] = []
+        runs: list[IoRun] = []
         buffers: list[NDArray[np.uint8]] = []
         previous = -2
         for position in positions:
             slot = disk_slots[position]
             if slot != previous + 1 or self.payload_bytes != self.slot_bytes:
                 buffers = []
-                runs.append(Run(slot * self.slot_bytes, buffers))
+                runs.append(IoRun(slot * self.slot_bytes, buffers))
             buffers += self.buffers(host_slots[position])
             previous = slot
         return runs

@@ -197,7 +197,7 @@ def test_read_that_ends_early_is_an_error(tmp_path):
     fd = os.open(path, os.O_RDONLY)
     io = ThreadsIO(fd)
     with pytest.raises(threads.EndOfArena):
-        io.read([threads.Run(0, [np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)])])
+        io.read([threads.IoRun(0, [np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)])])
     os.close(fd)
 
 
@@ -205,9 +205,9 @@ def test_more_buffers_than_a_system_call_takes(tmp_path):
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     io = ThreadsIO(fd)
     written = np.arange(3000 * 8, dtype=np.uint32).view(np.uint8).reshape(3000, 32)
-    io.write([threads.Run(64, list(written))])
+    io.write([threads.IoRun(64, list(written))])
     found = np.zeros_like(written)
-    io.read([threads.Run(64, list(found))])
+    io.read([threads.IoRun(64, list(found))])
     assert np.array_equal(written, found)
     os.close(fd)
 
