@@ -22,9 +22,9 @@ from typing import Any
 
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm_cli.doctor.probe import Report
+from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
-WRAPPER = ROOT / "kvbm_cli" / "system" / "die_with_parent.py"
 PROBES = Path(__file__).with_name("probes")
 DEVICES = Path("/dev")
 NVIDIA_DIRECTORY = Path("/tmp")  # where NVIDIA's block manager keeps blocks unless it is told otherwise
@@ -56,7 +56,7 @@ def _run(command: Sequence[str], *, timeout_s: float, environment: Mapping[str, 
     """The last object that a program prints, after `{"phase": ...}` as often as it likes."""
     try:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *command],
+            die_with_parent.command_line(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
