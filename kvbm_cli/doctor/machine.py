@@ -22,9 +22,9 @@ from typing import Any
 
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm_cli.doctor.disk_probe import DiskReport
+from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
-WRAPPER = ROOT / "kvbm_cli" / "system" / "die_with_parent.py"
 PROBES = Path(__file__).with_name("probes")
 DEVICES = Path("/dev")
 NVIDIA_DIRECTORY = Path("/tmp")  # NVIDIA's block manager keeps blocks there by default
@@ -62,7 +62,7 @@ def _run(
     """Runs a program and returns the last object that it prints; calls `on_phase` for each `{"phase": ...}`."""
     try:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *command],
+            die_with_parent.command_line(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -6,11 +6,11 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        name="doctor-guard-removes-nothing",
-        bug="Nobody clears away what a killed doctor leaves.",
-        file="kvbm_cli/doctor/scratch_guard.py",
-        old="shutil.rmtree(whole, ignore_errors=True)",
-        new="os.path.getmtime(whole)",
+        name="guard-removes-nothing",
+        bug="The scratch directory of a killed doctor is not removed.",
+        file="kvbm_cli/system/leftovers.py",
+        old="shutil.rmtree(self.directory, ignore_errors=True)",
+        new="os.path.getmtime(self.directory)",
         fails="tests/cli/test_doctor_program.py -x -k SIGKILL",
     ),
     Mutant(
