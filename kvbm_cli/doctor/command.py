@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvbm.config.variables import others
 from kvbm.errors import ProfileError, UsageError
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
-from kvbm_cli.doctor.display import Progress, as_data, summary
+from kvbm_cli.doctor.display import as_data, summary
 from kvbm_cli.doctor.examination import OVER, Examination
 from kvbm_cli.doctor.in_variables import in_variables
 from kvbm_cli.doctor.machine import Machine
@@ -23,6 +23,7 @@ from kvbm_cli.doctor.result import Check, State, failure, skipped
 from kvbm_cli.doctor.subject import Subject
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.terminal.console import print_data, print_json, print_note
+from kvbm_cli.terminal.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 QUICK_WORK_S = 14.0  # of the QUICK_S; the rest is for clearing away
 FAILED = 1
+PROGRESS_AFTER_S = 2.0
 DIRECTORY_KEY = "tiers.disk.directory"
 
 
@@ -56,13 +58,13 @@ def doctor(
         tiers_wanted, mistakes = environment.tiers(variables)
     else:
         tiers_wanted, mistakes = resolved.profile.tiers, environment.beside(resolved)
-    with Progress() as progress:
+    with ProgressDisplay("checking", delay_s=PROGRESS_AFTER_S) as progress:
         examination = Examination(progress, as_json=as_json, say_remedy=_way_of_saying(resolved, tiers_wanted))
         with examination.at_most(QUICK_WORK_S if is_quick else None):
             examination.group("environment", _each(environment.all_or_none([*lint, *mistakes], len(variables))))
             sizing, unsized = examination.in_time(partial(_size, resolved)) or (None, [skipped("size", OVER)])
             place = _directory(tiers_wanted, directory)
-            subject = Subject(machine, place, resolved, tiers_wanted, sizing, is_quick=is_quick, say=progress.say)
+            subject = Subject(machine, place, resolved, tiers_wanted, sizing, is_quick=is_quick, say=progress.report)
             settings = examination.group("disk", disk.checks(subject), about=_shown(subject.directory))
             examination.group("memory", memory.checks(subject))
             examination.group("tiers", _each([*unsized, *tiers.checks(subject)]))
