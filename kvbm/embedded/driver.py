@@ -19,9 +19,9 @@ from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHo
 from kvbm.hashing import HASH_BYTES
 from kvbm.host.region import Region
 from kvbm.leader.disk_tier import open_disk
-from kvbm.leader.leader import LeaderSettings
+from kvbm.leader.leader import Leader, LeaderSettings
 from kvbm.metrics import KvbmCollector
-from kvbm.observe.telemetry import Observation
+from kvbm.observe.telemetry import Telemetry
 from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvbm.embedded.engine.connector import ConnectorOutput, SchedulerOutput
     from kvbm.embedded.engine.kv import KVPool
     from kvbm.embedded.engine.request import Request
-    from kvbm.leader.leader import Leader
 
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -72,7 +71,7 @@ class KvbmScheduler:
 
     def __init__(self, profile: Profile, progress: Progress | None = None) -> None:
         self._profile = profile
-        self._observation = Observation(profile.connector_config().metrics)
+        self._telemetry = Telemetry(profile.connector_config().metrics)
         self._progress = progress
         self._namespace = b""
         self._step = (0, 0.0)  # tokens of the step under way, and when it began
@@ -117,7 +116,7 @@ class KvbmScheduler:
             hash_bytes=HASH_BYTES,
             progress=self._progress,
         )
-        self._leader = self._observation.leader_class(
+        self._leader = Leader(
             self._region,
             settings,
             hold=self._pool.hold,
@@ -125,8 +124,9 @@ class KvbmScheduler:
             hash_bytes=HASH_BYTES,
             disk=disk,
             tenant_of=self._tenant_of,
+            trace=self._telemetry.trace,
         )
-        self._observation.watch(self._leader)
+        self._telemetry.watch(self._leader)
 
     def _tenant_of(self, request_id: str) -> bytes:
         request = self._requests.get(request_id)
@@ -196,7 +196,7 @@ class KvbmScheduler:
         """Before the worker's: what only host memory has is written to disk first."""
         if self._leader is not None:
             self._leader.close()
-        self._observation.close()
+        self._telemetry.close()
         if self._region is not None:
             self._region.close()
 

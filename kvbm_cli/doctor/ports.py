@@ -9,7 +9,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm_cli.doctor.result import Check, failure, ok, skipped
 from kvbm_cli.doctor.subject import Subject
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.profile.check import require_metrics_ports
+from kvbm_cli.profile.preflight import require_metrics_ports
 from kvbm_cli.serve.reservations import living_runs, require_port
 
 if TYPE_CHECKING:

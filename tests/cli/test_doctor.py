@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
-from terminal import Outcome, assert_snapshot, kvbm
+from terminal import Kvbm, Outcome, assert_entry, assert_snapshot, stored_entries, ways
 
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
@@ -326,18 +326,22 @@ def test_what_takes_long_is_named_on_stderr(
 
 
 MISTAKES = {
-    "doctor_write_without_a_profile": "doctor --write new.yaml",
-    "doctor_set_without_a_profile": "doctor --set server.port=0",
-    "doctor_write_over_a_file": "doctor --profile ./mine.yaml --write ./mine.yaml",
-    "doctor_write_into_nothing": "doctor --profile ./mine.yaml --write ./there/is/none.yaml",
+    "write_without_a_profile": "doctor --write new.yaml",
+    "set_without_a_profile": "doctor --set server.port=0",
+    "write_over_a_file": "doctor --profile ./mine.yaml --write ./mine.yaml",
+    "write_into_nothing": "doctor --profile ./mine.yaml --write ./there/is/none.yaml",
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_on_the_command_line(name: str, tmp_path: Path, profile: Path) -> None:
-    outcome = kvbm(*MISTAKES[name].split(), home=tmp_path)
+@pytest.mark.parametrize(("name", "way"), ways(MISTAKES))
+def test_mistake_on_the_command_line(name: str, way: Kvbm, tmp_path: Path, profile: Path) -> None:
+    outcome = way(*MISTAKES[name].split(), home=tmp_path)
     assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert_snapshot(f"mistake_{name}", outcome.text(f"kvbm {MISTAKES[name]}"))
+    assert_entry("mistakes/doctor", name, outcome.text(f"kvbm {MISTAKES[name]}"), names=MISTAKES)
+
+
+def test_stored_mistakes_are_these() -> None:
+    assert list(stored_entries("mistakes/doctor")) == list(MISTAKES)
 
 
 def test_profile_without_a_disk_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -275,7 +275,7 @@ LEADER = """
 import sys, os, time
 sys.path[:0] = [{tests!r}]
 from pathlib import Path
-from test_disk_process import opened
+from test_client import opened
 with opened(Path({directory!r})) as rig:
     rig.write([1], [0])
     child = os.fork()  # an engine's worker that outlives it
