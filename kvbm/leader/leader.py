@@ -157,7 +157,7 @@ class Leader:
 
     `hold(block_ids)` and `release(block_ids)` count references in the engine's block pool: a held G1 block is not
     given to anybody else, whatever happens to its request. `disk` moves blocks of G3, if there is one; `tenant_of` says
-    whose the blocks of a request are.
+    whose the blocks of a request are. `trace` is called with the name and values of each decision.
     """
 
     def __init__(
@@ -171,6 +171,7 @@ class Leader:
         disk: Disk | None = None,
         tenant_of: Callable[[str], bytes] = lambda request_id: b"",
         clock: Callable[[], float] = time.monotonic,
+        trace: Callable[..., None] | None = None,
     ) -> None:
         assert settings.overdue_steps > 1, "a transfer is one step old when its order goes out"
         self._region = region
@@ -179,6 +180,7 @@ class Leader:
         self._hold = hold
         self._release = release
         self._tenant_of = tenant_of
+        self._trace = trace
         self._store = BlockStore(region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes)
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
         self._requests: dict[str, _Request] = {}
@@ -232,7 +234,10 @@ class Leader:
         last token of the request, unless the engine computes that one again. None means that another request is
         bringing this very prefix into G1, where this one will then find it.
         """
-        return self._match(request_id, hashes, start, lambda disk: self._prefix(disk, hashes, start))
+        blocks = self._match(request_id, hashes, start, lambda disk: self._prefix(disk, hashes, start))
+        if self._trace is not None:
+            self._trace("match", request=request_id, start=start, hashes=hashes[start:], blocks=blocks)
+        return blocks
 
     def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
         """The same for an engine with several KV cache groups, in tokens: `chains[g]` are the hashes of group g,
@@ -242,7 +247,10 @@ class Leader:
             contains = self._store.contains if disk is None else self._contains
             return longest_hit(contains, self._groups, chains, start=start, end=end) - start
 
-        return self._match(request_id, chains[0], start // self._groups[0].block_tokens, search)
+        tokens = self._match(request_id, chains[0], start // self._groups[0].block_tokens, search)
+        if self._trace is not None:
+            self._trace("match", request=request_id, start_tokens=start, end_tokens=end, tokens=tokens)
+        return tokens
 
     def onboard(
         self,
@@ -261,6 +269,8 @@ class Leader:
         request = self._live(request_id)
         request.has_blocks = True
         wanted = hashes[start : start + len(block_ids)]
+        if self._trace is not None:
+            self._trace("onboard", request=request_id, start=start, hashes=wanted, device_blocks=tuple(block_ids))
         worth = len(block_ids) * self._settings.block_tokens if tokens is None else tokens
         asking = _Asking(request_id, request)
         load = None
@@ -338,6 +348,8 @@ class Leader:
             request.left_out[group] = 0
             request.considered[group] = end
             self.counters.offload_skipped_blocks += len(absent) - ordered
+        if self._trace is not None and (count := request.considered[group] - considered):
+            self._trace("offload", request=request_id, group=group, start=considered, hashes=fresh[:count])
         return request.considered[group]
 
     def step(self) -> StepPlan:
@@ -355,6 +367,11 @@ class Leader:
         self.counters.overdue_transfers += len(plan.overdue_offloads) + len(plan.overdue_onboards)
         self._orders = []
         self._check_some()
+        if self._trace is not None and not plan.is_empty():
+            orders = [(one.generation, one.block_ids, one.slots) for one in plan.offloads]
+            loads = [(one.generation, one.block_ids, one.slots) for one in plan.onboards]
+            overdue = len(plan.overdue_offloads) + len(plan.overdue_onboards)
+            self._trace("step", step=plan.step, offloads=orders, onboards=loads, overdue=overdue)
         return plan
 
     def settle(self) -> list[LoadResult]:
@@ -371,6 +388,10 @@ class Leader:
             else:
                 self._succeed_load(load)
         results, self._unreported = self._unreported, []
+        if self._trace is not None:
+            for one in results:
+                failed = len(one.failed_block_ids)
+                self._trace("loaded", request=one.request_id, blocks=len(one.block_ids), failed=failed)
         return results
 
     def has_pending(self) -> bool:
@@ -399,6 +420,8 @@ class Leader:
         The whole chain of each group becomes recent, tail first: what is left of it under pressure is then its head,
         without which the tail would be worthless.
         """
+        if self._trace is not None:
+            self._trace("finish", request=request_id)
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -418,13 +441,16 @@ class Leader:
         state offload nothing more. False where blocks on disk could not be forgotten durably: none of them is served
         any more, but by an engine that is started before they are."""
         self._forget_all()
+        is_forgotten = True
         if self._disk is not None:
             try:
                 self._disk.reset()
             except EnvironmentProblem as error:
                 log.error("%s: the disk tier stays off until it has forgotten its blocks", error.message)
-                return False
-        return True
+                is_forgotten = False
+        if self._trace is not None:
+            self._trace("reset", is_forgotten=is_forgotten)
+        return is_forgotten
 
     def close(self) -> None:
         """Write what only host memory has to disk, if there is one, as far as the time allows. For the end."""

@@ -16,8 +16,8 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.region import Region
 from kvbm.leader.disk_tier import open_disk
-from kvbm.leader.leader import NO_BLOCK, LeaderSettings, LoadResult
-from kvbm.observe.telemetry import Observation
+from kvbm.leader.leader import NO_BLOCK, Leader, LeaderSettings, LoadResult
+from kvbm.observe.telemetry import Telemetry
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.leader.leader import Leader
     from kvbm.types import SegmentInfo
     from kvbm.vllm_integration.cache_groups import CacheGroup
 
@@ -75,7 +74,7 @@ class SchedulerSide:
         engine: int = 0,
     ) -> None:
         self._config = config
-        self._observation = Observation(config.metrics, engine=engine)
+        self._telemetry = Telemetry(config.metrics, engine=engine)
         self._identity = identity
         self._groups = groups
         self._rank_count = rank_count
@@ -140,7 +139,7 @@ class SchedulerSide:
             groups=tuple(group.group for group in self._groups),
             gives_up_blocks=self._gives_up_blocks,
         )
-        self.leader = self._observation.leader_class(
+        self.leader = Leader(
             self._region,
             settings,
             hold=self._hold,
@@ -148,8 +147,9 @@ class SchedulerSide:
             hash_bytes=self._hash_bytes,
             disk=self._open_disk(segments),
             tenant_of=self._tenant_of,
+            trace=self._telemetry.trace,
         )
-        self._observation.watch(self.leader)
+        self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
 
     def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
@@ -298,7 +298,7 @@ class SchedulerSide:
         """What only host memory has goes to disk. vLLM has ended its ranks; their memory is still mapped here."""
         if self.leader is not None:
             self.leader.close()
-        self._observation.close()
+        self._telemetry.close()
         if self._region is not None:
             self._region.close()
 

@@ -12,7 +12,7 @@ from terminal import Kvbm, kvbm_here, on_a_terminal, ways
 
 from kvbm.disk.directory import CacheFacts
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.profile.check import require_disk_space
+from kvbm_cli.profile.preflight import require_disk_space
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import size_of
 
