@@ -39,7 +39,7 @@ sys.path[:0] = [str(HERE.parent / "vllm"), str(HERE)]
 from facts import facts, stolen_s  # noqa: E402
 
 from kvbm.disk.directory import INDEX  # noqa: E402
-from kvbm.disk.index import BlockIndex, Row  # noqa: E402
+from kvbm.disk.index import BlockIndex, IndexRow  # noqa: E402
 from kvbm.disk.service.supervisor import DiskSupervisor  # noqa: E402
 from kvbm.disk.settings import DiskSettings, Namespace  # noqa: E402
 from kvbm.host.layout import BlockLayout  # noqa: E402
@@ -99,7 +99,7 @@ def make_directory(directory: Path, block_count: int) -> None:
     index = BlockIndex.open(path)
     for start in range(0, block_count, ROWS_PER_COMMIT):
         numbers = range(start, min(start + ROWS_PER_COMMIT, block_count))
-        index.change([Row(n, hash_of(n), n, BLOCK_BYTES, n, b"", 1.0) for n in numbers], ())
+        index.change([IndexRow(n, hash_of(n), n, BLOCK_BYTES, n, b"", 1.0) for n in numbers], ())
     index.close()
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
 
 if TYPE_CHECKING:
-    from kvbm.embedded.engine.connector import SchedulerSide, WorkerSide
+    from kvbm.embedded.driver import KvbmScheduler, KvbmWorker
     from kvbm.embedded.http.completion import Served
 
 PROGRAM = "python -m kvbm.embedded"
@@ -90,7 +90,7 @@ def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
     return Served(engine, engine.model.vocabulary_size, TextCodec(engine.tokenizer), metrics)
 
 
-def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tuple[SchedulerSide, WorkerSide] | None:
+def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tuple[KvbmScheduler, KvbmWorker] | None:
     if flags.connector is None:
         return None
     from kvbm.embedded.driver import create_connector

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.device.worker import HostCapacity
+from kvbm.embedded.engine.connector import ConnectorOutput
 from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHome
 from kvbm.hashing import HASH_BYTES
 from kvbm.host.region import Region
@@ -28,7 +29,7 @@ from kvbm.types import SegmentInfo
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
     from kvbm.embedded.engine.blocks import BlockPool
-    from kvbm.embedded.engine.connector import ConnectorOutput, SchedulerOutput
+    from kvbm.embedded.engine.connector import SchedulerOutput
     from kvbm.embedded.engine.kv import KVPool
     from kvbm.embedded.engine.request import Request
 
@@ -37,7 +38,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @dataclass(frozen=True, slots=True)
-class Handshake:
+class WorkerHandshake:
     """What the worker side tells the scheduler side once, at start-up."""
 
     segments: tuple[SegmentInfo, ...]
@@ -76,7 +77,7 @@ class KvbmScheduler:
         self._namespace = b""
         self._step = (0, 0.0)  # tokens of the step under way, and when it began
         self._pool: BlockPool | None = None
-        self._handshake: Handshake | None = None
+        self._handshake: WorkerHandshake | None = None
         self._leader: Leader | None = None
         self._region: Region | None = None
         self._requests: dict[str, Request] = {}
@@ -154,11 +155,10 @@ class KvbmScheduler:
     def disk_tokens(self, request: Request) -> int:
         return self.leader.disk_tokens(request.request_id)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+    def request_finished(self, request: Request) -> None:
         self._requests.pop(request.request_id, None)
         self._starts.pop(request.request_id, None)
         self.leader.finish(request.request_id, request.block_hashes)
-        return False
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -178,13 +178,11 @@ class KvbmScheduler:
             if result.is_live:
                 output.finished_recving.add(result.request_id)
                 output.failed_block_ids.update(result.failed_block_ids)
+        self.leader.take_events()  # the embedded engine publishes no events; drop them, or they accumulate
         return output
 
     def has_pending_work(self) -> bool:
         return self.leader.has_pending()
-
-    def take_events(self) -> list[object]:
-        return list(self.leader.take_events())
 
     def reset_cache(self) -> bool:
         return self.leader.reset()
@@ -241,7 +239,6 @@ class KvbmWorker:
         self._worker_process = worker_process
         self._progress = progress
         self._home: WorkerHome | None = None
-        self._plan = StepPlan(step=0)
 
     def register_kv_pool(self, pool: KVPool) -> None:
         home: WorkerHome
@@ -256,39 +253,24 @@ class KvbmWorker:
                 progress=self._progress,
             )
         self._home = home
-        self._send_handshake(pickle.dumps(Handshake((home.info,), pool.block_size)))
+        self._send_handshake(pickle.dumps(WorkerHandshake((home.info,), pool.block_size)))
 
-    def handle_preemptions(self, meta: object) -> None:
-        """Nothing to wait for: blocks under a copy are held in the engine's pool."""
-
-    def bind_connector_metadata(self, meta: object) -> None:
+    def start_load_kv(self, meta: object) -> None:
+        """Start the loads of a StepPlan. They are asynchronous: the forward pass does not wait for them."""
         assert isinstance(meta, StepPlan), type(meta)
-        self._plan = meta
+        if not meta.is_empty():
+            self._worker.start(meta)
 
-    def start_load_kv(self) -> None:
-        if not self._plan.is_empty():
-            self._worker.start(self._plan)
+    def wait_for_save(self, meta: object) -> None:
+        """Start the offloads of a StepPlan: the forward pass has computed their blocks."""
+        assert isinstance(meta, StepPlan), type(meta)
+        if meta.offloads:
+            self._worker.finish(meta)
 
-    def wait_for_layer_load(self, layer: int) -> None:
-        """Loads are asynchronous: a request is scheduled only when its load has ended."""
-
-    def save_kv_layer(self, layer: int) -> None:
-        """Blocks are copied whole, after the forward pass."""
-
-    def wait_for_save(self) -> None:
-        if self._plan.offloads:
-            self._worker.finish(self._plan)
-
-    def get_finished(self, finished_request_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Results travel by control words; the scheduler side reads them right after this."""
+    def take_results(self) -> ConnectorOutput:
+        """Poll the worker. Results travel in control words, which the scheduler connector reads next."""
         self._worker.poll()
-        return None, None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
-
-    def clear_connector_metadata(self) -> None:
-        self._plan = StepPlan(step=0)
+        return ConnectorOutput()
 
     def shutdown(self) -> None:
         if self._home is not None:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
 from kvbm.disk.directory import RATES
+from kvbm.disk.orders import Read, Write
 from kvbm.hashing import namespace
 from kvbm.leader.known_rates import KnownRates
 from kvbm.leader.rates import Rates
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.health import DiskCounters
+    from kvbm.disk.orders import DiskResult, FoundBlocks
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.storage import DiskResult, FoundBlocks
     from kvbm.disk.wear import Wear
     from kvbm.host.region import Region
     from kvbm.metrics import Counters
@@ -74,20 +75,7 @@ class Disk(Protocol):
     @property
     def restarts(self) -> int: ...
     def recovered(self, *, waits: bool) -> FoundBlocks | None: ...
-    def write(
-        self,
-        ticket: int,
-        hashes: Sequence[bytes],
-        host_slots: Sequence[int],
-        disk_slots: Sequence[int],
-        tenants: Sequence[bytes],
-        *,
-        generations: Sequence[int],
-    ) -> None: ...
-    def read(
-        self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]
-    ) -> None: ...
-    def withdraw(self, ticket: int) -> bool: ...
+    def submit(self, order: Read | Write) -> None: ...
     def forget(self, disk_slots: Sequence[int]) -> None: ...
     def clear(self) -> None: ...
     def poll(self) -> list[DiskResult]: ...
@@ -344,17 +332,12 @@ class DiskTier:
         fetch = Fetch(source, target, self._next_generation())
         self._region.write_slots(target.slots, fetch.generation, SlotState.EMPTY)
         self._fetches[ticket] = fetch
-        self._disk.read(ticket, source.hashes, source.slots, target.slots)
+        self._disk.submit(Read(ticket, source.hashes, source.slots, target.slots))
         return fetch
 
     def abandon(self, fetch: Fetch) -> None:
-        """Nobody waits for it any more. If it has not begun it never will."""
+        """No request waits for it any more: `settle` releases its blocks when the read has ended."""
         fetch.is_abandoned = True
-        ticket = next((ticket for ticket, other in self._fetches.items() if other is fetch), None)
-        if ticket is not None and self._disk.withdraw(ticket):
-            del self._fetches[ticket]
-            fetch.source.release()
-            fetch.target.release()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -536,7 +519,7 @@ class DiskTier:
             self._departing.update(source.hashes)
             generations = [self._slot_generations[slot] for slot in source.slots]
             tenants = [self._tenants.get(slot, b"") for slot in source.slots]
-            self._disk.write(ticket, source.hashes, source.slots, target.slots, tenants, generations=generations)
+            self._disk.submit(Write(ticket, source.hashes, target.slots, source.slots, tenants, generations))
 
     def _end_write(self, write: _Write, is_good: Sequence[bool]) -> None:
         hashes = write.source.hashes

@@ -176,7 +176,7 @@ def test_when_the_thread_dies_everything_in_flight_ends_with_an_error():
         for client in clients:
             assert client.started.wait(WAIT_S)
 
-        def explode() -> None:
+        def explode(meta) -> None:
             raise SystemExit("a connector that ends the process")
 
         connector[1].start_load_kv = explode
@@ -206,7 +206,7 @@ def test_an_order_that_kills_the_engine_is_answered():
 def test_a_dead_engine_can_be_stopped_and_then_shuts_its_connector_down_once():
     connector = host_connector.create(block_size=16, is_async=True)
     served = Served(connector=connector)
-    connector[1].start_load_kv = lambda: 1 // 0
+    connector[1].start_load_kv = lambda meta: 1 // 0
     served.submit(PROMPT).wait()
     served.engine.stop()
     served.engine.stop()

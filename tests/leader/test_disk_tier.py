@@ -9,6 +9,7 @@ import pytest
 from rig import FakeDisk, Rig, chain
 
 from kvbm.core.groups import Group
+from kvbm.disk.orders import Read, Write
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader import disk_tier, onboards
 from kvbm.leader.disk_tier import DiskPolicy
@@ -158,7 +159,7 @@ def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
     run = rig.disk.poll
 
     def poll():
-        written.extend(name for kind, _, names, _, _ in rig.disk.waiting if kind == "write" for name in names)
+        written.extend(name for order in rig.disk.waiting if isinstance(order, Write) for name in order.hashes)
         rig.disk.run_all()
         return run()
 
@@ -246,7 +247,7 @@ def test_a_load_is_read_in_parts_that_show_how_fast_it_goes(monkeypatch):
     for slots, sizes in ((16, [2] * 4), (8, [2] * 4), (2, [1, 1])):
         rig = restarted(rig, slots=slots)
         rig.load("r", hashes)
-        assert [len(names) for kind, _, names, _, _ in rig.disk.waiting if kind == "read"] == sizes
+        assert [len(order.hashes) for order in rig.disk.waiting if isinstance(order, Read)] == sizes
     rig.close()
 
 
@@ -301,7 +302,7 @@ def test_reads_before_one_that_has_failed_are_waited_for(rig):
     rig = restarted(rig)
     blocks = rig.load("r", hashes)
     rig.order()
-    rig.disk.waiting.sort(key=lambda waiting: waiting[2][0] != hashes[2])  # the second part comes first
+    rig.disk.waiting.sort(key=lambda order: order.hashes[0] != hashes[2])  # the second part comes first
     rig.disk.run("read", "fail-all")
     assert rig.settle() == []
     results = settled(rig)
@@ -344,7 +345,6 @@ def test_a_read_that_hangs_is_given_up_and_its_slots_stay_taken_until_it_ends(ri
     rig = restarted(rig)
     blocks = rig.load("r", hashes)
     rig.order()
-    rig.disk.withdraw = lambda ticket: False  # it has begun
     rig.now_s = 11.0
     rig.order()
     assert [len(result.failed_block_ids) for result in rig.settle()] == [2]
@@ -735,6 +735,7 @@ def test_of_a_load_of_several_groups_that_the_disk_fails_what_has_come_is_offere
     for _ in range(3):  # all of the first chain, half of the second
         rig.disk.run("read")
     rig.settle()
+    rig.disk.is_hanging = True
     rig.now_s += 10.0
     assert [len(result.failed_block_ids) for result in settled(rig)] == [8]
     assert rig.leader.match_groups("r", chains, 0, 64) == 32, "in host memory, the disk is not asked"
@@ -755,6 +756,7 @@ def test_where_a_group_with_a_window_lacks_its_end_what_host_memory_serves_is_of
     assert rig.leader.match_groups("r", chains, 0, 64) == 64
     load_groups(rig, chains, 64, first=2)
     rig.order()
+    rig.disk.is_hanging = True
     rig.now_s += 10.0
     assert [len(result.failed_block_ids) for result in settled(rig)] == [6]
     assert rig.leader.match_groups("r", chains, 0, 64) == 32

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -63,12 +63,10 @@ class _PackedKeys:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's packed row, and the connector's hooks around each layer where there is a connector."""
+    """One step's packed row of tokens."""
 
     pool: KVPool
     sequences: list[PackedSequence]
-    wait_for_layer_load: Callable[[int], None] | None = None
-    save_kv_layer: Callable[[int], None] | None = None
     write_blocks: torch.Tensor = field(init=False)
     write_offsets: torch.Tensor = field(init=False)
     is_cold: bool = field(init=False)
@@ -189,11 +187,7 @@ def paged_attention(
     """
     batch: Batch = _of_this_thread.batch
     layer = int(module.layer_idx)
-    if batch.wait_for_layer_load is not None:
-        batch.wait_for_layer_load(layer)
     _write(batch, layer, key, value)
-    if batch.save_kv_layer is not None:
-        batch.save_kv_layer(layer)
     form = _Form(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
     if query.is_cuda and form.is_plain and _can_varlen(query, value, sliding_window):
         return _attend_varlen(batch, layer, query, sliding_window, form.scale), None

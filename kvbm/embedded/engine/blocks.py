@@ -37,10 +37,6 @@ class BlockPool:
     def used_count(self) -> int:
         return self.block_count - self.available_count
 
-    @property
-    def registered_count(self) -> int:
-        return len(self._block_of)
-
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` blocks with one reference each, all or nothing; evicts the oldest ones where none is free."""
         if count > self.available_count:

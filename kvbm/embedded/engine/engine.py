@@ -27,7 +27,7 @@ import torch
 from kvbm import hashing
 from kvbm.embedded.engine import model as models
 from kvbm.embedded.engine.blocks import BlockPool
-from kvbm.embedded.engine.connector import SchedulerSide, WorkerSide
+from kvbm.embedded.engine.connector import Connector
 from kvbm.embedded.engine.engine_core import EngineCore
 from kvbm.embedded.engine.kv import KVPool
 from kvbm.embedded.engine.request import FinishReason, Request, RequestOutput, SamplingParams
@@ -55,7 +55,6 @@ class EngineStats:
     num_requests_running: int
     num_requests_waiting: int
     kv_cache_usage: float
-    num_registered_blocks: int
     num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
@@ -83,7 +82,7 @@ class _Order:
 class Engine:
     """Loads everything when it is made (EnvironmentProblem, ProfileError), serves from `start` to `stop`."""
 
-    def __init__(self, config: EngineConfig, *, connector: tuple[SchedulerSide, WorkerSide] | None = None) -> None:
+    def __init__(self, config: EngineConfig, *, connector: Connector | None = None) -> None:
         self.config = config
         self.model = models.load(config)
         self.block_size = config.block_size
@@ -109,14 +108,14 @@ class Engine:
         self._failure: str | None = None
 
     def _create_core(self) -> EngineCore:
-        scheduler_side, worker_side = self._connector or (None, None)
-        if worker_side is not None:
-            worker_side.register_kv_pool(self.pool)
-        if scheduler_side is not None:
-            scheduler_side.bind_block_pool(self.blocks, self.model.namespace)
+        scheduler_connector = None
+        if self._connector is not None:
+            scheduler_connector, worker_connector = self._connector
+            worker_connector.register_kv_pool(self.pool)
+            scheduler_connector.bind_block_pool(self.blocks, self.model.namespace)
         return EngineCore(
-            Scheduler(self.blocks, _limits(self.config, self.model.device), scheduler_side),
-            Runner(self.model, self.pool, worker_side),
+            Scheduler(self.blocks, _limits(self.config, self.model.device), scheduler_connector),
+            Runner(self.model, self.pool),
             stop_token_ids=self.model.stop_token_ids,
             connector=self._connector,
         )
@@ -183,7 +182,6 @@ class Engine:
             num_requests_running=scheduler.running_count,
             num_requests_waiting=scheduler.waiting_count,
             kv_cache_usage=self.blocks.used_count / self.blocks.block_count,
-            num_registered_blocks=self.blocks.registered_count,
             num_preemptions=counters.preemptions,
             prefix_cache_queries=counters.prefix_cache_queries,
             prefix_cache_hits=counters.prefix_cache_hits,
@@ -314,9 +312,9 @@ class Engine:
 
     def _shut_down(self) -> None:
         if self._connector is not None:
-            scheduler_side, worker_side = self._connector
-            scheduler_side.shutdown()
-            worker_side.shutdown()
+            scheduler_connector, worker_connector = self._connector
+            scheduler_connector.shutdown()
+            worker_connector.shutdown()
         self.pool.close()
 
 

@@ -133,7 +133,6 @@ class Request:
     registered_blocks: int = 0
     may_register: bool = True
     was_admitted: bool = False
-    was_preempted: bool = False
     failed_block_ids: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ Where a request is, and what it holds there:
       │  ▲                   ▲   │                      loading: blocks, filled by the connector
       │  └── preempted ◀─────┼───┤                      loaded:  blocks, KV up to num_computed_tokens
       ▼                      │   ▼                      running: blocks, in the batch
-    loading ──▶ loaded ──────┘  (blocks may stay until the connector lets go)
+    loading ──▶ loaded ──────┘
 
 Requests arrive and run in order of arrival; under pressure the newest gives way. Running requests come first: those
 that decode, then those that prefill, so that a long prompt does not hold up anybody's next token. Loaded requests
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from kvbm.embedded.engine.blocks import BlockPool
-from kvbm.embedded.engine.connector import ConnectorOutput, SchedulerOutput, SchedulerSide
+from kvbm.embedded.engine.connector import ConnectorOutput, SchedulerConnector, SchedulerOutput
 from kvbm.embedded.engine.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
 
 
@@ -46,7 +46,6 @@ class EngineCounters:
     load did not bring stays a hit here, and is not one in the request's own output.
     """
 
-    steps: int = 0
     preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -62,7 +61,6 @@ class Step:
     budget: int
     scheduled: dict[Request, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
-    resumed: list[Request] = field(default_factory=list)
 
     def add(self, request: Request, token_count: int) -> None:
         self.scheduled[request] = token_count
@@ -76,11 +74,16 @@ class Step:
         """The requests whose last token is in this step, in order: each gets a next token."""
         return [request for request, count in self.scheduled.items() if count == request.num_uncomputed_tokens]
 
+    def output(self) -> SchedulerOutput:
+        """The step as the connector sees it."""
+        scheduled = [(request.request_id, count) for request, count in self.scheduled.items()]
+        return SchedulerOutput(scheduled, preempted_ids=[request.request_id for request in self.preempted])
+
 
 class Scheduler:
-    """See the module's text. Per step: `schedule`, `output`, the forward pass, `update`."""
+    """See the module's text. Per step: `schedule`, the forward pass, `update`."""
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits, connector: SchedulerSide | None) -> None:
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, connector: SchedulerConnector | None) -> None:
         self._pool = pool
         self._limits = limits
         self._connector = connector
@@ -89,8 +92,6 @@ class Scheduler:
         self._loading: dict[str, Request] = {}
         self._loaded: list[Request] = []
         self._running: list[Request] = []
-        self._delayed_frees: dict[str, list[int]] = {}
-        self._finished_ids: list[str] = []
         self._arrivals = 0
         self.counters = EngineCounters()
 
@@ -108,19 +109,14 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def finish(self, request: Request) -> None:
-        """End a request in whatever state it is: the connector hears of it once, and then its blocks go."""
+        """End a request in any state: notify the connector once, then free its blocks."""
         self._leave_queue(request)
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
-        block_ids, is_delayed = request.block_ids, False
         if self._connector is not None:
-            self._finished_ids.append(request.request_id)
-            is_delayed = self._connector.request_finished(request, block_ids)
+            self._connector.request_finished(request)
+        self._release(request.block_ids)
         request.block_ids = []
-        if is_delayed:
-            self._delayed_frees[request.request_id] = block_ids
-        else:
-            self._release(block_ids)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix in G1 and in the connector. Requests under way go on, and offer no block any more."""
@@ -134,11 +130,9 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def has_news_for_connector(self) -> bool:
-        """Whether a step is owed although no request is left: ends to report, blocks to get back, transfers to poll."""
-        if self._connector is None:
-            return False
-        return bool(self._finished_ids or self._delayed_frees) or self._connector.has_pending_work()
+    def has_pending_transfers(self) -> bool:
+        """Whether the connector needs steps, even if no request is left."""
+        return self._connector is not None and self._connector.has_pending_work()
 
     @property
     def running_count(self) -> int:
@@ -158,18 +152,6 @@ class Scheduler:
         if not step.preempted:
             self._admit_waiting(step)
         return step
-
-    def output(self, step: Step) -> SchedulerOutput:
-        """The step as the connector sees it. Hands out the ends since the last step: call once per step."""
-        self.counters.steps += 1
-        finished_ids, self._finished_ids = self._finished_ids, []
-        return SchedulerOutput(
-            step=self.counters.steps,
-            scheduled=[(request.request_id, count) for request, count in step.scheduled.items()],
-            finished_ids=finished_ids,
-            preempted_ids=[request.request_id for request in step.preempted],
-            resumed_ids=[request.request_id for request in step.resumed],
-        )
 
     def _schedule_running(self, step: Step) -> None:
         decoding = [request for request in self._running if request.num_uncomputed_tokens == 1]
@@ -197,7 +179,6 @@ class Scheduler:
         self._release(victim.block_ids)
         self._return_to_waiting(victim)
         victim.status = RequestStatus.PREEMPTED
-        victim.was_preempted = True
         victim.num_preemptions += 1
         self.counters.preemptions += 1
 
@@ -275,9 +256,6 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.monotonic()
-        if request.was_preempted:
-            request.was_preempted = False
-            step.resumed.append(request)
         step.add(request, count)
         self._tell_allocation(request, num_external_tokens)
 
@@ -343,8 +321,6 @@ class Scheduler:
                 outputs.append((request, self._take_token(request, *tokens[request], stop_token_ids)))
         for request_id in sorted(connector_output.finished_recving & self._loading.keys()):
             self._end_load(self._loading.pop(request_id))
-        for request_id in connector_output.finished_sending | connector_output.finished_recving:
-            self._release(self._delayed_frees.pop(request_id, []))
         return outputs
 
     def _take_token(
