@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rig import Rig, chain
 
-from kvbm.leader.disk_tier import DiskPolicy
+from kvbm.leader.settings import DiskPolicy
 from kvbm.types import Tier
 
 LENGTH = 4
