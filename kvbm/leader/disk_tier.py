@@ -220,7 +220,7 @@ class DiskTier:
         self.store.touch(hashes)
 
     def evicting(self, count: int, *, keeps_unwritten: bool = False) -> None:
-        """Prepare for the eviction of `count` blocks of host memory; `keeps_unwritten` spares those due for the disk."""
+        """Prepare for the eviction of `count` blocks of host memory; `keeps_unwritten` spares the unwritten ones."""
         if count <= 0:
             return
         if keeps_unwritten:
