@@ -1,9 +1,9 @@
-"""The integration of the embedded engine: its connector hooks, translated into calls of our leader and worker.
+"""Integration of the embedded engine: translates its connector hooks into calls of the leader and the worker.
 
-It holds no policy. The scheduler side owns the leader, the worker side owns the worker; they share no object. What
-crosses from one to the other is what crosses in any engine: a pickled handshake at start-up and a pickled StepPlan
-per step. With `worker_process=True` the worker runs in a process of its own, which maps the engine's G1 memory by its
-file descriptor, so that sharing anything by accident is impossible.
+It contains no policy. KvbmScheduler owns the leader, KvbmWorker the worker; they share no object. As in any engine,
+only a pickled handshake at start-up and a pickled StepPlan per step pass between them. With `worker_process=True` the
+worker runs in a separate process, which maps the engine's G1 memory by its file descriptor, so that the two cannot
+share an object by accident.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kvbm.types import SegmentInfo
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
-    from kvbm.embedded.engine.blocks import BlockPool
+    from kvbm.embedded.engine.block_pool import BlockPool
     from kvbm.embedded.engine.connector import SchedulerOutput
-    from kvbm.embedded.engine.kv import KVPool
+    from kvbm.embedded.engine.kv_pool import KVPool
     from kvbm.embedded.engine.request import Request
 
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandshake:
-    """What the worker side tells the scheduler side once, at start-up."""
+    """What KvbmWorker sends to KvbmScheduler once, at start-up."""
 
     segments: tuple[SegmentInfo, ...]
     block_tokens: int
@@ -53,10 +53,10 @@ def create_connector(
     memory_progress: Progress | None = None,
     disk_progress: Progress | None = None,
 ) -> tuple[KvbmScheduler, KvbmWorker]:
-    """The two halves for one embedded engine, from the resolved profile's contents.
+    """Create the connector of one embedded engine from a resolved profile in JSON.
 
-    Memory and disk space are taken when the engine registers its KV pool, not here. EnvironmentProblem where the
-    profile asks for a port for metrics that is taken, or for a recording that cannot be written.
+    Memory and disk space are allocated later, when the engine registers its KV pool. Raises EnvironmentProblem if the
+    metrics port of the profile is in use, or if the recording cannot be written.
     """
     from kvbm.config.schema import Profile
 
@@ -69,14 +69,14 @@ def create_connector(
 
 
 class KvbmScheduler:
-    """The decision half: engine hooks to `Leader` calls."""
+    """Scheduler part of the connector: translates hooks into `Leader` calls."""
 
     def __init__(self, profile: Profile, progress: Progress | None = None) -> None:
         self._profile = profile
         self._telemetry = Telemetry(profile.connector_config().metrics)
         self._progress = progress
         self._namespace = b""
-        self._step = (0, 0.0)  # tokens of the step under way, and when it began
+        self._step = (0, 0.0)  # tokens of the current step, and its start time
         self._pool: BlockPool | None = None
         self._handshake: WorkerHandshake | None = None
         self._leader: Leader | None = None
@@ -91,17 +91,17 @@ class KvbmScheduler:
         self._create_leader()
 
     def bind_block_pool(self, pool: BlockPool, namespace: bytes) -> None:
-        """`namespace` names everything in the engine that decides the bytes and the hashes of a block."""
+        """`namespace` identifies everything in the engine that determines the bytes and the hashes of a block."""
         self._pool, self._namespace = pool, namespace
         self._create_leader()
 
     @property
     def leader(self) -> Leader:
-        assert self._leader is not None, "the engine has not registered its KV pool, or not bound its block pool"
+        assert self._leader is not None, "the engine has not yet registered its KV pool or bound its block pool"
         return self._leader
 
     def _create_leader(self) -> None:
-        """As soon as both the workers' segments and the engine's block pool are known, whichever comes last."""
+        """Create the leader when both the workers' segments and the engine's block pool are known."""
         if self._handshake is None or self._pool is None:
             return
         segments = self._handshake.segments
@@ -187,7 +187,7 @@ class KvbmScheduler:
         return KvbmCollector(self.leader.counters, self.leader.blocks, self.leader.wear)
 
     def shutdown(self) -> None:
-        """Before the worker's: what only host memory has is written to disk first."""
+        """Write blocks that are only in host memory to disk. Call it before the worker's `shutdown`."""
         if self._leader is not None:
             self._leader.close()
         self._telemetry.close()
@@ -202,7 +202,7 @@ class KvbmScheduler:
         return self._handshake.block_tokens
 
     def _loadable(self, request: Request) -> list[bytes]:
-        """The blocks that a load may cover: all full ones before the last token, which the engine must compute."""
+        """Return the blocks that a load may cover: all full ones before the last token, which the engine computes."""
         return request.block_hashes[: (request.num_tokens - 1) // self._block_tokens]
 
     def _offload(self, request: Request, num_scheduled_tokens: int) -> None:
@@ -216,7 +216,7 @@ class KvbmScheduler:
 
 
 class KvbmWorker:
-    """The copying half: engine hooks to `Worker` calls, in this process or in one of its own."""
+    """Worker part of the connector: translates hooks into `Worker` calls, in this or in a separate process."""
 
     def __init__(
         self,
@@ -274,5 +274,5 @@ class KvbmWorker:
 
     @property
     def _worker(self) -> WorkerHome:
-        assert self._home is not None, "the engine has not registered its KV pool"
+        assert self._home is not None, "the engine has not yet registered its KV pool"
         return self._home

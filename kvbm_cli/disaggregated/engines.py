@@ -18,7 +18,6 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
 from kvbm_cli.engine.process import NO_TIME, POLL_S, STOP_TIMEOUT_S, EngineProcess
-from kvbm_cli.terminal.progress import Progress
 
 ENDED_EARLY = "the engine ended before it was healthy"
 
@@ -99,7 +98,7 @@ class DisaggregatedEngines:
         ended = [code for code in codes if code is not None]
         return max(ended, default=0) if len(ended) == len(codes) else None
 
-    def wait_healthy(self, timeout_s: float, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
+    def wait_healthy(self, timeout_s: float, on_progress: Callable[[str], None] = lambda phase: None) -> None:
         """Returns when the proxy serves. EngineError as soon as one has ended, or after `timeout_s`; then all are dead.
 
         `on_progress` is called a few times per second and may stop the engines.
@@ -147,9 +146,9 @@ class DisaggregatedEngines:
         self._members.append(member)
         return member
 
-    def _wait_for(self, member: _Member, timeout_s: float, on_progress: Callable[[Progress], None]) -> None:
-        def watch(progress: Progress) -> None:
-            on_progress(Progress(self.elapsed_s, f"{member.name}: {progress.phase}"))
+    def _wait_for(self, member: _Member, timeout_s: float, on_progress: Callable[[str], None]) -> None:
+        def watch(phase: str) -> None:
+            on_progress(f"{member.name}: {phase}")
             self.poll()  # kills this one too, when another has ended
 
         try:

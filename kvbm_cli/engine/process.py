@@ -38,7 +38,6 @@ from kvbm_cli.system import die_with_parent
 from kvbm_cli.system.guard_process import GuardProcess
 from kvbm_cli.system.leftovers import Leftovers, shared_files
 from kvbm_cli.system.socket_owner import is_served_by
-from kvbm_cli.terminal.progress import Progress
 
 POLL_S = 0.05
 STOP_TIMEOUT_S = 30.0
@@ -138,7 +137,7 @@ class EngineProcess:
         code = self._child.returncode
         return code if code >= 0 else 128 - code
 
-    def wait_healthy(self, timeout_s: float, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
+    def wait_healthy(self, timeout_s: float, on_progress: Callable[[str], None] = lambda phase: None) -> None:
         """Returns when the engine answers 200 at its health address. EngineError as soon as it has ended, or when
         `timeout_s` have passed since its start; then it is dead.
 
@@ -151,7 +150,7 @@ class EngineProcess:
                 return
             if self.elapsed_s > timeout_s:
                 raise self.late_error(f"the engine was not healthy after {timeout_s:g} s\n  {readiness.waited_for()}")
-            on_progress(Progress(self.elapsed_s, readiness.phase()))
+            on_progress(readiness.phase())
             time.sleep(POLL_S)
         raise self.ended_error("the engine ended before it was healthy")
 

@@ -21,7 +21,7 @@ from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.runs.run_directory import Run, Runs, State, ask_to_stop_within
 from kvbm_cli.runs.status import log_paths, names, warn_of_unreadable
 from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
-from kvbm_cli.terminal.progress import Progress, ProgressLine
+from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.show_error import show_warning
 
 KILLED = 3
@@ -99,18 +99,24 @@ def _require_visible(runs: Sequence[Run]) -> None:
 def _stop(runs: Sequence[Run], timeout_s: float | None) -> list[Stopped]:
     """All at once. A second signal would kill: who comes while somebody else stops a run only waits with him."""
     started = time.monotonic()
+    with ProgressDisplay("stopping") as display:
+        signalled = _signal_all(runs, started, timeout_s)
+        return [_wait(run, started, timeout_s, display, is_signalled=run in signalled) for run in runs]
+
+
+def _signal_all(runs: Sequence[Run], started: float, timeout_s: float | None) -> list[Run]:
+    """Signals the launchers that are not stopping yet. Returns when they have noted it, with their runs."""
     with contextlib.ExitStack() as turns:
         for run in runs:
             turns.enter_context(_turn(run))
-        told = [run for run in runs if run.again().state is not State.STOPPING]
-        for run in told:
+        running = [run for run in runs if run.again().state is not State.STOPPING]
+        for run in running:
             if timeout_s is not None:
                 _ask_to_stop_within(run, timeout_s)
             _signal(run, signal.SIGTERM)
-        while any(run.again().state in RUNNING for run in told) and time.monotonic() < started + TURN_S:
+        while any(run.again().state in RUNNING for run in running) and time.monotonic() < started + TURN_S:
             time.sleep(LOOK_S / 4)
-    with ProgressLine("stopping") as show:
-        return [_wait(run, started, timeout_s, show, is_told=run in told) for run in runs]
+    return running
 
 
 @contextlib.contextmanager
@@ -146,7 +152,9 @@ def _signal(run: Run, number: signal.Signals) -> None:
         raise EnvironmentProblem(f"`{run.facts.name}` is another user's process", hint=hint) from None
 
 
-def _wait(run: Run, started: float, timeout_s: float | None, show: ProgressLine, *, is_told: bool) -> Stopped:
+def _wait(
+    run: Run, started: float, timeout_s: float | None, display: ProgressDisplay, *, is_signalled: bool
+) -> Stopped:
     """The launcher ends when the engine has; if it does not, it is killed, which the engine does not survive.
 
     A launcher that somebody else had told to stop knows nothing of our `timeout_s`: it is told when that is over.
@@ -156,15 +164,15 @@ def _wait(run: Run, started: float, timeout_s: float | None, show: ProgressLine,
     deadline = started + patience_s + GRACE_S
     is_killed = False
     while not _has_ended(run):
-        if not is_told and timeout_s is not None and time.monotonic() > started + timeout_s:
+        if not is_signalled and timeout_s is not None and time.monotonic() > started + timeout_s:
             _signal(run, signal.SIGTERM)
-            is_told = True
+            is_signalled = True
         if time.monotonic() > deadline and is_killed:
             break
         if time.monotonic() > deadline:
             _signal(run, signal.SIGKILL)
             is_killed, deadline = True, time.monotonic() + GRACE_S
-        show(Progress(time.monotonic() - started, ": ".join(filter(None, (run.facts.name, log.phase())))))
+        display.report(": ".join(filter(None, (run.facts.name, log.phase()))))
         time.sleep(LOOK_S)
     now = run.again()
     return Stopped(now, time.monotonic() - started, _has_ended(run), now.facts.exit_code)

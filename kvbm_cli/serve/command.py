@@ -36,7 +36,7 @@ from kvbm_cli.runs.run_directory import Facts, RunDirectory, Runs
 from kvbm_cli.serve.reservations import living_runs, require_memory, require_port, taken_ports
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import print_data, print_json, print_note
-from kvbm_cli.terminal.progress import Waiting
+from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.show_error import show_warning
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ def _serve(
     _free_port(resolved, living_runs())
     require_metrics_ports(resolved)
     if how_to_make_model(resolved.profile) is not None:
-        with Waiting("making", f"{resolved.profile.engine.model}, once"):
+        with ProgressDisplay("making", delay_s=0.5) as display:
+            display.report(f"{resolved.profile.engine.model}, once")
             make_model(resolved.profile, say=print_note)
     runs = _runs(is_detached=background is not None)
     with runs.starting() as living:

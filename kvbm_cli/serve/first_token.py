@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm_cli.engine.process import POLL_S
 from kvbm_cli.system.http_client import HttpAnswer, request
-from kvbm_cli.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from kvbm_cli.disaggregated.engines import DisaggregatedEngines
@@ -28,7 +27,7 @@ NOT_NOW = (0, http.HTTPStatus.TOO_MANY_REQUESTS, http.HTTPStatus.SERVICE_UNAVAIL
 
 
 def wait_first_token(
-    engine: EngineProcess | DisaggregatedEngines, timeout_s: float, on_progress: Callable[[Progress], None]
+    engine: EngineProcess | DisaggregatedEngines, timeout_s: float, on_progress: Callable[[str], None]
 ) -> str | None:
     """Returns when a healthy engine has answered, with its refusal where it takes no such request at all (a 4xx: it
     embeds, or wants another kind of prompt).
@@ -48,7 +47,7 @@ def wait_first_token(
             raise engine.late_error(f"the engine is healthy, but its first answer was an error\n  {said}", hint=hint)
         if engine.elapsed_s > timeout_s:
             raise engine.late_error(f"the engine was not ready after {timeout_s:g} s\n  {token.waited_for()}")
-        on_progress(Progress(engine.elapsed_s, PHASE))
+        on_progress(PHASE)
         time.sleep(POLL_S)
     raise engine.ended_error("the engine ended before its first token")
 

@@ -24,7 +24,7 @@ from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
 from kvbm_cli.terminal.crash_report import A_BUG
-from kvbm_cli.terminal.progress import Progress, ProgressLine
+from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.show_error import show_warning
 from kvbm_cli.terminal.streams import BROKEN_PIPE
 
@@ -77,11 +77,12 @@ def _run(
 ) -> int:
     with _Signals(run) as signals, _start(plan, log_path) as engine:
         try:
-            with ProgressLine("starting") as show:
+            with ProgressDisplay("starting") as display:
 
-                def on_progress(progress: Progress) -> None:
+                def on_progress(phase: str) -> None:
                     _note_processes(run, engine)
-                    _show(show, signals, engine, progress)
+                    if not _pass_signals(display, signals, engine):
+                        display.report(phase)
 
                 engine.wait_healthy(init_timeout_s, on_progress)
                 refusal = wait_first_token(engine, init_timeout_s, on_progress)
@@ -101,10 +102,10 @@ def _run(
 
 
 def _watch(engine: EngineProcess | DisaggregatedEngines, run: RunDirectory, signals: _Signals) -> int:
-    with ProgressLine("stopping") as show:
+    with ProgressDisplay() as display:
         while (code := engine.poll()) is None:
             _note_processes(run, engine)
-            _show(show, signals, engine, None)
+            _pass_signals(display, signals, engine)
             time.sleep(WATCH_S)
     if not signals.received:
         raise engine.ended_error("the engine ended by itself")
@@ -112,17 +113,14 @@ def _watch(engine: EngineProcess | DisaggregatedEngines, run: RunDirectory, sign
     return code
 
 
-def _show(
-    show: ProgressLine, signals: _Signals, engine: EngineProcess | DisaggregatedEngines, start: Progress | None
-) -> None:
-    """Passes signals on, and shows how far the start is, or from the first signal on how long the stop takes."""
+def _pass_signals(display: ProgressDisplay, signals: _Signals, engine: EngineProcess | DisaggregatedEngines) -> bool:
+    """Passes signals on. True once a signal has arrived, and then shows how far the stop is."""
+    if signals.pass_on(engine):
+        display.restart("stopping")
+        print_note("stopping; press Ctrl-C again to kill the engine")
     if signals.received:
-        show.verb = "stopping"
-        show.clear()
-    signals.pass_on(engine)
-    progress = start if signals.stopping_s is None else Progress(signals.stopping_s, engine.phase())
-    if progress is not None:
-        show(progress)
+        display.report(engine.phase())
+    return bool(signals.received)
 
 
 def _start(plan: LaunchPlan | DisaggregatedPlan, log_path: Path) -> EngineProcess | DisaggregatedEngines:
@@ -149,7 +147,7 @@ class _Signals:
         self._run = run
         self._passed_on = 0
         self._has_killed = False
-        self._began = 0.0
+        self._signalled = 0.0
         self._deadline = float("inf")
         self._previous = {number: signal.getsignal(number) for number in FORWARDED}
 
@@ -163,26 +161,23 @@ class _Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    @property
-    def stopping_s(self) -> float | None:
-        """Seconds since the engine was told to stop."""
-        return time.monotonic() - self._began if self._passed_on else None
-
-    def pass_on(self, engine: EngineProcess | DisaggregatedEngines) -> None:
-        """The first signal goes to the engine. The second, or the end of its patience, kills it."""
+    def pass_on(self, engine: EngineProcess | DisaggregatedEngines) -> bool:
+        """Sends the first signal to the engine and returns True. A second one, or the stop timeout, kills it."""
         if len(self.received) > 1 or time.monotonic() > self._deadline:
             self._has_killed = True
             engine.kill()
         elif len(self.received) > self._passed_on:
             self._passed_on = len(self.received)
-            self._began = time.monotonic()
-            self._deadline = self._began + self._run.stop_timeout_s()
+            self._signalled = time.monotonic()
+            self._deadline = self._signalled + self._run.stop_timeout_s()
             self._run.enter(State.STOPPING)
-            print_note("stopping; once more kills the engine")
             engine.signal(FORWARDED[self.received[0]])
+            return True
+        return False
 
     def say_stopped(self) -> None:
-        print_note(stopped_text(self._run.name, self.stopping_s or 0.0, was_killed=self._has_killed))
+        took_s = time.monotonic() - self._signalled if self._passed_on else 0.0
+        print_note(stopped_text(self._run.name, took_s, was_killed=self._has_killed))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TextIO
 
 WIDTH = 80
-PHASE_INTERVAL_S = 2.0
 
 
 def print_data(text: str) -> None:

@@ -346,7 +346,7 @@ def test_durations_are_short(seconds: float, text: str) -> None:
 
 def test_counted_progress_has_a_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("kvbm_cli.terminal.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvbm_cli.terminal.progress.time.monotonic", lambda: now[0])
     pace = Pace()
     assert pace.of("loading the weights") == "loading the weights"
     assert pace.of("taking space, 0 of 1000 MiB") == "taking space, 0 of 1000 MiB"

@@ -16,7 +16,6 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
 from kvbm_cli.disaggregated.engines import DisaggregatedEngines, log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports
-from kvbm_cli.terminal.progress import Progress
 
 
 def plan_of(*modes: str, proxy: LaunchPlan | None = None) -> DisaggregatedPlan:
@@ -36,7 +35,7 @@ def pids_of(engines: DisaggregatedEngines) -> list[int]:
 
 
 def test_all_are_healthy_before_the_proxy_serves_and_all_end_when_stopped(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[str] = []
     with DisaggregatedEngines.start(plan_of("", "", ""), log_path=tmp_path / "serve.log") as engines:
         engines.wait_healthy(DEADLINE_S, seen.append)
         assert urllib.request.urlopen(engines.plan.health_url).status == 200
@@ -46,7 +45,7 @@ def test_all_are_healthy_before_the_proxy_serves_and_all_end_when_stopped(tmp_pa
     assert engines.poll() == 0
     assert all(map(is_gone, pids))
     assert len(pids) == 4
-    assert {progress.phase.partition(":")[0] for progress in seen} <= {"prefill 0", "prefill 1", "decode 0", "proxy"}
+    assert {phase.partition(":")[0] for phase in seen} <= {"prefill 0", "prefill 1", "decode 0", "proxy"}
     logs = {path.name for path in tmp_path.iterdir()}
     assert logs == {"serve.log", "serve-prefill-0.log", "serve-prefill-1.log", "serve-decode-0.log"}
 

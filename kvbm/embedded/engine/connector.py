@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvbm.embedded.engine.blocks import BlockPool
-    from kvbm.embedded.engine.kv import KVPool
+    from kvbm.embedded.engine.block_pool import BlockPool
+    from kvbm.embedded.engine.kv_pool import KVPool
     from kvbm.embedded.engine.request import Request
 
 

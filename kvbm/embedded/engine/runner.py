@@ -1,10 +1,10 @@
-"""The runner: one step's forward pass over the packed row, and the tokens that come of it."""
+"""Runner: the forward pass of one step over the packed row, and sampling of the next tokens."""
 
 from __future__ import annotations
 
 from kvbm.embedded.engine import sampling
 from kvbm.embedded.engine.attention import Batch, PackedSequence
-from kvbm.embedded.engine.kv import KVPool
+from kvbm.embedded.engine.kv_pool import KVPool
 from kvbm.embedded.engine.model import LoadedModel
 from kvbm.embedded.engine.request import TokenLogprobs
 from kvbm.embedded.engine.scheduler import Step
