@@ -7,9 +7,9 @@ evicted next. One thread owns a store; there is no lock, no clock and no I/O, an
     FREE        free        no         allocate -> MUTABLE, restore -> INACTIVE
     MUTABLE     -           no         stage -> COMPLETE, release -> FREE
     COMPLETE    -           no         register -> PINNED, release -> FREE
-    PINNED      -           yes        last release -> INACTIVE, forget or reset -> HIDDEN
+    PINNED      -           yes        last release -> INACTIVE, forget or reset -> ORPHANED
     INACTIVE    inactive    yes        pin -> PINNED, evict (inside allocate) -> MUTABLE, forget or reset -> FREE
-    HIDDEN      -           no         last release -> FREE            (pinned, but no longer findable)
+    ORPHANED      -           no         last release -> FREE            (pinned, but no longer findable)
 
 No Python object exists per block except its hash and the int of its slot inside the index.
 """
@@ -38,12 +38,12 @@ class BlockState(IntEnum):
     COMPLETE = 2
     PINNED = 3
     INACTIVE = 4
-    HIDDEN = 5
+    ORPHANED = 5
 
 
 # Plain ints: the loops below run for every block.
-FREE, MUTABLE, COMPLETE, PINNED, INACTIVE, HIDDEN = (int(state) for state in BlockState)
-_AFTER_RESET = bytes.maketrans(bytes((PINNED, INACTIVE)), bytes((HIDDEN, FREE)))
+FREE, MUTABLE, COMPLETE, PINNED, INACTIVE, ORPHANED = (int(state) for state in BlockState)
+_AFTER_RESET = bytes.maketrans(bytes((PINNED, INACTIVE)), bytes((ORPHANED, FREE)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class BlockStore:
     def _register(self, slots: list[int], hashes: tuple[bytes, ...], epoch: int) -> list[int]:
         self._complete_count -= len(slots)
         if epoch != self._epoch:
-            self._set_states(slots, HIDDEN)
+            self._set_states(slots, ORPHANED)
             return slots
         holders = self._index.add(hashes, slots)
         if holders == slots:
@@ -192,7 +192,7 @@ class BlockStore:
         unheld = self._drop_extra_pins(slots) if self._extra_pins else slots[::-1]
         states = self._states
         if [states[slot] for slot in unheld].count(PINNED) < len(unheld):
-            self._free([slot for slot in unheld if states[slot] == HIDDEN])
+            self._free([slot for slot in unheld if states[slot] == ORPHANED])
             unheld = [slot for slot in unheld if states[slot] == PINNED]
         self._set_states(unheld, INACTIVE)
         self._lists.append(self._lists.inactive, unheld)
@@ -251,7 +251,7 @@ class BlockStore:
             return
         removed = self._index.remove(slots)
         inactive = [slot for slot in slots if self._states[slot] == INACTIVE]
-        self._set_states([slot for slot in slots if self._states[slot] == PINNED], HIDDEN)
+        self._set_states([slot for slot in slots if self._states[slot] == PINNED], ORPHANED)
         self._lists.remove(inactive)
         self._inactive_count -= len(inactive)
         self._free(inactive)
@@ -325,19 +325,19 @@ class BlockStore:
                 raise InvariantError(f"slot {slot} is {BlockState(state).name}, but its hash is found at slot {holder}")
             if state in (FREE, INACTIVE) and not self._lists.is_linked(slot):
                 raise InvariantError(f"slot {slot} is {BlockState(state).name}, but its neighbours do not list it")
-            if slot in self._extra_pins and (state not in (PINNED, HIDDEN) or self._extra_pins[slot] < 1):
+            if slot in self._extra_pins and (state not in (PINNED, ORPHANED) or self._extra_pins[slot] < 1):
                 raise InvariantError(
                     f"slot {slot} is {BlockState(state).name} with {self._extra_pins[slot]} extra pins"
                 )
 
     def _check_whole(self) -> None:
         counts, states = self.counts(), self._states
-        pinned, hidden = states.count(PINNED), states.count(HIDDEN)
+        pinned, orphaned = states.count(PINNED), states.count(ORPHANED)
         counted = StoreCounts(
             free=states.count(FREE),
             mutable=states.count(MUTABLE),
             complete=states.count(COMPLETE),
-            pinned=pinned + hidden,
+            pinned=pinned + orphaned,
             inactive=states.count(INACTIVE),
         )
         if counts != counted:

@@ -71,7 +71,7 @@ class Copier(Protocol):
 class Pool(Protocol):
     """Threads, or a test that steps them by hand."""
 
-    def submit(self, kind: str, run: Callable[[], None]) -> int: ...
+    def submit(self, run: Callable[[], None]) -> int: ...
     def poll(self) -> list[Finished]: ...
     def is_outstanding(self, ticket: int) -> bool: ...
     def withdraw(self, ticket: int) -> bool: ...
@@ -168,7 +168,7 @@ class Worker:
             fence = self._copier.fence()
             for order in plan.onboards:
                 parts = [partial(self._run_onboard, order, part, fence) for part in self._parts(order)]
-                _submit(order, "onboard", parts, self._onboard_pool, self._onboards)
+                _submit(order, parts, self._onboard_pool, self._onboards)
 
     def finish(self, plan: StepPlan) -> None:
         """Begin the plan's offloads. The forward pass that computes their sources has been submitted."""
@@ -176,7 +176,7 @@ class Worker:
             fence = self._copier.fence()
             for order in plan.offloads:
                 whole = partial(self._run_offload, order, fence)
-                _submit(order, "offload", [whole], self._offload_pool, self._offloads)
+                _submit(order, [whole], self._offload_pool, self._offloads)
 
     def poll(self) -> bool:
         """Write the control words of all copies that have ended since the last call; tell whether one is new."""
@@ -263,10 +263,8 @@ class Worker:
         return SlotState.FAILED
 
 
-def _submit(
-    order: _Order, kind: str, parts: Sequence[Callable[[], None]], pool: Pool, into: dict[int, _Running[_Order]]
-) -> None:
-    running = _Running(order, {pool.submit(kind, part) for part in parts})
+def _submit(order: _Order, parts: Sequence[Callable[[], None]], pool: Pool, into: dict[int, _Running[_Order]]) -> None:
+    running = _Running(order, {pool.submit(part) for part in parts})
     into.update(dict.fromkeys(running.tickets, running))
 
 

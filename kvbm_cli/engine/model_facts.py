@@ -29,8 +29,8 @@ def model_facts(model: str, *, kind: str = "embedded") -> Mapping[str, object]:
 
 
 def _of_embedded(model: str) -> Mapping[str, object]:
-    from kvbm.embedded.engine.presets import SYNTHETIC
-    from kvbm.embedded.engine.supported import require_supported
+    from kvbm.embedded.engine.supported_models import require_supported
+    from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 
     if model.startswith(SYNTHETIC_PREFIX):
         return SYNTHETIC[_preset(model, SYNTHETIC)]

@@ -2,10 +2,12 @@ import gc
 import json
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -378,10 +380,23 @@ class Child:
         self.process.stdout.close()
 
 
-def shared_memory():
-    """Bytes of shared memory on this machine, memfd included, and the names in /dev/shm."""
-    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(facts["Shmem"].split()[0]) * 1024, sorted(path.name for path in Path("/dev/shm").iterdir())
+def pids_that_hold(info):
+    """A function that lists the processes with this segment open or mapped. Memory that no process holds is freed."""
+    segment = os.stat(f"/proc/{info.pid}/fd/{info.fd}")
+    mapped = re.compile(rf" {segment.st_ino}\s+/memfd:")
+
+    def pids():
+        found = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile
+                if mapped.search((process / "maps").read_text()):
+                    found.add(int(process.name))
+            with suppress(OSError):
+                if any(os.path.samestat(fd.stat(), segment) for fd in (process / "fd").iterdir()):
+                    found.add(int(process.name))
+        return found
+
+    return pids
 
 
 def test_a_leader_reads_the_words_of_a_rank_in_another_process_and_notices_its_death():
@@ -401,16 +416,15 @@ def test_a_leader_reads_the_words_of_a_rank_in_another_process_and_notices_its_d
 
 @pytest.mark.parametrize("first", ["rank", "leader"])
 def test_nothing_is_left_when_both_processes_are_killed(first):
-    names = shared_memory()[1]
     rank = Child(RANK)
     leader = Child(LEADER, rank.line)
     assert leader.line == "READY\n"
-    in_use = shared_memory()[0]
+    pids = pids_that_hold(SegmentInfo(**json.loads(rank.line)))
+    assert pids() == {rank.process.pid, leader.process.pid}
+    assert not any("/dev/shm" in Path(f"/proc/{pid}/maps").read_text() for pid in pids()), "a name would stay behind"
     for child in (rank, leader) if first == "rank" else (leader, rank):
         child.kill()
-    after, names_after = shared_memory()
-    assert names_after == names
-    assert in_use - after > 48 << 20  # the segment's 64 MiB, less what others may have taken meanwhile
+    assert pids() == set()
 
 
 def test_a_child_of_a_rank_does_not_keep_its_segment(ranks):

@@ -66,8 +66,8 @@ def test_our_connector_and_then_nixl_are_its_children(second: str) -> None:
 @pytest.mark.parametrize(
     ("extra_config", "message"),
     [
-        ({}, "PdConnector needs a list `connectors` of its two children"),
-        ({"connectors": "NixlConnector"}, "PdConnector needs a list `connectors` of its two children"),
+        ({}, "PdConnector requires a list `connectors` of its two children"),
+        ({"connectors": "NixlConnector"}, "PdConnector requires a list `connectors` of its two children"),
         (children(), "not: none"),
         (children("DynamoConnector"), "not: DynamoConnector"),
         (children("NixlConnector", "DynamoConnector"), "not: NixlConnector, DynamoConnector"),
