@@ -1,6 +1,6 @@
-"""How a failure looks: `error:` what failed, the chain of causes, an empty line, `hint:` what to type.
+"""Format of errors: `error:` what failed, the chain of causes, an empty line, `hint:` what to type.
 
-Everything goes to stderr and reads the same without colour.
+Everything goes to stderr. The text is the same without colour.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def show_warning(message: str) -> None:
 
 
 def show_kvbm_error(error: KvbmError) -> None:
-    """Of several mistakes each with its hint, and behind the last how many there are."""
+    """Prints an error. Several mistakes of a profile are printed each with its hint, followed by their number."""
     if not isinstance(error, ProfileMistakes):
         show_error(error.message, cause=error.__cause__, hint=error.hint)
         return

@@ -68,9 +68,9 @@ def test_the_end_of_one_ends_the_whole_and_names_it(tmp_path: Path, index: int) 
         eventually(lambda: engines.poll() is not None)
         assert engines.poll() == 137
         assert all(map(is_gone, pids))
-        error = engines.ended_error("the engine ended by itself")
+        error = engines.ended_error("the engine exited unexpectedly")
     name = ("prefill 0", "decode 0", "proxy")[index]
-    assert error.message.startswith(f"{name}: the engine ended by itself, with exit code 137")
+    assert error.message.startswith(f"{name}: the engine exited unexpectedly, with exit code 137")
     assert error.exit_code == 137
     assert str(tmp_path / ("log" if name == "proxy" else log_of(Path("log"), name))) in error.message
 
@@ -82,7 +82,7 @@ def test_a_crash_at_the_start_is_reported_while_another_still_starts(
     engines = DisaggregatedEngines.start(plan_of(*modes), log_path=tmp_path / "log")
     with pytest.raises(EngineError) as caught:
         engines.wait_healthy(DEADLINE_S)
-    assert caught.value.message.startswith(f"{culprit}: the engine ended before it was healthy, with exit code 1")
+    assert caught.value.message.startswith(f"{culprit}: the engine exited before it was healthy, with exit code 1")
     assert "MemoryError: not enough of it" in caught.value.message
     assert all(map(is_gone, pids_of(engines)))
 

@@ -100,7 +100,7 @@ def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
     with EngineProcess.start(fake_plan("crash"), log_path=log_path) as engine, pytest.raises(EngineError) as caught:
         engine.wait_healthy(DEADLINE_S)
     assert caught.value.message.splitlines()[1:] == [
-        "  memory ran out",
+        "  out of memory",
         f"  {log_path}, last lines:",
         "    loading the weights",
         "    Traceback (most recent call last):",
@@ -254,7 +254,7 @@ def test_address_of_another_machine_is_named() -> None:
     with pytest.raises(EnvironmentProblem, match="cannot assign requested address") as caught:
         choose_port("192.0.2.1", 8000)
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith("`server.host` is an address of this machine")
+    assert caught.value.hint.startswith("set `server.host` to an address of this machine")
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 70, "..", "[::1]"])

@@ -242,7 +242,7 @@ def test_a_killed_process_of_vllm_ends_the_command_with_an_error(tmp_path: Path,
         exit_code = served.program.wait(END_TIMEOUT_S)
         assert possessions.left() == []
         assert exit_code == (128 + signal.SIGKILL if victim == "api_server" else 1)
-    assert re.search(r"error: the engine ended by itself, with exit code \d+ after", served.stderr.read_text())
+    assert re.search(r"error: the engine exited unexpectedly, with exit code \d+ after", served.stderr.read_text())
 
 
 @LONG
