@@ -44,8 +44,8 @@ from kvbm.disk.service.supervisor import DiskSupervisor  # noqa: E402
 from kvbm.disk.settings import DiskSettings, Namespace  # noqa: E402
 from kvbm.host.layout import BlockLayout  # noqa: E402
 from kvbm.host.region import Region, Segment  # noqa: E402
-from kvbm.leader.disk_tier import DiskPolicy  # noqa: E402
-from kvbm.leader.leader import Leader, LeaderSettings  # noqa: E402
+from kvbm.leader.leader import Leader  # noqa: E402
+from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
 
 BLOCK_BYTES = 4096
@@ -109,14 +109,13 @@ def measure(directory: Path, block_count: int, steps: int) -> dict[str, object]:
     started = time.perf_counter()
     disk = memory.open_disk(directory, block_count)
     settings = LeaderSettings(
-        block_tokens=16,
+        EngineTraits(block_tokens=16, hash_bytes=HASH_BYTES),
         block_bytes=BLOCK_BYTES,
         max_in_flight_blocks=1024,
         disk=DiskPolicy(to_disk="always", reads_always=True),
     )
-    leader = Leader(
-        memory.region, settings, hold=lambda blocks: None, release=lambda blocks: None, hash_bytes=HASH_BYTES, disk=disk
-    )
+    engine = LeaderCallbacks(hold=lambda blocks: None, release=lambda blocks: None)
+    leader = Leader(memory.region, settings, engine, disk=disk)
     ready_s = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - shared_bytes()
     gc.collect()

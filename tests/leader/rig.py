@@ -16,16 +16,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from faults import FaultyCopier
+from manual_pool import ManualPool
 
 from kvbm.device.copier import DeviceCopier
-from kvbm.device.pool import ManualPool
 from kvbm.device.worker import Worker
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
 from kvbm.disk.wear import Wear
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.region import Region, Segment
-from kvbm.leader.leader import Leader, LeaderSettings, LoadResult
+from kvbm.leader.leader import Leader, LoadResult
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.plan import StepPlan
 
 PIECE_BYTES = 512
@@ -233,9 +234,9 @@ class Rank:
     def run(self, kind: str) -> bool:
         """Run the oldest waiting copy of this kind, if there is one."""
         pool = self.onboard_pool if kind == "onboard" else self.offload_pool
-        if not pool.waiting(kind):
+        if not pool.waiting():
             return False
-        pool.run_next(kind)
+        pool.run_next()
         return True
 
     def run_all(self) -> None:
@@ -254,7 +255,9 @@ class Rig:
         ranks: int = 1,
         onboard_parts: int = 1,
         fake_disk=None,
-        leader_class=Leader,
+        trace=None,
+        groups=(),
+        gives_up_blocks=False,
         **settings,
     ) -> None:
         self.g1 = G1(blocks, ranks)
@@ -266,14 +269,18 @@ class Rig:
             self.disk.shards = self.region.shards
             self.disk.slots_carry = self.region.slots_carry
         self.now_s = 0.0
-        defaults = {"block_tokens": 16, "block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
-        self.leader = leader_class(
+        traits = EngineTraits(block_tokens=16, groups=groups, gives_up_blocks=gives_up_blocks)
+        defaults = {"block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
+        self.leader = Leader(
             self.region,
-            LeaderSettings(**(defaults | settings)),
-            hold=self.g1.hold,
-            release=self.g1.release,
+            LeaderSettings(traits, **(defaults | settings)),
+            LeaderCallbacks(
+                self.g1.hold,
+                self.g1.release,
+                tenant_of=lambda request_id: request_id.partition("@")[2].encode(),
+                trace=trace,
+            ),
             disk=self.disk,
-            tenant_of=lambda request_id: request_id.partition("@")[2].encode(),
             clock=lambda: self.now_s,
         )
 

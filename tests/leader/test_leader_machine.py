@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rig import Rig, chain
 
-from kvbm.leader.disk_tier import DiskPolicy
+from kvbm.leader.settings import DiskPolicy
 from kvbm.types import Tier
 
 LENGTH = 4
@@ -188,7 +188,7 @@ class LeaderMachine(RuleBasedStateMachine):
     def thread_dies_and_its_result_is_lost(self, rank, kind):
         victim = self.rig.ranks[rank % len(self.rig.ranks)]
         pool = victim.onboard_pool if kind == "onboard" else victim.offload_pool
-        pool.lose_next(kind)
+        pool.lose_next()
 
     # -- what must always hold -----------------------------------------------------------------------------------------
 

@@ -108,11 +108,11 @@ MUTANTS = (
         bug="blocks whose read from disk failed are registered in host memory",
         file="kvbm/leader/disk_tier.py",
         old="""\
-        proven, failed = fetch.target.split(is_good)
+        self._host.prove(fetch.target, is_good)
 """,
         new="""\
         is_good = [True] * len(is_good)
-        proven, failed = fetch.target.split(is_good)
+        self._host.prove(fetch.target, is_good)
 """,
         fails="tests/leader",
     ),

@@ -1,0 +1,253 @@
+"""OpenAI response bodies: whole answers, stream chunks and errors, with vLLM's extensions.
+
+An `AnswerPart` is a part of an answer; a whole answer is one part. The two formats differ in where the text is placed.
+vLLM's extensions are `token_ids`, `prompt_token_ids` (requested by `return_token_ids`) and `stop_reason`. kvbm's own is
+`cached_tokens_by_tier`, which splits the cached prompt tokens into device (G1), host (G2) and disk (G3).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from kvbm.embedded.engine.request import RequestOutput, TokenLogprobs
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+DONE = b"data: [DONE]\n\n"
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """A part of an answer. `offsets` are the positions of its tokens in the text of the whole answer."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+
+    def append(self, other: AnswerPart) -> None:
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.offsets += other.offsets
+        self.logprobs += other.logprobs
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. `device_tokens`, `host_tokens`, `disk_tokens`: prompt tokens from G1, G2, G3."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int = 0
+
+    @classmethod
+    def of(cls, output: RequestOutput, *, completion_tokens: int) -> Usage:
+        """Compute the usage from a request's last output. A cache hit counts at most the prompt's tokens."""
+        prompt_tokens = output.num_prompt_tokens
+        device_tokens = min(output.num_cached_tokens, prompt_tokens)
+        external_tokens = min(output.num_external_tokens, prompt_tokens - device_tokens)
+        disk_tokens = min(output.num_disk_tokens, external_tokens)
+        return cls(prompt_tokens, completion_tokens, device_tokens, external_tokens - disk_tokens, disk_tokens)
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.device_tokens - self.external_tokens
+
+    @property
+    def external_tokens(self) -> int:
+        return self.host_tokens + self.disk_tokens
+
+    def to_json(self) -> Json:
+        details = {
+            "cached_tokens": self.device_tokens + self.external_tokens,
+            "cached_tokens_by_tier": {
+                "device": self.device_tokens,
+                "host": self.host_tokens,
+                "disk": self.disk_tokens,
+            },
+        }
+        return {**token_counts(self.prompt_tokens, self.completion_tokens), "prompt_tokens_details": details}
+
+
+def token_counts(prompt_tokens: int, completion_tokens: int) -> Json:
+    """The part of the usage that is known before an answer has ended."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Fields that all bodies of one answer share. `prompt_token_ids` is None unless the client requested token ids."""
+
+    answer_id: str
+    model: str
+    created_unix_s: int
+    wants_logprobs: bool
+    prompt_token_ids: list[int] | None
+    token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes | None]
+
+    def to_json(self, kind: str) -> Json:
+        return {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
+
+    @property
+    def wants_token_ids(self) -> bool:
+        return self.prompt_token_ids is not None
+
+
+class AnswerFormat(Protocol):
+    """Response format of one endpoint."""
+
+    def whole(self, part: AnswerPart, usage: Usage) -> Json: ...
+
+    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json: ...
+
+    def usage_chunk(self, usage: Usage) -> Json: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionFormat:
+    """/v1/completions. `top_logprobs` contains the requested alternatives and always the chosen token."""
+
+    head: Head
+
+    def whole(self, part: AnswerPart, usage: Usage) -> Json:
+        return {**self.chunk(part, is_first=True), "usage": usage.to_json()}
+
+    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
+        choice: Json = {"index": 0, "text": part.text, "logprobs": self._logprobs(part), **_ending(part)}
+        if self.head.wants_token_ids:
+            choice["token_ids"] = part.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self.head.prompt_token_ids
+        return {**self.head.to_json("text_completion"), "choices": [choice]}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        return {**self.head.to_json("text_completion"), "choices": [], "usage": usage.to_json()}
+
+    def _logprobs(self, part: AnswerPart) -> Json | None:
+        if not self.head.wants_logprobs:
+            return None
+        return {
+            "text_offset": part.offsets,
+            "token_logprobs": [_json_logprob(token.logprob) for token in part.logprobs],
+            "tokens": [self._name(token.token_id) for token in part.logprobs],
+            "top_logprobs": [
+                {
+                    self._name(token_id): _json_logprob(logprob)
+                    for token_id, logprob in (*token.top, (token.token_id, token.logprob))
+                }
+                for token in part.logprobs
+            ],
+        }
+
+    def _name(self, token_id: int) -> str:
+        """Return the token's text, or its bytes if the token is not a whole character."""
+        raw = self.head.token_bytes(token_id)
+        text = self.head.token_text(token_id)
+        if raw is None or "�" not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """/v1/chat/completions"""
+
+    head: Head
+
+    def whole(self, part: AnswerPart, usage: Usage) -> Json:
+        message = {"role": "assistant", "content": part.text, "refusal": None}
+        body = {**self.head.to_json("chat.completion"), "choices": [self._choice(part, "message", message)]}
+        return {**body, **self._prompt(), "usage": usage.to_json()}
+
+    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
+        role = {"role": "assistant"} if is_first else {}
+        choice = self._choice(part, "delta", {**role, "content": part.text})
+        body = {**self.head.to_json("chat.completion.chunk"), "choices": [choice]}
+        return {**body, **self._prompt()} if is_first else body
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        return {**self.head.to_json("chat.completion.chunk"), "choices": [], "usage": usage.to_json()}
+
+    def _prompt(self) -> Json:
+        return {"prompt_token_ids": self.head.prompt_token_ids} if self.head.wants_token_ids else {}
+
+    def _choice(self, part: AnswerPart, name: str, content: Json) -> Json:
+        choice: Json = {"index": 0, name: content, "logprobs": self._logprobs(part), **_ending(part)}
+        if self.head.wants_token_ids:
+            choice["token_ids"] = part.token_ids
+        return choice
+
+    def _logprobs(self, part: AnswerPart) -> Json | None:
+        if not self.head.wants_logprobs:
+            return None
+        content = [
+            {
+                **self._token(token.token_id, token.logprob),
+                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in token.top],
+            }
+            for token in part.logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        raw = self.head.token_bytes(token_id)
+        return {
+            "token": self.head.token_text(token_id),
+            "logprob": _json_logprob(logprob),
+            "bytes": None if raw is None else list(raw),
+        }
+
+
+def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> Json:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def model_list(names: Sequence[str], *, created_unix_s: int, max_model_len: int) -> Json:
+    models = [
+        {
+            "id": name,
+            "object": "model",
+            "created": created_unix_s,
+            "owned_by": "kvbm",
+            "root": names[0],
+            "parent": None,
+            "max_model_len": max_model_len,
+        }
+        for name in names
+    ]
+    return {"object": "list", "data": models}
+
+
+def event(body: Json) -> bytes:
+    """Encode a server-sent event. JSON escapes every line break, so one `data:` line is enough."""
+    return b"data: %s\n\n" % dumps(body)
+
+
+def dumps(body: Json) -> bytes:
+    """Encode as compact ASCII JSON. Raises ValueError for NaN, which is not JSON."""
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _ending(part: AnswerPart) -> Json:
+    return {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+
+
+def _json_logprob(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB) if math.isfinite(logprob) else LOWEST_LOGPROB
