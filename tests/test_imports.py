@@ -68,7 +68,7 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.embedded.engine", ("kvbm.host", "kvbm.hashing"), never=ENGINES[2:]),
     Rule("kvbm.embedded.http", ("kvbm.embedded.engine",), never=ENGINES[2:]),
     Rule("kvbm.embedded", RUNS_THE_CACHE, never=ENGINES[2:]),
-    Rule("kvbm_cli.doctor.speed", ("kvbm.disk",)),  # runs in the process of the probe
+    Rule("kvbm_cli.doctor.disk_speed", ("kvbm.disk",)),  # runs in the process of the probe
     Rule("kvbm_cli.system", lazily=(*ENGINES, "numpy")),
     Rule("kvbm_cli", ("kvbm",), never=(), lazily=(*ENGINES, "numpy")),
 )

@@ -20,7 +20,8 @@ from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHo
 from kvbm.hashing import HASH_BYTES
 from kvbm.host.region import Region
 from kvbm.leader.disk_tier import open_disk
-from kvbm.leader.leader import Leader, LeaderSettings
+from kvbm.leader.leader import Leader
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.telemetry import Telemetry
 from kvbm.plan import StepPlan
@@ -106,9 +107,8 @@ class KvbmScheduler:
         segments = self._handshake.segments
         self._region = Region.map(segments)
         config = self._profile.connector_config()
-        settings = LeaderSettings.of(
-            config, segments, g1_blocks=self._pool.block_count, block_tokens=self._handshake.block_tokens
-        )
+        traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES)
+        settings = LeaderSettings.of(config, segments, traits, g1_blocks=self._pool.block_count)
         disk = open_disk(
             config,
             segments,
@@ -120,12 +120,8 @@ class KvbmScheduler:
         self._leader = Leader(
             self._region,
             settings,
-            hold=self._pool.hold,
-            release=self._pool.release,
-            hash_bytes=HASH_BYTES,
+            LeaderCallbacks(self._pool.hold, self._pool.release, self._tenant_of, self._telemetry.trace),
             disk=disk,
-            tenant_of=self._tenant_of,
-            trace=self._telemetry.trace,
         )
         self._telemetry.watch(self._leader)
 

@@ -21,7 +21,6 @@ import itertools
 import logging
 import math
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,19 +30,20 @@ from typing import TYPE_CHECKING, Protocol
 from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
 from kvbm.disk.directory import RATES
+from kvbm.disk.orders import Read, Write
 from kvbm.hashing import namespace
-from kvbm.leader.known_rates import KnownRates
-from kvbm.leader.rates import Rates
-from kvbm.types import SlotState, Tier
+from kvbm.leader.rates import Rates, RatesFile
+from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.health import DiskCounters
+    from kvbm.disk.orders import DiskResult, FoundBlocks
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.storage import DiskResult, FoundBlocks
     from kvbm.disk.wear import Wear
-    from kvbm.host.region import Region
+    from kvbm.leader.host_tier import HostTier, Reservation
+    from kvbm.leader.settings import LeaderSettings
     from kvbm.metrics import Counters
     from kvbm.types import SegmentInfo
 
@@ -74,20 +74,7 @@ class Disk(Protocol):
     @property
     def restarts(self) -> int: ...
     def recovered(self, *, waits: bool) -> FoundBlocks | None: ...
-    def write(
-        self,
-        ticket: int,
-        hashes: Sequence[bytes],
-        host_slots: Sequence[int],
-        disk_slots: Sequence[int],
-        tenants: Sequence[bytes],
-        *,
-        generations: Sequence[int],
-    ) -> None: ...
-    def read(
-        self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]
-    ) -> None: ...
-    def withdraw(self, ticket: int) -> bool: ...
+    def submit(self, order: Read | Write) -> None: ...
     def forget(self, disk_slots: Sequence[int]) -> None: ...
     def clear(self) -> None: ...
     def poll(self) -> list[DiskResult]: ...
@@ -95,45 +82,12 @@ class Disk(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class DiskPolicy:
-    """What the profile decides. `to_disk`: frequency, always or on_evict; `reads_always`: not only where it is faster
-    than computing. `is_buffer`: host memory is no tier, blocks only pass through it."""
-
-    to_disk: str = "frequency"
-    is_buffer: bool = False
-    frequency_threshold: int = 2
-    frequency_decay_s: float = 600.0
-    frequency_entries: int = 1_000_000
-    reads_always: bool = False
-    timeout_s: float = 30.0
-    batch_blocks: int = 16
-    drain_s: float = 0.0
-
-    @classmethod
-    def of(cls, config: ConnectorConfig) -> DiskPolicy:
-        """What a configuration says. Without host memory there is nothing to be asked for again there, so that every
-        block goes to disk."""
-        return cls(
-            to_disk="always" if config.tiers.host is None else config.offload.to_disk,
-            is_buffer=config.tiers.host is None,
-            frequency_threshold=config.offload.frequency_threshold,
-            frequency_decay_s=config.offload.frequency_decay_s,
-            frequency_entries=config.offload.frequency_entries,
-            reads_always=config.onboard.policy == "always",
-            timeout_s=config.onboard.disk_timeout_s,
-            batch_blocks=config.transfer.batch_blocks,
-            drain_s=config.tiers.disk.drain_s if config.tiers.disk is not None else 0.0,
-        )
-
-
 @dataclass(slots=True, eq=False)
 class Fetch:
     """Blocks on their way from disk to host memory. `blocks` holds them, pinned in G2, when they have come."""
 
     source: PinnedBlocks
-    target: MutableBlocks
-    generation: int
+    target: Reservation
     blocks: PinnedBlocks | None = None
     is_void: bool = False
     is_abandoned: bool = False
@@ -207,33 +161,23 @@ def open_disk(
 
 
 class DiskTier:
-    """See the module's text. `next_generation` numbers what fills a G2 slot; `slot_generations` keeps it."""
+    """See the module's text."""
 
     def __init__(
         self,
         disk: Disk,
-        policy: DiskPolicy,
-        *,
-        host: BlockStore,
-        region: Region,
-        slot_generations: array[int],
-        next_generation: Callable[[], int],
-        block_tokens: int,
-        block_bytes: int,
+        host: HostTier,
+        settings: LeaderSettings,
         counters: Counters,
-        hash_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._disk = disk
-        self._policy = policy
+        self._policy = policy = settings.disk
         self._host = host
-        self._region = region
-        self._slot_generations = slot_generations
-        self._next_generation = next_generation
-        self._block_bytes = block_bytes
+        self._block_bytes = settings.block_bytes
         self._counters = counters
         self._clock = clock
-        self.store = BlockStore(disk.slot_count, tier=Tier.DISK, hash_bytes=hash_bytes, events=False)
+        self.store = BlockStore(disk.slot_count, tier=Tier.DISK, hash_bytes=settings.engine.hash_bytes, events=False)
         self._losses = disk.losses
         self._is_filled = False  # with all that a process has found
         self._awake_until_s = 0.0
@@ -248,9 +192,9 @@ class DiskTier:
         self._writes: dict[int, _Write] = {}
         self._fetches: dict[int, Fetch] = {}
         self._tickets = itertools.count(1)
-        self._known = None if disk.home is None else KnownRates(disk.home / RATES, clock=clock)
-        known = None if self._known is None else self._known.read()
-        self.rates = Rates(block_tokens=block_tokens, clock=clock, known=known)
+        self._rates_file = None if disk.home is None else RatesFile(disk.home / RATES, clock=clock)
+        known = None if self._rates_file is None else self._rates_file.read()
+        self.rates = Rates(block_tokens=settings.engine.block_tokens, clock=clock, known=known)
 
     # -- what happens in host memory -----------------------------------------------------------------------------------
 
@@ -281,7 +225,7 @@ class DiskTier:
         if keeps_unwritten:
             self._host.touch(list(self._queue.hashes))
         if self._policy.to_disk == "on_evict":
-            self._counters.disk_dropped_blocks += len(self.store.missing(self._host.oldest(count)))
+            self._counters.disk_dropped_blocks += len(self.store.missing(self._host.store.oldest(count)))
 
     # -- what is on disk -----------------------------------------------------------------------------------------------
 
@@ -317,12 +261,12 @@ class DiskTier:
             waited_s=waited_s, blocks=blocks, of_blocks=of_blocks
         )
 
-    def gave_up(self, blocks: int, missing: int, waited_s: float) -> None:
+    def give_up(self, blocks: int, missing: int, waited_s: float) -> None:
         """A request computes `missing` blocks after all, having got `blocks` in so long."""
         self.rates.note_read(blocks, waited_s)
         self._counters.disk_late_blocks += missing
 
-    def hold(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
+    def pin(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
         """Keep these blocks on disk until they have been fetched; None if one has gone."""
         return self.store.pin(hashes) if self.is_on else None
 
@@ -331,30 +275,22 @@ class DiskTier:
         disk is off. `settle` tells the end."""
         if not self.is_on:
             return None
-        counts = self._host.counts()
-        self.evicting(len(hashes) - counts.free)
-        target = self._host.allocate(len(hashes))
+        self.evicting(len(hashes) - self._host.store.counts().free)
+        target = self._host.reserve(len(hashes))
         if target is None:
             return None
-        self._counters.evicted_blocks += max(0, len(hashes) - counts.free)
         source = self.store.pin(hashes)
         assert source is not None, "blocks to be fetched are held"
         ticket = next(self._tickets)
         self._note_tenant(target.slots, tenant)
-        fetch = Fetch(source, target, self._next_generation())
-        self._region.write_slots(target.slots, fetch.generation, SlotState.EMPTY)
-        self._fetches[ticket] = fetch
-        self._disk.read(ticket, source.hashes, source.slots, target.slots)
+        self._host.unprove(target)
+        fetch = self._fetches[ticket] = Fetch(source, target)
+        self._disk.submit(Read(ticket, source.hashes, source.slots, target.slots))
         return fetch
 
     def abandon(self, fetch: Fetch) -> None:
-        """Nobody waits for it any more. If it has not begun it never will."""
+        """No request waits for it any more: `settle` releases its blocks when the read has ended."""
         fetch.is_abandoned = True
-        ticket = next((ticket for ticket, other in self._fetches.items() if other is fetch), None)
-        if ticket is not None and self._disk.withdraw(ticket):
-            del self._fetches[ticket]
-            fetch.source.release()
-            fetch.target.release()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -365,8 +301,8 @@ class DiskTier:
             self._filter.decay()
         if self._policy.to_disk == "on_evict":
             self._clean()
-        if self._known is not None:
-            self._known.keep(self.rates.known())
+        if self._rates_file is not None:
+            self._rates_file.keep(self.rates.known())
         self._begin_writes()
 
     def settle(self) -> list[Fetch]:
@@ -428,8 +364,8 @@ class DiskTier:
     def close(self) -> None:
         """Write what host memory has and the disk has not, the most recently used first, while there is time."""
         deadline_s = self._clock() + self._policy.drain_s
-        counts = self._host.counts()
-        newest_first = self._host.oldest(counts.inactive)[::-1]
+        counts = self._host.store.counts()
+        newest_first = self._host.store.oldest(counts.inactive)[::-1]
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
         self._queue.hashes.clear()
         self._queue.add([sequence_hash for sequence_hash in absent if sequence_hash not in self._departing])
@@ -509,9 +445,9 @@ class DiskTier:
     def _clean(self) -> None:
         """Keep the old end of host memory written, once blocks are about to be evicted."""
         changes = self._counters.offload_blocks + self._counters.evicted_blocks
-        if changes != self._cleaned and not self._queue.hashes and self._host.counts().free < CLEANED_AHEAD:
+        if changes != self._cleaned and not self._queue.hashes and self._host.store.counts().free < CLEANED_AHEAD:
             self._cleaned = changes
-            self._enqueue(self._host.oldest(CLEANED_AHEAD))
+            self._enqueue(self._host.store.oldest(CLEANED_AHEAD))
 
     def _begin_writes(self) -> None:
         for _ in range(TAKEN_AT_A_TIME):
@@ -534,9 +470,9 @@ class DiskTier:
             ticket = next(self._tickets)
             self._writes[ticket] = _Write(source, target)
             self._departing.update(source.hashes)
-            generations = [self._slot_generations[slot] for slot in source.slots]
+            generations = self._host.generations_of(source.slots)
             tenants = [self._tenants.get(slot, b"") for slot in source.slots]
-            self._disk.write(ticket, source.hashes, source.slots, target.slots, tenants, generations=generations)
+            self._disk.submit(Write(ticket, source.hashes, target.slots, source.slots, tenants, generations))
 
     def _end_write(self, write: _Write, is_good: Sequence[bool]) -> None:
         hashes = write.source.hashes
@@ -566,13 +502,8 @@ class DiskTier:
             self.store.forget([hashes[index] for index in bad])
             self._disk.forget([slots[index] for index in bad])
         fetch.source.release()
-        proven, failed = fetch.target.split(is_good)
-        failed.release()
-        if proven.slots:
-            self._region.write_slots(proven.slots, fetch.generation, SlotState.READY)
-            for slot in proven.slots:
-                self._slot_generations[slot] = fetch.generation
-        blocks = proven.stage([h for h, good in zip(hashes, is_good, strict=True) if good]).register()
+        self._host.prove(fetch.target, is_good)
+        blocks = self._host.register(fetch.target, hashes, is_good)
         self._counters.disk_fetched_blocks += len(blocks.slots)
         if bad:
             blocks.release()

@@ -16,7 +16,9 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.region import Region
 from kvbm.leader.disk_tier import open_disk
-from kvbm.leader.leader import NO_BLOCK, Leader, LeaderSettings, LoadResult
+from kvbm.leader.leader import Leader, LoadResult
+from kvbm.leader.offloads import NO_BLOCK
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.observe.telemetry import Telemetry
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
@@ -133,23 +135,18 @@ class SchedulerSide:
             return
         segments = [handshake.segment for handshake in self._handshakes]
         self._region = Region.map(segments)
-        settings = LeaderSettings.of(
-            self._config,
-            segments,
-            g1_blocks=len(self._pool.blocks),
+        traits = EngineTraits(
             block_tokens=self._groups[0].group.block_tokens,
+            hash_bytes=self._hash_bytes,
             groups=tuple(group.group for group in self._groups),
             gives_up_blocks=self._gives_up_blocks,
         )
+        settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=len(self._pool.blocks))
         self.leader = Leader(
             self._region,
             settings,
-            hold=self._hold,
-            release=self._release,
-            hash_bytes=self._hash_bytes,
+            LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace),
             disk=self._open_disk(segments),
-            tenant_of=self._tenant_of,
-            trace=self._telemetry.trace,
         )
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))

@@ -34,7 +34,7 @@ def bench(
 ) -> int:
     """Resolve profile and workload, then measure. Returns the exit code of the verdict."""
     from kvbm_cli.engine.engines import make_model
-    from kvbm_cli.profile.check import require_engine
+    from kvbm_cli.profile.preflight import require_engine
     from kvbm_cli.profile.resolve import resolve
     from kvbm_cli.profile.workload import load_workload
     from kvbm_cli.terminal.console import print_note

@@ -163,7 +163,8 @@ class _Run:
     def record(self) -> tuple[Recording, str]:
         """The recording, and the engine's name for its model."""
         self.progress.phase("recording: starting the engine")
-        with self.engines(RECORDING) as engine, Control(engine.base_url, engine.model) as control:
+        with self.engines(RECORDING) as engine:
+            control = Control(engine.base_url, engine.model)
             self.progress.phase("recording: writing the conversations")
             script = Script.write(self.workload, control.tokenize)
             warm_up_s = self._warm_up(script, engine, control)
@@ -199,7 +200,7 @@ class _Run:
                 rest_s = (len(group) - position) * recording.ready_s + drive_s + later_s
                 self.progress.phase(f"{name}: starting the engine", expected_s=recording.ready_s, remaining_s=rest_s)
                 engine = stack.enter_context(self.engines(name))
-                control = stack.enter_context(Control(engine.base_url, engine.model))
+                control = Control(engine.base_url, engine.model)
                 self._warm_up(plan.script, engine, control)
                 before = self._keep(control.metrics(), name, "before")
                 _require_empty_disk(before)

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from kvbm_cli.doctor.result import Check, State
+from kvbm_cli.doctor.result import Check, CheckState
 from kvbm_cli.terminal.console import WIDTH, columns, print_data
 
-STATE_WIDTH = max(len(state.value) for state in State)
+STATE_WIDTH = max(len(state.value) for state in CheckState)
 NAME_WIDTH = 17
 COLUMN = 2 + STATE_WIDTH + 2 + NAME_WIDTH + 2
 INDENT = " " * COLUMN
@@ -28,7 +28,7 @@ def show_group(name: str, about: str | None, *, is_first: bool) -> None:
 
 
 def show_check(check: Check) -> None:
-    """State, name and finding in columns; the remedy below the finding."""
+    """CheckState, name and finding in columns; the remedy below the finding."""
     head = f"  {check.state.value:{STATE_WIDTH}}  {check.name:{NAME_WIDTH}}"
     print_data(
         f"{head}  {_beside(check.finding)}" if len(head) < COLUMN else f"{head}\n{INDENT}{_beside(check.finding)}"
@@ -45,13 +45,13 @@ def _beside(text: str) -> str:
 
 def summary(checks: Sequence[Check]) -> str:
     counts = Counter(check.state for check in checks)
-    shown = (f"{counts[state]} {_NOUNS[state][counts[state] != 1]}" for state in State if counts[state])
+    shown = (f"{counts[state]} {_NOUNS[state][counts[state] != 1]}" for state in CheckState if counts[state])
     return f"{len(checks)} checks: {', '.join(shown)}"
 
 
-_NOUNS = {state: (state.value, state.value) for state in State} | {
-    State.WARNING: ("warning", "warnings"),
-    State.FAILURE: ("failure", "failures"),
+_NOUNS = {state: (state.value, state.value) for state in CheckState} | {
+    CheckState.WARNING: ("warning", "warnings"),
+    CheckState.FAILURE: ("failure", "failures"),
 }
 
 

@@ -1,10 +1,11 @@
 """EngineProcess: one engine as a child process that cannot outlive its parent.
 
-The engine leads a process group of its own, so that a terminal's Ctrl-C reaches it only through us. The kernel kills it
-when the thread that called `start` ends: call it from the main thread. Its temporary directory is its own. A guard
-process (process_reaper.py) clears away what it leaves, however it ends and also when we are killed: processes, shared
-memory, that directory. The engine's output goes to a log file, whose last lines are the story when a start fails. It
-never inherits a DYN_KVBM_* variable: a resolved profile is the one channel.
+- The engine leads its own process group, so a terminal's Ctrl-C reaches it only through the parent.
+- The kernel kills the engine when the thread that called `start` ends: call it from the main thread.
+- The engine has its own temporary directory. A guard process (system/guard_process.py) removes the engine's processes,
+  shared memory and temporary directory, however the engine or its parent ends.
+- The engine writes to a log file. If a start fails, its last lines are part of the error.
+- The engine never inherits a DYN_KVBM_* variable: only the resolved profile configures it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import errno
 import importlib.util
 import os
 import random
-import select
 import shutil
 import signal
 import socket
@@ -34,13 +34,12 @@ from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.engine.failure_reason import oom_kills, reason_of
 from kvbm_cli.engine.readiness import Readiness
-from kvbm_cli.system.process_reaper import END, LOOK, EngineRemains, shared_files
+from kvbm_cli.system import die_with_parent
+from kvbm_cli.system.guard_process import GuardProcess
+from kvbm_cli.system.leftovers import Leftovers, shared_files
 from kvbm_cli.system.socket_owner import is_served_by
 from kvbm_cli.terminal.progress import Progress
 
-SYSTEM = Path(__file__).parents[1] / "system"
-WRAPPER = SYSTEM / "die_with_parent.py"
-REAPER = SYSTEM / "process_reaper.py"
 POLL_S = 0.05
 STOP_TIMEOUT_S = 30.0
 GUARD_TIMEOUT_S = 30.0
@@ -53,17 +52,17 @@ class EngineProcess:
     """A started engine. As a context manager it is stopped at the end, whatever happened."""
 
     def __init__(
-        self, child: subprocess.Popen[bytes], plan: LaunchPlan, remains: EngineRemains, log: BinaryIO, log_start: int
+        self, child: subprocess.Popen[bytes], plan: LaunchPlan, leftovers: Leftovers, log: BinaryIO, log_start: int
     ) -> None:
-        """Takes what is known of the engine's remains, and borrows `log`."""
+        """Consumes `leftovers` and borrows `log`."""
         self._child = child
-        self._guard = _start_guard(remains, log)
-        self._remains = remains
+        self._guard = GuardProcess(leftovers, log=log)
+        self._leftovers = leftovers
         self._log = EngineLog(Path(log.name), log_start)
         self._log_at_end: EngineLog | None = None
         self._started = time.monotonic()
         self._oom_kills_before = oom_kills()
-        self._is_cleared = False
+        self._is_removed = False
         self.plan = plan
 
     @classmethod
@@ -72,11 +71,11 @@ class EngineProcess:
         _check_program(plan)
         with _open_log(log_path) as log:
             log_start = log.tell()  # before the engine starts: what it writes moves the position, which is shared
-            foreign = set(shared_files())
+            existing_files = set(shared_files())
             directory = _make_directory(plan)
             try:
                 child = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *plan.argv],
+                    die_with_parent.command_line(plan.argv),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -86,11 +85,11 @@ class EngineProcess:
             except BaseException:
                 os.rmdir(directory)
                 raise
-            remains = EngineRemains(child.pid, directory, foreign)
+            leftovers = Leftovers(directory, process_group=child.pid, existing_files=existing_files)
             try:
-                return cls(child, plan, remains, log, log_start)
+                return cls(child, plan, leftovers, log, log_start)
             except BaseException:  # no guard could be started
-                remains.clear_away()
+                leftovers.remove()
                 child.wait()
                 raise
 
@@ -134,7 +133,7 @@ class EngineProcess:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 self._keep_guard()
                 return None
-            self._clear_away()
+            self._remove_leftovers()
             self._child.wait()
         code = self._child.returncode
         return code if code >= 0 else 128 - code
@@ -148,7 +147,7 @@ class EngineProcess:
         readiness = Readiness(self.plan, self._log, self._listens_at)
         while self.poll() is None:
             if readiness.ask():
-                self._look()
+                self._guard.scan()
                 return
             if self.elapsed_s > timeout_s:
                 raise self.late_error(f"the engine was not healthy after {timeout_s:g} s\n  {readiness.waited_for()}")
@@ -191,46 +190,31 @@ class EngineProcess:
             self.signal(signal.SIGTERM)
         while (code := self.poll()) is None:
             if time.monotonic() >= deadline:
-                self._clear_away()  # the engine itself is among what it kills
+                self._remove_leftovers()  # the engine itself is among what it kills
             time.sleep(POLL_S / 5)
         return code
 
     def _keep_guard(self) -> None:
-        """Another guard in the place of one that somebody has killed: it sees the engine's processes as they are now.
-        Where this process dies before that, the kernel still kills the engine itself."""
-        if self._guard.poll() is not None and not self._is_cleared:
-            self._guard.communicate()  # closes our ends of its pipes
+        """Starts another guard if the guard was killed. If this process dies before that, the kernel still kills the
+        engine itself."""
+        if self._guard.has_ended() and not self._is_removed:
+            self._guard.close()
             with _open_log(self.log_path) as log:
-                log.write(f"kvbm: the guard process {self._guard.pid} was killed, another one goes on\n".encode())
-                self._guard = _start_guard(self._remains, log)
+                log.write(f"kvbm: the guard process {self._guard.pid} was killed; starting another one\n".encode())
+                self._guard = GuardProcess(self._leftovers, log=log)
 
-    def _look(self) -> None:
-        """Returns when the guard has seen all that the engine has at this moment, so that none of it can be lost."""
-        assert self._guard.stdin is not None
-        assert self._guard.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
-            self._guard.stdin.write(LOOK)
-            self._guard.stdin.flush()
-            if select.select([self._guard.stdout], [], [], GUARD_TIMEOUT_S)[0]:
-                os.read(self._guard.stdout.fileno(), 1)
-
-    def _clear_away(self) -> None:
-        """By the guard, which has looked at the engine all along; by ourselves where somebody has killed the guard."""
-        if self._is_cleared:
+    def _remove_leftovers(self) -> None:
+        """Lets the guard do it, which has scanned the engine all along."""
+        if self._is_removed:
             return
-        self._is_cleared = True
-        try:
-            self._guard.communicate(END, GUARD_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait()
-        if self._guard.returncode < 0:
-            self._remains.clear_away()
+        self._is_removed = True
+        if not self._guard.remove(GUARD_TIMEOUT_S):
+            self._guard.kill_and_remove()
 
     def _listens_at(self, address: str) -> bool:
         port = urlsplit(self.plan.health_url).port
         assert port is not None, self.plan.health_url
-        return is_served_by(self._remains.members(), address=address, port=port)
+        return is_served_by(self._leftovers.members(), address=address, port=port)
 
 
 OWN_ADDRESS = "`server.host` is an address of this machine: `127.0.0.1`, or `0.0.0.0` for all that it has"
@@ -296,21 +280,6 @@ def _make_directory(plan: LaunchPlan) -> str:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise EnvironmentProblem(f"cannot make a temporary directory in `{parent}`: {reason}") from None
-
-
-def _start_guard(remains: EngineRemains, log: BinaryIO) -> subprocess.Popen[bytes]:
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(REAPER), str(remains.process_group), remains.directory],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        cwd="/",
-        start_new_session=True,
-    )
-    assert guard.stdin is not None
-    guard.stdin.write(" ".join(map(str, remains.foreign)).encode() + b"\n")
-    guard.stdin.flush()
-    return guard
 
 
 def _check_program(plan: LaunchPlan) -> None:

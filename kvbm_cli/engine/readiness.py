@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm_cli.engine.engine_log import EngineLog
-from kvbm_cli.engine.http import HttpAnswer, get
+from kvbm_cli.system.http_client import HttpAnswer, get
 
 HEALTH_TIMEOUT_S = 2.0
 SILENCE_S = 20.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbm_cli.engine.http import get
 from kvbm_cli.runs.run_directory import PROFILE, Run, Runs, State
+from kvbm_cli.system.http_client import get
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
 from kvbm_cli.terminal.show_error import show_warning
 
@@ -122,7 +122,7 @@ def _see(run: Run) -> Seen:
     is_healthy = get(f"{run.facts.url}/health", timeout_s=ASK_TIMEOUT_S).status == 200
     blocks: dict[str, dict[str, int]] = {}
     if is_healthy:
-        text = get(f"{run.facts.url}/metrics", timeout_s=ASK_TIMEOUT_S).body.decode(errors="replace")
+        text = get(f"{run.facts.url}/metrics", timeout_s=ASK_TIMEOUT_S).text()
         for tier, state, count in _BLOCKS.findall(text):
             states = blocks.setdefault(tier, {})
             states[state] = states.get(state, 0) + int(float(count))

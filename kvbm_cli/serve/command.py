@@ -22,7 +22,7 @@ from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.disaggregated.engines import log_of
 from kvbm_cli.engine.engines import how_to_make_model
 from kvbm_cli.engine.process import STOP_TIMEOUT_S, additions, choose_port
-from kvbm_cli.profile.check import (
+from kvbm_cli.profile.preflight import (
     check,
     require_disk_space,
     require_engine,

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvbm.config.launch_plan import LaunchPlan
-from kvbm_cli.engine.http import HttpAnswer, post
 from kvbm_cli.engine.process import POLL_S
+from kvbm_cli.system.http_client import HttpAnswer, request
 from kvbm_cli.terminal.progress import Progress
 
 if TYPE_CHECKING:
@@ -35,19 +35,19 @@ def wait_first_token(
 
     EngineError as soon as it has ended or failed, or when `timeout_s` have passed since its start; then it is dead.
     """
-    request = FirstToken(engine.plan)
+    token = FirstToken(engine.plan)
     while engine.poll() is None:
-        answer = request.poll()
+        answer = token.poll()
         if answer is not None and answer.status < 400:
             return None
         if answer is not None and answer.status < 500:
-            return f"{answer.status}: {answer.complaint()}"
+            return f"{answer.status}: {answer.error()}"
         if answer is not None:
-            said = f"{answer.status}: {answer.complaint()}"
+            said = f"{answer.status}: {answer.error()}"
             hint = f"the whole log: `less {engine.log_path}`"
             raise engine.late_error(f"the engine is healthy, but its first answer was an error\n  {said}", hint=hint)
         if engine.elapsed_s > timeout_s:
-            raise engine.late_error(f"the engine was not ready after {timeout_s:g} s\n  {request.waited_for()}")
+            raise engine.late_error(f"the engine was not ready after {timeout_s:g} s\n  {token.waited_for()}")
         on_progress(Progress(engine.elapsed_s, PHASE))
         time.sleep(POLL_S)
     raise engine.ended_error("the engine ended before its first token")
@@ -72,7 +72,7 @@ class FirstToken:
         return self._answer
 
     def waited_for(self) -> str:
-        last = f"; it has answered {self._answer.status}: {self._answer.complaint()}" if self._answer.status else ""
+        last = f"; it has answered {self._answer.status}: {self._answer.error()}" if self._answer.status else ""
         return f"it is healthy, but no token has come for {time.monotonic() - self._started:.0f} s{last}"
 
     def _ask_beside(self) -> threading.Thread:
@@ -81,9 +81,9 @@ class FirstToken:
         return thread
 
     def _ask(self) -> None:
-        request = {"model": self._plan.model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+        content = {"model": self._plan.model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
         url = f"{self._plan.base_url}/v1/completions"
-        self._answer = post(url, request, headers=_authorization(self._plan))
+        self._answer = request("POST", url, content=content, headers=_authorization(self._plan), timeout_s=None)
 
 
 def _authorization(plan: LaunchPlan) -> dict[str, str]:

@@ -46,7 +46,7 @@ def require_memory(
     """EnvironmentProblem if this engine, with those that live beside it, does not fit into memory."""
     from kvbm.config.sizes import format_size
     from kvbm.host.machine_memory import THIS_MACHINE
-    from kvbm_cli.profile.check import too_much_memory
+    from kvbm_cli.profile.preflight import too_much_memory
     from kvbm_cli.profile.size import size_key
 
     room, owed = (memory or THIS_MACHINE).room(), sum(map(owed_bytes, living))

@@ -1,7 +1,7 @@
 """Mistakes that users make, one row each: the command, the files, the variables and the machine that it is made with.
 
-`test_mistakes.py` makes every one of them and compares what is said, word for word, with
-`snapshots/mistakes/<name>.txt`; `KVBM_UPDATE_SNAPSHOTS=1` writes that. A row of its own is worth a mistake that is
+`test_mistakes.py` makes every one of them and compares what is said, word for word, with the entry of the row in
+`snapshots/mistakes/<area>.txt`; `KVBM_UPDATE_SNAPSHOTS=1` writes that. A row of its own is worth a mistake that is
 answered by words of its own.
 """
 
@@ -379,17 +379,19 @@ SERVING = {
     "completion_in_another_shell": Row("completion fsh"),
 }
 
-ROWS: dict[str, Row] = {
-    **SERVING,
-    **PROFILE,
-    **EXTENDS,
-    **INTERPOLATION,
-    **OVERRIDES,
-    **VARIABLES,
-    **COMMAND_LINE,
-    **NEW,
-    **MACHINE_STATE,
+AREAS: dict[str, dict[str, Row]] = {
+    "serve": SERVING,
+    "profile": PROFILE,
+    "extends": EXTENDS,
+    "interpolation": INTERPOLATION,
+    "override": OVERRIDES,
+    "variable": VARIABLES,
+    "command": COMMAND_LINE,
+    "new": NEW,
+    "machine": MACHINE_STATE,
 }
+ROWS = {name: row for rows in AREAS.values() for name, row in rows.items()}
+AREA_OF = {name: area for area, rows in AREAS.items() for name in rows}
 
 
 def make_files(row: Row, home: Path) -> None:

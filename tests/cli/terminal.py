@@ -1,19 +1,26 @@
-"""The command as a user sees it: the real program, its exit code and both streams, compared with a stored text.
+"""The command as a user sees it: its exit code and both streams, compared with a stored text.
 
-`KVBM_UPDATE_SNAPSHOTS=1 pytest tests/cli` writes the stored texts anew; the difference is then reviewed as code.
+`kvbm` starts the real program, `kvbm_here` runs the command in this process. A stored text is a file of its own, or an
+entry of a file: a line `=== name`, then the text. `KVBM_UPDATE_SNAPSHOTS=1 pytest tests/cli` writes the stored texts
+anew; the difference is then reviewed as code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
+
+from kvbm_cli.app import run
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -69,6 +76,33 @@ def kvbm(*arguments: str, home: Path, timeout_s: float = 60, **extra: str) -> Ou
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
+def kvbm_here(*arguments: str, home: Path, **extra: str) -> Outcome:
+    """Runs the command in this process, without the start of an interpreter. Streams are pipes, as for `kvbm`."""
+    stdout, stderr = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2))
+    with (
+        contextlib.chdir(home),
+        mock.patch.dict(os.environ, environment(home, **extra), clear=True),
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+    ):
+        exit_code = run(arguments)
+    return Outcome(exit_code, *(_written_to(stream) for stream in (stdout, stderr)))
+
+
+def _written_to(stream: io.TextIOWrapper) -> str:
+    stream.seek(0)
+    return stream.read()
+
+
+Kvbm = Callable[..., Outcome]
+
+
+def ways(names: Iterable[str]) -> list[tuple[str, Kvbm]]:
+    """Every name with `kvbm_here`, and every eighth also with `kvbm`, which must say the same."""
+    names = list(names)
+    return [*((name, kvbm_here) for name in names), *((name, kvbm) for name in names[::8])]
+
+
 def on_a_terminal(*command: str, home: Path, columns: int, **extra: str) -> list[str]:
     """The lines that are shown on a terminal of that width."""
     leader, follower = pty.openpty()
@@ -90,3 +124,26 @@ def assert_snapshot(name: str, text: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert path.read_text() == text, f"{path.name} differs; KVBM_UPDATE_SNAPSHOTS=1 accepts it"
+
+
+def stored_entries(file: str) -> dict[str, str]:
+    """The entries of a snapshot file, in their order."""
+    path = SNAPSHOTS / f"{file}.txt"
+    before, *parts = re.split(r"^=== (.+)\n", path.read_text() if path.exists() else "", flags=re.MULTILINE)
+    assert before == "", f"{path.name} does not begin with an entry"
+    names, texts = parts[::2], parts[1::2]
+    assert len(set(names)) == len(names), f"{path.name} has two entries of one name"
+    return dict(zip(names, texts, strict=True))
+
+
+def assert_entry(file: str, name: str, text: str, *, names: Iterable[str]) -> None:
+    """Compares one entry of a snapshot file. `names` are all that the file may have, in their order."""
+    assert text.endswith("\n"), "an entry ends with its line"
+    assert not re.search(r"^=== ", text, flags=re.MULTILINE), "only a header begins like this"
+    entries = stored_entries(file)
+    if os.environ.get("KVBM_UPDATE_SNAPSHOTS"):
+        entries[name] = text
+        path = SNAPSHOTS / f"{file}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"=== {one}\n{entries[one]}" for one in names if one in entries))
+    assert entries.get(name) == text, f"{name} in {file}.txt differs; KVBM_UPDATE_SNAPSHOTS=1 accepts it"

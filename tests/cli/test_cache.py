@@ -17,12 +17,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from terminal import PROGRAM, Outcome, assert_snapshot, environment, kvbm
+from terminal import (
+    PROGRAM,
+    Kvbm,
+    Outcome,
+    assert_entry,
+    assert_snapshot,
+    environment,
+    kvbm,
+    kvbm_here,
+    stored_entries,
+    ways,
+)
 
 from kvbm import hashing
 from kvbm.disk.directory import ARENA, INDEX, LOCK, SUPERBLOCK, InstanceLock
 from kvbm.disk.index import BlockIndex
-from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+from kvbm.disk.orders import Write
+from kvbm.disk.settings import DiskSettings, Namespace
+from kvbm.disk.storage import DiskStorage
 from kvbm.disk.superblock import read_superblock, write_superblock
 from kvbm_cli.cache import _ReadProgress
 
@@ -44,7 +57,8 @@ def make_cache(directory: Path, name: str, *, model: str, salts: list[str | None
     settings = DiskSettings(directory, block_count=16, o_direct=False)
     tier = DiskStorage.open(settings, namespace, shards, hash_bytes=hashing.HASH_BYTES)
     slots = list(range(len(salts)))
-    tier.write(1, [hash_of(slot) for slot in slots], slots, slots, [hashing.tenant(salt) for salt in salts])
+    hashes, tenants = [hash_of(slot) for slot in slots], [hashing.tenant(salt) for salt in salts]
+    tier.submit(Write(1, hashes, slots, slots, tenants, generations=[0] * len(hashes)))
     deadline = time.monotonic() + 30
     while not (results := tier.poll()):
         assert time.monotonic() < deadline
@@ -84,8 +98,13 @@ def held(caches: tuple[Path, Path]) -> Iterator[Path]:
     lock.release()
 
 
-def run(home: Path, command: str) -> Outcome:
-    return kvbm("cache", *command.split(), home=home)
+def run(home: Path, command: str, *, way: Kvbm = kvbm_here) -> Outcome:
+    return way("cache", *command.split(), home=home)
+
+
+def run_elsewhere(home: Path, command: str) -> Outcome:
+    """In a process of its own, as a command is that meets a cache which this process holds."""
+    return run(home, command, way=kvbm)
 
 
 def text(outcome: Outcome, command: str) -> str:
@@ -126,16 +145,20 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_output(home: Path, caches: tuple[Path, Path], name: str) -> None:
-    assert_snapshot(f"cache_{name}", text(run(home, OUTPUTS[name]), OUTPUTS[name]))
+@pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
+def test_output(home: Path, caches: tuple[Path, Path], name: str, way: Kvbm) -> None:
+    assert_snapshot(f"cache_{name}", text(run(home, OUTPUTS[name], way=way), OUTPUTS[name]))
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake(home: Path, caches: tuple[Path, Path], name: str) -> None:
-    outcome = run(home, MISTAKES[name])
+@pytest.mark.parametrize(("name", "way"), ways(MISTAKES))
+def test_mistake(home: Path, caches: tuple[Path, Path], name: str, way: Kvbm) -> None:
+    outcome = run(home, MISTAKES[name], way=way)
     assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert_snapshot(f"mistake_cache_{name}", text(outcome, MISTAKES[name]))
+    assert_entry("mistakes/cache", name, text(outcome, MISTAKES[name]), names=MISTAKES)
+
+
+def test_stored_mistakes_are_these() -> None:
+    assert list(stored_entries("mistakes/cache")) == list(MISTAKES)
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "clear --yes", "export-stats"])
@@ -162,7 +185,7 @@ def test_empty_directory_is_no_mistake(home: Path, command: str) -> None:
 
 
 def test_json_says_all_that_the_table_says(home: Path, held: Path) -> None:
-    newer, older = json.loads(run(home, "ls --dir caches --json").stdout)
+    newer, older = json.loads(run_elsewhere(home, "ls --dir caches --json").stdout)
     assert (newer["cache"], newer["blocks"], newer["bytes"], newer["slots"]) == (NEW, 3, 3 * BLOCK, 16)
     assert (newer["is_in_use"], newer["pid"], newer["facts"]) == (False, None, {"model": "Llama-3.1-8B"})
     assert (older["is_in_use"], older["pid"], older["path"]) == (
@@ -174,7 +197,7 @@ def test_json_says_all_that_the_table_says(home: Path, held: Path) -> None:
 
 
 def test_cache_in_use_is_listed_with_its_process(home: Path, held: Path) -> None:
-    newer, older = run(home, "ls --dir caches").stdout.splitlines()[1:3]
+    newer, older = run_elsewhere(home, "ls --dir caches").stdout.splitlines()[1:3]
     assert newer.split()[-2:] == ["-", "Llama-3.1-8B"]
     assert older.endswith(f"10 d  process {os.getpid()}  Qwen3-8B")
 
@@ -204,7 +227,7 @@ def test_blocks_behind_the_end_of_a_cut_arena_are_dropped(home: Path, caches: tu
 def test_cache_in_use_is_verified_without_a_change(home: Path, held: Path) -> None:
     flip(held / ARENA, 0)
     before = rows(held)
-    assert_snapshot("cache_verify_in_use", text(run(home, "verify --dir caches"), "verify --dir caches"))
+    assert_snapshot("cache_verify_in_use", text(run_elsewhere(home, "verify --dir caches"), "verify --dir caches"))
     assert rows(held) == before
 
 
@@ -240,10 +263,10 @@ def test_clear_removes_every_file(home: Path, caches: tuple[Path, Path]) -> None
 
 
 def test_clear_is_refused_as_a_whole_while_one_cache_is_in_use(home: Path, held: Path) -> None:
-    outcome = run(home, "clear --dir caches --yes")
+    outcome = run_elsewhere(home, "clear --dir caches --yes")
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert_snapshot("cache_clear_in_use", text(outcome, "clear --dir caches --yes"))
-    assert run(home, "clear --dir caches --salt alice --yes").exit_code == 1
+    assert run_elsewhere(home, "clear --dir caches --salt alice --yes").exit_code == 1
     assert len(rows(held)) == 4
     assert len(list((home / "caches").rglob(ARENA))) == 2
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from terminal import kvbm, on_a_terminal
+from terminal import Kvbm, kvbm_here, on_a_terminal, ways
 
 from kvbm.disk.directory import CacheFacts
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.profile.check import require_disk_space
+from kvbm_cli.profile.preflight import require_disk_space
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import size_of
 
@@ -88,15 +88,15 @@ def write(home: Path, *changes: str) -> dict[str, int]:
 
 def test_right_profile_has_no_mistake(home: Path) -> None:
     write(home)
-    outcome = kvbm("profile", "check", "./mine.yaml", home=home)
+    outcome = kvbm_here("profile", "check", "./mine.yaml", home=home)
     assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "mine.yaml: no mistake found\n", "")
 
 
-@pytest.mark.parametrize("change", MISTAKES)
-def test_check_finds_what_a_dry_run_finds(home: Path, change: str) -> None:
+@pytest.mark.parametrize(("change", "way"), ways(MISTAKES))
+def test_check_finds_what_a_dry_run_finds(home: Path, change: str, way: Kvbm) -> None:
     number = write(home, change)[change]
-    checked = kvbm("profile", "check", "./mine.yaml", home=home)
-    tried = kvbm("serve", "--dry-run", "-p", "./mine.yaml", home=home)
+    checked = way("profile", "check", "./mine.yaml", home=home)
+    tried = way("serve", "--dry-run", "-p", "./mine.yaml", home=home)
     message, hint = MISTAKES[change]
     assert (checked.exit_code, checked.stdout) == (2, "")
     assert checked == tried
@@ -108,7 +108,7 @@ def test_check_finds_what_a_dry_run_finds(home: Path, change: str) -> None:
 
 def test_check_finds_a_workload_that_does_not_exist(home: Path) -> None:
     write(home, "workload: zzz")
-    outcome = kvbm("profile", "check", "./mine.yaml", home=home)
+    outcome = kvbm_here("profile", "check", "./mine.yaml", home=home)
     assert outcome.exit_code == 2
     assert "zzz" in outcome.stderr.splitlines()[0]
     assert "\n  mine.yaml:14:13\n" in outcome.stderr
@@ -117,7 +117,7 @@ def test_check_finds_a_workload_that_does_not_exist(home: Path) -> None:
 def test_check_finds_a_mistake_inside_a_workload(home: Path) -> None:
     write(home, "workload: ./mine-too.yaml")
     (home / "mine-too.yaml").write_text("name: x\nuserz: 3\n")
-    outcome = kvbm("profile", "check", "./mine.yaml", home=home)
+    outcome = kvbm_here("profile", "check", "./mine.yaml", home=home)
     assert outcome.exit_code == 2
     assert "userz" in outcome.stderr
     assert "mine-too.yaml" in outcome.stderr
@@ -126,7 +126,7 @@ def test_check_finds_a_mistake_inside_a_workload(home: Path) -> None:
 @pytest.mark.parametrize("command", ["profile check ./mine.yaml", "serve --dry-run -p ./mine.yaml"])
 def test_more_memory_than_there_is_gets_a_warning(home: Path, command: str) -> None:
     write(home, "capacity: 900TB")
-    outcome = kvbm(*command.split(), home=home)
+    outcome = kvbm_here(*command.split(), home=home)
     assert outcome.exit_code == 0
     assert outcome.stderr.startswith("warning: `tiers.host.capacity` takes 818.5 TiB, more than the ")
     assert outcome.stderr.endswith("  9 |     capacity: 900TB\n    |               ^^^^^\n")
@@ -141,7 +141,7 @@ DISKS = {
 
 @pytest.mark.parametrize("override", DISKS)
 def test_a_disk_that_cannot_be_is_found_before_an_engine_starts(home: Path, override: str) -> None:
-    outcome = kvbm("serve", "--dry-run", "-p", "demo-disk", "--set", override, home=home)
+    outcome = kvbm_here("serve", "--dry-run", "-p", "demo-disk", "--set", override, home=home)
     exit_code, message = DISKS[override]
     assert outcome.exit_code == exit_code
     assert outcome.stderr.startswith(message)

@@ -11,7 +11,18 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from terminal import PROGRAM, assert_snapshot, environment, kvbm, on_a_terminal
+from terminal import (
+    PROGRAM,
+    Kvbm,
+    assert_entry,
+    assert_snapshot,
+    environment,
+    kvbm,
+    kvbm_here,
+    on_a_terminal,
+    stored_entries,
+    ways,
+)
 
 from kvbm_cli.terminal.crash_report import A_BUG, KEPT_REPORTS, save_report
 from kvbm_cli.terminal.show_error import show_error
@@ -62,21 +73,28 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", HELPS)
-def test_help(home: Path, command: str) -> None:
-    arguments = [*command.split(), "--help"]
-    name = "_".join(["help", *command.split()])
-    assert_snapshot(name, kvbm(*arguments, home=home).text(f"kvbm {' '.join(arguments)}"))
+HELP_ENTRIES = [f"kvbm {command}".rstrip() for command in HELPS]
+
+
+@pytest.mark.parametrize(("entry", "way"), ways(HELP_ENTRIES))
+def test_help(home: Path, entry: str, way: Kvbm) -> None:
+    _, *command = entry.split()
+    text = way(*command, "--help", home=home).text(f"{entry} --help")
+    assert_entry("help", entry, text, names=HELP_ENTRIES)
+
+
+def test_stored_help_is_that_of_these_commands() -> None:
+    assert list(stored_entries("help")) == HELP_ENTRIES
 
 
 @pytest.mark.parametrize("command", ["", "profile"])
 def test_no_command_shows_the_help(home: Path, command: str) -> None:
-    assert kvbm(*command.split(), home=home) == kvbm(*command.split(), "--help", home=home)
+    assert kvbm_here(*command.split(), home=home) == kvbm_here(*command.split(), "--help", home=home)
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_output(home: Path, name: str) -> None:
-    assert_snapshot(name, kvbm(*OUTPUTS[name].split(), home=home).text(f"kvbm {OUTPUTS[name]}"))
+@pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
+def test_output(home: Path, name: str, way: Kvbm) -> None:
+    assert_snapshot(name, way(*OUTPUTS[name].split(), home=home).text(f"kvbm {OUTPUTS[name]}"))
 
 
 def test_shipped_profiles_are_listed(home: Path) -> None:
@@ -202,7 +220,7 @@ def test_origin_stays_on_the_line_of_its_key_where_there_is_room(home: Path) -> 
     assert any(line.startswith("tiers.host.capacity ") and line.endswith(" # --set") for line in shown)
 
 
-HEAVY = ("torch", "transformers", "numpy", "httpx", "aiohttp", "pydantic", "yaml")
+HEAVY = ("torch", "transformers", "numpy", "aiohttp", "pydantic", "yaml")
 
 
 def test_help_imports_nothing_heavy(home: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import PROGRAM, assert_snapshot, environment, kvbm
+from terminal import PROGRAM, Kvbm, assert_snapshot, environment, kvbm_here, ways
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.load import load
@@ -96,30 +96,33 @@ ENVIRONMENT = {
 }
 
 
-def test_output(tmp_path: Path) -> None:
-    outcome = kvbm("profile", "import-env", home=tmp_path, **ENVIRONMENT)
-    assert_snapshot("import_env", outcome.text("kvbm profile import-env"))
+@pytest.mark.parametrize(("command", "way"), ways(["profile import-env"]))
+def test_output(tmp_path: Path, command: str, way: Kvbm) -> None:
+    outcome = way(*command.split(), home=tmp_path, **ENVIRONMENT)
+    assert_snapshot("import_env", outcome.text(f"kvbm {command}"))
     assert outcome.exit_code == 0
 
 
 def test_file_is_new_and_can_be_checked(tmp_path: Path) -> None:
-    outcome = kvbm("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **ENVIRONMENT)
+    outcome = kvbm_here("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **ENVIRONMENT)
     assert (outcome.exit_code, outcome.stdout) == (0, "")
     written = (tmp_path / "mine.yaml").read_text()
-    assert written == kvbm("profile", "import-env", home=tmp_path, **ENVIRONMENT).stdout
+    assert written == kvbm_here("profile", "import-env", home=tmp_path, **ENVIRONMENT).stdout
     assert not (tmp_path / "mine.yaml").stat().st_mode & stat.S_IXUSR
-    shown = kvbm("profile", "show", "./mine.yaml", home=tmp_path)
+    shown = kvbm_here("profile", "show", "./mine.yaml", home=tmp_path)
     assert shown.exit_code == 0
     assert "/mnt/my cache/$USER" in shown.stdout
-    again = kvbm("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **ENVIRONMENT)
+    again = kvbm_here("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **ENVIRONMENT)
     assert (again.exit_code, (tmp_path / "mine.yaml").read_text()) == (2, written)
 
 
 def test_file_says_which_variables_would_win_over_it(tmp_path: Path) -> None:
     variables = {"DYN_KVBM_CPU_CACHE_GB": "1", "DYN_KVBM_DISK_CACHE_GB": "2"}
-    outcome = kvbm("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **variables)
+    outcome = kvbm_here("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **variables)
     assert "`unset DYN_KVBM_CPU_CACHE_GB DYN_KVBM_DISK_CACHE_GB`" in outcome.stderr
-    checked = kvbm("serve", "--dry-run", "-p", "mine.yaml", home=tmp_path, **variables | {"DYN_KVBM_CPU_CACHE_GB": "3"})
+    checked = kvbm_here(
+        "serve", "--dry-run", "-p", "mine.yaml", home=tmp_path, **variables | {"DYN_KVBM_CPU_CACHE_GB": "3"}
+    )
     (line, *_) = checked.stderr.splitlines()
     assert line == (
         "warning: `DYN_KVBM_CPU_CACHE_GB=3` wins over `tiers.host.capacity: 1GB` (mine.yaml:11); "

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shlex
 import time
 from pathlib import Path
 
 import pytest
-from mistakes import ROWS, make_files, what_lies_in
-from terminal import Outcome, assert_snapshot, environment, kvbm
-
-from kvbm_cli.app import run
+from mistakes import AREA_OF, AREAS, ROWS, make_files, what_lies_in
+from terminal import SNAPSHOTS, Outcome, assert_entry, kvbm, kvbm_here, stored_entries
 
 LIMIT_S = 2.0
 AS_PROCESSES = sorted(ROWS)[::8]
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_mistake(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistake(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
     make_files(row, tmp_path)
     here, children = what_lies_in(tmp_path), child_processes()
-    monkeypatch.chdir(tmp_path)
-    for variable in set(os.environ) - {"PYTEST_CURRENT_TEST", "KVBM_UPDATE_SNAPSHOTS"}:
-        monkeypatch.delenv(variable)
-    for variable, value in environment(tmp_path, **row.variables).items():
-        monkeypatch.setenv(variable, value)
     before = used_s()
     with row.prepare(tmp_path):
-        exit_code = run(shlex.split(row.command))
+        outcome = kvbm_here(*shlex.split(row.command), home=tmp_path, **row.variables)
     taken_s = used_s() - before
-    shown = capsys.readouterr()
-    assert_snapshot(f"mistakes/{name}", Outcome(exit_code, shown.out, shown.err).text(f"kvbm {row.command}"))
-    assert exit_code == row.exit_code
-    assert (shown.out == "") != ("--json" in row.command), "stdout is for data"
-    assert "Traceback" not in shown.err
+    compare(name, outcome)
+    assert outcome.exit_code == row.exit_code
+    assert (outcome.stdout == "") != ("--json" in row.command), "stdout is for data"
+    assert "Traceback" not in outcome.stderr
     assert taken_s < LIMIT_S
     assert (what_lies_in(tmp_path), child_processes()) == (here, children), "something stays behind"
 
@@ -51,7 +40,12 @@ def test_mistake_in_a_process_of_its_own_says_the_same(name: str, tmp_path: Path
     with row.prepare(tmp_path):
         outcome = kvbm(*shlex.split(row.command), home=tmp_path, **row.variables)
     assert time.monotonic() - begin < 10 * LIMIT_S, "waited for something"
-    assert_snapshot(f"mistakes/{name}", outcome.text(f"kvbm {row.command}"))
+    compare(name, outcome)
+
+
+def compare(name: str, outcome: Outcome) -> None:
+    area = AREA_OF[name]
+    assert_entry(f"mistakes/{area}", name, outcome.text(f"kvbm {ROWS[name].command}"), names=AREAS[area])
 
 
 def test_there_are_many_and_no_two_say_the_same() -> None:
@@ -60,9 +54,15 @@ def test_there_are_many_and_no_two_say_the_same() -> None:
     assert len(set(commands)) == len(ROWS)
 
 
-def test_no_snapshot_is_left_over() -> None:
-    stored = {path.stem for path in (Path(__file__).parent / "snapshots" / "mistakes").glob("*.txt")}
-    assert stored == set(ROWS)
+@pytest.mark.parametrize("area", AREAS)
+def test_snapshots_are_those_of_the_rows_in_their_order(area: str) -> None:
+    assert list(stored_entries(f"mistakes/{area}")) == list(AREAS[area])
+
+
+def test_no_file_of_snapshots_is_left_over() -> None:
+    elsewhere = {"cache", "doctor"}  # test_cache.py, test_doctor.py
+    assert {path.stem for path in (SNAPSHOTS / "mistakes").iterdir()} == {*AREAS, *elsewhere}
+    assert sum(map(len, AREAS.values())) == len(ROWS), "a name stands in two areas"
 
 
 def used_s() -> float:

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,18 +23,16 @@ from terminal import FAKE_ENGINE
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
-from kvbm_cli.engine import process
 from kvbm_cli.engine.engine_log import readable_phase
 from kvbm_cli.engine.process import (
     EPHEMERAL_PORTS,
-    REAPER,
-    WRAPPER,
     EngineProcess,
     Progress,
     choose_port,
     engine_environment,
 )
-from kvbm_cli.system.die_with_parent import CANNOT_RUN
+from kvbm_cli.system.die_with_parent import CANNOT_RUN, command_line
+from kvbm_cli.system.guard_process import GUARD, GuardProcess
 
 DEADLINE_S = 20
 
@@ -112,12 +111,12 @@ def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
 
 
 def test_what_an_engine_says_before_we_are_ready_is_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start_guard_late(*arguments: object) -> object:
+    def start_guard_late(*arguments: Any, **options: Any) -> None:
         eventually(lambda: "MemoryError" in (tmp_path / "log").read_text())
-        return start_guard(*arguments)
+        start_guard(*arguments, **options)
 
-    start_guard = process._start_guard
-    monkeypatch.setattr(process, "_start_guard", start_guard_late)
+    start_guard = GuardProcess.__init__
+    monkeypatch.setattr(GuardProcess, "__init__", start_guard_late)
     plan = fake_plan("crash")
     with EngineProcess.start(plan, log_path=tmp_path / "log") as engine, pytest.raises(EngineError) as caught:
         engine.wait_healthy(DEADLINE_S)
@@ -197,7 +196,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_engine_stops_as_usual_without_its_guard(tmp_path: Path) -> None:
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
-        guard = next(child for child in psutil.Process().children() if str(REAPER) in child.cmdline())
+        guard = next(child for child in psutil.Process().children() if str(GUARD) in child.cmdline())
         guard.kill()
         assert engine.stop() == 0
     assert is_gone(guard.pid)
@@ -206,7 +205,8 @@ def test_engine_stops_as_usual_without_its_guard(tmp_path: Path) -> None:
 def test_program_is_not_run_for_a_parent_that_is_gone(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     nobody = 2**22 + 1  # above the largest process id there can be
-    command = [sys.executable, "-I", "-S", str(WRAPPER), str(nobody), "touch", str(marker)]
+    command = command_line(["touch", str(marker)])
+    command[command.index(str(os.getpid()))] = str(nobody)
     assert subprocess.run(command).returncode == CANNOT_RUN
     assert not marker.exists()
 

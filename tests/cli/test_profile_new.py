@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from terminal import PROGRAM, assert_snapshot, environment, kvbm
+from terminal import PROGRAM, Kvbm, assert_snapshot, environment, kvbm_here, ways
 
 from kvbm.config.document import parse_document, plain_values
 from kvbm.config.load import load
@@ -27,19 +27,19 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_profile_is_written_and_right(tmp_path: Path, name: str) -> None:
-    outcome = kvbm("profile", "new", "mine.yaml", *WRITTEN[name], home=tmp_path)
+@pytest.mark.parametrize(("name", "way"), ways(WRITTEN))
+def test_profile_is_written_and_right(tmp_path: Path, name: str, way: Kvbm) -> None:
+    outcome = way("profile", "new", "mine.yaml", *WRITTEN[name], home=tmp_path)
     assert (outcome.exit_code, outcome.stdout) == (0, "mine.yaml\n"), outcome.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
     assert_snapshot(f"profile_new_{name}", (tmp_path / "mine.yaml").read_text())
-    checked = kvbm("profile", "check", "mine.yaml", home=tmp_path)
+    checked = way("profile", "check", "mine.yaml", home=tmp_path)
     assert checked.exit_code == 0, checked.stderr
 
 
 def test_what_a_comment_offers_is_the_default(tmp_path: Path) -> None:
     """Every `#key: value` can be taken as it stands and changes nothing."""
-    kvbm("profile", "new", "mine.yaml", *NEEDED, "--disk", "1GiB", home=tmp_path)
+    kvbm_here("profile", "new", "mine.yaml", *NEEDED, "--disk", "1GiB", home=tmp_path)
     text = (tmp_path / "mine.yaml").read_text()
     (tmp_path / "all.yaml").write_text("".join(_uncommented(line) for line in text.splitlines(keepends=True)))
     before, after = (load(str(tmp_path / name), directories=[]) for name in ("mine.yaml", "all.yaml"))
@@ -56,29 +56,29 @@ def test_a_path_that_is_extended_is_named_from_the_new_file(tmp_path: Path) -> N
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "parent.yaml").write_text("extends: demo\n")
-    outcome = kvbm("profile", "new", "b/child.yaml", "--extends", "a/parent.yaml", home=tmp_path)
+    outcome = kvbm_here("profile", "new", "b/child.yaml", "--extends", "a/parent.yaml", home=tmp_path)
     assert outcome.exit_code == 0, outcome.stderr
     assert "extends: ../a/parent.yaml\n" in (tmp_path / "b" / "child.yaml").read_text()
 
 
 def test_variable_stays_a_variable(tmp_path: Path) -> None:
     arguments = ("--engine", "vllm", "--model", "org/${WHICH}", "--host", "1GiB")
-    outcome = kvbm("profile", "new", "mine.yaml", *arguments, home=tmp_path, WHICH="small")
+    outcome = kvbm_here("profile", "new", "mine.yaml", *arguments, home=tmp_path, WHICH="small")
     assert outcome.exit_code == 0, outcome.stderr
     assert '  model: "org/${WHICH}"\n' in (tmp_path / "mine.yaml").read_text()
 
 
 def test_variables_of_kvbm_are_not_written(tmp_path: Path) -> None:
-    outcome = kvbm("profile", "new", "mine.yaml", *NEEDED, home=tmp_path, DYN_KVBM_CPU_CACHE_GB="7")
+    outcome = kvbm_here("profile", "new", "mine.yaml", *NEEDED, home=tmp_path, DYN_KVBM_CPU_CACHE_GB="7")
     assert outcome.exit_code == 0, outcome.stderr
     assert "capacity: 1GiB" in (tmp_path / "mine.yaml").read_text()
 
 
 def test_nothing_is_overwritten_without_being_asked_to(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("mine\n")
-    outcome = kvbm("profile", "new", "mine.yaml", *NEEDED, home=tmp_path)
+    outcome = kvbm_here("profile", "new", "mine.yaml", *NEEDED, home=tmp_path)
     assert (outcome.exit_code, (tmp_path / "mine.yaml").read_text()) == (2, "mine\n")
-    outcome = kvbm("profile", "new", "mine.yaml", *NEEDED, "--force", home=tmp_path)
+    outcome = kvbm_here("profile", "new", "mine.yaml", *NEEDED, "--force", home=tmp_path)
     assert (outcome.exit_code, (tmp_path / "mine.yaml").read_text().count("synthetic:tiny")) == (0, 2)
 
 

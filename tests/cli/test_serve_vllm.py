@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, kvbm
+from terminal import FAKE_ENGINE, PROGRAM, Kvbm, assert_snapshot, environment, kvbm, ways
 
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
@@ -70,28 +70,28 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("vllm_dry_run", "serve --profile ./mine.yaml --dry-run --port 8123 --set engine.environment.A=1"),
-        ("vllm_size", "size --profile ./mine.yaml"),
-        ("vllm_size_decided_by_the_engine", "size -p ./engine.yaml --set engine.arguments.tensor_parallel_size=2"),
-        ("vllm_size_json", "size --profile ./engine.yaml --json"),
-        (
-            "vllm_profile_show",
-            "profile show ./mine.yaml --set engine.python=python3 --set engine.arguments.gpu-memory-utilization=0.8",
-        ),
-        ("vllm_hub_name", "serve -p ./mine.yaml --dry-run --set engine.model=Qwen/Qwen3-8B"),
-        ("vllm_size_of_a_hub_name", "size -p ./mine.yaml --set engine.model=Qwen/Qwen3-8B"),
-        ("vllm_mistake_model", "size -p ./mine.yaml --set engine.model=./no-model"),
-        ("vllm_mistake_preset", "size -p ./mine.yaml --set engine.model=synthetic:vllm-80m"),
-        ("vllm_mistake_length", "profile check ./mine.yaml --set engine.arguments.max_model_len=5k"),
-    ],
-)
-def test_output(home: Path, name: str, command: str) -> None:
+OUTPUTS = {
+    "vllm_dry_run": "serve --profile ./mine.yaml --dry-run --port 8123 --set engine.environment.A=1",
+    "vllm_size": "size --profile ./mine.yaml",
+    "vllm_size_decided_by_the_engine": "size -p ./engine.yaml --set engine.arguments.tensor_parallel_size=2",
+    "vllm_size_json": "size --profile ./engine.yaml --json",
+    "vllm_profile_show": (
+        "profile show ./mine.yaml --set engine.python=python3 --set engine.arguments.gpu-memory-utilization=0.8"
+    ),
+    "vllm_hub_name": "serve -p ./mine.yaml --dry-run --set engine.model=Qwen/Qwen3-8B",
+    "vllm_size_of_a_hub_name": "size -p ./mine.yaml --set engine.model=Qwen/Qwen3-8B",
+    "vllm_mistake_model": "size -p ./mine.yaml --set engine.model=./no-model",
+    "vllm_mistake_preset": "size -p ./mine.yaml --set engine.model=synthetic:vllm-80m",
+    "vllm_mistake_length": "profile check ./mine.yaml --set engine.arguments.max_model_len=5k",
+}
+
+
+@pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
+def test_output(home: Path, name: str, way: Kvbm) -> None:
+    command = OUTPUTS[name]
     without = PROFILE.replace("    num_gpu_blocks_override: 40\n", "")
     (home / "engine.yaml").write_text(without)
-    assert_snapshot(name, kvbm(*command.split(), home=home).text(f"kvbm {command}"))
+    assert_snapshot(name, way(*command.split(), home=home).text(f"kvbm {command}"))
 
 
 def test_dry_run_as_json_says_why_sizes_are_unknown(home: Path) -> None:

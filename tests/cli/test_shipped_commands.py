@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from terminal import assert_snapshot, kvbm
+from terminal import Kvbm, assert_snapshot, kvbm_here, ways
 
 from kvbm.config.layers import shipped
 from kvbm_cli.package_data import profiles_directory
@@ -12,17 +12,17 @@ from kvbm_cli.package_data import profiles_directory
 NAMES = shipped([profiles_directory()])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_checks_clean_and_makes_a_plan(tmp_path: Path, name: str) -> None:
-    checked = kvbm("profile", "check", name, "--json", home=tmp_path)
+@pytest.mark.parametrize(("name", "way"), ways(NAMES))
+def test_it_checks_clean_and_makes_a_plan(tmp_path: Path, name: str, way: Kvbm) -> None:
+    checked = way("profile", "check", name, "--json", home=tmp_path)
     assert (checked.exit_code, json.loads(checked.stdout)["mistakes"]) == (0, []), checked.stderr
-    planned = kvbm("serve", "--profile", name, "--dry-run", "--json", home=tmp_path)
+    planned = way("serve", "--profile", name, "--dry-run", "--json", home=tmp_path)
     assert planned.exit_code == 0, planned.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_list_has_them_all(tmp_path: Path) -> None:
-    assert_snapshot("profile_list", kvbm("profile", "list", home=tmp_path).text("kvbm profile list"))
-    listed = json.loads(kvbm("profile", "list", "--json", home=tmp_path).stdout)
+    assert_snapshot("profile_list", kvbm_here("profile", "list", home=tmp_path).text("kvbm profile list"))
+    listed = json.loads(kvbm_here("profile", "list", "--json", home=tmp_path).stdout)
     assert [one["name"] for one in listed] == list(NAMES)
     assert {one["engine"] for one in listed} == {"embedded", "vllm"}

@@ -29,6 +29,7 @@ from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, VllmClient
 
 from kvbm_cli.make_model import materialise
+from kvbm_cli.system.guard_process import GUARD
 
 PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
 START_TIMEOUT_S = 600
@@ -208,9 +209,7 @@ def test_a_killed_command_and_one_that_ends_in_order_leave_nothing_but_blocks_on
         client.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= CACHED_BLOCKS)
         with load(served.url):
             possessions = Possessions.of(served)
-            guard = next(
-                process for process in possessions.processes if "process_reaper" in " ".join(process.cmdline())
-            )
+            guard = next(process for process in possessions.processes if str(GUARD) in process.cmdline())
             served.program.kill()
             guard.wait(END_TIMEOUT_S)
             assert possessions.left() == []

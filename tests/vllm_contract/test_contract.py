@@ -1,4 +1,4 @@
-"""The connector against every vLLM version of `surface/`, without vLLM (see `contract.py`)."""
+"""The connector against every vLLM version of `surfaces.txt`, without vLLM (see `contract.py`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ sys.path.insert(0, str(HERE))
 import stubs  # noqa: E402
 from contract import complaints, hooks  # noqa: E402
 from stubs import Surface  # noqa: E402
+from surfaces import FILE, Surfaces  # noqa: E402
 
-SURFACES = {path.stem: path for path in sorted((HERE / "surface").glob("*.json"))}
+SURFACES = Surfaces.parse(FILE.read_text())
+VERSIONS = list(SURFACES.distributions)
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 INTEGRATION = Path(versions.__file__).parent
 SOURCES = sorted(set(INTEGRATION.glob("*.py")) - {INTEGRATION / "launch.py"})
@@ -27,7 +29,7 @@ CONNECTORS = {
     "DynamoConnector": "kvbm.vllm_integration.connector",
     "PdConnector": "kvbm.vllm_integration.pd",
 }
-ALL_HOOKS = set().union(*(hooks(json.loads(path.read_text())) for path in SURFACES.values()))
+ALL_HOOKS = set().union(*(hooks(SURFACES.surface(version)) for version in VERSIONS))
 SMALL_CONNECTOR = """
 from typing import TYPE_CHECKING, Any
 from vllm.config import VllmConfig
@@ -88,24 +90,19 @@ def cache(warm_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return shutil.copytree(warm_cache, tmp_path / "cache")
 
 
-def surface_of(version: str) -> Surface:
-    surface: Surface = json.loads(SURFACES[version].read_text())
-    return surface
-
-
 def small(surface: Surface, directory: Path, cache: Path, source: str = SMALL_CONNECTOR) -> list[str]:
     path = directory / "small_connector.py"
     path.write_text(source)
     return complaints(surface, [path], {"Small": "small_connector"}, directory, cache)
 
 
-@pytest.mark.parametrize("version", [min(SURFACES), max(SURFACES)])
+@pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1]])
 def test_a_guarded_connector_fits_old_and_new_versions(version: str, tmp_path: Path, cache: Path) -> None:
-    assert small(surface_of(version), tmp_path, cache) == []
+    assert small(SURFACES.surface(version), tmp_path, cache) == []
 
 
 def test_each_difference_of_a_version_is_complained_about(tmp_path: Path, cache: Path) -> None:
-    surface = surface_of("0.32.0")
+    surface = SURFACES.surface("0.32.0")
     classes = surface["classes"]
     del classes["vllm.v1.request"]["Request"]["attributes"]["block_hashes"]
     del classes["vllm.config.kv_transfer"]["KVTransferConfig"]["attributes"]["kv_role"]
@@ -129,7 +126,7 @@ def test_each_difference_of_a_version_is_complained_about(tmp_path: Path, cache:
 
 
 def test_a_missing_module_and_a_missing_class_are_complained_about(tmp_path: Path, cache: Path) -> None:
-    surface = surface_of("0.32.0")
+    surface = SURFACES.surface("0.32.0")
     del surface["classes"]["vllm.v1.core.block_pool"], surface["names"]["vllm.v1.core.block_pool"]
     del surface["classes"]["vllm.v1.request"]["Request"]
     found = small(surface, tmp_path, cache)
@@ -147,24 +144,24 @@ def test_what_only_new_versions_have_needs_its_guard(tmp_path: Path, cache: Path
     }.items():
         assert guarded in source
         source = source.replace(guarded, bare)
-    found = "\n".join(small(surface_of("0.28.0"), tmp_path, cache, source))
+    found = "\n".join(small(SURFACES.surface("0.28.0"), tmp_path, cache, source))
     for expected in ("prefix_cacheable_group_ids", "has_sync_kv_loads", "KVConnectorTransferResults"):
         assert expected in found
 
 
-@pytest.mark.parametrize("version", SURFACES)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_our_connectors_fit(version: str, tmp_path: Path, cache: Path) -> None:
-    assert complaints(surface_of(version), SOURCES, CONNECTORS, tmp_path, cache, ALL_HOOKS) == []
+    assert complaints(SURFACES.surface(version), SOURCES, CONNECTORS, tmp_path, cache, ALL_HOOKS) == []
 
 
 def test_every_version_that_we_claim_has_a_surface() -> None:
     (_, oldest), (_, newest) = versions.CONTRACT_TESTED
-    assert set(SURFACES) == {f"0.{minor}.0" for minor in range(oldest, newest + 1)}
+    assert set(VERSIONS) == {f"0.{minor}.0" for minor in range(oldest, newest + 1)}
 
 
 def test_our_connectors_are_looked_into(tmp_path: Path, cache: Path) -> None:
     """Each of these is used somewhere in our sources, behind other attributes, in loops and in helpers."""
-    surface = surface_of("0.32.0")
+    surface = SURFACES.surface("0.32.0")
     used = {
         ("vllm.v1.core.block_pool", "BlockPool", "hash_block_size"),
         ("vllm.v1.core.sched.output", "SchedulerOutput", "scheduled_spec_decode_tokens"),

@@ -1,0 +1,108 @@
+"""CheckRunner: runs groups of checks, collects the results, and prints each immediately unless JSON was requested.
+
+Within `at_most` a SIGALRM interrupts the running check when the time is up, even if it waits for another process. That
+check and all later ones are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from kvbm_cli.doctor.display import Progress, show_check, show_group
+from kvbm_cli.doctor.result import Check, skipped
+
+QUICK_S = 20.0
+TIME_IS_UP = f"the {QUICK_S:.0f} s of --quick are over"
+
+Returned = TypeVar("Returned")
+
+
+class _TimeIsUp(BaseException):
+    """A BaseException, so that no check catches it."""
+
+
+class CheckRunner:
+    """Runs groups of checks. `groups` maps the name of each group to its checks; `format_remedy` rewrites remedies."""
+
+    def __init__(self, progress: Progress, *, as_json: bool, format_remedy: Callable[[str], str] = str) -> None:
+        self._progress = progress
+        self._as_json = as_json
+        self._format_remedy = format_remedy
+        self._is_running = False
+        self._is_over = False
+        self.groups: dict[str, list[Check]] = {}
+
+    @contextlib.contextmanager
+    def at_most(self, seconds: float | None) -> Iterator[None]:
+        if seconds is None:
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, self._alarm)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _alarm(self, *ignored: object) -> None:
+        self._is_over = True
+        if self._is_running:
+            raise _TimeIsUp
+
+    def in_time(self, action: Callable[[], Returned]) -> Returned | None:
+        """Runs the action. Returns its result, or None if the time is up first."""
+        try:
+            try:
+                self._is_running = not self._is_over
+                return action() if self._is_running else None
+            finally:
+                self._is_running = False
+        except _TimeIsUp:
+            return None
+
+    def group(
+        self, name: str, checks: Generator[Check, None, Returned] | Iterator[Check], *, about: str | None = None
+    ) -> Returned | None:
+        """Runs the checks of one group and prints them below `name` and `about`.
+
+        Returns what the generator returns, or None if the time is up first.
+        """
+        self.groups[name] = []
+        if not self._as_json:
+            self._progress.clear()
+            show_group(name, about, is_first=len(self.groups) == 1)
+        self._progress.say(name)
+        while (check := self.in_time(lambda: _next(checks))) is not None:
+            if isinstance(check, _GeneratorEnd):
+                returned: Returned = check.value
+                return returned
+            self._add(name, check)
+        self._add(name, skipped("the rest", TIME_IS_UP, "run `kvbm doctor` without `--quick`"))
+        return None
+
+    def _add(self, group: str, check: Check) -> None:
+        if check.remedy is not None:
+            check = replace(check, remedy=self._format_remedy(check.remedy))
+        self.groups[group].append(check)
+        if not self._as_json:
+            self._progress.clear()
+            show_check(check)
+
+
+class _GeneratorEnd:
+    """The end of a generator, with its return value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _next(checks: Iterator[Check]) -> Check | _GeneratorEnd:
+    try:
+        return next(checks)
+    except StopIteration as end:
+        return _GeneratorEnd(end.value)

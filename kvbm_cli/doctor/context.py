@@ -1,0 +1,35 @@
+"""What the checks examine: a machine, optionally a profile and a directory, and how thoroughly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbm_cli.doctor.machine import Machine, PhaseCallback
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import DiskTierSection, Tiers
+    from kvbm.sizing import Sizing
+
+
+OTHER_DIRECTORY = "use another directory (`--dir` or `tiers.disk.directory`)"
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorContext:
+    """`sizing` is None without a profile, or if only the engine knows the sizes. `tiers` come from the profile; without
+    one, from the variables, as for an engine that is started by its own command."""
+
+    machine: Machine
+    directory: Path | None
+    resolved: ResolvedProfile | None
+    tiers: Tiers | None
+    sizing: Sizing | None
+    is_quick: bool
+    on_phase: PhaseCallback
+
+    @property
+    def disk(self) -> DiskTierSection | None:
+        return self.tiers.disk if self.tiers is not None else None

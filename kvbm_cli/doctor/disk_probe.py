@@ -1,0 +1,488 @@
+"""Disk probe: tests what the filesystem of a directory supports, and recommends settings of a disk tier.
+
+The probe does not trust documented features. It writes a file and reads it back in every way that the tier could use.
+It writes first, because reads of unwritten space succeed even with a wrong alignment. It compares, because some
+filesystems accept O_DIRECT and then ignore it. Nothing remains, even if the process is killed: the file has no name
+(O_TMPFILE), or is unlinked before anything is written.
+
+The probe uses at most a tenth of the free space. A filesystem may hang, so callers run this module as a program
+(`python -m kvbm_cli.doctor.disk_probe`) with a timeout. Each line on stdout is JSON: `{"phase": ...}` while it runs,
+then `{"report": ...}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import mmap
+import os
+import resource
+import secrets
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvbm.disk.files import PAGE_BYTES, UNSUPPORTED, Alignment, dio_alignment, fallocate
+from kvbm.disk.io.kernel_aio import KernelAio
+from kvbm.disk.io.threads import ThreadsIO
+from kvbm.host.libc import LIBC, last_error
+from kvbm_cli.doctor.disk_speed import PhaseCallback, Speed, SpeedTrial
+from kvbm_cli.doctor.quota import Quota, quotas
+
+PREFIX = ".kvbm-probe-"
+TRIED_ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+AREA_BYTES = 4 * TRIED_ALIGNMENTS[-1]
+SHARE_OF_FREE = 10
+MAX_FILE_BYTES = 1 << 30
+MAX_WRITTEN_BYTES = 8 << 30  # limits the wear of the drive
+BUFFERED_BYTES_PER_S = 256 << 20  # a slow disk writes for long what the page cache accepts at once
+COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+UNKNOWN_SPACE_BYTES = 16 << 20  # for a filesystem that does not report its size, such as ramfs
+CACHED_SHARE = 0.5
+
+FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2
+SYSCALL_IO_URING_SETUP = 425
+NO_FILE = -1  # the queue transfers nothing
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOutcome:
+    """Whether a feature works. If not, `reason` is the name of the error, such as `EINVAL`."""
+
+    works: bool
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DirectIO:
+    """O_DIRECT set by open or by fcntl. It works if the flag is kept and whole pages are read back unchanged.
+
+    `alignment` is the smallest offset and length that worked. `is_cached` is true if the page cache held the bytes
+    anyway.
+    """
+
+    works: bool
+    reason: str | None = None
+    alignment: int | None = None
+    is_cached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """The mount of a path: filesystem type, source and mount point."""
+
+    kind: str
+    source: str
+    point: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecommendedSettings:
+    """Values of `tiers.disk` that a directory requires."""
+
+    allocator: str
+    o_direct: bool
+    zerofill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReport:
+    """Everything that the probe found. A test that could not run is None, with the reason in `reason`. `total_bytes` is
+    0 for a filesystem that does not report its size."""
+
+    mount: Mount
+    total_bytes: int
+    free_bytes: int
+    file_limit_bytes: int | None
+    write: ProbeOutcome | None
+    has_unnamed_files: bool
+    quotas: tuple[Quota, ...] = ()
+    fallocate: ProbeOutcome | None = None
+    punch_hole: ProbeOutcome | None = None
+    claimed: Alignment | None = None
+    by_open: DirectIO | None = None
+    by_fcntl: DirectIO | None = None
+    io_uring: ProbeOutcome | None = None
+    aio: ProbeOutcome | None = None
+    settings: RecommendedSettings | None = None
+    transfers: ProbeOutcome | None = None
+    speed: Speed | None = None
+    reason: str | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> DiskReport:
+        """Restores a report from the output of `asdict`."""
+        kinds: dict[str, Callable[..., object]] = {
+            "mount": Mount,
+            "claimed": Alignment,
+            "settings": RecommendedSettings,
+            "speed": Speed,
+            "by_open": DirectIO,
+            "by_fcntl": DirectIO,
+            **dict.fromkeys(("write", "fallocate", "punch_hole", "io_uring", "aio", "transfers"), ProbeOutcome),
+        }
+        values: dict[str, Any] = {
+            key: kinds[key](**value) if key in kinds and value else value for key, value in data.items()
+        }
+        values["quotas"] = tuple(Quota(**quota) for quota in values["quotas"])
+        return cls(**values)
+
+
+def probe(
+    directory: Path,
+    *,
+    block_bytes: int | None = None,
+    seconds: float = 0.0,
+    on_phase: PhaseCallback = lambda text: None,
+) -> DiskReport:
+    """Probes an existing directory. With `block_bytes`, also measures speeds, for `seconds` per phase.
+
+    Raises OSError only if the directory cannot be accessed.
+    """
+    directory = directory.resolve(strict=True)
+    return _Probe(directory, on_phase).report(block_bytes, seconds)
+
+
+def recommend(fallocate: ProbeOutcome, by_open: DirectIO, by_fcntl: DirectIO) -> RecommendedSettings:
+    """Recommends settings. O_DIRECT is used only if open accepts it, because fcntl does not ask a FUSE filesystem.
+
+    If the page cache is used despite O_DIRECT, direct I/O is still recommended: it is no worse than buffered I/O.
+    """
+    takes_open = by_open.works
+    takes_fcntl = takes_open and by_fcntl.works and (by_open.is_cached or not by_fcntl.is_cached)
+    return RecommendedSettings(
+        allocator="default" if takes_fcntl or not takes_open else "open-direct",
+        o_direct=takes_open,
+        zerofill=fallocate.reason in map(errno.errorcode.get, UNSUPPORTED),
+    )
+
+
+class _Probe:
+    """One run over one directory."""
+
+    def __init__(self, directory: Path, on_phase: PhaseCallback) -> None:
+        self._directory = directory
+        self._on_phase = on_phase
+        self._mount = mount_of(directory)
+        space = os.statvfs(directory)
+        self._total_bytes = space.f_blocks * space.f_frsize
+        self._free_bytes = space.f_bavail * space.f_frsize
+        self._quotas = quotas(directory, self._mount.kind)
+        soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self._limit = None if soft == resource.RLIM_INFINITY else soft
+
+    def report(self, block_bytes: int | None, seconds: float) -> DiskReport:
+        self._on_phase("testing the filesystem")
+        try:
+            with ProbeFile.create(self._directory) as file:
+                found = self._features(file)
+                if found.settings is None or block_bytes is None:
+                    return found
+                return self._with_speed(file, found, block_bytes, seconds)
+        except OSError as error:
+            return self._base(ProbeOutcome(False, name_of(error)), has_unnamed_files=False)
+
+    def _base(self, write: ProbeOutcome | None, *, has_unnamed_files: bool) -> DiskReport:
+        return DiskReport(
+            self._mount,
+            self._total_bytes,
+            self._free_bytes,
+            self._limit,
+            write,
+            has_unnamed_files,
+            self._quotas,
+            io_uring=io_uring(),
+            aio=aio(),
+        )
+
+    def _features(self, file: ProbeFile) -> DiskReport:
+        room = self._room()
+        if room < AREA_BYTES:
+            found = self._base(None, has_unnamed_files=file.is_unnamed)
+            return _with(found, reason=f"the test needs {AREA_BYTES >> 10} KiB, but may use only {room >> 10} KiB")
+        allocated = attempt(lambda: fallocate(file.fd, 0, 0, AREA_BYTES))
+        write = _write_and_compare(file.fd)
+        found = self._base(write, has_unnamed_files=file.is_unnamed)
+        if not write.works:
+            return _with(found, fallocate=allocated)
+        by_open, by_fcntl = _direct_by_open(file), _direct_by_fcntl(file)
+        claimed = dio_alignment(file.fd)
+        return _with(
+            found,
+            fallocate=allocated,
+            punch_hole=_punch(file.fd),
+            claimed=claimed,
+            by_open=by_open,
+            by_fcntl=by_fcntl,
+            settings=recommend(allocated, by_open, by_fcntl),
+        )
+
+    def _room(self) -> int:
+        """Bytes that the probe may use."""
+        limits = [quota.left_bytes // SHARE_OF_FREE for quota in self._quotas]
+        limits += [self._limit] if self._limit is not None else []
+        free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES
+        return min(free, *limits, MAX_FILE_BYTES)
+
+    def _with_speed(self, file: ProbeFile, found: DiskReport, block_bytes: int, seconds: float) -> DiskReport:
+        """Measures speeds in the space that remains of the tenth; the feature tests have freed theirs."""
+        assert found.settings is not None
+        room = self._room() * 9 // 10  # leaves room for the filesystem's metadata
+        stride = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+        written = MAX_WRITTEN_BYTES
+        if self._mount.kind in COPY_ON_WRITE:  # an overwritten block is freed later
+            room, written = room // 4, room
+        assert found.by_open is not None
+        is_cached = not found.settings.o_direct or found.by_open.is_cached
+        if is_cached:
+            room = min(room, int(BUFFERED_BYTES_PER_S * seconds))
+        blocks = min(room, MAX_FILE_BYTES) // stride
+        if blocks < 4:
+            return _with(
+                found, reason=f"a tenth of the free space holds only {blocks} blocks of {stride} bytes; 4 are needed"
+            )
+        try:
+            with _prepared(file, found.settings, blocks * stride) as fd:
+                io = ThreadsIO(fd, is_direct=found.settings.o_direct)
+                trial = SpeedTrial(fd, io, stride, seconds, self._on_phase, is_cached=is_cached)
+                speed = trial.measure(blocks, may_write_bytes=written)
+        except OSError as error:
+            return _with(found, transfers=ProbeOutcome(False, name_of(error)))
+        return _with(found, transfers=ProbeOutcome(True), speed=speed)
+
+
+@contextlib.contextmanager
+def _prepared(file: ProbeFile, settings: RecommendedSettings, byte_count: int) -> Iterator[int]:
+    """Allocates the file like an arena of that size and yields its descriptor. Raises OSError."""
+    fd = file.fd
+    if settings.o_direct and settings.allocator == "open-direct":
+        assert file.direct_fd is not None
+        fd = file.direct_fd
+    os.ftruncate(fd, 0)
+    if not settings.zerofill:
+        fallocate(fd, 0, 0, byte_count)
+    with _direct_flag(fd) if settings.o_direct and settings.allocator == "default" else contextlib.nullcontext():
+        yield fd
+
+
+def _with(report: DiskReport, **changes: object) -> DiskReport:
+    values = {name: getattr(report, name) for name in DiskReport.__slots__}
+    return DiskReport(**{**values, **changes})
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFile:
+    """An unnamed temporary file: created without a name (O_TMPFILE) or already unlinked."""
+
+    fd: int
+    direct_fd: int | None
+    direct_error: str | None
+    is_unnamed: bool
+
+    @classmethod
+    def create(cls, directory: Path) -> ProbeFile:
+        """Raises OSError if no file can be created in the directory."""
+        try:
+            fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS):
+                raise
+            return cls._create_named(directory / f"{PREFIX}{secrets.token_hex(8)}")
+        return cls(fd, *_open_direct(f"/proc/self/fd/{fd}"), is_unnamed=True)
+
+    @classmethod
+    def _create_named(cls, path: Path) -> ProbeFile:
+        """Opens the file in both ways, then unlinks it. Blocks the signals that would end the process in between."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                direct = _open_direct(str(path))
+            finally:
+                os.unlink(path)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return cls(fd, *direct, is_unnamed=False)
+
+    def __enter__(self) -> ProbeFile:
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        for fd in (self.fd, self.direct_fd):
+            if fd is not None:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+
+def _open_direct(path: str) -> tuple[int | None, str | None]:
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC), None
+    except OSError as error:
+        return None, name_of(error)
+
+
+@contextlib.contextmanager
+def _direct_flag(fd: int) -> Iterator[bool]:
+    """Sets O_DIRECT by fcntl and yields whether the flag was kept. Raises OSError."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+    try:
+        yield bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+
+def _direct_by_open(file: ProbeFile) -> DirectIO:
+    if file.direct_fd is None:
+        return DirectIO(False, file.direct_error)
+    return _try_direct(file.direct_fd)
+
+
+def _direct_by_fcntl(file: ProbeFile) -> DirectIO:
+    try:
+        with _direct_flag(file.fd) as carries:
+            return _try_direct(file.fd) if carries else DirectIO(False, "the flag is not kept")
+    except OSError as error:
+        return DirectIO(False, name_of(error))
+
+
+def _try_direct(fd: int) -> DirectIO:
+    """Writes the whole area, then finds the smallest alignment that works inside it."""
+    whole = attempt(lambda: _round_trip(fd, 0, AREA_BYTES))
+    if not whole.works:
+        return DirectIO(False, whole.reason)
+    is_cached = _cached_share(fd) > CACHED_SHARE
+    alignment = next((size for size in TRIED_ALIGNMENTS if attempt(partial(_round_trip, fd, size, size)).works), None)
+    if alignment is None or alignment > PAGE_BYTES:
+        return DirectIO(
+            False, f"requires an alignment of {alignment or f'more than {TRIED_ALIGNMENTS[-1]}'} bytes", alignment
+        )
+    return DirectIO(True, None, alignment, is_cached)
+
+
+def _round_trip(fd: int, offset: int, length: int) -> None:
+    """Writes random bytes and reads them back. OSError if they differ or are short."""
+    with mmap.mmap(-1, length) as out, mmap.mmap(-1, length) as back:
+        out[:] = os.urandom(length)
+        done = os.pwritev(fd, [out], offset)
+        if done != length:
+            raise OSError(errno.EIO, f"{done} of {length} bytes written")
+        os.fdatasync(fd)
+        done = os.preadv(fd, [back], offset)
+        if done != length:
+            raise OSError(errno.EIO, f"{done} of {length} bytes read")
+        if out[:] != back[:]:
+            raise OSError(errno.EBADMSG, "the bytes read differ from the bytes written")
+
+
+def _write_and_compare(fd: int) -> ProbeOutcome:
+    return attempt(lambda: _round_trip(fd, 0, AREA_BYTES))
+
+
+def _cached_share(fd: int) -> float:
+    """Share of the area in the page cache. A direct write has dropped what buffered writes left there."""
+    pages = AREA_BYTES // mmap.PAGESIZE
+    states = (ctypes.c_ubyte * pages)()
+    try:
+        with mmap.mmap(fd, AREA_BYTES, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
+            start = ctypes.c_char.from_buffer(mapping)
+            failed = LIBC.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(AREA_BYTES), states)
+            del start
+    except (OSError, ValueError):
+        return 0.0
+    return 0.0 if failed else sum(state & 1 for state in states) / pages
+
+
+def _punch(fd: int) -> ProbeOutcome:
+    """Punches a hole in the file and checks that it reads as zeros."""
+
+    def punch() -> None:
+        half = AREA_BYTES // 2
+        fallocate(fd, FALLOC_KEEP_SIZE | FALLOC_PUNCH_HOLE, 0, half)
+        if os.pread(fd, half, 0) != bytes(half):
+            raise OSError(errno.EBADMSG, "the punched hole does not read as zeros")
+
+    return attempt(punch)
+
+
+def io_uring() -> ProbeOutcome:
+    """Whether this process may create an io_uring; containers often forbid it."""
+
+    def create() -> None:
+        parameters = ctypes.create_string_buffer(120)
+        fd = LIBC.syscall(SYSCALL_IO_URING_SETUP, 4, parameters)
+        if fd < 0:
+            raise last_error()
+        os.close(fd)
+
+    return attempt(create)
+
+
+def aio() -> ProbeOutcome:
+    """Whether this process may create a context for Linux asynchronous I/O."""
+    return attempt(lambda: KernelAio(NO_FILE).close())
+
+
+def attempt(action: Callable[[], object]) -> ProbeOutcome:
+    try:
+        action()
+    except OSError as error:
+        return ProbeOutcome(False, name_of(error))
+    return ProbeOutcome(True)
+
+
+def name_of(error: OSError) -> str:
+    """Name of the error, such as `EINVAL`, or our own text if bytes differ or are short."""
+    number = error.errno or 0
+    if number in (errno.EIO, errno.EBADMSG) and error.strerror and error.strerror != os.strerror(number):
+        return error.strerror
+    return errno.errorcode.get(number, str(error))
+
+
+def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount:
+    """Returns the mount with the longest mount point above `path`; of several at one point, the last."""
+    found = Mount("unknown", "unknown", "/")
+    try:
+        lines = table.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields, (kind, source, *_) = before.split(), after.split()
+        point = Path(_unescaped(fields[4]))
+        if (point == path or point in path.parents) and len(str(point)) >= len(found.point):
+            found = Mount(kind, _unescaped(source), str(point))
+    return found
+
+
+def _unescaped(text: str) -> str:
+    """Decodes the octal escapes of blanks and backslashes in the table."""
+    for code in ("040", "011", "012", "134"):
+        text = text.replace(f"\\{code}", chr(int(code, 8)))
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Test what the filesystem of a directory supports.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--block-bytes", type=int)
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each speed measurement")
+    given = parser.parse_args(arguments)
+
+    def print_phase(text: str) -> None:
+        print(json.dumps({"phase": text}), flush=True)
+
+    found = probe(given.directory, block_bytes=given.block_bytes, seconds=given.seconds, on_phase=print_phase)
+    print(json.dumps({"report": asdict(found)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
