@@ -16,7 +16,7 @@ from kvbm.errors import EnvironmentProblem, KvbmError, UsageError
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm_cli.bench.experiment import Engines
-    from kvbm_cli.bench.verdict import Limits
+    from kvbm_cli.bench.verdict import VerdictLimits
     from kvbm_cli.profile.workload import Workload
 
 INTERRUPTED_EXIT_CODE = 130
@@ -58,7 +58,7 @@ def measure(
     output: Path | None,
     as_json: bool,
     engines: Engines | None = None,
-    limits: Limits | None = None,
+    limits: VerdictLimits | None = None,
 ) -> int:
     """Run, write, print; returns the exit code. `engines` and `limits` replace the profile's own and the defaults."""
     from rich.console import Console

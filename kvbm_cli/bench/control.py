@@ -21,14 +21,14 @@ SOURCES = {"local_cache_hit": "g1", "external_kv_transfer": "g2", "local_compute
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class EngineMetrics:
     """One reading of /metrics: `text` as it came, `samples` by name and sorted labels."""
 
     text: str
     samples: dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
     @classmethod
-    def parse(cls, text: str) -> Metrics:
+    def parse(cls, text: str) -> EngineMetrics:
         from prometheus_client.parser import text_string_to_metric_families
 
         samples = {}
@@ -59,8 +59,8 @@ class Metrics:
 class MetricsDelta:
     """What an arm's requests changed in the engine's counters."""
 
-    before: Metrics
-    after: Metrics
+    before: EngineMetrics
+    after: EngineMetrics
 
     def change(self, name: str, **labels: str) -> float | None:
         after = self.after.total(name, **labels)
@@ -111,8 +111,8 @@ class Control:
         answer = self._call("POST", "/tokenize", json=request).json()
         return [int(token) for token in answer["tokens"]]
 
-    def metrics(self) -> Metrics:
-        return Metrics.parse(self._call("GET", "/metrics").text)
+    def metrics(self) -> EngineMetrics:
+        return EngineMetrics.parse(self._call("GET", "/metrics").text)
 
     def reset_cache(self) -> None:
         """Forget every block, in G1 and in what the connector keeps, as soon as no copy needs it any more."""

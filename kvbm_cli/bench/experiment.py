@@ -22,10 +22,10 @@ from typing import Protocol
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench.client import DriveResult, Target, drive, open_session, send
-from kvbm_cli.bench.control import Control, Metrics, MetricsDelta
+from kvbm_cli.bench.control import Control, EngineMetrics, MetricsDelta
 from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.schedule import Answer, Plan, PlannedRequest, Script, request_body
+from kvbm_cli.bench.schedule import Plan, PlannedRequest, RecordedAnswer, Script, request_body
 from kvbm_cli.bench.statistics import percentile
 from kvbm_cli.profile.workload import Workload
 
@@ -34,7 +34,7 @@ BASELINE, KVBM, FLOOR = "baseline", "kvbm", "floor"
 ARMS = (BASELINE, KVBM, FLOOR)
 SMALLEST_INTERVAL_S = 0.05
 
-Answers = tuple[tuple[Answer, ...], ...]
+Answers = tuple[tuple[RecordedAnswer, ...], ...]
 
 
 class RunningEngine(Protocol):
@@ -52,11 +52,11 @@ class RunningEngine(Protocol):
 Engines = Callable[[str], AbstractContextManager[RunningEngine]]
 
 
-class Progress(Protocol):
+class ExperimentProgress(Protocol):
     """What someone who watches is told. `remaining_s` is the time that is left after this phase, where it is known."""
 
     def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None: ...
-    def row(self, row: RequestRecord) -> None: ...
+    def request_ended(self, record: RequestRecord) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class ArmResult:
     """`client_cpu_share` is that of the drive, which arms that were measured together share."""
 
     name: str
-    rows: tuple[RequestRecord, ...]
+    records: tuple[RequestRecord, ...]
     client_cpu_share: float
     started_unix_s: float
     duration_s: float
@@ -91,10 +91,12 @@ class Experiment:
     arms: dict[str, ArmResult]
 
 
-def run_experiment(workload: Workload, engines: Engines, directory: OutputDirectory, progress: Progress) -> Experiment:
+def run_experiment(
+    workload: Workload, engines: Engines, directory: OutputDirectory, progress: ExperimentProgress
+) -> Experiment:
     """Blocks until the last arm has ended. EngineError if an engine does not start or refuses the recording."""
     run = _Run(workload, engines, directory, progress)
-    recording, model = run.record()
+    recording, model = run.make_recording()
     plan = Plan.make(
         workload,
         recording.script,
@@ -131,7 +133,7 @@ def _drive_s(group: Sequence[str], plan: Plan, recording: Recording) -> float:
     return max(plan.duration_s, len(plan.requests) * service_s)
 
 
-def _require_empty_disk(before: Metrics) -> None:
+def _require_empty_disk(before: EngineMetrics) -> None:
     """A run that finds what an earlier one has written measures that one's work too."""
     found = sum(before.total("kvbm_disk_blocks", state=state) or 0 for state in ("pinned", "evictable"))
     if found:
@@ -145,7 +147,7 @@ class _ReadyArm:
     name: str
     engine: RunningEngine
     control: Control
-    before: Metrics
+    before: EngineMetrics
 
     def target(self, offset_s: float) -> Target:
         return Target(self.name, self.engine.base_url, offset_s, self.engine.has_ended)
@@ -158,9 +160,9 @@ class _Run:
     workload: Workload
     engines: Engines
     directory: OutputDirectory
-    progress: Progress
+    progress: ExperimentProgress
 
-    def record(self) -> tuple[Recording, str]:
+    def make_recording(self) -> tuple[Recording, str]:
         """The recording, and the engine's name for its model."""
         self.progress.phase("recording: starting the engine")
         with self.engines(RECORDING) as engine, Control(engine.base_url, engine.model) as control:
@@ -173,19 +175,19 @@ class _Run:
 
     async def _record_answers(self, script: Script, engine: RunningEngine) -> tuple[Answers, tuple[float, ...]]:
         """One request at a time, everyone's first turn, then everyone's second, ..."""
-        answers: list[list[Answer]] = [[] for _ in range(self.workload.users)]
+        answers: list[list[RecordedAnswer]] = [[] for _ in range(self.workload.users)]
         cold_ms: list[float] = []
         async with open_session() as session:
             for turn in range(1, self.workload.turns + 1):
                 for user in range(self.workload.users):
                     request = self._unplanned(engine.model, script.prompt(user, turn, answers[user]), user, turn)
-                    row = await send(session, engine.base_url, request, workload=self.workload, arm=RECORDING)
-                    if row.error is not None:
-                        raise EngineError(f"recording turn {turn} of user {user} failed: {row.error}")
-                    answers[user].append(Answer(tuple(row.token_ids), tuple(row.logprobs)))
-                    if turn == 1 and row.end_to_end_ms is not None:
-                        cold_ms.append(row.end_to_end_ms)
-                    self.progress.row(row)
+                    record = await send(session, engine.base_url, request, workload=self.workload, arm=RECORDING)
+                    if record.error is not None:
+                        raise EngineError(f"recording turn {turn} of user {user} failed: {record.error}")
+                    answers[user].append(RecordedAnswer(tuple(record.token_ids), tuple(record.logprobs)))
+                    if turn == 1 and record.end_to_end_ms is not None:
+                        cold_ms.append(record.end_to_end_ms)
+                    self.progress.request_ended(record)
         return tuple(map(tuple, answers)), tuple(cold_ms)
 
     def measure(
@@ -208,14 +210,14 @@ class _Run:
             self.progress.phase(text, expected_s=drive_s, remaining_s=later_s)
             offsets = (position * plan.interval_s / len(group) for position in range(len(group)))
             targets = [arm.target(offset_s) for arm, offset_s in zip(ready, offsets, strict=True)]
-            result = asyncio.run(drive(plan, targets, on_row=self._take_row))
+            result = asyncio.run(drive(plan, targets, on_record=self._take_record))
             return {arm.name: self._arm_result(arm, result) for arm in ready}
 
     def _arm_result(self, arm: _ReadyArm, result: DriveResult) -> ArmResult:
         ended = arm.engine.has_ended()
         return ArmResult(
             name=arm.name,
-            rows=result.rows[arm.name],
+            records=result.records[arm.name],
             client_cpu_share=result.client_cpu_share,
             started_unix_s=result.started_unix_s,
             duration_s=result.duration_s,
@@ -225,7 +227,7 @@ class _Run:
         )
 
     def _metrics_after(self, arm: _ReadyArm) -> MetricsDelta | None:
-        """None from an engine that hangs, or died this moment: its requests are rows with errors already."""
+        """None from an engine that hangs, or died this moment: its requests are records with errors already."""
         try:
             return MetricsDelta(arm.before, self._keep(arm.control.metrics(), arm.name, "after"))
         except EngineError:
@@ -243,21 +245,21 @@ class _Run:
                 request = self._unplanned(engine.model, list(script.warmup), 0, 0)
                 return await send(session, engine.base_url, request, workload=self.workload, arm="warm-up")
 
-        row = asyncio.run(once())
-        if row.error is not None:
-            raise EngineError(f"the warm-up request failed: {row.error}")
+        record = asyncio.run(once())
+        if record.error is not None:
+            raise EngineError(f"the warm-up request failed: {record.error}")
         control.reset_cache()
         return time.monotonic() - started
 
     def _unplanned(self, model: str, prompt: list[int], user: int, turn: int) -> PlannedRequest:
         """A request outside the schedule: the recording's, the warm-up's."""
         body = request_body(model, prompt, answer_tokens=self.workload.answer_tokens)
-        return PlannedRequest(0, user, turn, 0.0, len(prompt), Answer(()), body)
+        return PlannedRequest(0, user, turn, 0.0, len(prompt), RecordedAnswer(()), body)
 
-    def _take_row(self, row: RequestRecord) -> None:
-        self.directory.append_request(row.to_json())
-        self.progress.row(row)
+    def _take_record(self, record: RequestRecord) -> None:
+        self.directory.append_request(record.to_json())
+        self.progress.request_ended(record)
 
-    def _keep(self, metrics: Metrics, arm: str, when: str) -> Metrics:
+    def _keep(self, metrics: EngineMetrics, arm: str, when: str) -> EngineMetrics:
         (self.directory.arm(arm) / f"metrics-{when}.txt").write_text(metrics.text, encoding="utf-8")
         return metrics

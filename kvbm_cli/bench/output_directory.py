@@ -44,8 +44,8 @@ class OutputDirectory:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def append_request(self, row: dict[str, Any]) -> None:
-        self._requests.write(json.dumps(row, separators=(",", ":")) + "\n")
+    def append_request(self, record: dict[str, Any]) -> None:
+        self._requests.write(json.dumps(record, separators=(",", ":")) + "\n")
 
     def write_json(self, name: str, content: dict[str, Any], *, indent: int | None = 2) -> None:
         """Whole or not at all: written beside and renamed."""

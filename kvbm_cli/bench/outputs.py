@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.schedule import Answer, Plan
+from kvbm_cli.bench.schedule import Plan, RecordedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +24,25 @@ class OutputDifference:
     logprob: float | None
 
 
-def compare_outputs(plan: Plan, rows: Sequence[RequestRecord]) -> OutputDifference:
+def compare_outputs(plan: Plan, records: Sequence[RequestRecord]) -> OutputDifference:
     """All complete answers of an arm against the recorded ones."""
     recorded = {request.key: request.answer for request in plan.requests}
-    answered = [row for row in rows if row.is_ok]
-    differences = [_logprob_difference(recorded[row.key], row) for row in answered]
+    answered = [record for record in records if record.is_ok]
+    differences = [_logprob_difference(recorded[record.key], record) for record in answered]
     known = [difference for difference in differences if difference is not None]
     return OutputDifference(
         compared_count=len(answered),
-        answers=tuple(row.key for row in answered if tuple(row.token_ids) != recorded[row.key].token_ids),
+        answers=tuple(record.key for record in answered if tuple(record.token_ids) != recorded[record.key].token_ids),
         logprob=max(known) if known else None,
     )
 
 
-def _logprob_difference(recorded: Answer, row: RequestRecord) -> float | None:
+def _logprob_difference(recorded: RecordedAnswer, record: RequestRecord) -> float | None:
     """Up to the first token that differs; from there on the two answers continue different texts."""
-    if not recorded.logprobs or len(row.logprobs) != len(row.token_ids):
+    if not recorded.logprobs or len(record.logprobs) != len(record.token_ids):
         return None
     largest = 0.0
-    tokens = zip(recorded.token_ids, row.token_ids, recorded.logprobs, row.logprobs, strict=False)
+    tokens = zip(recorded.token_ids, record.token_ids, recorded.logprobs, record.logprobs, strict=False)
     for recorded_id, token_id, recorded_logprob, logprob in tokens:
         if recorded_id != token_id:
             break

@@ -68,10 +68,10 @@ class ShownProgress:
             left = self.left_s()
             self._console.print(text + (f" ({duration(left)} left)" if left is not None else ""), highlight=False)
 
-    def row(self, row: RequestRecord) -> None:
-        self._answered += row.is_ok
-        self._failed += not row.is_ok
-        self._last_ttft_ms = row.ttft_ms if row.is_ok else self._last_ttft_ms
+    def request_ended(self, record: RequestRecord) -> None:
+        self._answered += record.is_ok
+        self._failed += not record.is_ok
+        self._last_ttft_ms = record.ttft_ms if record.is_ok else self._last_ttft_ms
 
     def left_s(self) -> float | None:
         """Seconds until the whole run ends; unknown until the recording has fixed the schedule."""

@@ -44,7 +44,7 @@ def random_tokens(generator: random.Random, count: int, tokenize: Tokenize) -> t
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedAnswer:
     """What the recording was answered. `logprobs` has one number per token, or none where the engine sends none."""
 
     token_ids: tuple[int, ...]
@@ -52,7 +52,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class UserScript:
     """What one user brings along and asks."""
 
     history: tuple[int, ...]
@@ -64,7 +64,7 @@ class Script:
     """All tokens that come from users. `warmup` is a conversation that appears in no measured request."""
 
     system: tuple[int, ...]
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[UserScript, ...]
     warmup: tuple[int, ...]
 
     @classmethod
@@ -75,11 +75,11 @@ class Script:
         for _ in range(workload.users):
             history = random_tokens(generator, workload.history_tokens, tokenize)
             questions = [random_tokens(generator, workload.question_tokens, tokenize) for _ in range(workload.turns)]
-            conversations.append(Conversation(history, tuple(questions)))
+            conversations.append(UserScript(history, tuple(questions)))
         warmup = random_tokens(generator, workload.prompt_tokens(1), tokenize)
         return cls(system, tuple(conversations), warmup)
 
-    def prompt(self, user: int, turn: int, answers: Sequence[Answer]) -> list[int]:
+    def prompt(self, user: int, turn: int, answers: Sequence[RecordedAnswer]) -> list[int]:
         """Tokens of a user's prompt in turn 1, 2, ...; `answers` are those to the user's earlier turns."""
         conversation = self.conversations[user]
         tokens = [*self.system, *conversation.history]
@@ -114,7 +114,7 @@ class PlannedRequest:
     turn: int
     intended_s: float
     prompt_tokens: int
-    answer: Answer
+    answer: RecordedAnswer
     body: bytes
 
     @property
@@ -138,7 +138,7 @@ class Plan:
         script: Script,
         *,
         model: str,
-        answers: Sequence[Sequence[Answer]],
+        answers: Sequence[Sequence[RecordedAnswer]],
         interval_s: float,
     ) -> Plan:
         """`answers[user][turn - 1]` are the recorded answers. Everyone's first turn, then everyone's second, ..."""

@@ -1,4 +1,4 @@
-"""From rows and counters to summary.json. Pure: the same rows give the same summary.
+"""From records and counters to summary.json. Pure: the same records give the same summary.
 
 `ttft_ms`, `itl_ms` and `end_to_end_ms` of an arm are over turns 2 and later, those that a cache can help, and
 `ttft_speedup` is the ratio of two such medians; every turn is listed under `turns`. Token counts are over all requests.
@@ -15,7 +15,7 @@ from kvbm_cli.bench.outputs import compare_outputs
 from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan
 from kvbm_cli.bench.statistics import PairedRatio, busy_share, paired_ratio, spread
-from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Limits, Verdict, judge
+from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Verdict, VerdictLimits, judge
 
 FORMAT = 1
 UNMEASURED = (Verdict.INVALID, Verdict.WRONG)
@@ -30,14 +30,14 @@ def summarise(
     *,
     surroundings: dict[str, Any],
     caveats: Sequence[str] = (),
-    limits: Limits = DEFAULT_LIMITS,
+    limits: VerdictLimits = DEFAULT_LIMITS,
 ) -> dict[str, Any]:
     """The whole result. `surroundings` (machine, versions, profile) is copied into it as it is."""
     plan = experiment.plan
     arms = {name: _arm(plan, experiment.arms[name]) for name in ARMS}
-    rows = {name: experiment.arms[name].rows for name in ARMS}
-    outputs = {name: compare_outputs(plan, rows[name]) for name in ARMS}
-    ratio = paired_ratio(_pairs(rows[BASELINE], rows[KVBM]))
+    records = {name: experiment.arms[name].records for name in ARMS}
+    outputs = {name: compare_outputs(plan, records[name]) for name in ARMS}
+    ratio = paired_ratio(_pairs(records[BASELINE], records[KVBM]))
     p50 = {name: arms[name]["ttft_ms"]["p50"] for name in ARMS}
     transfers = _transfers(arms[KVBM])
     evidence = Evidence(
@@ -116,29 +116,32 @@ def _verdict(judgement: Judgement) -> dict[str, Any]:
 
 
 def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
-    rows = arm.rows
-    answered = [row for row in rows if row.is_ok]
-    later = [row for row in answered if row.turn > 1]
+    records = arm.records
+    answered = [record for record in records if record.is_ok]
+    later = [record for record in answered if record.turn > 1]
     by_usage = _tokens(answered)
     by_metrics = arm.metrics.prompt_tokens_by_source() if arm.metrics else None
     queue_wait_ms = arm.metrics.queue_wait_ms() if arm.metrics else None
-    ttft_all = spread(_values(row.ttft_ms for row in answered))
+    ttft_all = spread(_values(record.ttft_ms for record in answered))
     return {
-        "requests": len(rows),
-        "errors": len(rows) - len(answered),
+        "requests": len(records),
+        "errors": len(records) - len(answered),
         **_times(later),
         "ttft_ms_all_turns": ttft_all,
-        "ttft_ms_from_launch": spread(_values(row.ttft_from_launch_ms for row in later)),
+        "ttft_ms_from_launch": spread(_values(record.ttft_from_launch_ms for record in later)),
         "prompt_tokens": by_usage if None not in by_usage.values() else by_metrics or by_usage,
         "prompt_tokens_by_usage": by_usage,
         "prompt_tokens_by_metrics": by_metrics,
-        "turns": [_turn(turn, [row for row in rows if row.turn == turn]) for turn in range(1, plan.workload.turns + 1)],
+        "turns": [
+            _turn(turn, [record for record in records if record.turn == turn])
+            for turn in range(1, plan.workload.turns + 1)
+        ],
         "throughput": _throughput(answered),
-        "utilisation": _utilisation(rows),
+        "utilisation": _utilisation(records),
         "queue_wait_ms": queue_wait_ms,
         "queue_share_of_ttft": _quotient(queue_wait_ms, ttft_all["mean"]),
         "client": {
-            "lateness_ms": spread(_values(row.lateness_ms for row in rows)),
+            "lateness_ms": spread(_values(record.lateness_ms for record in records)),
             "cpu_share": arm.client_cpu_share,
         },
         "engine": {**_engine(arm), "startup_s": arm.startup_s, "ended_early": arm.engine_ended},
@@ -148,23 +151,23 @@ def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
     }
 
 
-def _turn(turn: int, rows: list[RequestRecord]) -> dict[str, Any]:
-    answered = [row for row in rows if row.is_ok]
+def _turn(turn: int, records: list[RequestRecord]) -> dict[str, Any]:
+    answered = [record for record in records if record.is_ok]
     return {
         "turn": turn,
-        "requests": len(rows),
-        "errors": len(rows) - len(answered),
+        "requests": len(records),
+        "errors": len(records) - len(answered),
         **_times(answered),
         "throughput": _throughput(answered),
         "prompt_tokens": _tokens(answered),
     }
 
 
-def _times(rows: Sequence[RequestRecord]) -> dict[str, Any]:
+def _times(records: Sequence[RequestRecord]) -> dict[str, Any]:
     return {
-        "ttft_ms": spread(_values(row.ttft_ms for row in rows)),
-        "itl_ms": spread([gap for row in rows for gap in row.token_gaps_ms]),
-        "end_to_end_ms": spread(_values(row.end_to_end_ms for row in rows)),
+        "ttft_ms": spread(_values(record.ttft_ms for record in records)),
+        "itl_ms": spread([gap for record in records for gap in record.token_gaps_ms]),
+        "end_to_end_ms": spread(_values(record.end_to_end_ms for record in records)),
     }
 
 
@@ -172,12 +175,12 @@ def _values(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _tokens(rows: Sequence[RequestRecord]) -> dict[str, int | None]:
+def _tokens(records: Sequence[RequestRecord]) -> dict[str, int | None]:
     """Prompt tokens by source as the answers' usage reports them; `None` for what not every answer tells."""
     return {
-        "g1": _sum_if_known(row.g1_tokens for row in rows),
-        "g2": _sum_if_known(row.g2_tokens for row in rows),
-        "computed": _sum_if_known(row.computed_tokens for row in rows),
+        "g1": _sum_if_known(record.g1_tokens for record in records),
+        "g2": _sum_if_known(record.g2_tokens for record in records),
+        "computed": _sum_if_known(record.computed_tokens for record in records),
     }
 
 
@@ -186,22 +189,24 @@ def _sum_if_known(counts: Iterable[int | None]) -> int | None:
     return sum(count for count in known if count is not None) if known and None not in known else None
 
 
-def _throughput(rows: Sequence[RequestRecord]) -> dict[str, float | None]:
+def _throughput(records: Sequence[RequestRecord]) -> dict[str, float | None]:
     """Per second from the first launch to the last end. The schedule is open loop, so it bounds all of these."""
-    starts, ends = _values(row.launched_ms for row in rows), _values(row.end_ms for row in rows)
+    starts, ends = _values(record.launched_ms for record in records), _values(record.end_ms for record in records)
     span_s = (max(ends) - min(starts)) / 1e3 if starts and ends else 0.0
-    prompt_tokens = sum(_values(row.prompt_tokens for row in rows))
+    prompt_tokens = sum(_values(record.prompt_tokens for record in records))
     return {
-        "requests_per_s": _quotient(len(rows), span_s),
+        "requests_per_s": _quotient(len(records), span_s),
         "prompt_tokens_per_s": _quotient(prompt_tokens, span_s),
-        "output_tokens_per_s": _quotient(sum(len(row.token_ids) for row in rows), span_s),
+        "output_tokens_per_s": _quotient(sum(len(record.token_ids) for record in records), span_s),
     }
 
 
-def _utilisation(rows: Sequence[RequestRecord]) -> float:
+def _utilisation(records: Sequence[RequestRecord]) -> float:
     """Share of the time with at least one request in flight, from the first launch to the last end."""
     intervals = [
-        (row.launched_ms, row.end_ms) for row in rows if row.launched_ms is not None and row.end_ms is not None
+        (record.launched_ms, record.end_ms)
+        for record in records
+        if record.launched_ms is not None and record.end_ms is not None
     ]
     if not intervals:
         return 0.0
@@ -216,12 +221,12 @@ def _engine(arm: ArmResult) -> dict[str, int | None]:
 
 def _pairs(first: Sequence[RequestRecord], second: Sequence[RequestRecord]) -> dict[int, list[tuple[float, float]]]:
     """By user, the times to first token of every request of turn 2 or later that both arms answered."""
-    others = {row.key: row.ttft_ms for row in second if row.is_ok}
+    others = {record.key: record.ttft_ms for record in second if record.is_ok}
     pairs: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for row in first:
-        other_ms = others.get(row.key)
-        if row.turn > 1 and row.is_ok and row.ttft_ms is not None and other_ms is not None:
-            pairs[row.user].append((row.ttft_ms, other_ms))
+    for record in first:
+        other_ms = others.get(record.key)
+        if record.turn > 1 and record.is_ok and record.ttft_ms is not None and other_ms is not None:
+            pairs[record.user].append((record.ttft_ms, other_ms))
     return pairs
 
 

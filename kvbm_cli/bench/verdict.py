@@ -30,7 +30,7 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class VerdictLimits:
     """What a run may look like and still count. `margin` is the smallest difference worth a word.
 
     The client's lateness is part of every time to first token, in both arms alike: it may reach `lateness_share` of
@@ -83,14 +83,14 @@ class Judgement:
     hint: str | None = None
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = VerdictLimits()
 LESS_LOAD = (
     "repeat it while nothing else runs on this machine; if that does not help, launch less often, by a smaller "
     "`schedule.target_utilisation` in the workload"
 )
 
 
-def judge(evidence: Evidence, limits: Limits = DEFAULT_LIMITS) -> Judgement:
+def judge(evidence: Evidence, limits: VerdictLimits = DEFAULT_LIMITS) -> Judgement:
     caveats = tuple(_caveats(evidence, limits))
     if wrong := _wrong(evidence, limits):
         return Judgement(Verdict.WRONG, f"the outputs are not equal: {'; '.join(wrong)}", tuple(wrong), caveats)
@@ -101,7 +101,7 @@ def judge(evidence: Evidence, limits: Limits = DEFAULT_LIMITS) -> Judgement:
     return Judgement(verdict, _sentence(verdict, evidence), (), caveats)
 
 
-def _wrong(evidence: Evidence, limits: Limits) -> list[str]:
+def _wrong(evidence: Evidence, limits: VerdictLimits) -> list[str]:
     reasons = []
     if evidence.different_answers.get(KVBM) and not _unsteady(evidence):
         count = f"{evidence.different_answers[KVBM]} of {evidence.request_count}"
@@ -121,7 +121,7 @@ def _unsteady(evidence: Evidence) -> dict[str, int]:
     return {arm: count for arm, count in evidence.different_answers.items() if count and arm != KVBM}
 
 
-def _invalid(evidence: Evidence, limits: Limits) -> list[str]:
+def _invalid(evidence: Evidence, limits: VerdictLimits) -> list[str]:
     reasons = [
         f"{count} of {evidence.request_count} requests of arm {arm} failed"
         for arm, count in evidence.errors.items()
@@ -151,18 +151,18 @@ def _invalid(evidence: Evidence, limits: Limits) -> list[str]:
     return reasons
 
 
-def _most_late_ms(evidence: Evidence, limits: Limits) -> float:
+def _most_late_ms(evidence: Evidence, limits: VerdictLimits) -> float:
     return max(limits.lateness_ms, limits.lateness_share * (evidence.baseline_ttft_ms or 0.0))
 
 
-def _is_overloaded(evidence: Evidence, limits: Limits) -> bool:
+def _is_overloaded(evidence: Evidence, limits: VerdictLimits) -> bool:
     """Whether the baseline's numbers are those of a queue."""
     return (evidence.utilisation or 0.0) > limits.collapse_utilisation or (
         evidence.queue_share or 0.0
     ) > limits.collapse_queue_share
 
 
-def _was_too_busy(evidence: Evidence, limits: Limits) -> bool:
+def _was_too_busy(evidence: Evidence, limits: VerdictLimits) -> bool:
     """Whether the machine, by this load or another, had no room for the measurement."""
     return (
         _is_overloaded(evidence, limits)
@@ -171,7 +171,7 @@ def _was_too_busy(evidence: Evidence, limits: Limits) -> bool:
     )
 
 
-def _caveats(evidence: Evidence, limits: Limits) -> list[str]:
+def _caveats(evidence: Evidence, limits: VerdictLimits) -> list[str]:
     caveats = []
     if unsteady := _unsteady(evidence):
         others = " and ".join(f"{count} in arm {arm}" for arm, count in unsteady.items())
@@ -191,7 +191,7 @@ def _caveats(evidence: Evidence, limits: Limits) -> list[str]:
     return caveats
 
 
-def _compare(evidence: Evidence, limits: Limits) -> Verdict:
+def _compare(evidence: Evidence, limits: VerdictLimits) -> Verdict:
     ratio = evidence.ratio
     assert ratio is not None
     medians = _quotient(evidence)

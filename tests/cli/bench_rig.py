@@ -9,7 +9,7 @@ from dataclasses import replace
 from mock_engine import MockEngine, Options
 
 from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.verdict import Limits
+from kvbm_cli.bench.verdict import VerdictLimits
 from kvbm_cli.profile.workload import Schedule, Workload
 
 WORKLOAD = Workload(
@@ -23,7 +23,7 @@ WORKLOAD = Workload(
     schedule=Schedule(arms="interleaved", interval_s=0.12),
     request_timeout_s=5.0,
 )
-PATIENT = Limits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)
+PATIENT = VerdictLimits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)
 SMALL_G1_BLOCKS = 60
 COMPUTED_TOKEN_MS = 0.1
 
@@ -62,10 +62,10 @@ class SilentProgress:
 
     def __init__(self) -> None:
         self.phases: list[str] = []
-        self.rows: list[RequestRecord] = []
+        self.records: list[RequestRecord] = []
 
     def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None:
         self.phases.append(text)
 
-    def row(self, row: RequestRecord) -> None:
-        self.rows.append(row)
+    def request_ended(self, record: RequestRecord) -> None:
+        self.records.append(record)

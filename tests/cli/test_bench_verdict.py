@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvbm_cli.bench.statistics import PairedRatio
-from kvbm_cli.bench.verdict import Evidence, Limits, Verdict, judge
+from kvbm_cli.bench.verdict import Evidence, Verdict, VerdictLimits, judge
 
 ARMS = ("baseline", "kvbm", "floor")
 
@@ -136,7 +136,9 @@ def test_lateness_is_allowed_up_to_a_share_of_the_baseline_or_a_fixed_time():
     late = replace(GOOD, baseline_ttft_ms=100.0, lateness_p99_ms={"kvbm": 24.0})
     assert judge(late).verdict is Verdict.FASTER
     assert judge(replace(late, lateness_p99_ms={"kvbm": 26.0})).verdict is Verdict.INVALID
-    assert judge(replace(late, lateness_p99_ms={"kvbm": 26.0}), Limits(lateness_ms=30.0)).verdict is Verdict.FASTER
+    assert (
+        judge(replace(late, lateness_p99_ms={"kvbm": 26.0}), VerdictLimits(lateness_ms=30.0)).verdict is Verdict.FASTER
+    )
 
 
 def test_a_busy_baseline_is_pointed_out():
