@@ -12,7 +12,7 @@ from pathlib import Path
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.bench.experiment import FLOOR, KVBM, RECORDING
+from kvbm_cli.bench.comparison import AGAINST_BASELINE, Comparison
 from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
 from kvbm_cli.engine.process import EngineProcess, choose_port
@@ -43,17 +43,28 @@ class StartedEngine:
 class ProfileEngines:
     """Starts the engine of an arm on a free port, and stops it when the arm is over."""
 
-    def __init__(self, profile: Profile, workload: Workload, directory: OutputDirectory) -> None:
-        self._profile = profile
+    def __init__(
+        self,
+        profile: Profile,
+        workload: Workload,
+        directory: OutputDirectory,
+        *,
+        comparison: Comparison = AGAINST_BASELINE,
+        reference: Profile | None = None,
+    ) -> None:
+        """`reference` is the profile that `profile` is compared with; `None` for the baseline."""
+        compared = profile if reference is None else with_free_metrics_port(reference)
+        self._profiles = {comparison.measured: profile, comparison.reference: compared}
         self._roomy_profile = with_room(profile, workload)
+        self._arms_with_kvbm = comparison.arms_with_kvbm
         self._directory = directory
 
     @contextmanager
     def __call__(self, arm: str) -> Iterator[StartedEngine]:
-        profile = self._roomy_profile if arm in (RECORDING, FLOOR) else self._profile
+        profile, has_kvbm = self._profiles.get(arm, self._roomy_profile), arm in self._arms_with_kvbm
         port = choose_port(profile.server.host, 0)
-        with fresh_disk(profile) if arm == KVBM else nullcontext(profile) as profile:
-            plan = with_reset(launch_plan(profile, connector=arm == KVBM, port=port), profile)
+        with fresh_disk(profile) if has_kvbm else nullcontext(profile) as profile:
+            plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile)
             with EngineProcess.start(plan, log_path=self._directory.arm(arm) / "engine.log") as process:
                 process.wait_healthy(profile.transfer.init_timeout_s)
                 yield StartedEngine(process, process.elapsed_s)
@@ -77,6 +88,11 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
     with holder as directory:
         fresh = disk.model_copy(update={"directory": directory, "drain_s": 0.0})
         yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"disk": fresh})})
+
+
+def with_free_metrics_port(profile: Profile) -> Profile:
+    """The same profile with any free port for its metrics: both arms of two profiles may run at the same time."""
+    return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"port": 0})})
 
 
 def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:

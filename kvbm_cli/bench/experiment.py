@@ -22,6 +22,7 @@ from typing import Protocol
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench.client import DriveResult, Target, drive, open_session, send
+from kvbm_cli.bench.comparison import AGAINST_BASELINE, BASELINE, RECORDING, Comparison
 from kvbm_cli.bench.control import Control, EngineMetrics, MetricsDelta
 from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.bench.request_record import RequestRecord
@@ -29,9 +30,6 @@ from kvbm_cli.bench.schedule import Plan, PlannedRequest, RecordedAnswer, Script
 from kvbm_cli.bench.statistics import percentile
 from kvbm_cli.profile.workload import Workload
 
-RECORDING = "recording"
-BASELINE, KVBM, FLOOR = "baseline", "kvbm", "floor"
-ARMS = (BASELINE, KVBM, FLOOR)
 SMALLEST_INTERVAL_S = 0.05
 
 Answers = tuple[tuple[RecordedAnswer, ...], ...]
@@ -86,13 +84,18 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
+    comparison: Comparison
     plan: Plan
     recording: Recording
     arms: dict[str, ArmResult]
 
 
 def run_experiment(
-    workload: Workload, engines: Engines, directory: OutputDirectory, progress: ExperimentProgress
+    workload: Workload,
+    engines: Engines,
+    directory: OutputDirectory,
+    progress: ExperimentProgress,
+    comparison: Comparison = AGAINST_BASELINE,
 ) -> Experiment:
     """Blocks until the last arm has ended. EngineError if an engine does not start or refuses the recording."""
     run = _Run(workload, engines, directory, progress)
@@ -104,13 +107,14 @@ def run_experiment(
         answers=recording.answers,
         interval_s=workload.schedule.interval_s or _interval_s(workload, recording.cold_ms),
     )
-    groups = (ARMS,) if workload.schedule.arms == "interleaved" else tuple((name,) for name in ARMS)
+    names = comparison.arms
+    groups = (names,) if workload.schedule.arms == "interleaved" else tuple((name,) for name in names)
     directory.write_json("plan.json", {**plan.to_json(), "arms": [list(group) for group in groups]}, indent=None)
     arms: dict[str, ArmResult] = {}
     for position, group in enumerate(groups, start=1):
         later_s = sum(len(later) * recording.ready_s + plan.duration_s for later in groups[position:])
         arms |= run.measure(group, plan, recording=recording, later_s=later_s)
-    return Experiment(plan, recording, arms)
+    return Experiment(comparison, plan, recording, arms)
 
 
 def _interval_s(workload: Workload, cold_ms: tuple[float, ...]) -> float:

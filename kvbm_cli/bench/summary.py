@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvbm_cli.bench.experiment import ARMS, BASELINE, FLOOR, KVBM, ArmResult, Experiment
+from kvbm_cli.bench.comparison import FLOOR, Comparison
+from kvbm_cli.bench.experiment import ArmResult, Experiment
 from kvbm_cli.bench.outputs import compare_outputs
 from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan
@@ -32,50 +33,48 @@ def summarise(
     caveats: Sequence[str] = (),
     limits: VerdictLimits = DEFAULT_LIMITS,
 ) -> dict[str, Any]:
-    """The whole result. `surroundings` (machine, versions, profile) is copied into it as it is."""
-    plan = experiment.plan
-    arms = {name: _arm(plan, experiment.arms[name]) for name in ARMS}
-    records = {name: experiment.arms[name].records for name in ARMS}
-    outputs = {name: compare_outputs(plan, records[name]) for name in ARMS}
-    ratio = paired_ratio(_pairs(records[BASELINE], records[KVBM]))
-    p50 = {name: arms[name]["ttft_ms"]["p50"] for name in ARMS}
-    transfers = _transfers(arms[KVBM])
+    """The content of summary.json. `surroundings` (machine, versions, profile) is copied into it unchanged."""
+    plan, comparison = experiment.plan, experiment.comparison
+    measured, reference = comparison.measured, comparison.reference
+    results = {name: experiment.arms[name] for name in comparison.arms}
+    arms = {name: _arm(plan, result) for name, result in results.items()}
+    outputs = {name: compare_outputs(plan, result.records) for name, result in results.items()}
+    ratio = paired_ratio(_pairs(results[reference].records, results[measured].records))
+    p50 = {name: arm["ttft_ms"]["p50"] for name, arm in arms.items()}
+    transfers = {name: _transfers(arms[name]) for name in comparison.arms_with_kvbm}
     evidence = Evidence(
+        comparison=comparison,
         request_count=len(plan.requests),
-        compared_count=outputs[KVBM].compared_count,
-        errors={name: arms[name]["errors"] for name in ARMS},
+        compared_count=outputs[measured].compared_count,
+        errors={name: arm["errors"] for name, arm in arms.items()},
         different_answers={name: len(difference.answers) for name, difference in outputs.items()},
-        kvbm_logprob_difference=outputs[KVBM].logprob,
-        other_logprob_difference=max(outputs[name].logprob or 0.0 for name in (BASELINE, FLOOR)),
-        baseline_ttft_ms=p50[BASELINE],
-        kvbm_ttft_ms=p50[KVBM],
+        logprob_differences={name: difference.logprob for name, difference in outputs.items()},
+        reference_ttft_ms=p50[reference],
+        measured_ttft_ms=p50[measured],
         ratio=ratio,
-        transfers_proven=transfers["proven"],
-        lateness_p99_ms={name: arms[name]["client"]["lateness_ms"]["p99"] or 0.0 for name in ARMS},
-        client_cpu_share={name: arms[name]["client"]["cpu_share"] for name in ARMS},
-        utilisation=arms[BASELINE]["utilisation"],
-        queue_share=arms[BASELINE]["queue_share_of_ttft"],
+        transfers_proven={name: found["proven"] for name, found in transfers.items()},
+        lateness_p99_ms={name: arm["client"]["lateness_ms"]["p99"] or 0.0 for name, arm in arms.items()},
+        client_cpu_share={name: arm["client"]["cpu_share"] for name, arm in arms.items()},
+        utilisation=arms[reference]["utilisation"],
+        queue_share=arms[reference]["queue_share_of_ttft"],
     )
     judgement = judge(evidence, limits)
+    has_gain = judgement.verdict not in UNMEASURED and not comparison.is_of_profiles
     result = {
         "format": FORMAT,
         "complete": True,
         **_verdict(judgement),
-        "ttft_speedup": _quotient(p50[BASELINE], p50[KVBM]),
+        "compared": {"measured": measured, "reference": reference},
+        "ttft_speedup": _quotient(p50[reference], p50[measured]),
         "ttft_speedup_paired": _ratio(ratio),
-        "kvbm_over_floor": _quotient(p50[KVBM], p50[FLOOR]),
-        "share_of_possible_gain": None if judgement.verdict in UNMEASURED else _share_of_gain(p50),
+        "kvbm_over_floor": _quotient(p50[measured], p50[FLOOR]),
+        "share_of_possible_gain": _share_of_gain(p50[reference], p50[measured], p50[FLOOR]) if has_gain else None,
         "outputs_equal": _are_equal(evidence, judgement),
-        "different_answers": {name: [list(key) for key in outputs[name].answers] for name in ARMS},
-        "largest_logprob_difference": {name: outputs[name].logprob for name in ARMS},
-        "transfers": transfers,
-        "baseline_load": {
-            "utilisation": evidence.utilisation,
-            "queue_wait_ms": arms[BASELINE]["queue_wait_ms"],
-            "queue_share_of_ttft": evidence.queue_share,
-        },
+        "different_answers": {name: [list(key) for key in difference.answers] for name, difference in outputs.items()},
+        "largest_logprob_difference": {name: difference.logprob for name, difference in outputs.items()},
+        "transfers": transfers[measured],
         "arms": arms,
-        "caveats": [*judgement.caveats, *caveats, *_caveats(plan, arms)],
+        "caveats": [*judgement.caveats, *caveats, *_caveats(plan, comparison, arms)],
         "workload": plan.workload.model_dump(),
         "plan": {"digest": plan.digest, "interval_s": plan.interval_s, "duration_s": plan.duration_s},
         **surroundings,
@@ -86,7 +85,10 @@ def summarise(
 
 
 def _are_equal(evidence: Evidence, judgement: Judgement) -> bool:
-    differs = evidence.different_answers[KVBM] > 0 or judgement.verdict is Verdict.WRONG
+    differs = (
+        any(evidence.different_answers[name] for name in evidence.comparison.judged_arms)
+        or judgement.verdict is Verdict.WRONG
+    )
     return evidence.compared_count > 0 and not differs
 
 
@@ -252,18 +254,18 @@ def _quotient(dividend: float | None, divisor: float | None) -> float | None:
     return dividend / divisor if dividend is not None and divisor else None
 
 
-def _share_of_gain(p50: dict[str, float | None]) -> float | None:
-    """Of what the all-hit floor saves, the part that kvbm saves."""
-    baseline, kvbm, floor = p50[BASELINE], p50[KVBM], p50[FLOOR]
+def _share_of_gain(baseline: float | None, kvbm: float | None, floor: float | None) -> float | None:
+    """The time that kvbm saves over the time that the all-hit floor saves."""
     if baseline is None or kvbm is None or floor is None or baseline <= floor:
         return None
     return (baseline - kvbm) / (baseline - floor)
 
 
-def _caveats(plan: Plan, arms: dict[str, dict[str, Any]]) -> list[str]:
+def _caveats(plan: Plan, comparison: Comparison, arms: dict[str, dict[str, Any]]) -> list[str]:
     workload = plan.workload
     caveats = []
-    blocks, block_size = arms[BASELINE]["engine"]["g1_blocks"], arms[BASELINE]["engine"]["block_size"]
+    engine = arms[comparison.reference]["engine"]
+    blocks, block_size = engine["g1_blocks"], engine["block_size"]
     if blocks and block_size and blocks * block_size >= workload.working_set_tokens:
         caveats.append(
             f"the working set of {workload.working_set_tokens} tokens fits into G1 ({blocks * block_size} tokens): "

@@ -1,4 +1,4 @@
-"""What the bench tests share: a small workload, mock engines by arm, and limits that a busy machine does not break."""
+"""Shared by the tests of `kvbm bench`: a small workload, mock engines by arm, and limits for a busy machine."""
 
 from __future__ import annotations
 
@@ -53,12 +53,17 @@ class MockEngines:
             yield engine
         self.running -= 1
 
+    def of_profiles(self, measured: str, reference: str, slower: dict[str, object] | None = None) -> MockEngines:
+        """Engines of two profiles, both with a block manager; `slower` are options of the reference."""
+        kvbm = self.options["kvbm"]
+        return MockEngines(**{measured: kvbm, reference: replace(kvbm, **(slower or {}))})
+
     def changed(self, arm: str, **changes: object) -> MockEngines:
         return MockEngines(**{**self.options, arm: replace(self.options[arm], **changes)})
 
 
 class SilentProgress:
-    """Remembers what it was told."""
+    """Collects what it receives."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []

@@ -9,10 +9,13 @@ import pytest
 from bench_rig import PATIENT, WORKLOAD, MockEngines, SilentProgress
 
 from kvbm.errors import EngineError, UsageError
-from kvbm_cli.bench.experiment import ARMS, run_experiment
+from kvbm_cli.bench.comparison import AGAINST_BASELINE
+from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.profile.workload import Schedule
+
+ARMS = AGAINST_BASELINE.arms
 
 
 def run(tmp_path, engines, workload=WORKLOAD):
@@ -144,7 +147,7 @@ def test_without_counters_the_usage_is_enough(tmp_path):
         engines = engines.changed(arm, has_metrics=False)
     _, summary, _ = run(tmp_path, engines)
     assert summary["verdict"] == "faster"
-    assert summary["baseline_load"]["queue_wait_ms"] is None
+    assert summary["arms"]["baseline"]["queue_wait_ms"] is None
 
 
 def test_a_recording_that_fails_says_which_request(tmp_path):

@@ -7,6 +7,7 @@ import json
 import pytest
 from bench_rig import WORKLOAD
 
+from kvbm_cli.bench.comparison import AGAINST_BASELINE
 from kvbm_cli.bench.control import EngineMetrics, MetricsDelta
 from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
 from kvbm_cli.bench.request_record import RequestRecord
@@ -72,7 +73,9 @@ def arm(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], l
 
 def experiment(**changes: ArmResult) -> Experiment:
     recording = Recording(SCRIPT, ((ANSWER, ANSWER),) * 3, (500.0, 500.0, 500.0), 2.0)
-    return Experiment(PLAN, recording, {**{name: arm(name, *times) for name, times in FASTER.items()}, **changes})
+    return Experiment(
+        AGAINST_BASELINE, PLAN, recording, {**{name: arm(name, *times) for name, times in FASTER.items()}, **changes}
+    )
 
 
 def test_every_number_of_a_known_run():
@@ -145,7 +148,7 @@ def test_the_same_tokens_with_other_probabilities_are_wrong():
     summary = summarise(changed, surroundings={})
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
     assert summary["largest_logprob_difference"] == {"baseline": 0.0, "kvbm": 0.02, "floor": 1e-5}
-    assert "logprobs differ by up to 0.02, without kvbm by 1e-05" in summary["explanation"]
+    assert "differ from the recording by up to 0.02, without kvbm by 1e-05" in summary["explanation"]
 
 
 def test_probabilities_that_also_differ_without_kvbm_are_no_error_of_kvbm():
@@ -185,7 +188,7 @@ def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out():
 def test_a_late_client_is_invalid():
     summary = summarise(experiment(floor=arm("floor", 500.0, 90.0, (432, 0), lateness_ms=60.0)), surroundings={})
     assert summary["verdict"] == "invalid"
-    assert "launched late in arm floor" in summary["explanation"]
+    assert "launched requests late in arm floor" in summary["explanation"]
 
 
 def test_without_usage_the_counters_tell_the_sources():
