@@ -1,4 +1,4 @@
-"""The engines of an experiment as processes of a profile: which arm is started how."""
+"""Starts the engine of each arm as a process of its profile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_block
 from kvbm_cli.engine.process import EngineProcess, choose_port
 from kvbm_cli.profile.workload import Workload
 
-ROOM = 1.25
+HEADROOM = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StartedEngine:
 
 
 class ProfileEngines:
-    """Starts the engine of an arm on a free port, and stops it when the arm is over."""
+    """Starts the engine of an arm on a free port and stops it when the arm ends."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ProfileEngines:
 
 @contextmanager
 def fresh_disk(profile: Profile) -> Iterator[Profile]:
-    """The same profile with a disk tier that nobody has used, on the file system of its own, and gone afterwards."""
+    """The same profile with an empty disk tier: a new directory inside the profile's own, removed afterwards."""
     disk = profile.tiers.disk
     if disk is None:
         yield profile
@@ -83,7 +83,8 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
         holder = tempfile.TemporaryDirectory(prefix="bench-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise EnvironmentProblem(
-            f"no directory for this run in {parent}: {error.strerror or error}", hint="set `tiers.disk.directory`"
+            f"cannot create a directory for this run in {parent}: {error.strerror or error}",
+            hint="set `tiers.disk.directory`",
         ) from error
     with holder as directory:
         fresh = disk.model_copy(update={"directory": directory, "drain_s": 0.0})
@@ -96,13 +97,13 @@ def with_free_metrics_port(profile: Profile) -> Profile:
 
 
 def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:
-    """The same engine with the request that empties its cache, which vLLM has only in its mode for developers."""
+    """The same plan with the endpoint that resets the prefix cache, which vLLM has only in its development mode."""
     if profile.engine.kind != "vllm":
         return plan
     return replace(plan, environment={**plan.environment, "VLLM_SERVER_DEV_MODE": "1"})
 
 
 def with_room(profile: Profile, workload: Workload) -> Profile:
-    """The same engine with its prefix cache on and a G1 that never has to evict anything of this workload."""
-    needed = math.ceil(ROOM * workload.working_set_tokens / block_tokens(profile)) + workload.users
+    """The same profile with its prefix cache on and a G1 that holds the whole workload without eviction."""
+    needed = math.ceil(HEADROOM * workload.working_set_tokens / block_tokens(profile)) + workload.users
     return with_device_blocks(profile, needed)

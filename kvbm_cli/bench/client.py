@@ -31,7 +31,7 @@ ERROR_TEXT_CHARACTERS = 300
 
 
 class EventSplitter:
-    """Cuts a byte stream into the payloads of its server-sent events, wherever the reads happen to end."""
+    """Splits a byte stream into the payloads of its server-sent events; a read may end anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -52,7 +52,7 @@ class EventSplitter:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An arm's engine. Its schedule begins `offset_s` after that of the first arm of the drive."""
+    """An arm's engine. Its schedule starts `offset_s` after the schedule of the first arm of the drive."""
 
     arm: str
     base_url: str
@@ -62,7 +62,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class DriveResult:
-    """What the client did. `client_cpu_share` is of one core, over the whole drive."""
+    """Records by arm, in the order of the plan. `client_cpu_share` is the share of one core over the whole drive."""
 
     records: dict[str, tuple[RequestRecord, ...]]
     client_cpu_share: float
@@ -72,7 +72,7 @@ class DriveResult:
 
 @asynccontextmanager
 async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """No proxy, no retry, no limit on connections, no time-out but the request's own."""
+    """A session without proxy, retries or connection limit. Only each request has a timeout."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -82,7 +82,7 @@ async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def drive(plan: Plan, targets: Sequence[Target], *, on_record: Callable[[RequestRecord], None]) -> DriveResult:
-    """Send the whole plan to every target. When an engine has ended, its open requests become errors at once."""
+    """Send the whole plan to every target. When an engine ends, its open requests fail at once."""
     records: dict[str, list[RequestRecord]] = {target.arm: [] for target in targets}
 
     def take(record: RequestRecord) -> None:
@@ -101,7 +101,7 @@ async def drive(plan: Plan, targets: Sequence[Target], *, on_record: Callable[[R
 
 @contextmanager
 def _garbage_collector_off() -> Iterator[None]:
-    """A collection would stop every stream for milliseconds, and the requests allocate little."""
+    """Disable garbage collection: it would stop every stream for milliseconds, and requests allocate little."""
     was_on = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -121,7 +121,7 @@ async def _drive_one(
     drive_start_ns: int,
     take: Callable[[RequestRecord], None],
 ) -> None:
-    """One target's whole schedule."""
+    """Send the whole schedule to one target."""
     start_ns = drive_start_ns + int((LEAD_S + target.offset_s) * NANOSECONDS)
 
     async def one(request: PlannedRequest) -> None:
@@ -152,7 +152,7 @@ async def _drive_one(
 async def send(
     session: aiohttp.ClientSession, base_url: str, request: PlannedRequest, *, workload: Workload, arm: str
 ) -> RequestRecord:
-    """Send one request now, outside a schedule; its times count from here."""
+    """Send one request now, outside a schedule; its times count from this call."""
     record = RequestRecord(arm, request.index, request.user, request.turn, 0.0)
     await _send(session, base_url, request, record, start_ns=time.perf_counter_ns(), workload=workload)
     return record
@@ -167,7 +167,7 @@ async def _send(
     start_ns: int,
     workload: Workload,
 ) -> None:
-    """Fill the record. Whatever goes wrong on the way is written into `record.error`."""
+    """Send the request and fill `record`; a failure sets `record.error`."""
     import aiohttp
 
     def since_start_ms() -> float:
@@ -177,7 +177,7 @@ async def _send(
     try:
         async with asyncio.timeout(workload.request_timeout_s):
             await _read_answer(session, f"{base_url}/v1/completions", request.body, record, since_start_ms)
-        record.error = record.error or _complaint(record, request.prompt_tokens, workload.answer_tokens)
+        record.error = record.error or _defect(record, request.prompt_tokens, workload.answer_tokens)
     except TimeoutError:
         record.error = f"no complete answer within {workload.request_timeout_s:g} s"
     except (aiohttp.ClientError, OSError) as error:
@@ -206,7 +206,7 @@ async def _read_answer(
                     record.end_ms = arrived_ms
                     return
                 _take_event(record, json.loads(payload), arrived_ms)
-    record.error = record.error or f"the answer broke off after {len(record.token_ids)} tokens"
+    record.error = record.error or f"the answer ended after {len(record.token_ids)} tokens"
 
 
 def _take_event(record: RequestRecord, event: dict[str, Any], arrived_ms: float) -> None:
@@ -223,11 +223,11 @@ def _take_event(record: RequestRecord, event: dict[str, Any], arrived_ms: float)
         record.cached_tokens = details.get("cached_tokens")
         if (tiers := details.get("cached_tokens_by_tier")) is not None:
             record.g1_tokens = tiers.get("device", 0)
-            record.g2_tokens = tiers.get("host", 0) + tiers.get("disk", 0)  # from disk they come through host memory
+            record.g2_tokens = tiers.get("host", 0) + tiers.get("disk", 0)  # blocks from disk pass through host memory
 
 
 def _take_tokens(record: RequestRecord, token_ids: list[int], arrived_ms: float) -> None:
-    """Several tokens in one event share the time since the one before; of a first event only the first is timed."""
+    """Split the gap since the previous event evenly over the tokens of this one; the first event has no gap."""
     if not token_ids:
         return
     if record.last_token_ms is None:
@@ -239,10 +239,10 @@ def _take_tokens(record: RequestRecord, token_ids: list[int], arrived_ms: float)
     record.token_ids += token_ids
 
 
-def _complaint(record: RequestRecord, prompt_tokens: int, answer_tokens: int) -> str | None:
-    """What makes a complete stream useless for the comparison, if anything."""
+def _defect(record: RequestRecord, prompt_tokens: int, answer_tokens: int) -> str | None:
+    """Why a complete answer cannot be compared; `None` if it can."""
     if not record.token_ids:
-        return "the engine sent no token ids (it must know `return_token_ids`)"
+        return "the engine sent no token ids (it must support `return_token_ids`)"
     if len(record.token_ids) != answer_tokens:
         return f"the answer has {len(record.token_ids)} tokens instead of {answer_tokens}"
     if record.prompt_tokens is not None and record.prompt_tokens != prompt_tokens:

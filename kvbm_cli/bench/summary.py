@@ -1,7 +1,7 @@
-"""From records and counters to summary.json. Pure: the same records give the same summary.
+"""Computes summary.json from records and metrics. Pure: equal records give an equal summary.
 
-`ttft_ms`, `itl_ms` and `end_to_end_ms` of an arm are over turns 2 and later, those that a cache can help, and
-`ttft_speedup` is the ratio of two such medians; every turn is listed under `turns`. Token counts are over all requests.
+`ttft_ms`, `itl_ms` and `end_to_end_ms` of an arm cover turns 2 and later, which a cache can speed up. `ttft_speedup` is
+the ratio of two such medians. `turns` has every turn. Token counts cover all requests.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _are_equal(evidence: Evidence, judgement: Judgement) -> bool:
 
 
 def interrupted_summary(reason: str, surroundings: dict[str, Any]) -> dict[str, Any]:
-    """Marks a run directory that holds only a part."""
+    """The summary of an incomplete run."""
     return {
         "format": FORMAT,
         "complete": False,
@@ -178,7 +178,7 @@ def _values(values: Iterable[float | None]) -> list[float]:
 
 
 def _tokens(records: Sequence[RequestRecord]) -> dict[str, int | None]:
-    """Prompt tokens by source as the answers' usage reports them; `None` for what not every answer tells."""
+    """Prompt tokens by source, from the usage of the answers; `None` if an answer does not report one."""
     return {
         "g1": _sum_if_known(record.g1_tokens for record in records),
         "g2": _sum_if_known(record.g2_tokens for record in records),
@@ -192,7 +192,7 @@ def _sum_if_known(counts: Iterable[int | None]) -> int | None:
 
 
 def _throughput(records: Sequence[RequestRecord]) -> dict[str, float | None]:
-    """Per second from the first launch to the last end. The schedule is open loop, so it bounds all of these."""
+    """Rates from the first launch to the last end. The fixed launch times of the schedule limit all of them."""
     starts, ends = _values(record.launched_ms for record in records), _values(record.end_ms for record in records)
     span_s = (max(ends) - min(starts)) / 1e3 if starts and ends else 0.0
     prompt_tokens = sum(_values(record.prompt_tokens for record in records))
@@ -204,7 +204,7 @@ def _throughput(records: Sequence[RequestRecord]) -> dict[str, float | None]:
 
 
 def _utilisation(records: Sequence[RequestRecord]) -> float:
-    """Share of the time with at least one request in flight, from the first launch to the last end."""
+    """Share of the time from the first launch to the last end in which at least one request was in flight."""
     intervals = [
         (record.launched_ms, record.end_ms)
         for record in records
@@ -222,7 +222,7 @@ def _engine(arm: ArmResult) -> dict[str, int | None]:
 
 
 def _pairs(first: Sequence[RequestRecord], second: Sequence[RequestRecord]) -> dict[int, list[tuple[float, float]]]:
-    """By user, the times to first token of every request of turn 2 or later that both arms answered."""
+    """Times to first token in both arms, by user, of every request of turn 2 or later that both answered."""
     others = {record.key: record.ttft_ms for record in second if record.is_ok}
     pairs: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for record in first:
@@ -233,7 +233,7 @@ def _pairs(first: Sequence[RequestRecord], second: Sequence[RequestRecord]) -> d
 
 
 def _transfers(kvbm: dict[str, Any]) -> dict[str, Any]:
-    """Whether blocks came back from G2: tokens that the engine says it took from there, or blocks that kvbm brought."""
+    """Evidence that blocks came back from G2: the engine's token counts or kvbm's block counter."""
     tokens = max((kvbm[key] or {}).get("g2") or 0 for key in ("prompt_tokens", "prompt_tokens_by_metrics"))
     blocks = kvbm["kvbm_counters"].get(ONBOARDED_BLOCKS, 0)
     return {"proven": max(tokens, blocks) > 0, "g2_tokens": tokens, "counters": kvbm["kvbm_counters"]}
@@ -269,19 +269,19 @@ def _caveats(plan: Plan, comparison: Comparison, arms: dict[str, dict[str, Any]]
     if blocks and block_size and blocks * block_size >= workload.working_set_tokens:
         caveats.append(
             f"the working set of {workload.working_set_tokens} tokens fits into G1 ({blocks * block_size} tokens): "
-            "there is nothing to gain"
+            "kvbm cannot speed it up"
         )
     if workload.answer_tokens == 1:
-        caveats.append("answers of one token hide what offloading costs while tokens are generated")
+        caveats.append("with answers of one token, the cost of offloading during generation is not visible")
     if workload.users > 1:
-        caveats.append("users take turns in a fixed order, the hardest one for a G1 that is too small")
+        caveats.append("users take turns in a fixed order, which is the worst case for a G1 that is too small")
     samples = workload.users * (workload.turns - 1)
     if samples < FEW_SAMPLES:
-        caveats.append(f"p99 is over {samples} requests and hardly less than the slowest of them")
+        caveats.append(f"p99 is over {samples} requests, so it is close to the maximum")
     if any(arm["prompt_tokens_by_usage"]["g1"] is None for arm in arms.values()):
         caveats.append(
-            "the engine does not tell per request which tier its cached tokens came from: G1 and G2 are known for a "
-            "whole arm, from its counters, and not per turn"
+            "the engine does not report per request which tier cached tokens came from: G1 and G2 are known per arm, "
+            "from its metrics, and not per turn"
         )
     caveats += [
         f"arm {name}: usage and /metrics disagree on where prompt tokens came from"
@@ -292,7 +292,7 @@ def _caveats(plan: Plan, comparison: Comparison, arms: dict[str, dict[str, Any]]
 
 
 def _disagree(by_usage: dict[str, int | None], by_metrics: dict[str, int] | None) -> bool:
-    """Where both know."""
+    """Whether a count that both report differs."""
     return by_metrics is not None and any(by_usage[tier] not in (None, by_metrics[tier]) for tier in TIERS)
 
 
