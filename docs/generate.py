@@ -132,12 +132,12 @@ Refused, because kvbm sets it or could not work with it:
 WORKLOAD_HEAD = """\
 # Workload keys
 
-A workload is a YAML file that says what `kvbm bench` sends. `--workload` takes a file, or a shipped one by name;
-without it the profile's `bench.workload` counts, and without that `conversations`. An example is in
+A workload is a YAML file that defines the requests of `kvbm bench`. `--workload` takes a file, or the name of a shipped
+workload. Without it the profile's `bench.workload` applies, and without that `conversations`. An example is in
 [the guide](../guide/bench.md#workloads).
 
-- Lengths are in tokens of the engine's own tokenizer, and exact.
-- The rules of a profile's values count here too; an unknown key, or one that appears twice, is an error.
+- Lengths are exact, in tokens of the engine's own tokenizer.
+- Values follow the rules of a profile's values. An unknown key or a key that appears twice is an error.
 """
 
 VARIABLES_HEAD = """\

@@ -61,16 +61,16 @@ def _profile_lines(summary: dict[str, Any]) -> list[str]:
     """Which profile an arm ran and what its tiers hold, and the keys that differ; nothing for the baseline."""
     if (profiles := summary.get("compared_profiles")) is None:
         return []
-    lines = [f"{arm}: profile {about['name']}{_tier_sizes(about['tiers'])}" for arm, about in profiles.items()]
+    lines = [f"{arm}: profile {about['name']}; {_tier_sizes(about['tiers'])}" for arm, about in profiles.items()]
     keys = ", ".join(summary["profile_differences"])
     return [*lines, f"they differ in {keys}" if keys else "the profiles are equal"]
 
 
 def _tier_sizes(tiers: dict[str, Any] | None) -> str:
-    from kvbm.config.sizes import format_size
-
-    known = {name: tier for name, tier in (tiers or {}).items() if tier is not None}
-    return "".join(f", {name} {tier['tokens']:,} tokens ({format_size(tier['bytes'])})" for name, tier in known.items())
+    """`tiers` is `None`, and so is G1, where only the engine knows the size."""
+    if tiers is None:
+        return "tier sizes unknown"
+    return ", ".join(f"{name} {tier['tokens']:,}" for name, tier in tiers.items() if tier is not None) + " tokens"
 
 
 def _arms_table(summary: dict[str, Any]) -> Table:

@@ -107,10 +107,9 @@ def test_the_page_of_two_profiles_names_them_their_tiers_and_what_differs(tmp_pa
     page = capsys.readouterr().out
     assert max(len(line) for line in page.splitlines() if "every request" not in line) <= 80
     text = " ".join(page.split())
-    assert "demo: profile demo, G1 8,960 tokens" in text
-    assert "demo-disk: profile demo-disk, G1 8,960 tokens" in text
-    assert "G3" in text
-    assert "they differ in tiers.host.capacity" in text
+    assert "demo: profile demo; G1 8,960, G2 32,768 tokens" in text
+    assert "demo-disk: profile demo-disk; G1 8,960, G2 16,384, G3 131,072 tokens" in text
+    assert "they differ in tiers.host.capacity, tiers.disk.capacity" in text
     assert "demo-disk load: busy" in text
     assert "TTFT of demo is" in text
     assert "possible gain" not in text
