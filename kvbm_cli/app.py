@@ -281,7 +281,7 @@ def doctor(
 @profile_app.command("list")
 def profile_list(json: JsonOption = False) -> None:
     """Name the shipped profiles."""
-    from kvbm_cli.profile.resolve import list_profiles
+    from kvbm_cli.profile.show import list_profiles
 
     list_profiles(as_json=json)
 
@@ -289,7 +289,7 @@ def profile_list(json: JsonOption = False) -> None:
 @profile_app.command("show")
 def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> None:
     """Print every key, its value and its origin."""
-    from kvbm_cli.profile.resolve import show_profile
+    from kvbm_cli.profile.show import show_profile
 
     show_profile(profile, set_ or [], as_json=json)
 
@@ -297,7 +297,7 @@ def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOpt
 @profile_app.command("check")
 def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> int:
     """Find every mistake of a profile. Ends with 2 if there are any."""
-    from kvbm_cli.profile.resolve import check_profile
+    from kvbm_cli.profile.check import check_profile
 
     return check_profile(profile, set_ or [], as_json=json)
 

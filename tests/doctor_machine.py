@@ -9,12 +9,12 @@ from typing import Any
 
 from kvbm.disk.files import Alignment
 from kvbm.host.machine_memory import HostMemory
-from kvbm_cli.doctor.machine import Machine, NoAnswer
-from kvbm_cli.doctor.probe import Direct, Mount, Outcome, Report, Settings, Speed
+from kvbm_cli.doctor.disk_probe import DirectIO, DiskReport, Mount, ProbeOutcome, RecommendedSettings, Speed
+from kvbm_cli.doctor.machine import Machine, ProbeFailed
 
-WORKS = Outcome(True)
-DIRECT = Direct(True, None, 512, False)
-GOOD = Report(
+WORKS = ProbeOutcome(True)
+DIRECT = DirectIO(True, None, 512, False)
+GOOD = DiskReport(
     mount=Mount("ext4", "/dev/nvme0n1p1", "/data"),
     total_bytes=2 * 10**12,
     free_bytes=10**12,
@@ -28,13 +28,13 @@ GOOD = Report(
     by_fcntl=DIRECT,
     io_uring=WORKS,
     aio=WORKS,
-    settings=Settings("default", True, False),
+    settings=RecommendedSettings("default", True, False),
     speed=Speed(131072, 1 << 30, 4, 2.5e9, 3.2e9, 2.4e9, 2.9e9, 0.0002),
 )
 ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "connector": {"seconds": 0.7, "error": None},
     "cuda": {"torch": "2.13.0", "cuda": "13.0", "driver": "580.65.06", "devices": 2, "error": None},
-    "look": {"exists": False},
+    "filesystem": {"exists": False},
     "round_trip": {
         "legs": [
             {"name": name, "seconds": 0.01, "error": None, "hint": None}
@@ -56,16 +56,16 @@ Hugepagesize:       2048 kB
 def machine(
     root: Path,
     *,
-    report: Report | str = GOOD,
+    report: DiskReport | str = GOOD,
     answers: Mapping[str, Mapping[str, Any] | str] = ANSWERS,
     meminfo: str = MEMINFO,
     shmem: str = "always within_size [advise] never deny force",
     gpus: Mapping[str, int] | None = None,
     nodes: int = 1,
-    touch_rate: float = 4e9,
+    prefault_rate: float = 4e9,
     **changes: Any,
 ) -> Machine:
-    """`report` and `answers` are found, or text: then nobody answers, and it says why. `gpus` are addresses, nodes."""
+    """A `report` or answer that is text makes its probe fail with that text. `gpus` maps PCI addresses to nodes."""
     write(root / "proc/meminfo", meminfo)
     write(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled", shmem)
     (root / "dev").mkdir()
@@ -76,19 +76,21 @@ def machine(
             write(root / "sys/bus/pci/devices" / address / name, text)
         write(root / "dev/nvidiactl", "")
 
-    def ask(python: str, program: str, arguments: Any = (), *, timeout_s: float) -> dict[str, Any]:
+    def run_probe(python: str, program: str, arguments: Any = (), *, timeout_s: float) -> dict[str, Any]:
         return dict(_known({**ANSWERS, **answers}[program]))
 
-    def probe(directory: Path, **how: Any) -> Report:
+    def probe_disk(directory: Path, **how: Any) -> DiskReport:
         return _known(report)
 
-    base = Machine({}, HostMemory(root / "proc", root / "sys"), root / "dev", root, True, None, None, ask, probe)
-    return replace(base, touch_rate=lambda byte_count: touch_rate, **changes)
+    base = Machine(
+        {}, HostMemory(root / "proc", root / "sys"), root / "dev", root, True, None, None, run_probe, probe_disk
+    )
+    return replace(base, prefault_rate=lambda byte_count: prefault_rate, **changes)
 
 
 def _known(answer: Any) -> Any:
     if isinstance(answer, str):
-        raise NoAnswer(answer)
+        raise ProbeFailed(answer)
     return answer
 
 

@@ -1,6 +1,6 @@
-"""A line of the log with the hit rates, from time to time, as long as requests end.
+"""Hit rate log: a log line with the cache hit rates at regular intervals.
 
-A thread of its own reads what the leader counts; no step waits for it.
+A separate thread reads the leader's counters; no engine step waits for it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class HitRateLog:
-    """A line every `interval_s` seconds, unless no request has ended since the last; one more at the end."""
+    """Logs every `interval_s` seconds and at the end, if a request has finished since the last line."""
 
     def __init__(self, counters: Counters, interval_s: float) -> None:
         self._counters = counters
-        self._told_requests = 0
+        self._reported_requests = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(interval_s,), name="kvbm-hit-rates", daemon=True)
         self._thread.start()
@@ -31,22 +31,22 @@ class HitRateLog:
 
     def _run(self, interval_s: float) -> None:
         while not self._stop.wait(interval_s):
-            self._tell()
-        self._tell()
+            self._report()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         finished = self._counters.finished_requests
-        if finished != self._told_requests:
-            self._told_requests = finished
+        if finished != self._reported_requests:
+            self._reported_requests = finished
             log.info("%s", hit_rates(self._counters))
 
 
 def hit_rates(counters: Counters) -> str:
     """`kvbm: cache hit rates of the last 12 requests: host 42.0% (21/50 blocks), disk 0.0% (0/50)`"""
-    host, disk, asked = counters.hits()
+    host, disk, queried = counters.hits()
     count = len(counters.hit_window)
-    share = 100 / asked if asked else 0.0
+    percent = 100 / queried if queried else 0.0
     return (
         f"kvbm: cache hit rates of the last {count} requests: "
-        f"host {host * share:.1f}% ({host}/{asked} blocks), disk {disk * share:.1f}% ({disk}/{asked})"
+        f"host {host * percent:.1f}% ({host}/{queried} blocks), disk {disk * percent:.1f}% ({disk}/{queried})"
     )

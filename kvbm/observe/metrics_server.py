@@ -1,7 +1,7 @@
-"""The kvbm_* series on a port of their own, as NVIDIA's block manager has them and its dashboards scrape them.
+"""Metrics server: the kvbm_* series on a separate port, where the dashboards of NVIDIA's block manager scrape them.
 
-The leader's process owns it. The port is taken before the leader exists, so that one which is not free stops the start;
-what is shown there comes later. Requests are answered by threads that only read.
+It runs in the leader's process. The port is bound before the leader exists, so that a used port fails the start-up; the
+collector is registered later. HTTP threads answer scrapes and only read.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ log = logging.getLogger(__name__)
 
 
 class MetricsServer:
-    """`GET /metrics` at `host` and `port`, 0 for one that is free. EnvironmentProblem where it cannot be had."""
+    """Serves `GET /metrics` at `host` and `port`; port 0 selects a free one.
+
+    Raises EnvironmentProblem if it cannot listen there.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._registry = CollectorRegistry()
         if port > MAX_PORT:
-            raise EnvironmentProblem(f"there is no port {port} for metrics", hint=_HINT)
+            raise EnvironmentProblem(f"port {port} for metrics is above {MAX_PORT}", hint=_HINT)
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
-        except OSError as error:  # also a host that has no address
+        except OSError as error:  # includes a host name that does not resolve
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
             raise EnvironmentProblem(
                 f"cannot listen on {host} port {port} for metrics: {reason.lower()}", hint=_HINT
@@ -49,4 +52,7 @@ class MetricsServer:
         self._thread.join()
 
 
-_HINT = "`metrics.port` (`DYN_KVBM_METRICS_PORT`) chooses another, `metrics.serve: false` (`DYN_KVBM_METRICS=0`) none"
+_HINT = (
+    "set `metrics.port` (`DYN_KVBM_METRICS_PORT`) to a free port, "
+    "or `metrics.serve: false` (`DYN_KVBM_METRICS=0`) to serve no metrics"
+)

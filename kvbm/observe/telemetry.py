@@ -1,18 +1,16 @@
-"""What one engine tells of its cache: series on a port of their own, lines of the log, a recording.
+"""Telemetry of one engine's cache: a metrics server, hit rates in the log, a recording of decisions.
 
-The integration that makes a leader owns it, in the leader's process. What can fail at the start fails in its
-constructor, before any memory is taken; nothing here fails, waits or decides once the engine serves.
+The integration that creates the leader owns it, in the leader's process. Whatever can fail at start-up fails in the
+constructor, before any memory is allocated. While the engine serves, nothing here fails, waits or decides.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.leader.leader import Leader
 from kvbm.metrics import KvbmCollector
-from kvbm.observe.decision_trace import Recorder, RecordingLeader
+from kvbm.observe.decision_trace import DecisionTrace
 from kvbm.observe.hit_rate_log import HitRateLog
 from kvbm.observe.metrics_server import HOST, MetricsServer
 
@@ -20,32 +18,39 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvbm.config.schema import MetricsSection
+    from kvbm.leader.leader import Leader
 
 
-class Observation:
-    """Of the engine number `engine` of its server. EnvironmentProblem where a port or a file is not to be had."""
+class Telemetry:
+    """Telemetry of engine number `engine` of a server.
 
-    def __init__(self, wanted: MetricsSection, *, engine: int = 0) -> None:
-        self._log_interval_s = wanted.log_interval_s
-        self._recorder = Recorder(Path(wanted.record_directory)) if wanted.record else None
+    Raises EnvironmentProblem if a port is not available or a file cannot be created.
+    """
+
+    def __init__(self, settings: MetricsSection, *, engine: int = 0) -> None:
+        self._log_interval_s = settings.log_interval_s
+        self._trace = DecisionTrace(Path(settings.record_directory)) if settings.record else None
         self._log: HitRateLog | None = None
         self._server: MetricsServer | None = None
-        if wanted.serve:
-            port = wanted.port + engine if wanted.port else 0
-            self._server = MetricsServer(wanted.host or HOST, port)
+        if settings.serve:
+            port = settings.port + engine if settings.port else 0
+            self._server = MetricsServer(settings.host or HOST, port)
 
     @property
-    def leader_class(self) -> Callable[..., Leader]:
-        return Leader if self._recorder is None else partial(RecordingLeader, self._recorder)
+    def trace(self) -> Callable[..., None] | None:
+        """What the leader calls with each decision; None unless decisions are recorded."""
+        return None if self._trace is None else self._trace.record
 
     def watch(self, leader: Leader) -> None:
-        """From here on."""
+        """Start to report on `leader`."""
+        if self._trace is not None:
+            self._trace.counters = leader.counters
         if self._server is not None:
             self._server.show(KvbmCollector(leader.counters, leader.blocks, leader.wear))
         if self._log_interval_s:
             self._log = HitRateLog(leader.counters, self._log_interval_s)
 
     def close(self) -> None:
-        for part in (self._log, self._server, self._recorder):
+        for part in (self._log, self._server, self._trace):
             if part is not None:
                 part.close()

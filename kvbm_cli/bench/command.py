@@ -36,7 +36,7 @@ def bench(
 ) -> int:
     """Resolve the profiles and the workload, then measure. Returns the exit code of the verdict."""
     from kvbm_cli.engine.engines import make_model
-    from kvbm_cli.profile.check import require_engine
+    from kvbm_cli.profile.preflight import require_engine
     from kvbm_cli.profile.resolve import resolve
     from kvbm_cli.profile.workload import load_workload
     from kvbm_cli.terminal.console import print_note
@@ -110,7 +110,7 @@ def measure(
     from kvbm_cli.bench.arms import ProfileEngines
     from kvbm_cli.bench.experiment import run_experiment
     from kvbm_cli.bench.output_directory import OutputDirectory
-    from kvbm_cli.bench.progress import ShownProgress
+    from kvbm_cli.bench.progress import BenchProgress
     from kvbm_cli.bench.report import WIDTH, show
     from kvbm_cli.bench.summary import interrupted_summary, summarise
     from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict
@@ -123,7 +123,7 @@ def measure(
         if handler is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:
-        with ShownProgress(Console(stderr=True)) as progress:
+        with BenchProgress() as progress:
             engines = engines or ProfileEngines(
                 resolved.profile, workload, directory, comparison=comparison, reference=other.profile if other else None
             )

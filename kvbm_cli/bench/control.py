@@ -1,16 +1,12 @@
-"""Control requests to an engine: tokenize, reset the cache, read metrics. None is sent while requests are measured."""
+"""Control requests to an engine: tokenize, reset the cache, read metrics. None is sent during a measurement."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
 from kvbm.errors import EngineError
-
-if TYPE_CHECKING:
-    import httpx
+from kvbm_cli.system.http_client import HttpAnswer, request
 
 TIMEOUT_S = 30.0
 RESET = "/reset_prefix_cache?reset_external=true"
@@ -90,59 +86,36 @@ class MetricsDelta:
 
 
 class Control:
-    """One engine's control plane; a context manager. Every failure is an EngineError that names the question."""
+    """Control plane of one engine. Every failure is an EngineError that names the request."""
 
     def __init__(self, base_url: str, model: str) -> None:
-        import httpx
-
-        self._client = httpx.Client(base_url=base_url, timeout=TIMEOUT_S, trust_env=False)
+        self._base_url = base_url
         self._model = model
 
-    def __enter__(self) -> Control:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._client.close()
-
     def tokenize(self, text: str) -> list[int]:
-        request = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        answer = self._call("POST", "/tokenize", json=request).json()
-        return [int(token) for token in answer["tokens"]]
+        content = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        return [int(token) for token in self._call("POST", "/tokenize", content=content).fields()["tokens"]]
 
     def metrics(self) -> EngineMetrics:
-        return EngineMetrics.parse(self._call("GET", "/metrics").text)
+        return EngineMetrics.parse(self._call("GET", "/metrics").text())
 
     def reset_cache(self) -> None:
-        """Forget every block, in G1 and in what the connector keeps, as soon as no copy needs it any more."""
+        """Remove every block from G1 and from the connector; waits until no copy uses one."""
         deadline = time.monotonic() + RESET_TIMEOUT_S
         while not _has_reset(self._call("POST", RESET, accepted=(IN_USE,))):
             if time.monotonic() > deadline:
                 raise EngineError(f"the engine's blocks were still in use {RESET_TIMEOUT_S:g} s after the last request")
             time.sleep(RESET_INTERVAL_S)
 
-    def _call(self, method: str, path: str, *, accepted: tuple[int, ...] = (), **arguments: Any) -> httpx.Response:
-        import httpx
-
-        try:
-            response = self._client.request(method, path, **arguments)
-            if response.status_code not in accepted:
-                response.raise_for_status()
-        except httpx.HTTPStatusError as error:
-            problem = f"HTTP {error.response.status_code}: {error.response.text.strip()[:200]}"
-            raise EngineError(f"the engine refused {method} {path}: {problem}") from None
-        except httpx.HTTPError as error:
-            raise EngineError(f"the engine did not answer {method} {path}") from error
-        return response
+    def _call(self, method: str, path: str, *, content: object = None, accepted: tuple[int, ...] = ()) -> HttpAnswer:
+        answer = request(method, f"{self._base_url}{path}", content=content, timeout_s=TIMEOUT_S)
+        if answer.failure:
+            raise EngineError(f"the engine did not answer {method} {path}: {answer.failure}")
+        if not answer.is_ok and answer.status not in accepted:
+            raise EngineError(f"the engine refused {method} {path}: HTTP {answer.status}: {answer.error()}")
+        return answer
 
 
-def _has_reset(answer: httpx.Response) -> bool:
-    """An engine with blocks in use says 409, or like vLLM 200 and in the body that it has not."""
-    if answer.status_code == IN_USE:
-        return False
-    try:
-        body = answer.json()
-    except ValueError:
-        return True
-    return not isinstance(body, dict) or body.get("success") is not False
+def _has_reset(answer: HttpAnswer) -> bool:
+    """False if blocks are in use: the engine answers 409, or like vLLM 200 with `success` false in the body."""
+    return answer.status != IN_USE and answer.fields().get("success") is not False

@@ -172,7 +172,8 @@ class _Run:
     def make_recording(self) -> tuple[Recording, str]:
         """Record all answers without kvbm. Returns the recording and the name of the model."""
         self.progress.phase("recording: starting the engine")
-        with self.engines(RECORDING) as engine, Control(engine.base_url, engine.model) as control:
+        with self.engines(RECORDING) as engine:
+            control = Control(engine.base_url, engine.model)
             self.progress.phase("recording: writing the conversations")
             script = Script.write(self.workload, control.tokenize)
             warm_up_s = self._warm_up(script, engine, control)
@@ -208,7 +209,7 @@ class _Run:
                 rest_s = (len(group) - position) * recording.ready_s + drive_s + later_s
                 self.progress.phase(f"{name}: starting the engine", expected_s=recording.ready_s, remaining_s=rest_s)
                 engine = stack.enter_context(self.engines(name))
-                control = stack.enter_context(Control(engine.base_url, engine.model))
+                control = Control(engine.base_url, engine.model)
                 self._warm_up(plan.script, engine, control)
                 before = self._save_metrics(control.metrics(), name, "before")
                 _require_empty_disk(before)

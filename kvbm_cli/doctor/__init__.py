@@ -1,6 +1,6 @@
-"""`kvbm doctor`: what this machine and a directory can do, before an engine is started on them.
+"""`kvbm doctor`: checks a machine and a directory before an engine is started on them.
 
-One module for each group of checks: environment, engine, memory, tiers, ports, disk, self_test. A group yields a
-`Check` (result.py) as soon as it is known; `command` runs them, shows them and ends with the exit code. What the
-groups may ask of the machine goes through `Machine` (machine.py), so that a test can say what the machine is like.
+Each group of checks has a module: environment, engine, memory, tiers, ports, disk, self_test. A group yields each
+`Check` (result.py) as soon as its result is known. `command` runs the groups, prints the checks and returns the exit
+code. The groups reach the machine only through `Machine` (machine.py), which tests replace.
 """

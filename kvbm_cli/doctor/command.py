@@ -1,6 +1,6 @@
-"""`kvbm doctor`: runs every group of checks, shows what each finds at once, and says how it ended.
+"""`kvbm doctor`: runs every group of checks, prints each result immediately, and returns the exit code.
 
-With --quick, checks that have not had their turn after QUICK_WORK_S are skipped (examination.py).
+With --quick, checks that have not started after QUICK_WORK_S are skipped (check_runner.py).
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from typing import TYPE_CHECKING
 from kvbm.config.variables import others
 from kvbm.errors import ProfileError, UsageError
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
-from kvbm_cli.doctor.display import Progress, as_data, summary
-from kvbm_cli.doctor.examination import OVER, Examination
-from kvbm_cli.doctor.in_variables import in_variables
+from kvbm_cli.doctor.check_runner import TIME_IS_UP, CheckRunner
+from kvbm_cli.doctor.context import DoctorContext
+from kvbm_cli.doctor.display import as_data, summary
 from kvbm_cli.doctor.machine import Machine
-from kvbm_cli.doctor.result import Check, State, failure, skipped
-from kvbm_cli.doctor.subject import Subject
+from kvbm_cli.doctor.result import Check, CheckState, failure, skipped
+from kvbm_cli.doctor.variable_remedy import with_variables
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.terminal.console import print_data, print_json, print_note
+from kvbm_cli.terminal.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import Tiers
     from kvbm.sizing import Sizing
-    from kvbm_cli.doctor.probe import Settings
+    from kvbm_cli.doctor.disk_probe import RecommendedSettings
 
-QUICK_WORK_S = 14.0  # of the QUICK_S; the rest is for clearing away
+QUICK_WORK_S = 14.0  # of QUICK_S; the rest is for cleanup
 FAILED = 1
+PROGRESS_AFTER_S = 2.0
 DIRECTORY_KEY = "tiers.disk.directory"
 
 
@@ -45,31 +47,33 @@ def doctor(
     write: Path | None,
     machine: Machine | None = None,
 ) -> int:
-    """The exit code. ProfileError for a profile that cannot be read, UsageError for options that do not go together."""
+    """Returns the exit code. ProfileError for a profile that cannot be read, UsageError for options that conflict."""
     machine = machine or Machine()
     _require_options(profile, overrides, write)
-    lint, variables = environment.lint(machine.environment)
+    found, variables = environment.check_variables(machine.environment)
     resolved = _resolve(profile, overrides, {**others(machine.environment), **variables}, directory)
     if write is not None:
         require_disk_tier(resolved)
     if resolved is None:
-        tiers_wanted, mistakes = environment.tiers(variables)
+        configured_tiers, mistakes = environment.tiers(variables)
     else:
-        tiers_wanted, mistakes = resolved.profile.tiers, environment.beside(resolved)
-    with Progress() as progress:
-        examination = Examination(progress, as_json=as_json, say_remedy=_way_of_saying(resolved, tiers_wanted))
-        with examination.at_most(QUICK_WORK_S if is_quick else None):
-            examination.group("environment", _each(environment.all_or_none([*lint, *mistakes], len(variables))))
-            sizing, unsized = examination.in_time(partial(_size, resolved)) or (None, [skipped("size", OVER)])
-            place = _directory(tiers_wanted, directory)
-            subject = Subject(machine, place, resolved, tiers_wanted, sizing, is_quick=is_quick, say=progress.say)
-            settings = examination.group("disk", disk.checks(subject), about=_shown(subject.directory))
-            examination.group("memory", memory.checks(subject))
-            examination.group("tiers", _each([*unsized, *tiers.checks(subject)]))
-            examination.group("ports", ports.checks(subject))
-            examination.group("self test", self_test.checks(subject, settings))
-            examination.group("engine", engine.checks(subject))
-    exit_code = _end(examination.groups, subject, settings, as_json=as_json)
+        configured_tiers, mistakes = resolved.profile.tiers, environment.check_with_profile(resolved)
+    with ProgressDisplay("checking", delay_s=PROGRESS_AFTER_S) as progress:
+        runner = CheckRunner(progress, as_json=as_json, format_remedy=_remedy_format(resolved, configured_tiers))
+        with runner.at_most(QUICK_WORK_S if is_quick else None):
+            runner.group("environment", _each(environment.or_all_valid([*found, *mistakes], len(variables))))
+            sizing, unsized = runner.in_time(partial(_size, resolved)) or (None, [skipped("size", TIME_IS_UP)])
+            place = _directory(configured_tiers, directory)
+            context = DoctorContext(
+                machine, place, resolved, configured_tiers, sizing, is_quick=is_quick, on_phase=progress.report
+            )
+            settings = runner.group("disk", disk.checks(context), about=_shown(context.directory))
+            runner.group("memory", memory.checks(context))
+            runner.group("tiers", _each([*unsized, *tiers.checks(context)]))
+            runner.group("ports", ports.checks(context))
+            runner.group("self test", self_test.checks(context, settings))
+            runner.group("engine", engine.checks(context))
+    exit_code = _end(runner.groups, context, settings, as_json=as_json)
     if write is not None:
         exit_code = max(exit_code, _write(resolved, settings, write, place))
     return exit_code
@@ -78,17 +82,19 @@ def doctor(
 def _require_options(profile: str | None, overrides: Sequence[str], write: Path | None) -> None:
     if profile is None and (write is not None or overrides):
         what = "--write" if write is not None else "--set"
-        raise UsageError(f"`{what}` needs a profile", hint="`--profile PROFILE`")
+        raise UsageError(f"`{what}` requires a profile", hint="add `--profile PROFILE`")
     if write is not None and os.path.lexists(write):
-        raise UsageError(f"`{write}` exists", hint="name a file that does not")
+        raise UsageError(f"`{write}` exists; `--write` overwrites no file", hint="name a file that does not exist")
     if write is not None and not write.parent.is_dir():
-        raise UsageError(f"there is no directory `{write.parent}` to write to", hint=f"`mkdir -p {write.parent}`")
+        raise UsageError(
+            f"cannot write `{write}`: there is no directory `{write.parent}`", hint=f"`mkdir -p {write.parent}`"
+        )
 
 
 def _resolve(
     profile: str | None, overrides: Sequence[str], variables: Mapping[str, str], directory: Path | None
 ) -> ResolvedProfile | None:
-    """The profile under the variables that mean something, with the directory of the command line if it has a disk."""
+    """Resolves the profile with the valid variables, and with `--dir` as directory of its disk tier if it has one."""
     from kvbm.config.load import load
     from kvbm_cli.package_data import profiles_directory
 
@@ -107,7 +113,7 @@ def _absolute(directory: Path) -> Path:
 
 
 def _directory(tiers: Tiers | None, given: Path | None) -> Path | None:
-    """The one of the command line, else of the disk tier, else the default where nothing says which tiers there are."""
+    """Returns `--dir`, else the directory of the disk tier, else the default if no tiers are configured."""
     from kvbm.config.schema import DiskTierSection
 
     if given is not None:
@@ -122,7 +128,7 @@ def _shown(directory: Path | None) -> str | None:
 
 
 def _size(resolved: ResolvedProfile | None) -> tuple[Sizing | None, list[Check]]:
-    """The sizes, or None; and what is wrong with them."""
+    """Returns the sizes or None, and the checks that failed."""
     from kvbm.sizing import SizeUnknown
     from kvbm_cli.profile.size import size_of
 
@@ -136,37 +142,45 @@ def _size(resolved: ResolvedProfile | None) -> tuple[Sizing | None, list[Check]]
         return None, [failure("size", error.message.splitlines()[0], error.hint)]
 
 
-def _way_of_saying(resolved: ResolvedProfile | None, tiers: Tiers | None) -> Callable[[str], str]:
-    """Variables speak of variables where they are all that there is."""
-    return in_variables if resolved is None and tiers is not None else str
+def _remedy_format(resolved: ResolvedProfile | None, tiers: Tiers | None) -> Callable[[str], str]:
+    """Returns how remedies are formatted: as variables if only variables configure the tiers, else as profile keys."""
+    return with_variables if resolved is None and tiers is not None else str
 
 
 def _each(found: Sequence[Check] | Iterator[Check]) -> Generator[Check, None, None]:
     yield from found
 
 
-def _write(resolved: ResolvedProfile | None, settings: Settings | None, target: Path, directory: Path | None) -> int:
+def _write(
+    resolved: ResolvedProfile | None, settings: RecommendedSettings | None, target: Path, directory: Path | None
+) -> int:
     assert resolved is not None
     if settings is None:
-        print_note(f"{target} is not written: what {directory} needs is not known, as it cannot be used")
+        print_note(f"{target} is not written: {directory} cannot be used, so its settings are unknown")
         return FAILED
     write_profile(resolved, _keys(settings), target)
     print_note(f"written: {target}")
     return 0
 
 
-def _keys(settings: Settings) -> dict[str, str | bool]:
+def _keys(settings: RecommendedSettings) -> dict[str, str | bool]:
     return {f"tiers.disk.{name}": value for name, value in asdict(settings).items()}
 
 
-def _end(groups: Mapping[str, Sequence[Check]], subject: Subject, settings: Settings | None, *, as_json: bool) -> int:
+def _end(
+    groups: Mapping[str, Sequence[Check]],
+    context: DoctorContext,
+    settings: RecommendedSettings | None,
+    *,
+    as_json: bool,
+) -> int:
     checks = [check for of in groups.values() for check in of]
-    exit_code = int(any(check.state is State.FAILURE for check in checks))
+    exit_code = int(any(check.state is CheckState.FAILURE for check in checks))
     if as_json:
         print_json(
             {
-                "profile": None if subject.resolved is None else subject.resolved.name,
-                "directory": _shown(subject.directory),
+                "profile": None if context.resolved is None else context.resolved.name,
+                "directory": _shown(context.directory),
                 "checks": as_data(groups),
                 "recommended": None if settings is None else _keys(settings),
                 "exit_code": exit_code,
@@ -174,9 +188,9 @@ def _end(groups: Mapping[str, Sequence[Check]], subject: Subject, settings: Sett
         )
     else:
         if settings is not None:
-            print_data(f"\nrecommended for {subject.directory}")
-            say = _way_of_saying(subject.resolved, subject.tiers)
+            print_data(f"\nrecommended for {context.directory}")
+            formatted = _remedy_format(context.resolved, context.tiers)
             for key, value in _keys(settings).items():
-                print_data("  " + say(f"`{key}: {str(value).lower()}`").strip("`"))
+                print_data("  " + formatted(f"`{key}: {str(value).lower()}`").strip("`"))
         print_data(f"\n{summary(checks)}")
     return exit_code

@@ -1,4 +1,4 @@
-"""The engine's interpreter: its engine and version, the connector, CUDA, NIXL, and NVIDIA's package of our name."""
+"""Checks of the engine's interpreter: engine version, connector, CUDA, NIXL, and NVIDIA's package `kvbm`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvbm_cli.doctor.machine import NoAnswer
-from kvbm_cli.doctor.result import Check, State, failure, ok, skipped, warning
-from kvbm_cli.doctor.subject import Subject
+from kvbm_cli.doctor.context import DoctorContext
+from kvbm_cli.doctor.machine import ProbeFailed
+from kvbm_cli.doctor.result import Check, CheckState, failure, ok, skipped, warning
 
 IMPORT_TIMEOUT_S = 120.0
 NIXL_TIMEOUT_S = 90.0
@@ -20,113 +20,121 @@ MODULES = {
 }
 
 
-def checks(subject: Subject) -> Iterator[Check]:
-    profile = subject.resolved.profile if subject.resolved is not None else None
+def checks(context: DoctorContext) -> Iterator[Check]:
+    profile = context.resolved.profile if context.resolved is not None else None
     python = (profile.engine.python if profile is not None else None) or sys.executable
-    yield _rival(subject)
+    yield _nvidia_kvbm(context)
     if profile is None:
-        yield skipped("version", "a profile says which engine there is", "`--profile PROFILE`")
+        yield skipped("version", "the engine is set in a profile", "add `--profile PROFILE`")
     elif profile.engine.kind == "vllm":
-        yield from _vllm(subject)
+        yield from _vllm(context)
     else:
-        yield ok("version", "embedded, of this kvbm")
+        yield ok("version", "embedded, part of this kvbm")
     if profile is not None:
-        yield _connector(subject, python, profile.engine.kind)
-    yield _cuda(subject, python)
-    yield from _nixl(subject, python)
+        yield _connector(context, python, profile.engine.kind)
+    yield _cuda(context, python)
+    yield from _nixl(context, python)
 
 
-def _rival(subject: Subject) -> Check:
-    """NVIDIA's distribution in the interpreter of the command itself; that of an engine is `_vllm`'s."""
-    rival = subject.machine.rival
-    if rival is None:
-        return ok("NVIDIA's kvbm", "not installed beside this command")
-    return failure("NVIDIA's kvbm", f"{rival} is installed, and its modules have our names", "`pip uninstall kvbm`")
+def _nvidia_kvbm(context: DoctorContext) -> Check:
+    """Checks the interpreter of the command itself; `_vllm` checks that of the engine."""
+    nvidia_kvbm = context.machine.nvidia_kvbm
+    if nvidia_kvbm is None:
+        return ok("NVIDIA's kvbm", "not installed")
+    return failure(
+        "NVIDIA's kvbm",
+        f"{nvidia_kvbm} is installed; its modules have the same names as this kvbm",
+        "`pip uninstall kvbm`",
+    )
 
 
-def _vllm(subject: Subject) -> Iterator[Check]:
+def _vllm(context: DoctorContext) -> Iterator[Check]:
     from kvbm.vllm_integration.versions import RUN, shown
     from kvbm_cli.engine.engines import vllm_of, vllm_problem
 
-    assert subject.resolved is not None
-    profile = subject.resolved.profile
+    assert context.resolved is not None
+    profile = context.resolved.profile
     problem, found = vllm_problem(profile), vllm_of(profile)
     if problem is not None:
         yield failure("version", problem.message, problem.hint)
     elif found is not None:
-        yield ok("version", f"vLLM {found.version}; {shown(RUN)} were run", version=found.version)
+        yield ok("version", f"vLLM {found.version} (tested with {shown(RUN)})", version=found.version)
 
 
-def _connector(subject: Subject, python: str, kind: str) -> Check:
-    if subject.is_quick:
-        return skipped("connector", "importing an engine takes a while", "`kvbm doctor` without --quick")
-    subject.say("importing the connector")
-    answer = _asked(subject, python, "connector", MODULES[kind], timeout_s=IMPORT_TIMEOUT_S)
+def _connector(context: DoctorContext, python: str, kind: str) -> Check:
+    if context.is_quick:
+        return skipped("connector", "importing an engine is slow", "run `kvbm doctor` without `--quick`")
+    context.on_phase("importing the connector")
+    answer = _run_probe(context, python, "connector", MODULES[kind], timeout_s=IMPORT_TIMEOUT_S)
     if isinstance(answer, Check):
         return answer
     if answer["error"] is not None:
-        remedy = f"`{python} -c 'import {', '.join(MODULES[kind])}'` shows where"
+        remedy = f"run `{python} -c 'import {', '.join(MODULES[kind])}'` for the traceback"
         return failure("connector", f"cannot be imported: {answer['error']}", remedy)
     return ok("connector", f"imported in {answer['seconds']:.1f} s", seconds=answer["seconds"])
 
 
-def _asked(
-    subject: Subject, python: str, program: str, arguments: list[str], *, timeout_s: float
+def _run_probe(
+    context: DoctorContext, python: str, program: str, arguments: list[str], *, timeout_s: float
 ) -> dict[str, Any] | Check:
-    """The answer, or the check that says why there is none."""
-    timeout_s = min(timeout_s, QUICK_TIMEOUT_S) if subject.is_quick else timeout_s
+    """Returns the answer, or a check with the reason why there is none."""
+    timeout_s = min(timeout_s, QUICK_TIMEOUT_S) if context.is_quick else timeout_s
     try:
-        return subject.machine.ask(python, program, arguments, timeout_s=timeout_s)
-    except NoAnswer as error:
-        if subject.is_quick:
-            return skipped(_NAMES[program], str(error), "`kvbm doctor` without --quick waits longer")
-        return failure(_NAMES[program], f"`{python}`: {error}", "check `engine.python`")
+        return context.machine.run_probe(python, program, arguments, timeout_s=timeout_s)
+    except ProbeFailed as error:
+        if context.is_quick:
+            return skipped(_NAMES[program], str(error), "run `kvbm doctor` without `--quick`, which waits longer")
+        return failure(_NAMES[program], f"`{python}`: {error}", "check the value of `engine.python`")
 
 
 _NAMES = {"connector": "connector", "cuda": "CUDA", "nixl": "NIXL"}
 
 
-def _cuda(subject: Subject, python: str) -> Check:
-    driver = subject.machine.devices / "nvidiactl"
+def _cuda(context: DoctorContext, python: str) -> Check:
+    driver = context.machine.devices / "nvidiactl"
     if not driver.exists():
-        return skipped("CUDA", "no driver of NVIDIA")
-    subject.say("asking torch for CUDA")
-    answer = _asked(subject, python, "cuda", [], timeout_s=IMPORT_TIMEOUT_S)
+        return skipped("CUDA", "no NVIDIA driver")
+    context.on_phase("loading CUDA in torch")
+    answer = _run_probe(context, python, "cuda", [], timeout_s=IMPORT_TIMEOUT_S)
     if isinstance(answer, Check):
         return answer
     if answer["error"] is not None:
-        return failure("CUDA", f"no torch: {answer['error']}", f"install torch for `{python}`")
+        return failure("CUDA", f"torch cannot be imported: {answer['error']}", f"install torch for `{python}`")
     shown = f"torch {answer['torch']} for CUDA {answer['cuda'] or '-'}, driver {answer['driver'] or 'unknown'}"
     facts = {name: answer[name] for name in ("torch", "cuda", "driver", "devices")}
     if not answer["devices"]:
-        return failure("CUDA", f"{shown}: no device can be used", "a torch whose CUDA the driver supports", **facts)
+        return failure(
+            "CUDA", f"{shown}: no usable device", "install a torch whose CUDA version the driver supports", **facts
+        )
     return ok("CUDA", f"{shown}, {answer['devices']} devices", **facts)
 
 
-def _nixl(subject: Subject, python: str) -> Iterator[Check]:
-    """Plugins are listed whether or not they load, so each makes a backend, in a process of its own."""
-    io = subject.disk.io if subject.disk is not None else None
+def _nixl(context: DoctorContext, python: str) -> Iterator[Check]:
+    """NIXL lists plugins that do not load, so the probe creates a backend of each in a process of its own."""
+    io = context.disk.io if context.disk is not None else None
     wanted = io in ("nixl", "gds")
     plugin = "GDS" if io == "gds" else "POSIX"
-    if subject.is_quick and io in (None, "threads"):
-        yield skipped("NIXL", "not asked for, and it takes a while", "`kvbm doctor` without --quick")
+    if context.is_quick and io in (None, "threads"):
+        yield skipped(
+            "NIXL", "not requested by `tiers.disk.io`, and the check is slow", "run `kvbm doctor` without `--quick`"
+        )
         return
-    subject.say("loading the plugins of NIXL")
-    answer = _asked(subject, python, "nixl", [plugin] if subject.is_quick else [], timeout_s=NIXL_TIMEOUT_S)
+    context.on_phase("loading NIXL plugins")
+    answer = _run_probe(context, python, "nixl", [plugin] if context.is_quick else [], timeout_s=NIXL_TIMEOUT_S)
     if isinstance(answer, Check):
-        yield answer if wanted else replace(answer, state=State.SKIPPED)
+        yield answer if wanted else replace(answer, state=CheckState.SKIPPED)
         return
     if answer["version"] is None:
-        say = failure if wanted else skipped
-        yield say("NIXL", f"`{python}` has none", "`tiers.disk.io: threads`" if wanted else None)
+        check = failure if wanted else skipped
+        yield check("NIXL", f"not installed for `{python}`", "set `tiers.disk.io: threads`" if wanted else None)
         return
     plugins: dict[str, str | None] = answer["plugins"]
     works = [name for name, error in plugins.items() if error is None]
     if any(name.partition(" ")[0] == plugin for name in works):
-        yield ok("NIXL", f"{answer['version']}, with {', '.join(works)}", version=answer["version"])
+        yield ok("NIXL", f"{answer['version']}, plugins: {', '.join(works)}", version=answer["version"])
     else:
-        say = failure if wanted else warning
-        yield say("NIXL", f"{answer['version']}, and {plugin} does not load", "`tiers.disk.io: threads`")
+        check = failure if wanted else warning
+        yield check("NIXL", f"{answer['version']}: plugin {plugin} does not load", "set `tiers.disk.io: threads`")
     absent = {name: error for name, error in plugins.items() if error is not None}
     if absent:
-        yield Check("NIXL", State.SKIPPED, f"without {', '.join(absent)}, which do not load here", None, absent)
+        yield Check("NIXL", CheckState.SKIPPED, f"plugins that do not load: {', '.join(absent)}", None, absent)

@@ -1,6 +1,7 @@
-"""The `DYN_KVBM_*` variables around: unknown names, values that mean nothing, and those that mean something else here.
+"""Checks of the `DYN_KVBM_*` variables: unknown names, invalid values, values that NVIDIA's kvbm reads differently.
 
-A mistake here is what every other command of `kvbm` stops at; the doctor names them all, and goes on without them.
+Every other command stops at the first such mistake. The doctor reports all of them and continues without the variables
+that are wrong.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ METRICS, METRICS_HOST = f"{PREFIX}METRICS", f"{PREFIX}METRICS_HOST"
 FALSE = frozenset({"0", "false", "no", "off"})
 
 
-def lint(environment: Mapping[str, str]) -> tuple[list[Check], dict[str, str]]:
-    """What is found, and the variables that are without a mistake."""
+def check_variables(environment: Mapping[str, str]) -> tuple[list[Check], dict[str, str]]:
+    """Returns the checks, and the variables that are valid."""
     found: list[Check] = []
     usable: dict[str, str] = {}
     for name in named(environment):
@@ -39,14 +40,14 @@ def lint(environment: Mapping[str, str]) -> tuple[list[Check], dict[str, str]]:
     return [*found, *(check for name in usable for check in _misread(name, usable))], usable
 
 
-def all_or_none(found: list[Check], count: int) -> list[Check]:
-    """What is found, or that nothing is, in `count` variables."""
-    shown = f"{count} of DYN_KVBM_*, all with a meaning" if count else "no DYN_KVBM_*"
+def or_all_valid(found: list[Check], count: int) -> list[Check]:
+    """Returns `found`, or one passed check for `count` variables."""
+    shown = f"{count} DYN_KVBM_* variables, all valid" if count else "no DYN_KVBM_* variables"
     return found or [ok("variables", shown)]
 
 
 def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
-    """The tiers of an engine that is started by its own command line, None if there are none; and what is wrong."""
+    """Returns the tiers of an engine that is started by its own command, None if it has none, and the checks."""
     from pydantic import ValidationError
 
     from kvbm.config.document import plain_values
@@ -57,28 +58,28 @@ def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
     try:
         idle = [_idle(text) for text in settle(document)]
     except ProfileError as error:
-        return None, [failure("tiers", error.message.splitlines()[0], error.hint or "another value")]
+        return None, [failure("tiers", error.message.splitlines()[0], error.hint or "choose another value")]
     if "tiers" not in document:
         return None, idle
     try:
         config = ConnectorConfig.model_validate(plain_values(document))
     except ValidationError as error:
         mistakes = mistakes_in(error, document, "variables", FileKind("configuration", keys(ConnectorConfig), {}))
-        return None, [*idle, *(failure("values", one.text, one.hint or "another value") for one in mistakes)]
+        return None, [*idle, *(failure("values", one.text, one.hint or "choose another value") for one in mistakes)]
     return config.tiers, [*idle, *_priority(config.offload.min_priority, warning)]
 
 
-def beside(resolved: ResolvedProfile) -> list[Check]:
-    """What has no effect, or a bad one, with this profile. No engine that it could name sends priorities."""
-    told = ("` has no effect: there", "` has no effect: the", "` wins over `")
-    idle = [_idle(text) for text in resolved.warnings if any(words in text for words in told)]
+def check_with_profile(resolved: ResolvedProfile) -> list[Check]:
+    """Returns a check for each setting that this profile makes ineffective. None of its engines sends priorities."""
+    reported = ("` has no effect: there", "` has no effect: the", "` wins over `")
+    idle = [_idle(text) for text in resolved.warnings if any(words in text for words in reported)]
     return [*idle, *_priority(resolved.profile.offload.min_priority, failure)]
 
 
-def _priority(threshold: int, say: Callable[[str, str, str], Check]) -> Iterator[Check]:
+def _priority(threshold: int, check: Callable[[str, str, str], Check]) -> Iterator[Check]:
     if threshold:
-        finding = f"`offload.min_priority` is {threshold}: an engine that sends no priorities offloads nothing"
-        yield say("priorities", finding, "`offload.min_priority: 0`")
+        finding = f"`offload.min_priority` is {threshold}, but the engine sends no priorities: it would offload nothing"
+        yield check("priorities", finding, "`offload.min_priority: 0`")
 
 
 def _idle(text: str) -> Check:
@@ -87,33 +88,27 @@ def _idle(text: str) -> Check:
     return warning(name, finding, f"`unset {name}`")
 
 
-def _is_of_honoured(text: str) -> bool:
-    """Whether a warning is about one that has an effect elsewhere; `lint` has told of the others."""
-    variable = variable_of(_name_in(text))
-    return variable is not None and variable.is_honoured
-
-
 def _name_in(text: str) -> str:
     return text.split("`")[1].partition("=")[0]
 
 
 def _misread(name: str, usable: Mapping[str, str]) -> Iterator[Check]:
-    """What NVIDIA's block manager made of the same text, where that was something else."""
+    """Yields a warning for a value that NVIDIA's block manager read differently."""
     value, variable = usable[name].strip(), variable_of(name)
     if variable is None or not variable.is_honoured:
         return
     if name in PRESENCE_ONLY and value.lower() in FALSE:
-        finding = f"`{value}` is off here; NVIDIA's block manager switched it on, whatever the value"
-        yield warning(name, finding, f"nothing to do, or `unset {name}`")
+        finding = f"`{value}` means off; NVIDIA's block manager treated any value as on"
+        yield warning(name, finding, f"no action needed, or `unset {name}`")
     elif variable.form is Form.GIGABYTES and _is_fraction(value):
-        finding = f"`{value}` is {value} GB here; a part of NVIDIA's block manager took a fraction for no tier at all"
-        yield warning(name, finding, f"nothing to do, or `{variable.key}` in a profile")
+        finding = f"`{value}` means {value} GB; parts of NVIDIA's block manager treated a fraction as no tier"
+        yield warning(name, finding, f"no action needed, or set `{variable.key}` in a profile")
     elif name == NUMA and value.lower() in FALSE:
-        finding = f"`{value}` is off here; to NVIDIA's block manager it meant nothing"
+        finding = f"`{value}` means off; NVIDIA's block manager ignored it"
         yield warning(name, finding, f"`unset {name}`")
     elif name == METRICS and value.lower() not in FALSE and METRICS_HOST not in usable:
-        finding = "served on 127.0.0.1 or `server.host` here; NVIDIA's block manager listened on every address"
-        yield warning(name, finding, f"`{METRICS_HOST}=0.0.0.0`, for a Prometheus on another machine")
+        finding = "served on 127.0.0.1 or `server.host`; NVIDIA's block manager listened on every address"
+        yield warning(name, finding, f"`{METRICS_HOST}=0.0.0.0` if Prometheus runs on another machine")
 
 
 def _is_fraction(value: str) -> bool:

@@ -1,7 +1,7 @@
-"""Machine: everything that a check asks of this machine, in one value that a test can replace.
+"""Machine: every access of a check to this machine, in one value that tests replace.
 
-Whatever may hang, or needs torch, is asked of a process of its own, which is given up after its time; the kernel kills
-it if the doctor dies.
+A probe that may hang or that needs torch runs in a process of its own with a timeout. The kernel kills that process if
+the doctor dies.
 """
 
 from __future__ import annotations
@@ -21,51 +21,57 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
-from kvbm_cli.doctor.probe import Report
+from kvbm_cli.doctor.disk_probe import DiskReport
+from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
-WRAPPER = ROOT / "kvbm_cli" / "system" / "die_with_parent.py"
 PROBES = Path(__file__).with_name("probes")
 DEVICES = Path("/dev")
-NVIDIA_DIRECTORY = Path("/tmp")  # where NVIDIA's block manager keeps blocks unless it is told otherwise
+NVIDIA_DIRECTORY = Path("/tmp")  # NVIDIA's block manager keeps blocks there by default
 END_TIMEOUT_S = 1.0
 
-Say = Callable[[str], None]
+PhaseCallback = Callable[[str], None]
 
 
-class NoAnswer(Exception):
-    """A process did not answer; the text says why, in a few words."""
+class ProbeFailed(Exception):
+    """A probe gave no answer. The text is the reason."""
 
 
-def ask(python: str, program: str, arguments: Sequence[str] = (), *, timeout_s: float) -> dict[str, Any]:
-    """The answer of `probes/<program>.py`, run by `python`. Raises NoAnswer."""
+def run_probe(python: str, program: str, arguments: Sequence[str] = (), *, timeout_s: float) -> dict[str, Any]:
+    """Runs `probes/<program>.py` with the interpreter `python` and returns its answer. Raises ProbeFailed."""
     command = [python, "-P", str(PROBES / f"{program}.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} if python == sys.executable else os.environ
-    return _run(command, timeout_s=timeout_s, environment=environment, say=lambda text: None)
+    return _run(command, timeout_s=timeout_s, environment=environment, on_phase=lambda text: None)
 
 
-def probe(directory: Path, *, block_bytes: int | None, phase_s: float, timeout_s: float, say: Say) -> Report:
-    """What `kvbm_cli.doctor.probe` finds, by a process of its own: a filesystem can hang. Raises NoAnswer."""
-    command = [sys.executable, "-P", "-m", "kvbm_cli.doctor.probe", str(directory), "--seconds", str(phase_s)]
+def probe_disk(
+    directory: Path, *, block_bytes: int | None, phase_s: float, timeout_s: float, on_phase: PhaseCallback
+) -> DiskReport:
+    """Runs `disk_probe` in a process of its own, because a filesystem can hang. Raises ProbeFailed."""
+    command = [sys.executable, "-P", "-m", "kvbm_cli.doctor.disk_probe", str(directory), "--seconds", str(phase_s)]
     command += [] if block_bytes is None else ["--block-bytes", str(block_bytes)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return Report.from_json(_run(command, timeout_s=timeout_s, environment=environment, say=say)["report"])
+    return DiskReport.from_json(
+        _run(command, timeout_s=timeout_s, environment=environment, on_phase=on_phase)["report"]
+    )
 
 
-def _run(command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str], say: Say) -> dict[str, Any]:
-    """The last object that a program prints, after `{"phase": ...}` as often as it likes."""
+def _run(
+    command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str], on_phase: PhaseCallback
+) -> dict[str, Any]:
+    """Runs a program and returns the last object that it prints; calls `on_phase` for each `{"phase": ...}`."""
     try:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *command],
+            die_with_parent.command_line(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**environment, "PYTHONDONTWRITEBYTECODE": "1"},
         )
     except OSError as error:
-        raise NoAnswer((error.strerror or str(error)).lower()) from None
+        raise ProbeFailed((error.strerror or str(error)).lower()) from None
     try:
-        answer = _read(child, time.monotonic() + timeout_s, timeout_s, say)
+        answer = _read(child, time.monotonic() + timeout_s, timeout_s, on_phase)
     finally:
         child.kill()
         for stream in (child.stdout, child.stderr):
@@ -76,7 +82,7 @@ def _run(command: Sequence[str], *, timeout_s: float, environment: Mapping[str, 
     return answer
 
 
-def _read(child: subprocess.Popen[bytes], deadline: float, timeout_s: float, say: Say) -> dict[str, Any]:
+def _read(child: subprocess.Popen[bytes], deadline: float, timeout_s: float, on_phase: PhaseCallback) -> dict[str, Any]:
     assert child.stdout is not None
     assert child.stderr is not None
     texts = {child.stdout.fileno(): b"", child.stderr.fileno(): b""}
@@ -84,22 +90,22 @@ def _read(child: subprocess.Popen[bytes], deadline: float, timeout_s: float, say
     while waited:
         ready, _, _ = select.select(waited, [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise NoAnswer(f"no answer within {timeout_s:.0f} s")
+            raise ProbeFailed(f"no answer within {timeout_s:.0f} s")
         for fd in ready:
             chunk = os.read(fd, 1 << 16)
             texts[fd] += chunk
             if not chunk:
                 waited.discard(fd)
             elif fd == child.stdout.fileno():
-                _tell(chunk, say)
+                _report_phases(chunk, on_phase)
     return _answer(texts[child.stdout.fileno()], texts[child.stderr.fileno()])
 
 
-def _tell(chunk: bytes, say: Say) -> None:
+def _report_phases(chunk: bytes, on_phase: PhaseCallback) -> None:
     for line in chunk.splitlines():
         found = _object(line)
         if found is not None and "phase" in found:
-            say(str(found["phase"]))
+            on_phase(str(found["phase"]))
 
 
 def _answer(out: bytes, err: bytes) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def _answer(out: bytes, err: bytes) -> dict[str, Any]:
     if objects:
         return objects[-1]
     lines = err.decode(errors="replace").strip().splitlines()
-    raise NoAnswer(lines[-1] if lines else "it ended without an answer")
+    raise ProbeFailed(lines[-1] if lines else "the process ended without an answer")
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -118,8 +124,8 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def touch_rate(byte_count: int) -> float:
-    """Bytes per second at which host memory is taken as a segment of G2 takes it. Raises EnvironmentProblem."""
+def prefault_rate(byte_count: int) -> float:
+    """Measures the rate in bytes/s at which a segment of G2 is allocated and prefaulted. Raises EnvironmentProblem."""
     from kvbm.host.shared_memory import SharedMemory
 
     started = time.monotonic()
@@ -132,13 +138,13 @@ def touch_rate(byte_count: int) -> float:
 
 
 def lockable_bytes() -> int | None:
-    """RLIMIT_MEMLOCK, None for no limit."""
+    """RLIMIT_MEMLOCK in bytes, None for no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def rival() -> str | None:
-    """The version of NVIDIA's distribution `kvbm` beside this command."""
+def nvidia_kvbm() -> str | None:
+    """The version of NVIDIA's distribution `kvbm` in the interpreter of this command, None if it is not installed."""
     try:
         return version("kvbm")
     except PackageNotFoundError:
@@ -147,7 +153,7 @@ def rival() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """See the module's text. `memory` reads /proc and /sys, `devices` is /dev; of `rival` see the function."""
+    """See the module. `memory` reads /proc and /sys, `devices` is /dev, `nvidia_kvbm` is a version or None."""
 
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     memory: HostMemory = THIS_MACHINE
@@ -155,7 +161,7 @@ class Machine:
     nvidia_directory: Path = NVIDIA_DIRECTORY
     is_root: bool = field(default_factory=lambda: os.geteuid() == 0)
     lockable_bytes: int | None = field(default_factory=lockable_bytes)
-    rival: str | None = field(default_factory=rival)
-    ask: Callable[..., dict[str, Any]] = ask
-    probe: Callable[..., Report] = probe
-    touch_rate: Callable[[int], float] = touch_rate
+    nvidia_kvbm: str | None = field(default_factory=nvidia_kvbm)
+    run_probe: Callable[..., dict[str, Any]] = run_probe
+    probe_disk: Callable[..., DiskReport] = probe_disk
+    prefault_rate: Callable[[int], float] = prefault_rate

@@ -1,4 +1,4 @@
-"""Addresses and ports that the engine's server needs."""
+"""Checks of the addresses and ports that the engine's server needs."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.result import Check, failure, ok, skipped
-from kvbm_cli.doctor.subject import Subject
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.profile.check import require_metrics_ports
+from kvbm_cli.profile.preflight import require_metrics_ports
 from kvbm_cli.serve.reservations import living_runs, require_port
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
 
-def checks(subject: Subject) -> Iterator[Check]:
-    """The block manager itself needs none: results travel through shared memory."""
-    if subject.resolved is None:
-        yield skipped("server", "a profile says where the engine listens", "`--profile PROFILE`")
+def checks(context: DoctorContext) -> Iterator[Check]:
+    """The block manager itself needs no port: results travel through shared memory."""
+    if context.resolved is None:
+        yield skipped("server", "the address is set in a profile", "add `--profile PROFILE`")
         return
-    server = subject.resolved.profile.server
+    server = context.resolved.profile.server
     try:
         require_port(server.host, server.port, living_runs())
         choose_port(server.host, server.port)
     except EnvironmentProblem as error:
-        yield failure("server", error.message, f"`server.port: 0`, or {error.hint}")
+        yield failure("server", error.message, f"set `server.port: 0`, or {error.hint}")
     else:
-        port = f"port {server.port} is free" if server.port else "a free port is chosen at the start"
+        port = f"port {server.port} is free" if server.port else "a free port is chosen at start-up"
         yield ok("server", f"{server.host}, {port}", host=server.host, port=server.port)
-    yield from _metrics(subject.resolved)
+    yield from _metrics(context.resolved)
 
 
 def _metrics(resolved: ResolvedProfile) -> Iterator[Check]:
@@ -40,6 +40,6 @@ def _metrics(resolved: ResolvedProfile) -> Iterator[Check]:
     try:
         require_metrics_ports(resolved)
     except EnvironmentProblem as error:
-        yield failure("metrics", error.message.splitlines()[0], error.hint or "`metrics.port: 0`")
+        yield failure("metrics", error.message.splitlines()[0], error.hint or "set `metrics.port: 0`")
     else:
-        yield ok("metrics", f"port {metrics.port} is free" if metrics.port else "a free port is chosen at the start")
+        yield ok("metrics", f"port {metrics.port} is free" if metrics.port else "a free port is chosen at start-up")

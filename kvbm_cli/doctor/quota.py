@@ -1,7 +1,7 @@
-"""How much the quotas of a directory's owner still allow; the free space that statvfs tells knows nothing of most.
+"""Disk quotas of this user, which the free space of statvfs mostly ignores.
 
-Quotas of users and groups (ext4, xfs: quotactl_fd, Linux 5.14) and of btrfs subvolumes (its quota tree, which only
-root may read). What cannot be read is left out, so an empty answer proves nothing.
+Covers quotas of users and groups (ext4, xfs: quotactl_fd, Linux 5.14) and of btrfs subvolumes (quota tree, readable
+only by root). Quotas that cannot be read are omitted, so an empty result proves nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvbm.host.libc import LIBC
 SYSCALL_QUOTACTL_FD = 443
 Q_GETQUOTA = 0x800007
 KINDS = {"user": 0, "group": 1}
-BLOCK_BYTES = 1024  # of a limit; usage is in bytes (quota.h of Linux)
+BLOCK_BYTES = 1024  # unit of a limit; usage is in bytes (Linux quota.h)
 DQBLK = struct.Struct("=8QI4x")
 
 BTRFS_IOC_TREE_SEARCH = 0xD0009411
@@ -28,7 +28,7 @@ BTRFS_ARGUMENT_BYTES = 4096
 BTRFS_FIRST_FREE_OBJECT = 256
 BTRFS_QUOTA_TREE = 8
 BTRFS_QGROUP_INFO, BTRFS_QGROUP_LIMIT = 242, 244
-BTRFS_LIMITS = {1: (0, "subvolume"), 2: (1, "subvolume's own data")}  # flag, (which of the two numbers, name)
+BTRFS_LIMITS = {1: (0, "subvolume"), 2: (1, "subvolume's own data")}  # flag: (index of the number, name)
 SEARCH_KEY = struct.Struct("=7Q4I4Q")
 SEARCH_HEADER = struct.Struct("=3Q2I")
 MAX_ID = 2**64 - 1
@@ -36,7 +36,7 @@ MAX_ID = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """A limit, whose it is, and what is left of it."""
+    """One quota: its kind, the limit and the bytes left."""
 
     kind: str
     limit_bytes: int
@@ -44,7 +44,7 @@ class Quota:
 
 
 def quotas(directory: Path, filesystem: str) -> tuple[Quota, ...]:
-    """All quotas that could be read, of which the smallest counts."""
+    """Returns every readable quota; the smallest applies."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -64,7 +64,7 @@ def _owners() -> tuple[tuple[str, int], ...]:
 
 
 def _block(fd: int, kind: str, number: int) -> tuple[int, int] | None:
-    """(limit, used) in bytes, None where there is no limit."""
+    """Returns (limit, used) in bytes, None without a limit."""
     buffer = ctypes.create_string_buffer(DQBLK.size)
     command = ctypes.c_uint(Q_GETQUOTA << 8 | KINDS[kind])
     if LIBC.syscall(SYSCALL_QUOTACTL_FD, fd, command, ctypes.c_uint(number), buffer):
@@ -73,7 +73,7 @@ def _block(fd: int, kind: str, number: int) -> tuple[int, int] | None:
 
 
 def limit_of(block: bytes) -> tuple[int, int] | None:
-    """The hard limit, else the soft one, of what the kernel fills in (struct if_dqblk)."""
+    """Returns the hard limit, else the soft limit, and the usage of a struct if_dqblk."""
     hard, soft, used, *_ = DQBLK.unpack(block)
     limit = hard or soft
     return (limit * BLOCK_BYTES, used) if limit else None
@@ -87,7 +87,7 @@ def _of_owner(fd: int, kind: str, number: int) -> Quota:
 
 
 def _of_subvolume(fd: int) -> Iterator[Quota]:
-    """Limits of the quota group that every subvolume has; groups above it are not looked at."""
+    """Limits of the subvolume's own quota group; parent groups are ignored."""
     lookup = bytearray(struct.pack("=2Q", 0, BTRFS_FIRST_FREE_OBJECT).ljust(BTRFS_ARGUMENT_BYTES, b"\0"))
     fcntl.ioctl(fd, BTRFS_IOC_INO_LOOKUP, lookup)
     (subvolume,) = struct.unpack_from("=Q", lookup)
@@ -103,7 +103,7 @@ def _of_subvolume(fd: int) -> Iterator[Quota]:
 
 
 def _qgroup_item(fd: int, kind: int, subvolume: int) -> bytes | None:
-    """The item (0, kind, subvolume) of the quota tree."""
+    """Returns the item (0, kind, subvolume) of the quota tree, or None."""
     key = SEARCH_KEY.pack(BTRFS_QUOTA_TREE, 0, 0, subvolume, subvolume, 0, MAX_ID, kind, kind, 1, 0, 0, 0, 0, 0)
     argument = bytearray(key.ljust(BTRFS_ARGUMENT_BYTES, b"\0"))
     fcntl.ioctl(fd, BTRFS_IOC_TREE_SEARCH, argument)

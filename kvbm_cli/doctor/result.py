@@ -1,4 +1,4 @@
-"""Check: one thing that was looked at, what was found, and what to do about it."""
+"""Check: the result of one check: its state, the finding and the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 Fact = str | int | float | bool | None
 
 
-class State(enum.Enum):
+class CheckState(enum.Enum):
     OK = "ok"
     WARNING = "warning"
     FAILURE = "failure"
@@ -18,22 +18,22 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`finding` and `remedy` are a line each; the remedy is a command or a key of the profile. `facts` are for JSON."""
+    """`finding` and `remedy` are one line each. A remedy names a command or a profile key. `facts` are for JSON."""
 
     name: str
-    state: State
+    state: CheckState
     finding: str
     remedy: str | None = None
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
 
 def rate(bytes_per_s: float) -> str:
-    """As a drive's maker writes it."""
+    """Formats a rate in decimal units: `2.50 GB/s`."""
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
 
 
 def capacity(byte_count: int) -> str:
-    """As one writes a capacity: whole units, rounded down."""
+    """Formats a capacity for a profile: whole units, rounded down."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
         if byte_count >= 10 * factor:
             return f"{byte_count // factor}{unit}"
@@ -41,16 +41,16 @@ def capacity(byte_count: int) -> str:
 
 
 def ok(name: str, finding: str, /, **facts: Fact) -> Check:
-    return Check(name, State.OK, finding, None, facts)
+    return Check(name, CheckState.OK, finding, None, facts)
 
 
 def warning(name: str, finding: str, remedy: str | None = None, /, **facts: Fact) -> Check:
-    return Check(name, State.WARNING, finding, remedy, facts)
+    return Check(name, CheckState.WARNING, finding, remedy, facts)
 
 
 def failure(name: str, finding: str, remedy: str | None = None, /, **facts: Fact) -> Check:
-    return Check(name, State.FAILURE, finding, remedy, facts)
+    return Check(name, CheckState.FAILURE, finding, remedy, facts)
 
 
 def skipped(name: str, finding: str, remedy: str | None = None) -> Check:
-    return Check(name, State.SKIPPED, finding, remedy)
+    return Check(name, CheckState.SKIPPED, finding, remedy)

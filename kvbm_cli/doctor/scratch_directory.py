@@ -1,7 +1,6 @@
-"""A directory of the doctor's own below the one that is examined, gone afterwards also if the doctor is killed.
+"""A private directory of the doctor below the examined one. It is removed afterwards, also if the doctor is killed.
 
-A guard process (guard.py) runs before anything is made, and it alone removes things: one way for an ordinary end, an
-interrupt and a kill.
+A guard process starts before anything is made and removes everything: after a normal end, an interrupt, or a kill.
 """
 
 from __future__ import annotations
@@ -10,37 +9,28 @@ import contextlib
 import os
 import secrets
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-GUARD = Path(__file__).with_name("scratch_guard.py")
+from kvbm_cli.system.guard_process import GuardProcess
+from kvbm_cli.system.leftovers import Leftovers
+
 PREFIX = ".kvbm-doctor-"
 REMOVAL_TIMEOUT_S = 5.0
 
 
 @contextlib.contextmanager
 def scratch_directory(directory: Path) -> Iterator[Path]:
-    """An empty private directory in `directory`, which is made too where it is missing. Raises OSError."""
+    """Yields an empty private directory in `directory`, which is created too if it is missing. Raises OSError."""
+    directory = directory.absolute()
     place = directory / f"{PREFIX}{secrets.token_hex(8)}"
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(GUARD), str(place), *map(str, missing)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert guard.stdin is not None
-    assert guard.stdout is not None
+    missing = [str(path) for path in (directory, *directory.parents) if not path.exists()]
+    guard = GuardProcess(Leftovers(str(place), parents=missing), log=subprocess.DEVNULL)
     try:
-        guard.stdout.readline()
-        with contextlib.suppress(FileExistsError):  # a file, too; the next call finds out
+        guard.scan()  # once it answers, it survives every signal to the doctor
+        with contextlib.suppress(FileExistsError):  # possibly a file, on which the next call fails
             directory.mkdir(mode=0o700, parents=True)
         os.mkdir(place, 0o700)
         yield place
     finally:
-        guard.stdout.close()
-        guard.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that hangs does not hang the doctor
-            guard.wait(REMOVAL_TIMEOUT_S)
+        guard.remove(REMOVAL_TIMEOUT_S)  # the doctor does not wait longer for a disk that hangs

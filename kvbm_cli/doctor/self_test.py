@@ -1,5 +1,8 @@
-"""A pattern that goes through every configured tier and back, and is compared: by the code that an engine runs, in the
-engine's interpreter, with the settings of the profile or else those that the directory needs."""
+"""Self test: moves a pattern through every configured tier and back, and compares it.
+
+It runs the code that an engine runs, in the engine's interpreter, with the disk settings of the profile or, without
+one, the recommended settings.
+"""
 
 from __future__ import annotations
 
@@ -11,85 +14,88 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.sizes import format_size
-from kvbm_cli.doctor.machine import NoAnswer
+from kvbm_cli.doctor.context import DoctorContext
+from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, failure, ok, skipped
 from kvbm_cli.doctor.scratch_directory import scratch_directory
-from kvbm_cli.doctor.subject import Subject
 
 if TYPE_CHECKING:
-    from kvbm_cli.doctor.probe import Settings
+    from kvbm_cli.doctor.disk_probe import RecommendedSettings
 
 TIMEOUT_S, QUICK_TIMEOUT_S = 120.0, 10.0
 BLOCK_BYTES = 1 << 20
 MOST_BYTES, QUICK_MOST_BYTES = 64 << 20, 16 << 20
 MOST_BLOCKS = 16
 SHARE_OF_FREE = 20
-OF_PROFILE = ("allocator", "zerofill", "o_direct", "io", "threads", "persist")
+PROFILE_SETTINGS = ("allocator", "zerofill", "o_direct", "io", "threads", "persist")
 
 
-def checks(subject: Subject, settings: Settings | None) -> Iterator[Check]:
-    """`settings` are what the directory needs, None if it cannot be used."""
-    disk = _disk_settings(subject, settings)
-    if subject.resolved is None and disk is None:
-        yield skipped("pattern", "a profile says which tiers there are", "`--profile PROFILE`")
+def checks(context: DoctorContext, settings: RecommendedSettings | None) -> Iterator[Check]:
+    """`settings` are the recommended ones, None if the directory cannot be used."""
+    disk = _disk_settings(context, settings)
+    if context.resolved is None and disk is None:
+        yield skipped("pattern", "the tiers are set in a profile", "add `--profile PROFILE`")
         return
-    subject.say("moving a pattern through the tiers")
+    context.on_phase("moving a pattern through the tiers")
     try:
-        if disk is None or subject.directory is None:
-            yield from _legs(subject, None, MOST_BYTES)
+        if disk is None or context.directory is None:
+            yield from _legs(context, None, MOST_BYTES)
         else:
-            with scratch_directory(subject.directory) as place:
+            with scratch_directory(context.directory) as place:
                 space = os.statvfs(place)
                 room = space.f_bavail * space.f_frsize // SHARE_OF_FREE if space.f_blocks else MOST_BYTES
-                yield from _legs(subject, {**disk, "directory": str(place)}, room)
+                yield from _legs(context, {**disk, "directory": str(place)}, room)
     except OSError as error:
-        yield skipped("pattern", f"the directory cannot be written: {(error.strerror or str(error)).lower()}")
+        yield skipped("pattern", f"the directory is not writable: {(error.strerror or str(error)).lower()}")
 
 
-def _disk_settings(subject: Subject, settings: Settings | None) -> dict[str, Any] | None:
+def _disk_settings(context: DoctorContext, settings: RecommendedSettings | None) -> dict[str, Any] | None:
     if settings is None:
         return None
-    if subject.disk is None:
+    if context.disk is None:
         return asdict(settings)
-    return {name: getattr(subject.disk, name) for name in OF_PROFILE}
+    return {name: getattr(context.disk, name) for name in PROFILE_SETTINGS}
 
 
-def _legs(subject: Subject, disk: dict[str, Any] | None, room: int) -> Iterator[Check]:
-    block_bytes = BLOCK_BYTES if subject.sizing is None else subject.sizing.block_bytes
-    most = min(room, QUICK_MOST_BYTES if subject.is_quick else MOST_BYTES)
+def _legs(context: DoctorContext, disk: dict[str, Any] | None, room: int) -> Iterator[Check]:
+    block_bytes = BLOCK_BYTES if context.sizing is None else context.sizing.block_bytes
+    most = min(room, QUICK_MOST_BYTES if context.is_quick else MOST_BYTES)
     block_count = min(MOST_BLOCKS, most // (2 * block_bytes))  # the tiers hold each twice
     if not block_count:
-        yield skipped("pattern", f"{format_size(most)} may be taken, and a block has {format_size(block_bytes)}")
+        yield skipped(
+            "pattern",
+            f"the test may use {format_size(most)}, and two copies of a block of {format_size(block_bytes)} do not fit",
+        )
         return
-    request = {"block_bytes": block_bytes, "block_count": block_count, "device": _device(subject), "disk": disk}
-    python = (subject.resolved and subject.resolved.profile.engine.python) or sys.executable
+    request = {"block_bytes": block_bytes, "block_count": block_count, "device": _device(context), "disk": disk}
+    python = (context.resolved and context.resolved.profile.engine.python) or sys.executable
     try:
-        timeout_s = QUICK_TIMEOUT_S if subject.is_quick else TIMEOUT_S
-        answer = subject.machine.ask(python, "round_trip", [json.dumps(request)], timeout_s=timeout_s)
-    except NoAnswer as error:
-        if subject.is_quick:
-            yield skipped("pattern", str(error), "`kvbm doctor` without --quick waits longer")
+        timeout_s = QUICK_TIMEOUT_S if context.is_quick else TIMEOUT_S
+        answer = context.machine.run_probe(python, "round_trip", [json.dumps(request)], timeout_s=timeout_s)
+    except ProbeFailed as error:
+        if context.is_quick:
+            yield skipped("pattern", str(error), "run `kvbm doctor` without `--quick`, which waits longer")
         else:
-            yield failure("pattern", f"`{python}`: {error}", "see the checks of the engine")
+            yield failure("pattern", f"`{python}`: {error}", "see the group `engine` below")
         return
     for leg in answer["legs"]:
         if leg["error"] is not None:
-            yield failure(leg["name"], leg["error"], leg["hint"] or "see the checks of the engine")
+            yield failure(leg["name"], leg["error"], leg["hint"] or "see the group `engine` below")
         else:
-            by = f", by {answer['io']}" if "disk" in leg["name"] else ""
-            what = f"{block_count} blocks of {format_size(block_bytes)} came back equal{by}"
+            by = f" (io: {answer['io']})" if "disk" in leg["name"] else ""
+            what = f"{block_count} blocks of {format_size(block_bytes)} came back unchanged{by}"
             yield ok(leg["name"], what, seconds=leg["seconds"])
 
 
-def _device(subject: Subject) -> str:
-    """Where G1 is: on a GPU if there is a driver for one and the profile's engine does not say otherwise."""
+def _device(context: DoctorContext) -> str:
+    """Returns the device of G1: `cuda` if there is a driver and the profile does not choose the CPU."""
     from kvbm_cli.engine.engines import runs_on_cpu
 
-    if not (subject.machine.devices / "nvidiactl").exists():
+    if not (context.machine.devices / "nvidiactl").exists():
         return "cpu"
-    if subject.resolved is None:
+    if context.resolved is None:
         return "cpu"
-    engine = subject.resolved.profile.engine
+    engine = context.resolved.profile.engine
     if engine.kind == "embedded":
         return "cpu" if engine.arguments.device == "cpu" else "cuda"
-    return "cpu" if runs_on_cpu(subject.resolved.profile) else "cuda"
+    return "cpu" if runs_on_cpu(context.resolved.profile) else "cuda"

@@ -1,7 +1,7 @@
-"""A copy of a profile with what a directory needs: the same text with its comments, and other values.
+"""`kvbm doctor --write`: writes a copy of a profile with the recommended settings.
 
-Where the text cannot be changed so that it means exactly that, the copy is a few lines that extend the original. Which
-of the two, is tried: what was written is read back, and compared with the profile that is wanted.
+The copy keeps the text and the comments of the original. If the text cannot be edited to mean exactly the wanted
+profile, the copy is a few lines that extend the original. Each copy is read back and compared with the wanted profile.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Value = str | bool
 
 
 def require_disk_tier(resolved: ResolvedProfile | None) -> None:
-    """UsageError for a profile in which there is nothing to write."""
+    """UsageError for a profile without a disk tier."""
     if resolved is None or resolved.profile.tiers.disk is None:
-        raise UsageError("the profile has no `tiers.disk`, so there is nothing to write", hint="leave `--write` out")
+        raise UsageError("the profile has no `tiers.disk`, so there is nothing to write", hint="remove `--write`")
 
 
 def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, Value], target: Path) -> None:
@@ -44,7 +44,7 @@ def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, Value], t
         if _means(target, wanted):
             return
         target.unlink()
-    raise InvariantError(f"no copy of {resolved.path} means what it should: {keys}")
+    raise InvariantError(f"no copy of {resolved.path} has the values {keys}")
 
 
 def _texts(resolved: ResolvedProfile, keys: Mapping[str, Value], target: Path) -> Iterator[str]:
@@ -55,7 +55,7 @@ def _texts(resolved: ResolvedProfile, keys: Mapping[str, Value], target: Path) -
 
 
 def _from_elsewhere(resolved: ResolvedProfile) -> dict[str, Value]:
-    """Keys of the tier that the command line or a variable gave."""
+    """Returns the keys of the tier that come from the command line or a variable."""
     disk = resolved.profile.tiers.disk
     assert disk is not None
     values = disk.model_dump(mode="json")
@@ -67,7 +67,7 @@ def _from_elsewhere(resolved: ResolvedProfile) -> dict[str, Value]:
 
 
 def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
-    """The profile of a file under `keys`, with no other variables than those that it refers to itself."""
+    """Loads a file with `keys` as options and without DYN_KVBM_* variables."""
     from kvbm.config.load import load
     from kvbm.config.variables import others
 
@@ -95,7 +95,7 @@ def _extending(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> str:
 
 
 def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
-    """The file's text with the keys in it, None where it has no section for them."""
+    """Returns the text of the file with the keys set, None if it has no section for them."""
     from kvbm.config.document import entry_at, read_file
 
     document = read_file(path, noun="profile")
@@ -103,7 +103,7 @@ def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
     if section is None or not section.section:
         return None
     lines = path.read_text(encoding="utf-8").splitlines()
-    changes = list(_parent_by_its_whole_path(document, path))
+    changes = list(_absolute_parent(document, path))
     added: list[str] = []
     for key, value in keys.items():
         entry = section.section.get(key.rpartition(".")[2])
@@ -121,8 +121,8 @@ def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
     return "\n".join([*lines, ""])
 
 
-def _parent_by_its_whole_path(document: Document, path: Path) -> Iterator[tuple[Source, str]]:
-    """The copy may lie elsewhere, and a path is relative to the file that has it."""
+def _absolute_parent(document: Document, path: Path) -> Iterator[tuple[Source, str]]:
+    """Makes the path of `extends` absolute, because the copy may be in another directory."""
     extends = document.get("extends")
     if extends is not None and ("/" in str(extends.value) or str(extends.value).endswith((".yaml", ".yml"))):
         yield extends.source, _written(_as_path(path.parent / str(extends.value)))
@@ -135,7 +135,7 @@ def _replace(lines: list[str], source: Source, text: str) -> None:
 
 
 def _insert_in_line(lines: list[str], first: Source, added: list[str]) -> None:
-    """`disk: {capacity: 1TB}` has its keys in braces, on the line of the first one."""
+    """Inserts keys into a section in braces, such as `disk: {capacity: 1TB}`."""
     assert first.line is not None
     line = lines[first.line - 1]
     lines[first.line - 1] = line[: first.column] + "".join(f"{text}, " for text in added) + line[first.column :]
@@ -147,7 +147,7 @@ def _insert_above(lines: list[str], first: Source, added: list[str]) -> None:
 
 
 def _written(value: Value) -> str:
-    """As YAML; text in quotes unless it is plain."""
+    """Formats a value as YAML."""
     if isinstance(value, str) and not _PLAIN.fullmatch(value):
         return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,267 +1,67 @@
-"""What this machine knows of a profile before an engine starts: its model, interpreter, address, lengths and memory.
-
-Asked by `kvbm profile check`, and by `kvbm serve` before anything else. A mistake is shown where its key was written.
-"""
+"""`kvbm profile check`: every mistake of a profile that can be found without starting an engine."""
 
 from __future__ import annotations
 
 import os
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.errors import EnvironmentProblem, ProfileError, UsageError
-from kvbm_cli.engine.model_facts import model_facts
-from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
-from kvbm_cli.profile.size import size_key, size_of
-from kvbm_cli.system.filesystem import nearest_existing
+from kvbm.errors import ProfileError
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.preflight import examine_here, require_workload
+from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
 
-MAX_PORT = 65535
-
 if TYPE_CHECKING:
-    from kvbm.config.load import ResolvedProfile
-    from kvbm.host.machine_memory import Room
-    from kvbm.sizing import SizeUnknown, Sizing
+    from kvbm.config.load import Examined
 
 
-def check(resolved: ResolvedProfile, *, warns_of_room: bool = True) -> Sizing | SizeUnknown:
-    """Sizes of a profile that can be served here, or why only the engine can tell them; else ProfileError.
-
-    Prints a warning where memory or disk space is too scarce.
-    """
+def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Finds all that can be found without starting an engine, and loads the workload of `kvbm bench` too."""
     from kvbm.config.document import together
+    from kvbm.config.load import Examined, examine
 
-    sizing, mistakes = examine_here(resolved, warns_of_room=warns_of_room)
+    try:
+        examined = examine(reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides)
+    except ProfileError as error:
+        examined = Examined(Path(reference), (error,), None)
+    mistakes = [*examined.mistakes, *_mistakes_here(examined)]
+    warnings = examined.resolved.warnings if examined.resolved is not None else ()
+    if as_json:
+        file = str(examined.path)
+        print_json({"file": file, "mistakes": list(map(_as_data, mistakes)), "warnings": list(warnings)})
+        return ProfileError.exit_code if mistakes else 0
+    for warning in warnings:
+        show_warning(warning)
     if mistakes:
         raise together(mistakes)
-    assert sizing is not None, "without a mistake there is a size, or a reason why there is none"
-    return sizing
+    print_data(f"{examined.path}: no mistake found")
+    return 0
 
 
-def examine_here(
-    resolved: ResolvedProfile, *, warns_of_room: bool = True
-) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
-    """Sizes, None where a mistake keeps them from being known, and all that this machine finds wrong with a profile."""
-    from kvbm.sizing import SizeUnknown
-
-    sizing: Sizing | SizeUnknown | None = None
-    mistakes: list[ProfileError] = []
+def _mistakes_here(examined: Examined) -> list[ProfileError]:
+    """What this machine finds wrong with the keys that are right by themselves."""
+    if examined.resolved is None:
+        return []
+    _, mistakes = examine_here(examined.resolved)
     try:
-        sizing = size_of(resolved)
-    except SizeUnknown as unknown:
-        sizing = unknown
+        require_workload(examined.resolved)
     except ProfileError as mistake:
         mistakes.append(mistake)
-    for require in (_require_program, _require_address, _require_metrics, _require_directory):
-        try:
-            require(resolved)
-        except ProfileError as mistake:
-            mistakes.append(mistake)
-    if sizing is not None and not isinstance(sizing, SizeUnknown):
-        try:
-            _require_length(resolved, sizing)
-        except ProfileError as mistake:
-            mistakes.append(mistake)
-        if warns_of_room:
-            _warn_of_memory(resolved, sizing)
-            _warn_of_disk(resolved, sizing)
-    return sizing, mistakes
+    known = {getattr(one, "key", "") for one in examined.mistakes}
+    return [one for one in mistakes if getattr(one, "key", None) not in known]
 
 
-def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
-    """EnvironmentProblem if the engine's interpreter lacks what the profile's engine needs; a warning under `force`.
+def _as_data(mistake: ProfileError) -> dict[str, object]:
+    from kvbm.config.document import Mistake
 
-    Of the embedded engine, the process finds out itself.
-    """
-    from kvbm_cli.engine.engines import vllm_problem
-
-    if resolved.profile.engine.kind == "embedded":
-        return
-    problem = vllm_problem(resolved.profile)
-    if problem is not None and not force:
-        raise problem
-    if problem is not None:
-        show_warning(problem.message)
-
-
-def require_log(path: Path) -> None:
-    """EnvironmentProblem for a log that cannot be written, before anything is made for it."""
-    holder = nearest_existing(path.absolute().parent)
-    for is_wrong, reason in (
-        (path.is_dir(), "is a directory"),
-        (not holder.is_dir(), f"{holder} is not a directory"),
-        (not os.access(path if path.exists() else holder, os.W_OK), "permission denied"),
-    ):
-        if is_wrong:
-            raise EnvironmentProblem(f"cannot write the engine's log `{path}`: {reason}", hint="`--log FILE`, or none")
-
-
-def require_workload(resolved: ResolvedProfile) -> None:
-    """ProfileError for a workload of `kvbm bench` that is absent or wrong."""
-    from kvbm_cli.profile.workload import load_workload
-
-    if (workload := resolved.profile.bench.workload) is not None:
-        try:
-            load_workload(workload)
-        except UsageError as error:
-            raise resolved.mistake("bench.workload", error.message, hint=error.hint) from None
-
-
-def _require_program(resolved: ResolvedProfile) -> None:
-    python = resolved.profile.engine.python
-    if python is not None and shutil.which(python) is None:
-        hint = "leave `engine.python` out to run the engine with the interpreter of `kvbm`"
-        raise resolved.mistake("engine.python", f"`{python}` is not a program", hint=hint)
-
-
-def _require_address(resolved: ResolvedProfile) -> None:
-    try:
-        choose_port(resolved.profile.server.host, 0)
-    except EnvironmentProblem as error:
-        raise resolved.mistake("server.host", error.message, hint=OWN_ADDRESS) from None
-
-
-def _require_metrics(resolved: ResolvedProfile) -> None:
-    """Each engine that keeps blocks has a port of its own for their series."""
-    ports = _metrics_ports(resolved)
-    if ports and ports[-1] > MAX_PORT:
-        message = f"`metrics.port` and those that follow it, one for each of {len(ports)} engines, end at {MAX_PORT}"
-        raise resolved.mistake("metrics.port", message)
-    if ports and resolved.profile.metrics.host is not None:
-        try:
-            choose_port(resolved.profile.metrics.host, 0)
-        except EnvironmentProblem as error:
-            hint = "`metrics.host` is an address of this machine, or left out that of `server.host`"
-            raise resolved.mistake("metrics.host", error.message, hint=hint) from None
-
-
-def require_free_port(resolved: ResolvedProfile) -> None:
-    """EnvironmentProblem where somebody listens at the server's port: just before a start."""
-    server = resolved.profile.server
-    try:
-        choose_port(server.host, server.port)
-    except EnvironmentProblem as error:
-        raise EnvironmentProblem(resolved.mistake("server.port", error.message).message, hint=error.hint) from None
-
-
-def require_metrics_ports(resolved: ResolvedProfile) -> None:
-    """EnvironmentProblem where somebody listens at a port that is wanted for the series: just before a start."""
-    metrics, server = resolved.profile.metrics, resolved.profile.server
-    try:
-        for port in _metrics_ports(resolved):
-            choose_port(metrics.host or server.host, port)
-    except EnvironmentProblem as error:
-        key = "metrics.port" if "metrics.port" in resolved.sources else "metrics.serve"
-        hint = "`metrics.port: 0` chooses a free port, `metrics.serve: false` does without"
-        message = error.message.replace(": ", " for metrics: ", 1)
-        raise EnvironmentProblem(resolved.mistake(key, message).message, hint=hint) from None
-
-
-def _metrics_ports(resolved: ResolvedProfile) -> range:
-    from kvbm_cli.engine.engines import copy_count
-
-    metrics = resolved.profile.metrics
-    is_wanted = metrics.serve and metrics.port
-    return range(metrics.port, metrics.port + copy_count(resolved.profile)) if is_wanted else range(0)
-
-
-def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    """A request runs wholly in G1, and no model takes more than its positions."""
-    from kvbm.config.values import count_of
-    from kvbm.sizing.model import text_facts
-    from kvbm_cli.engine.engines import knows_block_tokens
-
-    engine = resolved.profile.engine
-    key, wanted = "engine.arguments.max_model_len", count_of(engine.arguments.max_model_len)
-    positions = text_facts(model_facts(engine.model, kind=engine.kind)).get("max_position_embeddings")
-    limits = [(positions, "the model takes", "")]
-    if sizing.device is not None and knows_block_tokens(resolved.profile):
-        holds = sizing.device.token_count - _kept_tokens(resolved, sizing)
-        limits.append((holds, "G1 holds", f", or raise `{sizing.device.set_by}`"))
-    for limit, holder, or_raise in limits:
-        if wanted is not None and isinstance(limit, int) and wanted > limit:
-            message = f"`max_model_len` is {wanted} tokens, but {holder} {limit}"
-            raise resolved.mistake(key, message, hint=f"lower `{key}`{or_raise}")
-
-
-def _kept_tokens(resolved: ResolvedProfile, sizing: Sizing) -> int:
-    """Tokens of the one block that vLLM keeps for itself."""
-    return sizing.block_tokens if resolved.profile.engine.kind == "vllm" else 0
-
-
-def _require_directory(resolved: ResolvedProfile) -> None:
-    """A directory that cannot be made would be found only after the model has been loaded."""
-    if resolved.profile.tiers.disk is None:
-        return
-    key, holder = "tiers.disk.directory", nearest_existing(Path(resolved.profile.tiers.disk.directory).expanduser())
-    for is_wrong, text in (
-        (not holder.is_dir(), "is not a directory"),
-        (not os.access(holder, os.W_OK | os.X_OK), "cannot be written to"),
-    ):
-        if is_wrong:
-            raise resolved.mistake(
-                key, f"`{key}`: {holder} {text}", hint=f"set `{key}`, or `kvbm doctor --dir DIRECTORY`"
-            )
-
-
-def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> None:
-    """EnvironmentProblem where the disk tier cannot fit, whichever caches it takes over or removes: before a start.
-
-    Prints a warning where it can only fit into the place of such a cache.
-    """
-    from kvbm.disk.directory import list_caches
-
-    problem = _lack_of_disk(resolved, sizing)
-    if problem is None:
-        return
-    missing_bytes, mistake = problem
-    disk = resolved.profile.tiers.disk
-    assert disk is not None, "it has been measured"
-    caches = list_caches(Path(disk.directory).expanduser())
-    if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):
-        show_warning(mistake.message)
-        return
-    hint = "lower it, or another `tiers.disk.directory`; `--force` starts it all the same"
-    raise EnvironmentProblem(mistake.message, hint=hint)
-
-
-def _warn_of_disk(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    """An earlier cache of the same model may have the space already."""
-    if (problem := _lack_of_disk(resolved, sizing)) is not None:
-        show_warning(problem[1].message)
-
-
-def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[int, ProfileError] | None:
-    """How many bytes more than are free the disk tier needs, and how to say so; None where it needs no more."""
-    from kvbm.config.sizes import format_size
-    from kvbm.sizing import SizeUnknown
-
-    disk = resolved.profile.tiers.disk
-    if disk is None or isinstance(sizing, SizeUnknown) or sizing.disk is None:
-        return None
-    facts = os.statvfs(nearest_existing(Path(disk.directory).expanduser()))
-    needed_bytes, free_bytes = sizing.disk.total_bytes, facts.f_bavail * facts.f_frsize
-    if not facts.f_blocks or needed_bytes <= free_bytes:  # some filesystems do not say how large they are
-        return None
-    key = sizing.disk.set_by
-    taken, free = format_size(needed_bytes), format_size(free_bytes)
-    message = f"`{key}` takes {taken}, and {disk.directory} has {free} left for a new cache"
-    return needed_bytes - free_bytes, resolved.mistake(key, message)
-
-
-def _warn_of_memory(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    from kvbm.host.machine_memory import THIS_MACHINE
-    from kvbm_cli.engine.engines import copy_count
-
-    room = THIS_MACHINE.room()
-    taken_bytes = sizing.host.total_bytes * copy_count(resolved.profile)
-    if taken_bytes > room.available_bytes:
-        show_warning(too_much_memory(resolved, taken_bytes, room).message)
-
-
-def too_much_memory(resolved: ResolvedProfile, taken_bytes: int, room: Room) -> ProfileError:
-    from kvbm.config.sizes import format_size
-
-    key, taken, available = size_key(resolved), format_size(taken_bytes), format_size(room.available_bytes)
-    return resolved.mistake(key, f"`{key}` takes {taken}, more than the {room.limit}, {available}")
+    if not isinstance(mistake, Mistake):
+        nowhere = dict.fromkeys(("key", "file", "line", "column", "text"))
+        return {"message": mistake.message, **nowhere, "hint": mistake.hint}
+    source = mistake.source
+    place: dict[str, object] = {"file": mistake.file, "line": None, "column": None, "text": None}
+    if source is not None:
+        column = None if source.line is None else source.column + 1
+        place |= {"line": source.line, "column": column, "text": source.written}
+    return {"message": mistake.text, "key": mistake.key or None, **place, "hint": mistake.hint}

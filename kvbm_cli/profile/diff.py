@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbm_cli.profile.resolve import VALUE_WIDTH, resolve, short_origin, shown
+from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.profile.show import VALUE_WIDTH, short_origin, shown
 from kvbm_cli.terminal.console import noted, print_data, print_json
 
 if TYPE_CHECKING:

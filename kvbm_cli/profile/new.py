@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.preflight import check, examine_here, require_workload
+from kvbm_cli.profile.text import short_text, whole_text
 from kvbm_cli.terminal.console import print_data, print_note
 from kvbm_cli.terminal.show_error import show_kvbm_error
 
@@ -127,7 +129,6 @@ def _ask(question: Question) -> str:
 def _is_right(question: Question, answer: str, asked: Mapping[str, str]) -> bool:
     """Whether the answer is one, by itself and on this machine; if not, what is wrong with it is shown."""
     from kvbm.config.document import Mistake
-    from kvbm_cli.profile.check import examine_here
 
     answers = {**asked, question.option: answer}
     if not {"--host", "--disk"} & set(answers):
@@ -160,7 +161,6 @@ def _examined(
 ) -> tuple[Document, Examined]:
     """What is to be written, and what it means. ProfileError unless `kvbm profile check` will find nothing wrong."""
     from kvbm.config.document import together
-    from kvbm_cli.profile.check import check, require_workload
 
     written, examined = _examine(file, answers, overrides, parent)
     if examined.mistakes:
@@ -183,7 +183,6 @@ def _reference(extends: str, parent: Path, file: Path) -> str:
 
 def _text(written: Document, wanted: Examined, reference: str | None) -> str:
     from kvbm.config.document import plain_values
-    from kvbm_cli.profile.text import short_text, whole_text
 
     values = plain_values(written)
     if reference is not None:

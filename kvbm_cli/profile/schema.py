@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from kvbm.errors import UsageError
+from kvbm_cli.profile.show import shown
 from kvbm_cli.terminal.console import WIDTH, print_data, print_json
 
 
@@ -50,8 +51,6 @@ def _is_twofold(path: str) -> bool:
 
 
 def _shown(default: object) -> str:
-    from kvbm_cli.profile.resolve import shown
-
     return "none" if default in (None, "", {}) else shown(default)
 
 

@@ -1,16 +1,22 @@
 """Becomes another program that the kernel kills when the process that started this one dies, however it dies.
 
-Run by path, as `python -I -S die_with_parent.py PARENT_PID PROGRAM [ARGUMENT...]`, because it must start fast and
-import nothing of ours. PR_SET_PDEATHSIG survives the exec. The parent may be gone before the request is made, which the
-kernel does not report; the comparison with PARENT_PID catches that.
+Run by path as `python -I -S die_with_parent.py PARENT_PID PROGRAM [ARGUMENT...]` (`command_line` builds the command).
+It must start fast, so it imports nothing of kvbm. PR_SET_PDEATHSIG survives the exec. The parent may die before the
+call of prctl, which the kernel does not report; the comparison with PARENT_PID detects that.
 """
 
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
 CANNOT_RUN = 127
+
+
+def command_line(command: Sequence[str]) -> list[str]:
+    """Returns the command line that runs `command` and ends it when this process dies."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def main() -> None:

@@ -340,9 +340,7 @@ def test_a_signal_stops_the_engine_and_leaves_a_marked_run(tmp_path, number):
 
 
 def test_importing_the_command_is_light():
-    program = (
-        "import sys, kvbm_cli.bench.command; print(*sorted({'torch', 'aiohttp', 'httpx', 'rich'} & set(sys.modules)))"
-    )
+    program = "import sys, kvbm_cli.bench.command; print(*sorted({'torch', 'aiohttp', 'rich'} & set(sys.modules)))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     assert shown.stdout.strip() == ""

@@ -12,7 +12,7 @@ from terminal import Kvbm, kvbm_here, on_a_terminal, ways
 
 from kvbm.disk.directory import CacheFacts
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.profile.check import require_disk_space
+from kvbm_cli.profile.preflight import require_disk_space
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import size_of
 
@@ -41,11 +41,11 @@ MISTAKES = {
     ),
     "model: synthetic:smal": ("`engine.model`: there is no `synthetic:smal`", "did you mean `synthetic:small`?"),
     "model: meta-llama/Llama-3-8B": ("there is no directory `meta-llama/Llama-3-8B`", "a model is a local directory"),
-    "model: ./gpt2": ("`gpt2` is a `gpt2` model, which the embedded engine does not run", "cohere2, deepseek_v3"),
+    "model: ./gpt2": ("`gpt2` is a `gpt2` model, which the embedded engine does not support", "cohere2, deepseek_v3"),
     "model: ./shapeless": ("the model's configuration has no usable `num_hidden_layers`", None),
     "model: ./empty": ("cannot read `empty/config.json`: no such file", "the directory of a model holds `config.json`"),
     "model: ./broken": ("`broken/config.json` is not JSON", "the directory of a model holds `config.json`"),
-    "model: ./unnamed": ("`unnamed/config.json` names no `model_type`", "the embedded engine runs cohere2"),
+    "model: ./unnamed": ("`unnamed/config.json` has no `model_type`", "supported models, text only: cohere2"),
     "python: /no/such/python": ("`/no/such/python` is not a program", "leave `engine.python` out"),
     "max_model_len: 1025": ("`max_model_len` is 1025 tokens, but G1 holds 1024", "raise `engine.arguments.num_blocks`"),
     "max_model_len: 50000": ("`max_model_len` is 50000 tokens, but the model takes 40960", "lower `engine.arg"),

@@ -15,12 +15,12 @@ import pytest
 from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
 from terminal import Kvbm, Outcome, assert_entry, assert_snapshot, stored_entries, ways
 
-from kvbm_cli.doctor import command, display
+from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
-from kvbm_cli.doctor.in_variables import in_variables
-from kvbm_cli.doctor.probe import Direct, Mount, Report, Settings
-from kvbm_cli.doctor.probe import Outcome as Tried
+from kvbm_cli.doctor.disk_probe import DirectIO, DiskReport, Mount, ProbeOutcome, RecommendedSettings
 from kvbm_cli.doctor.quota import Quota
+from kvbm_cli.doctor.variable_remedy import with_variables
+from kvbm_cli.terminal import progress
 
 PROFILE = """\
 engine:
@@ -34,8 +34,8 @@ tiers:
 server:
   port: 0
 """
-REFUSED = Direct(False, "EINVAL")
-ENOTSUP = Tried(False, "ENOTSUP")
+REFUSED = DirectIO(False, "EINVAL")
+ENOTSUP = ProbeOutcome(False, "ENOTSUP")
 MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
     "good": dict,
     "gpus": lambda: {"gpus": {"0000:1b:00.0": 0, "0000:9a:00.0": 1}, "nodes": 2},
@@ -48,9 +48,9 @@ MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
             punch_hole=ENOTSUP,
             claimed=None,
             by_open=REFUSED,
-            by_fcntl=Direct(True, None, 512, False),
-            io_uring=Tried(False, "EPERM"),
-            settings=Settings("default", False, True),
+            by_fcntl=DirectIO(True, None, 512, False),
+            io_uring=ProbeOutcome(False, "EPERM"),
+            settings=RecommendedSettings("default", False, True),
             speed=None,
             reason="a tenth of the free space holds 2 blocks of 131072 bytes",
         )
@@ -64,7 +64,7 @@ MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
         "shmem": "always [never]",
         "lockable_bytes": 2**23,
         "is_root": False,
-        "touch_rate": 1e6,
+        "prefault_rate": 1e6,
     },
     "broken_engine": lambda: {
         "answers": {
@@ -75,7 +75,7 @@ MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
         },
         "gpus": {"0000:1b:00.0": -1},
         "nodes": 2,
-        "rival": "1.6.1",
+        "nvidia_kvbm": "1.6.1",
     },
     "variables": lambda: {
         "environment": {
@@ -93,7 +93,7 @@ FAILING = {"poor_disk", "quota", "hanging_disk", "little_memory", "broken_engine
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine would be told of as one that takes long."""
-    monkeypatch.setattr(display, "SILENCE_S", 60.0)
+    monkeypatch.setattr(command, "PROGRESS_AFTER_S", 60.0)
 
 
 @pytest.fixture
@@ -141,9 +141,9 @@ def test_json_says_the_same(name: str, tmp_path: Path, profile: Path, capsys: py
 def test_leftovers_of_others_are_named(tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "cache" / "dynamo-kvbm-disk-cache-a1b2c3", "x" * 8192)
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine"))
-    finding = f"1 of NVIDIA's block manager in {tmp_path}/cache, 8.0 KiB"
+    finding = f"left by NVIDIA's block manager in {tmp_path}/cache: 8.0 KiB, files: 1"
     assert finding in " ".join(outcome.stdout.split())
-    assert f"remedy: `rm -r {tmp_path}/cache/dynamo-kvbm-disk-cache-*`, when none is running\n" in outcome.stdout
+    assert f"remedy: `rm -r {tmp_path}/cache/dynamo-kvbm-disk-cache-*` while none is running\n" in outcome.stdout
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["dynamo-kvbm-disk-cache-a1b2c3"]
     assert outcome.exit_code == 0
 
@@ -167,32 +167,32 @@ def test_variables_say_which_tiers_there_are(tmp_path: Path, capsys: pytest.Capt
     outcome = run(capsys, None, machine=machine(tmp_path / "machine", environment=variables))
     assert outcome.exit_code == 1
     assert f"disk: {tmp_path}/cache\n" in outcome.stdout
-    assert "failure  free space         931.3 GiB of 1.8 TiB free, the tier takes 1.8 TiB" in outcome.stdout
-    assert "remedy: `DYN_KVBM_DISK_CACHE_GB=900`, or another `DYN_KVBM_DISK_CACHE_DIR`" in outcome.stdout
+    assert "failure free space 931.3 GiB of 1.8 TiB free, the tier requires 1.8 TiB" in " ".join(outcome.stdout.split())
+    assert "remedy: set `DYN_KVBM_DISK_CACHE_GB=900`, or use another `DYN_KVBM_DISK_CACHE_DIR`" in outcome.stdout
     assert "\n  DYN_KVBM_DISK_DISABLE_O_DIRECT=false\n" in outcome.stdout
 
 
 REMEDIES = {
-    "`tiers.disk.capacity: 47MB`, or another `tiers.disk.directory`": (
-        "`DYN_KVBM_DISK_CACHE_GB=0.047`, or another `DYN_KVBM_DISK_CACHE_DIR`"
+    "set `tiers.disk.capacity: 47MB`, or use another `tiers.disk.directory`": (
+        "set `DYN_KVBM_DISK_CACHE_GB=0.047`, or use another `DYN_KVBM_DISK_CACHE_DIR`"
     ),
-    "`tiers.disk.o_direct: false`": "`DYN_KVBM_DISK_DISABLE_O_DIRECT=true`",
-    "`tiers.disk.zerofill: true`": "`DYN_KVBM_DISK_ZEROFILL_FALLBACK=true`",
-    "`tiers.host.blocks: 64` at least": "`DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=64` at least",
-    "for others `tiers.disk.reclaim: true`": "for others `tiers.disk.reclaim: true` in a profile",
+    "set `tiers.disk.o_direct: false`": "set `DYN_KVBM_DISK_DISABLE_O_DIRECT=true`",
+    "set `tiers.disk.zerofill: true`": "set `DYN_KVBM_DISK_ZEROFILL_FALLBACK=true`",
+    "set `tiers.host.blocks: 64` or more": "set `DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=64` or more",
+    "for others set `tiers.disk.reclaim: true`": "for others set `tiers.disk.reclaim: true` in a profile",
     "`ulimit -f unlimited`": "`ulimit -f unlimited`",
 }
 
 
 @pytest.mark.parametrize("remedy", REMEDIES)
-def test_remedy_for_who_has_no_profile_names_the_variable(remedy: str) -> None:
-    assert in_variables(remedy) == REMEDIES[remedy]
+def test_remedy_without_a_profile_names_the_variable(remedy: str) -> None:
+    assert with_variables(remedy) == REMEDIES[remedy]
 
 
 def test_a_disk_that_host_memory_outgrows_is_no_remedy(
     tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for free, remedy in ((10**8, "`tiers.disk.capacity: 90MB`, or another"), (7 * 10**7, "another")):
+    for free, remedy in ((10**8, "set `tiers.disk.capacity: 90MB`, or use another"), (7 * 10**7, "use another")):
         known = machine(tmp_path / f"machine-{free}", report=replace(GOOD, free_bytes=free))
         outcome = run(capsys, str(profile), machine=known)
         assert f"remedy: {remedy} `tiers.disk.directory`" in outcome.stdout
@@ -204,7 +204,7 @@ def test_copy_is_not_written_where_the_directory_cannot_be_used(
     known = machine(tmp_path / "machine", report="no answer within 9 s")
     outcome = run(capsys, str(profile), machine=known, write=tmp_path / "new.yaml")
     assert outcome.exit_code == 1
-    assert f"new.yaml is not written: what {tmp_path}/cache needs is not known, as it cannot be used" in outcome.stderr
+    assert f"new.yaml is not written: {tmp_path}/cache cannot be used, so its settings are unknown" in outcome.stderr
     assert not (tmp_path / "new.yaml").exists()
 
 
@@ -217,7 +217,7 @@ def test_copy_is_not_written_where_the_directory_cannot_be_used(
             "failure  values",
         ),
         ({"DYN_KVBM_CPU_CACHE_GB": "1", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "5"}, "warning  priorities"),
-        ({"DYN_KVBM_CPU_CACHE_GB": "1"}, "ok       variables          1 of DYN_KVBM_*, all with a meaning"),
+        ({"DYN_KVBM_CPU_CACHE_GB": "1"}, "ok       variables          1 DYN_KVBM_* variables, all valid"),
     ],
 )
 def test_what_variables_amount_to(
@@ -231,12 +231,12 @@ SMALLER = {
     "G2_in_tokens": (
         "tiers.host.capacity=4MiB",
         "warning  G1 <= G2",
-        "`tiers.host.blocks: 64` at least, or less of G1",
+        "set `tiers.host.blocks: 64` or more, or make G1 smaller",
     ),
     "G3_in_tokens": (
         "tiers.disk.capacity=16MiB",
         "warning  G2 <= G3",
-        "`tiers.disk.blocks: 512` at least, or less of G2",
+        "set `tiers.disk.blocks: 512` or more, or make G2 smaller",
     ),
 }
 
@@ -261,12 +261,12 @@ def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path: Path, capsys: pytest.C
     shown = run(capsys, str(tmp_path / "mine.yaml"), is_quick=True, machine=machine(tmp_path / "machine")).stdout
     assert "  skipped  size " in shown
     assert "  warning  G2 <= G3           1.9 GiB and 953.7 MiB: G3 is smaller" in shown
-    assert "  skipped  onboarding         how many tokens that is depends on the size of a" in shown
+    assert "  skipped  onboarding         tokens/s depend on the block size, which is not" in shown
 
 
 UNUSABLE = {
-    "a file": (lambda path: path.write_text(""), "cannot be written: not a directory"),
-    "below a file": (lambda path: path.parent.write_text(""), "cannot be written: not a directory"),
+    "a file": (lambda path: path.write_text(""), "not writable: not a directory"),
+    "below a file": (lambda path: path.parent.write_text(""), "not writable: not a directory"),
     "a link": (lambda path: path.symlink_to("/tmp"), "is no directory (links are not followed)"),
     "for everyone": (lambda path: path.mkdir() or path.chmod(0o777), "may be written by everyone (mode 0777)"),
 }
@@ -285,10 +285,10 @@ def test_directory_that_cannot_be_used(what: str, tmp_path: Path, capsys: pytest
 
 
 def test_transfers_that_fail_are_a_failure(tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = replace(GOOD, speed=None, transfers=Tried(False, "EDQUOT"))
+    report = replace(GOOD, speed=None, transfers=ProbeOutcome(False, "EDQUOT"))
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", report=report))
     assert outcome.exit_code == 1
-    assert "  failure  speed              many blocks at once fail: EDQUOT\n" in outcome.stdout
+    assert "  failure  speed              transferring many blocks fails: EDQUOT\n" in outcome.stdout
 
 
 def test_caches_that_are_there_count_as_space(
@@ -302,7 +302,7 @@ def test_caches_that_are_there_count_as_space(
     report = replace(GOOD, free_bytes=2**30 - 2**20)
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", report=report))
     assert outcome.exit_code == 0
-    assert "1.0 MiB are in caches that nobody uses" in " ".join(outcome.stdout.split())
+    assert "unused caches hold 1.0 MiB" in " ".join(outcome.stdout.split())
     assert "1 cannot be used: no superblock, or a damaged one" in " ".join(outcome.stdout.split())
     assert sorted(path.name for path in instance.iterdir()) == ["arena"]
 
@@ -310,15 +310,15 @@ def test_caches_that_are_there_count_as_space(
 def test_what_takes_long_is_named_on_stderr(
     tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(display, "SILENCE_S", 0.2)
-    monkeypatch.setattr(display, "TICK_S", 0.05)
+    monkeypatch.setattr(command, "PROGRESS_AFTER_S", 0.2)
+    monkeypatch.setattr(progress, "REDRAW_S", 0.05)
 
-    def slow(directory: Path, *, say: Callable[[str], None], **ignored: object) -> Report:
-        say("random reads")
+    def slow(directory: Path, *, on_phase: Callable[[str], None], **ignored: object) -> DiskReport:
+        on_phase("random reads")
         time.sleep(0.6)
         return GOOD
 
-    outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", probe=slow))
+    outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", probe_disk=slow))
     (line,) = outcome.stderr.splitlines()
     assert line.startswith("checking    0.")
     assert line.endswith(" s  random reads")
@@ -351,7 +351,7 @@ def test_profile_without_a_disk_tier(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "recommended" not in outcome.stdout
 
 
-def test_interpreter_that_hangs_does_not_hold_up_a_quick_examination(
+def test_interpreter_that_hangs_does_not_delay_a_quick_check(
     tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "QUICK_WORK_S", 1.0)
@@ -363,7 +363,7 @@ def test_interpreter_that_hangs_does_not_hold_up_a_quick_examination(
     started = time.monotonic()
     outcome = run(capsys, str(profile), is_quick=True, machine=machine(tmp_path / "machine"))
     assert time.monotonic() - started < 5
-    assert "  skipped  the rest           --quick allows 20 s" in outcome.stdout
+    assert "  skipped  the rest           the 20 s of --quick are over" in outcome.stdout
     assert outcome.exit_code == 0
 
 

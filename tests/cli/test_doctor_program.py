@@ -119,8 +119,8 @@ def test_file_system_that_is_read_only(tmp_path: Path) -> None:
     except Unavailable as reason:
         pytest.skip(str(reason))
     (check,) = [check for check in json.loads(done.stdout)["checks"] if check["group"] == "disk"]
-    assert (done.returncode, check["finding"]) == (1, "cannot be written: read-only file system")
-    assert check["remedy"].startswith(f"`mount -o remount,rw {point}`, or another directory")
+    assert (done.returncode, check["finding"]) == (1, "not writable: read-only file system")
+    assert check["remedy"].startswith(f"`mount -o remount,rw {point}`, or use another directory")
 
 
 def test_directory_that_others_own(tmp_path: Path) -> None:
@@ -135,5 +135,5 @@ def test_directory_that_others_own(tmp_path: Path) -> None:
     command = [*powerless, *PROGRAM, "doctor", "--quick", "--json", "--dir", str(place / "cache")]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
     (check,) = [check for check in json.loads(done.stdout)["checks"] if check["group"] == "disk"]
-    assert (done.returncode, check["finding"]) == (1, "cannot be written: permission denied")
-    assert check["remedy"].startswith(f"`chown {os.geteuid()} {place}`, or another directory")
+    assert (done.returncode, check["finding"]) == (1, "not writable: permission denied")
+    assert check["remedy"].startswith(f"`chown {os.geteuid()} {place}`, or use another directory")

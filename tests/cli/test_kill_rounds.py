@@ -26,13 +26,14 @@ from terminal import PROGRAM, environment, kvbm
 from test_process import eventually, is_gone
 
 from kvbm.disk.directory import InstanceLock
-from kvbm_cli.engine.process import REAPER, choose_port
+from kvbm_cli.engine.process import choose_port
+from kvbm_cli.system.guard_process import GUARD
 
 pytest.importorskip("torch")
 
 VICTIMS = {
     "launcher": "serve",
-    "guard": str(REAPER),
+    "guard": str(GUARD),
     "engine": "kvbm.embedded",
     "worker": "spawn_main",
     "disk": "kvbm.disk.service.server",
@@ -118,7 +119,7 @@ def _locked(directory: Path) -> list[str]:
 
 
 def _guards(launcher: psutil.Process) -> list[int]:
-    return [one.pid for one in launcher.children() if not is_gone(one.pid) and str(REAPER) in one.cmdline()]
+    return [one.pid for one in launcher.children() if not is_gone(one.pid) and str(GUARD) in one.cmdline()]
 
 
 def _is_taken(port: int) -> bool:

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,18 +23,15 @@ from terminal import FAKE_ENGINE
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
-from kvbm_cli.engine import process
 from kvbm_cli.engine.engine_log import readable_phase
 from kvbm_cli.engine.process import (
     EPHEMERAL_PORTS,
-    REAPER,
-    WRAPPER,
     EngineProcess,
-    Progress,
     choose_port,
     engine_environment,
 )
-from kvbm_cli.system.die_with_parent import CANNOT_RUN
+from kvbm_cli.system.die_with_parent import CANNOT_RUN, command_line
+from kvbm_cli.system.guard_process import GUARD, GuardProcess
 
 DEADLINE_S = 20
 
@@ -60,13 +58,13 @@ def is_gone(pid: int) -> bool:
 
 
 def test_healthy_engine_is_stopped_by_sigterm(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[str] = []
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S, seen.append)
         assert engine.poll() is None
         assert engine.stop() == 0
     assert engine.poll() == 0
-    assert {progress.phase for progress in seen} <= {"starting", "loading the weights"}
+    assert set(seen) <= {"starting", "loading the weights"}
 
 
 class Stranger(http.server.BaseHTTPRequestHandler):
@@ -102,7 +100,7 @@ def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
     with EngineProcess.start(fake_plan("crash"), log_path=log_path) as engine, pytest.raises(EngineError) as caught:
         engine.wait_healthy(DEADLINE_S)
     assert caught.value.message.splitlines()[1:] == [
-        "  memory ran out",
+        "  out of memory",
         f"  {log_path}, last lines:",
         "    loading the weights",
         "    Traceback (most recent call last):",
@@ -112,12 +110,12 @@ def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
 
 
 def test_what_an_engine_says_before_we_are_ready_is_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start_guard_late(*arguments: object) -> object:
+    def start_guard_late(*arguments: Any, **options: Any) -> None:
         eventually(lambda: "MemoryError" in (tmp_path / "log").read_text())
-        return start_guard(*arguments)
+        start_guard(*arguments, **options)
 
-    start_guard = process._start_guard
-    monkeypatch.setattr(process, "_start_guard", start_guard_late)
+    start_guard = GuardProcess.__init__
+    monkeypatch.setattr(GuardProcess, "__init__", start_guard_late)
     plan = fake_plan("crash")
     with EngineProcess.start(plan, log_path=tmp_path / "log") as engine, pytest.raises(EngineError) as caught:
         engine.wait_healthy(DEADLINE_S)
@@ -197,7 +195,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_engine_stops_as_usual_without_its_guard(tmp_path: Path) -> None:
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
-        guard = next(child for child in psutil.Process().children() if str(REAPER) in child.cmdline())
+        guard = next(child for child in psutil.Process().children() if str(GUARD) in child.cmdline())
         guard.kill()
         assert engine.stop() == 0
     assert is_gone(guard.pid)
@@ -206,7 +204,8 @@ def test_engine_stops_as_usual_without_its_guard(tmp_path: Path) -> None:
 def test_program_is_not_run_for_a_parent_that_is_gone(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     nobody = 2**22 + 1  # above the largest process id there can be
-    command = [sys.executable, "-I", "-S", str(WRAPPER), str(nobody), "touch", str(marker)]
+    command = command_line(["touch", str(marker)])
+    command[command.index(str(os.getpid()))] = str(nobody)
     assert subprocess.run(command).returncode == CANNOT_RUN
     assert not marker.exists()
 
@@ -255,7 +254,7 @@ def test_address_of_another_machine_is_named() -> None:
     with pytest.raises(EnvironmentProblem, match="cannot assign requested address") as caught:
         choose_port("192.0.2.1", 8000)
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith("`server.host` is an address of this machine")
+    assert caught.value.hint.startswith("set `server.host` to an address of this machine")
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 70, "..", "[::1]"])

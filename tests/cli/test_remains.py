@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing import shared_memory
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from test_process import DEADLINE_S, eventually, fake_plan, is_gone
 
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.engine import process
-from kvbm_cli.engine.process import LONGEST_TMPDIR, REAPER, EngineProcess
-from kvbm_cli.system import process_reaper
-from kvbm_cli.system.process_reaper import EngineRemains, shared_files
+from kvbm_cli.engine.process import LONGEST_TMPDIR, EngineProcess
+from kvbm_cli.system import leftovers
+from kvbm_cli.system.guard_process import GUARD, GuardProcess
+from kvbm_cli.system.leftovers import Leftovers, shared_files
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -90,7 +91,7 @@ def test_nothing_of_an_engine_is_left(tmp_path: Path, end: str) -> None:
 
 
 def _guard() -> psutil.Process:
-    return next(child for child in psutil.Process().children() if str(REAPER) in child.cmdline())
+    return next(child for child in psutil.Process().children() if str(GUARD) in child.cmdline())
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
@@ -105,12 +106,12 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
 def test_what_is_older_than_the_guard_and_younger_than_the_engine_is_cleared_away_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start_guard_late(*arguments: object) -> object:
+    def start_guard_late(*arguments: Any, **options: Any) -> None:
         eventually(lambda: "made 4 things" in (tmp_path / "log").read_text())
-        return start_guard(*arguments)
+        start_guard(*arguments, **options)
 
-    start_guard = process._start_guard
-    monkeypatch.setattr(process, "_start_guard", start_guard_late)
+    start_guard = GuardProcess.__init__
+    monkeypatch.setattr(GuardProcess, "__init__", start_guard_late)
     with EngineProcess.start(fake_plan("litters"), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
         litter = Litter.of(engine.pid)
@@ -153,7 +154,9 @@ def test_temporary_directory_lies_in_that_of_the_profile(tmp_path: Path) -> None
 
 def test_a_place_without_room_for_temporary_files_is_a_problem_of_the_environment(tmp_path: Path) -> None:
     plan = replace(fake_plan(), environment={"TMPDIR": "/no/such/place"})
-    with pytest.raises(EnvironmentProblem, match="cannot make a temporary directory in `/no/such/place`: no such file"):
+    with pytest.raises(
+        EnvironmentProblem, match="cannot create a temporary directory in `/no/such/place`: no such file"
+    ):
         EngineProcess.start(plan, log_path=tmp_path / "log")
 
 
@@ -179,10 +182,10 @@ def segment() -> Iterator[shared_memory.SharedMemory]:
 
 def test_files_of_others_stay_whenever_they_were_made(tmp_path: Path) -> None:
     with segment() as older, sleeping_group() as leader:
-        remains = EngineRemains(leader.pid, str(tmp_path / "none"), set(shared_files()))
+        remains = Leftovers(str(tmp_path / "none"), process_group=leader.pid, existing_files=set(shared_files()))
         with segment() as younger:
-            remains.look()
-            assert remains.clear_away()
+            remains.scan()
+            assert remains.remove()
             assert (SHARED_MEMORY / older.name).exists()
             assert (SHARED_MEMORY / younger.name).exists()
 
@@ -190,29 +193,29 @@ def test_files_of_others_stay_whenever_they_were_made(tmp_path: Path) -> None:
 def test_a_file_of_the_engine_that_another_process_maps_stays(tmp_path: Path) -> None:
     """Made in the engine's time, mapped by its process, and by this one."""
     script = "import sys, time; f = open(sys.argv[1]); print(flush=True); time.sleep(600)"
-    remains_of: list[EngineRemains] = []
+    remains_of: list[Leftovers] = []
     with segment() as shared:
         path = SHARED_MEMORY / shared.name
         command = [sys.executable, "-c", script, str(path)]
         with subprocess.Popen(command, process_group=0, stdout=subprocess.PIPE) as leader:
             assert leader.stdout is not None
             leader.stdout.readline()
-            remains = EngineRemains(leader.pid, str(tmp_path / "none"), set())
+            remains = Leftovers(str(tmp_path / "none"), process_group=leader.pid)
             remains_of.append(remains)
-            assert remains.clear_away()
+            assert remains.remove()
         assert path.exists()
         assert path.stat().st_ino in remains._owned, "it was taken for the engine's, and kept because it is in use"
         shared.close()
-        assert remains_of[0].clear_away()
+        assert remains_of[0].remove()
         assert not path.exists()
 
 
 def test_file_is_not_looked_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
-    monkeypatch.setattr(process_reaper, "_held_files", lambda pids: searches.append(pids) or set())
+    monkeypatch.setattr(leftovers, "_held_files", lambda pids: searches.append(pids) or set())
     with sleeping_group() as leader:
-        remains = EngineRemains(leader.pid, str(tmp_path / "none"), set(shared_files()))
+        remains = Leftovers(str(tmp_path / "none"), process_group=leader.pid, existing_files=set(shared_files()))
         with segment():
-            for _ in range(3 * process_reaper.LOOKS):
-                remains.look()
-    assert len(searches) == process_reaper.LOOKS
+            for _ in range(3 * leftovers.SCAN_LIMIT):
+                remains.scan()
+    assert len(searches) == leftovers.SCAN_LIMIT

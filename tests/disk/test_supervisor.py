@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, found_blocks, settings_for
-from test_disk_process import ProcessRig, has_ended, host_memory, opened
+from test_client import ProcessRig, has_ended, host_memory, opened
 
 from kvbm.disk.directory import list_caches
 from kvbm.disk.service import supervisor
 from kvbm.disk.service.client import DiskClient
 from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.errors import EnvironmentProblem
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ def as_pattern(shown: str) -> str:
 
 
 def test_every_shipped_profile_is_in_the_table() -> None:
-    table = TEXT.partition("## Which one to start from")[2].partition("##")[0]
+    table = TEXT.partition("## Shipped profiles")[2].partition("##")[0]
     assert set(shipped([profiles_directory()])) <= set(re.findall(r"`([a-z0-9-]+)`", table))
 
 

@@ -26,14 +26,16 @@ from doctor_machine import ANSWERS, machine
 from filesystems import KINDS, MIB, Unavailable, mounted
 
 from kvbm.config.load import load
-from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+from kvbm.disk.orders import Read, Write
+from kvbm.disk.settings import DiskSettings, Namespace
+from kvbm.disk.storage import DiskStorage
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Segment
 from kvbm_cli.doctor.command import doctor
-from kvbm_cli.doctor.disk_abilities import queue_checks
-from kvbm_cli.doctor.machine import ask, probe
-from kvbm_cli.doctor.probe import Report, Settings
-from kvbm_cli.doctor.subject import Subject
+from kvbm_cli.doctor.context import DoctorContext
+from kvbm_cli.doctor.disk_features import queue_checks
+from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
+from kvbm_cli.doctor.machine import probe_disk, run_probe
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = """\
@@ -69,21 +71,21 @@ class Row:
 
 LIE = {"filesystem": "warning", "fallocate": "failure", "punch hole": "warning", "alignment": "skipped"}
 TABLE = (
-    Row("ext4", DIRECT, findings={"alignment": "statx claims 512 (memory 512)"}),
-    Row("ext4-1k", DIRECT, findings={"alignment": "statx claims 512 (memory 512)"}),
-    Row("ext4-4096-sectors", DIRECT, findings={"alignment": "statx claims 4096 (memory 512)"}),
+    Row("ext4", DIRECT, findings={"alignment": "statx reports 512 (memory 512)"}),
+    Row("ext4-1k", DIRECT, findings={"alignment": "statx reports 512 (memory 512)"}),
+    Row("ext4-4096-sectors", DIRECT, findings={"alignment": "statx reports 4096 (memory 512)"}),
     Row("ext2", DIRECT_ZEROS, {"fallocate": "failure"}, {"fallocate": "ENOTSUP"}),
-    Row("xfs", DIRECT, findings={"alignment": "statx claims 512 (memory 512)"}),
-    Row("xfs-4096-sectors", DIRECT, findings={"alignment": "statx claims 4096 (memory 512)"}),
-    Row("btrfs", DIRECT, findings={"O_DIRECT by open": "the page cache is used all the same"}),
+    Row("xfs", DIRECT, findings={"alignment": "statx reports 512 (memory 512)"}),
+    Row("xfs-4096-sectors", DIRECT, findings={"alignment": "statx reports 4096 (memory 512)"}),
+    Row("btrfs", DIRECT, findings={"O_DIRECT by open": "the page cache is still used"}),
     Row(
         "btrfs-quota",
         DIRECT,
         {"quota": "failure", "speed": "skipped"},
-        {"quota": "20.0 MiB left", "speed": "a tenth of the free space holds"},
+        {"quota": "20.0 MiB left", "speed": "a tenth of the free space holds only"},
         capacity="64MiB",
     ),
-    Row("tmpfs", DIRECT, {"filesystem": "warning"}, {"filesystem": "is memory"}),
+    Row("tmpfs", DIRECT, {"filesystem": "warning"}, {"filesystem": "is in memory"}),
     Row(
         "ramfs",
         BUFFERED_ZEROS,
@@ -96,9 +98,9 @@ TABLE = (
             "alignment": "skipped",
             "punch hole": "warning",
         },
-        {"O_DIRECT by open": "EINVAL", "filesystem": "is memory"},
+        {"O_DIRECT by open": "EINVAL", "filesystem": "is in memory"},
     ),
-    Row("overlay", DIRECT, {"filesystem": "warning"}, {"filesystem": "the layer of a container"}),
+    Row("overlay", DIRECT, {"filesystem": "warning"}, {"filesystem": "is a container layer"}),
     Row(
         "fuse-refuses",
         BUFFERED_ZEROS,
@@ -115,14 +117,14 @@ TABLE = (
         "fuse-drops",
         BUFFERED_ZEROS,
         {**LIE, "O_DIRECT by open": "warning", "O_DIRECT by fcntl": "failure"},
-        {"O_DIRECT by open": "other bytes were read than had been written"},
+        {"O_DIRECT by open": "the bytes read differ from the bytes written"},
     ),
     Row("full", None, {"directory": "failure"}, {"directory": "no space left on device"}),
     Row(
         "nearly-full",
         None,
-        {"free space": "failure", "abilities": "skipped"},
-        {"free space": "the tier takes 16.0 MiB"},
+        {"free space": "failure", "features": "skipped"},
+        {"free space": "the tier requires 16.0 MiB"},
     ),
 )
 
@@ -168,7 +170,7 @@ def examine(capsys: Any, tmp_path: Path, directory: Path, capacity: str, **chang
     profile = tmp_path / "mine.yaml"
     profile.write_text(PROFILE % (directory, capacity))
 
-    fake = machine(tmp_path / "machine", probe=probe, **changes)
+    fake = machine(tmp_path / "machine", probe_disk=probe_disk, **changes)
     options = {"directory": None, "as_json": True, "is_quick": True, "write": tmp_path / "written.yaml"}
     code = doctor(str(profile), [], machine=fake, **options)
     data = json.loads(capsys.readouterr().out)
@@ -193,13 +195,13 @@ def move_blocks(directory: Path, recommended: Mapping[str, Any], *, persist: boo
         return DiskStorage.open(settings, Namespace(b"matrix", {}), [segment.payload], hash_bytes=8)
 
     tier = opened()
-    tier.write(1, hashes, range(BLOCKS), range(BLOCKS), [b""] * BLOCKS)
+    tier.submit(Write(1, hashes, range(BLOCKS), range(BLOCKS), [b""] * BLOCKS, [0] * BLOCKS))
     assert all(_result(tier).is_good)
     if persist:
         tier.close(10)
         tier = opened()
         assert sorted(tier.recovered().lists()[1]) == hashes
-    tier.read(2, hashes, range(BLOCKS), range(BLOCKS, 2 * BLOCKS))
+    tier.submit(Read(2, hashes, range(BLOCKS), range(BLOCKS, 2 * BLOCKS)))
     assert all(_result(tier).is_good)
     tier.close(10)
     assert (segment.payload[BLOCKS:] == pattern).all()
@@ -264,20 +266,24 @@ def test_filesystem_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str
         os.kill(daemon[0], signal.SIGSTOP)
         try:
             started = time.monotonic()
-            data = examine(capsys, tmp_path, point / "cache", "16MiB", ask=ask_machine)
+            data = examine(capsys, tmp_path, point / "cache", "16MiB", run_probe=ask_machine)
             taken_s = time.monotonic() - started
         finally:
             os.kill(daemon[0], signal.SIGCONT)
         (check,) = disk_checks(data).values()
         assert (check["state"], check["finding"]) == (
             "failure",
-            "the filesystem does not answer: no answer within 5 s",
+            "the filesystem does not respond: no answer within 5 s",
         )
         assert taken_s < 20
 
 
 def ask_machine(python: str, program: str, arguments: Any = (), *, timeout_s: float) -> dict[str, Any]:
-    return ask(python, program, arguments, timeout_s=timeout_s) if program == "look" else dict(ANSWERS[program])
+    return (
+        run_probe(python, program, arguments, timeout_s=timeout_s)
+        if program == "filesystem"
+        else dict(ANSWERS[program])
+    )
 
 
 def processes() -> Iterator[tuple[int, bytes]]:
@@ -296,8 +302,8 @@ def test_limit_on_the_size_of_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     check = disk_checks(data)["file size"]
-    assert (check["state"], check["remedy"]) == ("failure", "`ulimit -f unlimited`")
-    assert check["finding"] == "a file of this user has at most 8.0 MiB (RLIMIT_FSIZE), the tier takes 16.0 MiB"
+    assert (check["state"], check["remedy"]) == ("failure", "run `ulimit -f unlimited`")
+    assert check["finding"] == "files of this user are limited to 8.0 MiB (RLIMIT_FSIZE), the tier requires 16.0 MiB"
     assert not (tmp_path / "cache").exists()
 
 
@@ -321,9 +327,9 @@ SYSCALLS = {"io_uring": 425, "aio": 206}
 DENIED = {
     "io_uring": (
         "warning",
-        "io_uring EPERM, aio works: NIXL falls back to aio; `tiers.disk.io: threads` needs neither",
+        "io_uring fails (EPERM), aio works: NIXL falls back to aio; `tiers.disk.io: threads` needs neither",
     ),
-    "io_uring,aio": ("warning", "io_uring EPERM, aio EPERM: NIXL cannot work"),
+    "io_uring,aio": ("warning", "io_uring fails (EPERM), aio fails (EPERM): NIXL cannot work"),
 }
 
 
@@ -331,14 +337,16 @@ DENIED = {
 @pytest.mark.parametrize("denied", DENIED)
 def test_denied_io_uring(denied: str, tmp_path: Path) -> None:
     numbers = ",".join(str(SYSCALLS[name]) for name in denied.split(","))
-    program = "import sys; from kvbm_cli.doctor.probe import main; main(sys.argv[1:])"
+    program = "import sys; from kvbm_cli.doctor.disk_probe import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", DENYING, numbers, sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    report = Report.from_json(json.loads(done.stdout.splitlines()[-1])["report"])
-    subject = Subject(machine(tmp_path / "machine"), tmp_path, None, None, None, is_quick=True, say=lambda text: None)
-    (found,) = queue_checks(subject, report)
+    report = DiskReport.from_json(json.loads(done.stdout.splitlines()[-1])["report"])
+    context = DoctorContext(
+        machine(tmp_path / "machine"), tmp_path, None, None, None, is_quick=True, on_phase=lambda text: None
+    )
+    (found,) = queue_checks(context, report)
     assert (found.state.value, found.finding) == DENIED[denied]
-    assert report.settings == Settings("default", True, False), "threads need neither"
+    assert report.settings == RecommendedSettings("default", True, False), "threads need neither"
 
 
 def test_every_filesystem_has_its_row() -> None:

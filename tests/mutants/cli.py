@@ -6,19 +6,27 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        name="doctor-guard-removes-nothing",
-        bug="Nobody clears away what a killed doctor leaves.",
-        file="kvbm_cli/doctor/scratch_guard.py",
-        old="shutil.rmtree(whole, ignore_errors=True)",
-        new="os.path.getmtime(whole)",
+        name="guard-removes-nothing",
+        bug="The scratch directory of a killed doctor is not removed.",
+        file="kvbm_cli/system/leftovers.py",
+        old="""\
+        shutil.rmtree(self.directory, ignore_errors=True)
+        while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
+            time.sleep(REMOVAL_INTERVAL_S)
+            shutil.rmtree(self.directory, ignore_errors=True)
+""",
+        new="""\
+        while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
+            time.sleep(REMOVAL_INTERVAL_S)
+""",
         fails="tests/cli/test_doctor_program.py -x -k SIGKILL",
     ),
     Mutant(
         name="doctor-passes-with-failures",
         bug="A failed check does not show in the exit code.",
         file="kvbm_cli/doctor/command.py",
-        old="exit_code = int(any(check.state is State.FAILURE for check in checks))",
-        new="exit_code = int(all(check.state is State.FAILURE for check in checks))",
+        old="exit_code = int(any(check.state is CheckState.FAILURE for check in checks))",
+        new="exit_code = int(all(check.state is CheckState.FAILURE for check in checks))",
         fails="tests/cli/test_doctor.py -k report",
     ),
     Mutant(
@@ -66,7 +74,7 @@ MUTANTS = (
     Mutant(
         name="serve-counts-on-the-room-of-others",
         bug="A disk that cannot fit is thought to fit in the place of a cache that an engine uses.",
-        file="kvbm_cli/profile/check.py",
+        file="kvbm_cli/profile/preflight.py",
         old="if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):",
         new="if missing_bytes <= sum(cache.arena_bytes for cache in caches):",
         fails="tests/cli/test_check.py",

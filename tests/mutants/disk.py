@@ -75,7 +75,7 @@ MUTANTS = (
         name="disk-clear-misses-what-is-in-flight",
         bug="A write that was under way when all was cleared is committed after it.",
         file="kvbm/disk/index_thread.py",
-        old="for transfer in (*self._in_flight.values(), *written, *begun):",
+        old="for transfer in (*self._in_flight, *written, *begun):",
         new="for transfer in begun:",
         fails="tests/disk/test_disk_faults.py -k clear",
     ),
@@ -94,8 +94,8 @@ MUTANTS = (
         name="disk-commits-lost-bytes",
         bug="A write is committed although its host slots have lost their bytes.",
         file="kvbm/disk/index_thread.py",
-        old="if transfer.is_intact is not None and not transfer.is_intact():",
-        new="if transfer.is_intact is None:",
+        old="if not self._is_intact(transfer):",
+        new="if False:",
         fails="tests/disk/test_disk_faults.py -k lost_their_bytes",
     ),
     Mutant(
@@ -145,12 +145,8 @@ MUTANTS = (
         name="disk-overwrites-what-is-still-named",
         bug="The rows of a slot stay in the index while its bytes change.",
         file="kvbm/disk/index_thread.py",
-        old="""\
-        slots = self._slots_to_delete.union(*(transfer.disk_slots for transfer in begun), *(f.slots for f in forgotten))
-""",
-        new="""\
-        slots = self._slots_to_delete.union(*(f.slots for f in forgotten))
-""",
+        old="union(*overwritten, *",
+        new="union(*",
         fails="tests/disk/test_crashes.py -k named_points --timeout 170",
     ),
     Mutant(
@@ -198,34 +194,34 @@ MUTANTS = (
     Mutant(
         name="doctor-believes-fcntl",
         bug="O_DIRECT is relied on where only fcntl takes it, which never asks a FUSE filesystem.",
-        file="kvbm_cli/doctor/probe.py",
+        file="kvbm_cli/doctor/disk_probe.py",
         old="takes_open = by_open.works",
         new="takes_open = by_open.works or by_fcntl.works",
-        fails="tests/doctor/test_probe.py -k recommended",
+        fails="tests/doctor/test_disk_probe.py -k recommended",
     ),
     Mutant(
         name="doctor-compares-nothing",
         bug="What is read back is not compared with what was written.",
-        file="kvbm_cli/doctor/probe.py",
+        file="kvbm_cli/doctor/disk_probe.py",
         old="if out[:] != back[:]:",
         new="if len(out) != len(back):",
-        fails="tests/doctor/test_probe.py -k wrong_bytes",
+        fails="tests/doctor/test_disk_probe.py -k wrong_bytes",
     ),
     Mutant(
         name="doctor-forgets-the-name",
         bug="A file that must have a name for an instant keeps it.",
-        file="kvbm_cli/doctor/probe.py",
+        file="kvbm_cli/doctor/disk_probe.py",
         old="os.unlink(path)",
         new="pass",
-        fails="tests/doctor/test_probe.py -k name",
+        fails="tests/doctor/test_disk_probe.py -k name",
     ),
     Mutant(
         name="doctor-takes-all-the-space",
         bug="The trial is bounded by the free space, not by a tenth of it.",
-        file="kvbm_cli/doctor/probe.py",
+        file="kvbm_cli/doctor/disk_probe.py",
         old="free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES",
         new="free = self._free_bytes if self._total_bytes else UNKNOWN_SPACE_BYTES",
-        fails="tests/doctor/test_probe.py -k tenth",
+        fails="tests/doctor/test_disk_probe.py -k tenth",
     ),
     Mutant(
         name="lasting-disk-takes-any-cache",

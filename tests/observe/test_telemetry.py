@@ -1,4 +1,4 @@
-"""What an engine tells of its cache: hit rates in the log, a recording of decisions, series on a port of their own."""
+"""Telemetry of an engine's cache: hit rates in the log, a recording of decisions, metrics on a separate port."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import stat
 import threading
 import time
 import urllib.request
-from functools import partial
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,12 +17,13 @@ from rig import Rig, chain
 
 from kvbm.config.schema import MetricsSection
 from kvbm.errors import EnvironmentProblem
-from kvbm.leader.leader import Leader, LeaderSettings
+from kvbm.leader.settings import EngineTraits, LeaderSettings
 from kvbm.metrics import Counters
-from kvbm.observe.decision_trace import Recorder, RecordingLeader
+from kvbm.observe import decision_trace
+from kvbm.observe.decision_trace import DecisionTrace
 from kvbm.observe.hit_rate_log import HitRateLog, hit_rates
 from kvbm.observe.metrics_server import MetricsServer
-from kvbm.observe.telemetry import Observation
+from kvbm.observe.telemetry import Telemetry
 from kvbm.types import Tier
 from kvbm_cli.engine.process import choose_port
 
@@ -57,7 +57,7 @@ def test_window_comes_from_the_configuration():
     from kvbm.config.schema import ConnectorConfig
 
     config = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 1}}, "metrics": {"window_requests": 7}})
-    assert LeaderSettings.of(config, [], g1_blocks=4, block_tokens=16).window_requests == 7
+    assert LeaderSettings.of(config, [], EngineTraits(16), g1_blocks=4).window_requests == 7
 
 
 # -- the log -----------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_hit_rates_in_words():
 def test_line_comes_only_when_a_request_has_ended_and_once_more_at_the_end(caplog):
     counters = Counters()
     with caplog.at_level(logging.INFO):
-        told = HitRateLog(counters, 0.02)
+        hit_rate_log = HitRateLog(counters, 0.02)
         time.sleep(0.2)
         assert caplog.messages == []
         counters.hit_window.append((1, 0, 2))
@@ -83,7 +83,7 @@ def test_line_comes_only_when_a_request_has_ended_and_once_more_at_the_end(caplo
         eventually(lambda: len(caplog.messages) == 1)
         time.sleep(0.2)
         assert len(caplog.messages) == 1
-        told.close()
+        hit_rate_log.close()
         last = HitRateLog(counters, 3600)
         last.close()
     assert len(caplog.messages) == 2
@@ -92,14 +92,20 @@ def test_line_comes_only_when_a_request_has_ended_and_once_more_at_the_end(caplo
 # -- the recording -----------------------------------------------------------------------------------------------------
 
 
+def traced_rig(trace):
+    rig = Rig(trace=trace.record)
+    trace.counters = rig.leader.counters
+    return rig
+
+
 def recorded(directory, work, **options):
     """What is in the file after `work(rig)`."""
-    recorder = Recorder(directory, **options)
-    rig = Rig(leader_class=partial(RecordingLeader, recorder))
+    trace = DecisionTrace(directory, **options)
+    rig = traced_rig(trace)
     work(rig)
-    recorder.close()
+    trace.close()
     rig.close()
-    return recorder, lines_of(recorder.path)
+    return trace, lines_of(trace.path)
 
 
 def a_hit(rig):
@@ -124,68 +130,81 @@ def test_a_recording_has_every_decision_and_names_blocks_by_their_hashes(tmp_pat
     assert [line["at_s"] for line in lines] == sorted(line["at_s"] for line in lines)
 
 
-def test_a_recording_is_private_and_never_somebody_elses_file(tmp_path):
+def test_a_recording_is_private_and_never_the_file_of_another_engine(tmp_path):
     directory = tmp_path / "new"
-    recorders = [Recorder(directory) for _ in range(3)]
-    for recorder in recorders:
-        recorder.close()
-    assert len({recorder.path for recorder in recorders}) == 3
-    assert {stat.S_IMODE(recorder.path.stat().st_mode) for recorder in recorders} == {0o600}
+    traces = [DecisionTrace(directory) for _ in range(3)]
+    for trace in traces:
+        trace.close()
+    assert len({trace.path for trace in traces}) == 3
+    assert {stat.S_IMODE(trace.path.stat().st_mode) for trace in traces} == {0o600}
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
 def test_directory_that_cannot_be_made_is_an_error_that_names_the_key(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem, match=r"cannot record in .*/file/below: ") as caught:
-        Recorder(tmp_path / "file" / "below")
+        DecisionTrace(tmp_path / "file" / "below")
     assert "metrics.record_directory" in caught.value.hint
     assert "DYN_KVBM_ENABLE_RECORD=0" in caught.value.hint
 
 
-def test_what_there_is_no_room_for_is_dropped_counted_and_said(tmp_path, monkeypatch, caplog):
+def test_events_beyond_the_queue_are_dropped_counted_and_reported(tmp_path, monkeypatch, caplog):
     gate, write = threading.Event(), os.write
     monkeypatch.setattr(os, "write", lambda fd, data: (gate.wait(20), write(fd, data))[1])
-    recorder = Recorder(tmp_path, queue_calls=4)
-    rig = Rig(leader_class=partial(RecordingLeader, recorder))
+    trace = DecisionTrace(tmp_path, capacity=4)
+    rig = traced_rig(trace)
     hashes = rig.fill("a", 2)
     began_s = time.monotonic()
     for _ in range(1000):
         rig.leader.match("r", hashes, 0)
     assert time.monotonic() - began_s < 5
     dropped = rig.leader.counters.record_dropped_calls
-    assert 900 < dropped == recorder.dropped_calls
+    assert dropped > 900
     gate.set()
-    eventually(lambda: recorder._calls.empty())
+    eventually(trace._events.empty)
     rig.leader.match("r", hashes, 0)
-    recorder.close()
+    trace.close()
     rig.close()
-    lines = lines_of(recorder.path)
+    lines = lines_of(trace.path)
     assert lines[-1] == {**lines[-1], "call": "end", "dropped": dropped}
     assert any(line["call"] == "dropped" and line["calls"] == dropped for line in lines)
-    assert f"kvbm: {dropped} calls are not in {recorder.path}" in caplog.messages
+    assert caplog.messages.count(f"kvbm: recording queue full; dropping events ({trace.path})") == 1
+    assert f"kvbm: recording {trace.path} is incomplete: {dropped} events dropped" in caplog.messages
+
+
+def test_recording_that_cannot_be_written_in_time_is_reported_as_incomplete(tmp_path, monkeypatch, caplog):
+    gate, write = threading.Event(), os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: (gate.wait(20), write(fd, data))[1])
+    monkeypatch.setattr(decision_trace, "CLOSE_TIMEOUT_S", 0.05)
+    trace = DecisionTrace(tmp_path)
+    trace.close()
+    assert f"kvbm: recording {trace.path} is incomplete: not written within 0.05 s" in caplog.messages
+    gate.set()
+    trace._thread.join(10)
+    assert [line["call"] for line in lines_of(trace.path)] == ["begin", "end"]
 
 
 def test_file_that_cannot_be_written_ends_the_recording_and_nothing_else(tmp_path, caplog):
-    recorder, lines = recorded(tmp_path, a_hit, max_bytes=300)
+    trace, lines = recorded(tmp_path, a_hit, max_bytes=300)
     assert lines[0]["call"] == "begin"
-    assert recorder.path.stat().st_size <= 300
-    assert any("has ended: it has reached 300 bytes" in message for message in caplog.messages)
+    assert trace.path.stat().st_size <= 300
+    assert f"kvbm: recording {trace.path} stopped: size limit of 300 bytes reached" in caplog.messages
 
 
-def test_a_recording_leader_decides_as_any_other(tmp_path):
-    def tell(rig):
+def test_a_recorded_leader_decides_as_any_other(tmp_path):
+    def decide(rig):
         a_hit(rig)
         rig.fill("b", 20) if rig.g1.block_count > 20 else rig.fill("b", 8)
         return rig.leader.counters, rig.leader.blocks()
 
     plain, said = Rig(), {}
-    expected = tell(plain)
+    expected = decide(plain)
     plain.close()
-    recorded(tmp_path, lambda rig: said.update(got=tell(rig)))
+    recorded(tmp_path, lambda rig: said.update(got=decide(rig)))
     assert said["got"] == expected
 
 
-# -- a port of their own -----------------------------------------------------------------------------------------------
+# -- a separate port ---------------------------------------------------------------------------------------------------
 
 
 def scrape(port):
@@ -198,16 +217,16 @@ def scrape(port):
         }
 
 
-def test_series_are_served_on_a_port_of_their_own_as_prometheus_reads_them():
-    observation = Observation(MetricsSection(serve=True, port=0, log_interval_s=0))
-    rig = Rig(leader_class=observation.leader_class)
-    observation.watch(rig.leader)
-    port = observation._server.port
+def test_series_are_served_on_a_separate_port_as_prometheus_reads_them():
+    telemetry = Telemetry(MetricsSection(serve=True, port=0, log_interval_s=0))
+    rig = Rig(trace=telemetry.trace)
+    telemetry.watch(rig.leader)
+    port = telemetry._server.port
     assert scrape(port)["kvbm_offload_blocks_d2h"] == 0
     rig.fill("a", 3)
     found = scrape(port)
     assert found["kvbm_offload_blocks_d2h"] == 3
-    observation.close()
+    telemetry.close()
     rig.close()
     with pytest.raises(OSError, match="refused"):
         scrape(port)
@@ -217,36 +236,36 @@ def test_engines_of_one_server_have_ports_that_follow_each_other():
     base = choose_port("127.0.0.1", 0)
     ports = []
     for engine in (0, 1):
-        observation = Observation(MetricsSection(serve=True, port=base), engine=engine)
-        ports.append(observation._server.port)
-        observation.close()
+        telemetry = Telemetry(MetricsSection(serve=True, port=base), engine=engine)
+        ports.append(telemetry._server.port)
+        telemetry.close()
     assert ports == [base, base + 1]
 
 
-def test_port_that_is_taken_is_an_error_that_names_variable_and_port():
+def test_port_that_is_in_use_is_an_error_that_names_variable_and_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(EnvironmentProblem) as caught:
-            Observation(MetricsSection(serve=True, port=port))
+            Telemetry(MetricsSection(serve=True, port=port))
     assert caught.value.message == f"cannot listen on 127.0.0.1 port {port} for metrics: address already in use"
     assert "DYN_KVBM_METRICS_PORT" in caught.value.hint
 
 
 @pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 6880), ("no.such.host.invalid", 6880), ("127.0.0.1", 65536)])
-def test_address_that_there_is_not_is_an_error_too(host, port):
+def test_address_that_does_not_exist_is_an_error_too(host, port):
     with pytest.raises(EnvironmentProblem, match=str(port)):
         MetricsServer(host, port)
 
 
-def test_nothing_is_opened_unless_it_is_asked_for():
+def test_nothing_is_opened_unless_it_is_configured():
     before = threading.active_count()
-    observation = Observation(MetricsSection(log_interval_s=0))
-    rig = Rig(leader_class=observation.leader_class)
-    observation.watch(rig.leader)
-    assert type(rig.leader) is Leader
+    telemetry = Telemetry(MetricsSection(log_interval_s=0))
+    rig = Rig(trace=telemetry.trace)
+    telemetry.watch(rig.leader)
+    assert telemetry.trace is None
     assert threading.active_count() == before
     assert rig.leader.counters.hit_rate(Tier.HOST) == 0
-    observation.close()
+    telemetry.close()
     rig.close()

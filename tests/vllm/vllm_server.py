@@ -29,8 +29,8 @@ from typing import Self
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-import kvbm_cli
 from kvbm_cli.engine.process import choose_port
+from kvbm_cli.system import die_with_parent
 
 BLOCK_TOKENS = 128
 START_TIMEOUT_S = 600.0  # 25 s on a quiet machine
@@ -44,7 +44,6 @@ CONNECTOR = {
 }
 FAULTS_FILE = "KVBM_TEST_FAULTS"
 FAULTY_CONNECTOR = CONNECTOR | {"kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty_connector"}
-WRAPPER = Path(kvbm_cli.__file__).parent / "system" / "die_with_parent.py"
 GUARD = "import os, sys; os.read(0, 1) or os.killpg(int(sys.argv[1]), 9)"  # end of file: pytest is gone
 RUNNING: list[VllmServer] = []  # for the reports of failed tests
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
@@ -200,7 +199,7 @@ class VllmServer(VllmClient):
         ]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *command],
+                die_with_parent.command_line(command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""Programs that an engine's interpreter runs for the doctor, by path. Each prints one line of JSON and nothing else.
+"""Probe programs that the doctor runs by path, with the engine's interpreter. Each prints one line of JSON.
 
-That interpreter need not have `kvbm_cli`, so they import nothing of it.
+They do not import `kvbm_cli`, because that interpreter may lack it.
 """

@@ -1,4 +1,4 @@
-"""Imports the modules that its arguments name: `{"seconds": ..., "error": null or the first line of what is wrong}`."""
+"""Imports the modules in its arguments. Prints `{"seconds": ..., "error": null or the first line of the error}`."""
 
 import importlib
 import json

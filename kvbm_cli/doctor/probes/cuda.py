@@ -1,4 +1,4 @@
-"""What torch says of CUDA: its own version, the one it was built for, the driver's, and how many devices it can use."""
+"""Reports CUDA support of torch: versions of torch, its CUDA and the driver, and the number of usable devices."""
 
 import json
 import re

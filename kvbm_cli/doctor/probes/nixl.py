@@ -1,8 +1,9 @@
-"""Which plugins of NIXL make a backend: `{"version": ..., "plugins": {name: null or what is wrong}}`.
+"""Reports which NIXL plugins can create a backend: `{"version": ..., "plugins": {name: null or the error}}`.
 
-The arguments name the plugins, else all that NIXL lists, most of which need hardware or libraries. Each is tried in a
-process of its own with a time limit, because creating one can hang for ever (GDS without /proc/modules), and a process
-that has loaded UCX may crash when it ends. Fresh processes, because a fork of one that has threads may hang as well.
+The arguments name the plugins; without arguments it tries all that NIXL lists. Most of them need special hardware or
+libraries. Each plugin is tried in a process of its own with a timeout: creating a backend can hang forever (GDS without
+/proc/modules), and a process that loaded UCX may crash at exit. It starts new processes instead of forking, because a
+fork of a process with threads may hang too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def _answer(*lines: Any) -> None:
-    """Past the libraries' own clearing away, in which UCX can crash."""
+    """Prints the lines and exits without running the libraries' cleanup, in which UCX can crash."""
     for line in lines:
         print(json.dumps(line), flush=True)
     os._exit(0)
@@ -51,16 +52,16 @@ def _version(distribution: str) -> str | None:
 
 def _tried(name: str) -> dict[str, str | None]:
     if name.startswith(NEEDS_GPU) and not os.path.exists("/dev/nvidiactl"):
-        return {name: "there is no GPU"}
+        return {name: "no NVIDIA GPU"}
     variants = list(VARIANTS.get(name, {name: {}}))
     with ThreadPoolExecutor(len(variants)) as threads:
         answers = list(threads.map(lambda shown: _in_a_process([TRY, shown]), variants))
-    hung = f"crashes, or hangs for {TRY_TIMEOUT_S:.0f} s"
+    hung = f"crashed, or did not respond within {TRY_TIMEOUT_S:.0f} s"
     return {shown: lines[0] if lines else hung for shown, lines in zip(variants, answers, strict=True)}
 
 
 def _in_a_process(arguments: list[str]) -> list[Any]:
-    """The objects that this program prints with other arguments; none if it crashes or hangs."""
+    """Runs this program with other arguments and returns the objects that it prints; none if it crashes or hangs."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", __file__, *arguments], capture_output=True, text=True, timeout=TRY_TIMEOUT_S
@@ -71,7 +72,7 @@ def _in_a_process(arguments: list[str]) -> list[Any]:
 
 
 def _try(shown: str) -> list[Any]:
-    """Of a plugin or a variant of it: what is wrong, or None. Without a name: the names of all plugins."""
+    """Creates a backend and returns [error or None]. With an empty name, returns the names of all plugins."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
@@ -93,7 +94,7 @@ def _api() -> Any:
             return importlib.import_module(f"{package}._api")
         except ImportError:
             continue
-    raise ImportError("NIXL is installed, and cannot be imported")
+    raise ImportError("NIXL is installed but cannot be imported")
 
 
 if __name__ == "__main__":

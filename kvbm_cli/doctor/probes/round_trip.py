@@ -1,8 +1,8 @@
-"""Moves a pattern through the tiers and compares. The argument is JSON, see `Request`.
+"""Moves a pattern through the tiers and compares it. The argument is the JSON of a `RoundTripRequest`.
 
-Answers `{"legs": [...], "io": ...}`: each leg has a name, seconds, and null or what is wrong and a hint; after one that
-fails there are no more. `io` is who did the I/O of the disk, null for nobody. Without torch the first leg is left out,
-and the pattern starts in host memory.
+Prints `{"legs": [...], "io": ...}`. Each leg has a name, its seconds, and an error with a hint or null. It stops at the
+first leg that fails. `io` names the I/O implementation of the disk, or null. Without torch there is no device leg: the
+pattern starts in host memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ TICKET = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """`disk` are the settings of a DiskTier, None for none; `device` is where G1 is."""
+class RoundTripRequest:
+    """`disk` are settings of a DiskStorage, None without a disk tier; `device` is the device of G1."""
 
     block_bytes: int
     block_count: int
@@ -29,15 +29,15 @@ class Request:
     disk: dict[str, Any] | None
 
 
-class Wrong(Exception):
-    """A leg that did not bring the bytes."""
+class BytesDiffer(Exception):
+    """A leg did not return the bytes that were sent."""
 
 
 class RoundTrip:
-    """Blocks 0..n-1 of G1 go to slots 0..n-1 of G2, from there to G3 in another order, back into slots n..2n-1, and
-    into blocks n..2n-1."""
+    """Moves blocks 0..n-1 of G1 to slots 0..n-1 of G2, to G3 in reverse order, back to slots n..2n-1 of G2, and to
+    blocks n..2n-1 of G1."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: RoundTripRequest) -> None:
         import numpy as np
 
         from kvbm.host.layout import BlockLayout
@@ -51,7 +51,7 @@ class RoundTrip:
         self._segment = Segment.create(rank=0, layout=self._layout, slot_count=2 * self._count, pin=is_cuda)
         self._near, self._far = list(range(self._count)), list(range(self._count, 2 * self._count))
         self.io_name: str | None = None
-        self._back = self._near  # the slots from which G1 is filled again
+        self._back = self._near  # the slots from which G1 is filled
 
     def run(self) -> list[dict[str, Any]]:
         try:
@@ -93,7 +93,9 @@ class RoundTrip:
         return DeviceCopier(self._layout, [self._device_memory], self._segment)
 
     def _through_disk(self) -> None:
-        from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+        from kvbm.disk.orders import Read, Write
+        from kvbm.disk.settings import DiskSettings, Namespace
+        from kvbm.disk.storage import DiskStorage
 
         assert self._request.disk is not None
         given = {**self._request.disk, "directory": Path(self._request.disk["directory"])}
@@ -105,11 +107,12 @@ class RoundTrip:
         try:
             hashes = [block.to_bytes(8, "little") for block in self._near]
             elsewhere = self._far[::-1]
-            tier.write(TICKET, hashes, self._near, elsewhere, [b""] * self._count)
-            _wait(tier)
+            tenants, generations = [b""] * self._count, [0] * self._count
+            tier.submit(Write(TICKET, hashes, elsewhere, self._near, tenants, generations))
+            _wait(tier, "write")
             self._segment.payload[:] = 0
-            tier.read(TICKET, hashes, elsewhere, self._far)
-            _wait(tier)
+            tier.submit(Read(TICKET, hashes, elsewhere, self._far))
+            _wait(tier, "read")
         finally:
             tier.close(DISK_TIMEOUT_S)
         self._compare_host(self._far)
@@ -120,22 +123,22 @@ class RoundTrip:
         start = self._count * self._request.block_bytes
         found = self._device_memory[start:].cpu().numpy().reshape(self._pattern.shape)
         if not (found == self._pattern).all():
-            raise Wrong("device memory has other bytes than were sent")
+            raise BytesDiffer("the bytes in device memory differ from those sent")
 
     def _compare_host(self, slots: list[int]) -> None:
         if not (self._segment.payload[slots, : self._request.block_bytes] == self._pattern).all():
-            raise Wrong("host memory has other bytes than were sent")
+            raise BytesDiffer("the bytes in host memory differ from those sent")
 
 
-def _wait(tier: Any) -> None:
+def _wait(tier: Any, kind: str) -> None:
     deadline = time.monotonic() + DISK_TIMEOUT_S
     while time.monotonic() < deadline:
         for result in tier.poll():
             if not all(result.is_good):
-                raise Wrong(f"the {result.kind} failed: {result.error or 'checksums differ'}")
+                raise BytesDiffer(f"disk {kind} failed: {result.error or 'checksums differ'}")
             return
         time.sleep(0.001)
-    raise Wrong(f"no end within {DISK_TIMEOUT_S:.0f} s")
+    raise BytesDiffer(f"the disk did not finish within {DISK_TIMEOUT_S:.0f} s")
 
 
 def _timed(name: str, leg: Callable[[], None]) -> dict[str, Any]:
@@ -149,7 +152,7 @@ def _timed(name: str, leg: Callable[[], None]) -> dict[str, Any]:
 
 
 def main() -> None:
-    request = Request(**json.loads(sys.argv[1]))
+    request = RoundTripRequest(**json.loads(sys.argv[1]))
     trip = RoundTrip(request)
     print(json.dumps({"legs": trip.run(), "io": trip.io_name}), flush=True)
 

@@ -11,23 +11,35 @@ from typing import Any
 
 import pytest
 
-from kvbm.disk.io.threads import Run, ThreadsIO
-from kvbm_cli.doctor import probe as module
-from kvbm_cli.doctor.probe import Direct, Outcome, ProbeFile, Settings, mount_of, probe, recommend
+from kvbm.disk.io.threads import IoRun, ThreadsIO
+from kvbm_cli.doctor import disk_probe as module
+from kvbm_cli.doctor.disk_probe import (
+    DirectIO,
+    ProbeFile,
+    ProbeOutcome,
+    RecommendedSettings,
+    mount_of,
+    probe,
+    recommend,
+)
 from kvbm_cli.doctor.quota import limit_of
 
-WORKS, UNSUPPORTED, FULL = Outcome(True), Outcome(False, "ENOTSUP"), Outcome(False, "ENOSPC")
-DIRECT, CACHED, REFUSED = Direct(True, None, 512), Direct(True, None, 512, is_cached=True), Direct(False, "EINVAL")
-IGNORED = Direct(False, "the flag is not kept")
+WORKS, UNSUPPORTED, FULL = ProbeOutcome(True), ProbeOutcome(False, "ENOTSUP"), ProbeOutcome(False, "ENOSPC")
+DIRECT, CACHED, REFUSED = (
+    DirectIO(True, None, 512),
+    DirectIO(True, None, 512, is_cached=True),
+    DirectIO(False, "EINVAL"),
+)
+IGNORED = DirectIO(False, "the flag is not kept")
 NEEDS = {
-    "ordinary": ((WORKS, DIRECT, DIRECT), Settings("default", True, False)),
-    "ext2": ((UNSUPPORTED, DIRECT, DIRECT), Settings("default", True, True)),
-    "space_is_short": ((FULL, DIRECT, DIRECT), Settings("default", True, False)),
-    "fcntl_is_ignored": ((WORKS, DIRECT, IGNORED), Settings("open-direct", True, False)),
-    "fcntl_is_buffered": ((WORKS, DIRECT, CACHED), Settings("open-direct", True, False)),
-    "all_is_cached": ((WORKS, CACHED, CACHED), Settings("default", True, False)),
-    "only_fcntl": ((UNSUPPORTED, REFUSED, DIRECT), Settings("default", False, True)),
-    "nothing": ((UNSUPPORTED, REFUSED, REFUSED), Settings("default", False, True)),
+    "ordinary": ((WORKS, DIRECT, DIRECT), RecommendedSettings("default", True, False)),
+    "ext2": ((UNSUPPORTED, DIRECT, DIRECT), RecommendedSettings("default", True, True)),
+    "space_is_short": ((FULL, DIRECT, DIRECT), RecommendedSettings("default", True, False)),
+    "fcntl_is_ignored": ((WORKS, DIRECT, IGNORED), RecommendedSettings("open-direct", True, False)),
+    "fcntl_is_buffered": ((WORKS, DIRECT, CACHED), RecommendedSettings("open-direct", True, False)),
+    "all_is_cached": ((WORKS, CACHED, CACHED), RecommendedSettings("default", True, False)),
+    "only_fcntl": ((UNSUPPORTED, REFUSED, DIRECT), RecommendedSettings("default", False, True)),
+    "nothing": ((UNSUPPORTED, REFUSED, REFUSED), RecommendedSettings("default", False, True)),
 }
 MOUNTS = """\
 21 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -70,11 +82,11 @@ def test_limit_of_a_user(hard: int, soft: int, expected: tuple[int, int] | None)
 
 def test_everything_is_found_about_a_directory(tmp_path: Path) -> None:
     phases: list[str] = []
-    report = probe(tmp_path, block_bytes=65536, seconds=0.02, say=phases.append)
+    report = probe(tmp_path, block_bytes=65536, seconds=0.02, on_phase=phases.append)
     assert report.settings is not None
     assert report.speed is not None
     assert min(report.speed.sequential_read, report.speed.random_read, report.speed.random_write) > 0
-    assert phases[0] == "what the filesystem can do"
+    assert phases[0] == "testing the filesystem"
     assert phases[-1] == "random writes"
     assert list(tmp_path.iterdir()) == []
 
@@ -100,7 +112,7 @@ def test_file_loses_its_name_where_it_must_have_one(
 @pytest.mark.parametrize(
     ("reads", "reason"),
     [
-        (lambda buffer, done: buffer.__setitem__(77, buffer[77] ^ 1), "other bytes were read than had been written"),
+        (lambda buffer, done: buffer.__setitem__(77, buffer[77] ^ 1), "the bytes read differ from the bytes written"),
         (lambda buffer, done: done - 1, f"{module.AREA_BYTES - 1} of {module.AREA_BYTES} bytes read"),
     ],
 )
@@ -115,7 +127,7 @@ def test_wrong_bytes_and_short_reads_are_noticed(
         return done if changed is None else changed
 
     monkeypatch.setattr(module.os, "preadv", wrong)
-    assert probe(tmp_path).write == Outcome(False, reason)
+    assert probe(tmp_path).write == ProbeOutcome(False, reason)
 
 
 def test_directory_that_takes_no_file_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +136,7 @@ def test_directory_that_takes_no_file_is_an_outcome(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(module.os, "open", refuse)
     report = probe(tmp_path)
-    assert report.write == Outcome(False, "EROFS")
+    assert report.write == ProbeOutcome(False, "EROFS")
     assert report.settings is None
 
 
@@ -133,7 +145,7 @@ def test_a_tenth_of_the_free_space_bounds_what_is_written(tmp_path: Path, monkey
     most = 0
     real = ThreadsIO.write
 
-    def watched(io: ThreadsIO, runs: Sequence[Run]) -> None:
+    def watched(io: ThreadsIO, runs: Sequence[IoRun]) -> None:
         nonlocal most
         real(io, runs)
         most = max(most, *(run.offset + sum(buffer.nbytes for buffer in run.buffers) for run in runs))

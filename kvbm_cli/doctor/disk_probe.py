@@ -1,13 +1,13 @@
-"""What a directory can do, found out by doing it, and the settings of a disk tier that follow.
+"""Disk probe: tests what the filesystem of a directory supports, and recommends settings of a disk tier.
 
-Documented abilities are not believed: a file is written and read back through every way that the tier could take.
-Written first, because reads of space that was never written succeed even where the alignment is wrong; compared,
-because some filesystems take O_DIRECT and then drop it. Nothing stays behind, whenever the process is killed: files
-have no name where the filesystem allows that (O_TMPFILE), and elsewhere lose it before anything is written.
+The probe does not trust documented features. It writes a file and reads it back in every way that the tier could use.
+It writes first, because reads of unwritten space succeed even with a wrong alignment. It compares, because some
+filesystems accept O_DIRECT and then ignore it. Nothing remains, even if the process is killed: the file has no name
+(O_TMPFILE), or is unlinked before anything is written.
 
-At most a tenth of the free space is taken. A filesystem may hang: callers run this as a program
-(`python -m kvbm_cli.doctor.probe`), in a process that they can give up. Lines on stdout are JSON: `{"phase": ...}`
-while it works, then `{"report": ...}`.
+The probe uses at most a tenth of the free space. A filesystem may hang, so callers run this module as a program
+(`python -m kvbm_cli.doctor.disk_probe`) with a timeout. Each line on stdout is JSON: `{"phase": ...}` while it runs,
+then `{"report": ...}`.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ from kvbm.disk.files import PAGE_BYTES, UNSUPPORTED, Alignment, dio_alignment, f
 from kvbm.disk.io.kernel_aio import KernelAio
 from kvbm.disk.io.threads import ThreadsIO
 from kvbm.host.libc import LIBC, last_error
+from kvbm_cli.doctor.disk_speed import PhaseCallback, Speed, SpeedTrial
 from kvbm_cli.doctor.quota import Quota, quotas
-from kvbm_cli.doctor.speed import Say, Speed, SpeedTrial
 
 PREFIX = ".kvbm-probe-"
 TRIED_ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 AREA_BYTES = 4 * TRIED_ALIGNMENTS[-1]
 SHARE_OF_FREE = 10
 MAX_FILE_BYTES = 1 << 30
-MAX_WRITTEN_BYTES = 8 << 30  # a trial is no reason to wear a drive
-BUFFERED_BYTES_PER_S = 256 << 20  # what the page cache takes in a moment, a slow disk may have to write for long
+MAX_WRITTEN_BYTES = 8 << 30  # limits the wear of the drive
+BUFFERED_BYTES_PER_S = 256 << 20  # a slow disk writes for long what the page cache accepts at once
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
-UNKNOWN_SPACE_BYTES = 16 << 20  # where a filesystem does not say how large it is, such as ramfs
+UNKNOWN_SPACE_BYTES = 16 << 20  # for a filesystem that does not report its size, such as ramfs
 CACHED_SHARE = 0.5
 
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2
 SYSCALL_IO_URING_SETUP = 425
-NO_FILE = -1  # nothing is moved
+NO_FILE = -1  # the queue transfers nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Whether something works; where it does not, `reason` is the name of the error, such as `EINVAL`."""
+class ProbeOutcome:
+    """Whether a feature works. If not, `reason` is the name of the error, such as `EINVAL`."""
 
     works: bool
     reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
-    """O_DIRECT set in one way. It works if the flag is taken and a write of whole pages comes back equal.
+class DirectIO:
+    """O_DIRECT set by open or by fcntl. It works if the flag is kept and whole pages are read back unchanged.
 
-    `alignment` is the smallest at which offsets and lengths came back equal; `is_cached` whether the page cache had
-    the bytes all the same.
+    `alignment` is the smallest offset and length that worked. `is_cached` is true if the page cache held the bytes
+    anyway.
     """
 
     works: bool
@@ -77,7 +77,7 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """The filesystem that a path lies on: its type, what is mounted, and where."""
+    """The mount of a path: filesystem type, source and mount point."""
 
     kind: str
     source: str
@@ -85,8 +85,8 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Keys of `tiers.disk` that a directory needs."""
+class RecommendedSettings:
+    """Values of `tiers.disk` that a directory requires."""
 
     allocator: str
     o_direct: bool
@@ -94,40 +94,40 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """All that was found. What could not be tried is None, and `reason` says why. Some filesystems have no
-    `total_bytes`, 0 then."""
+class DiskReport:
+    """Everything that the probe found. A test that could not run is None, with the reason in `reason`. `total_bytes` is
+    0 for a filesystem that does not report its size."""
 
     mount: Mount
     total_bytes: int
     free_bytes: int
     file_limit_bytes: int | None
-    write: Outcome | None
+    write: ProbeOutcome | None
     has_unnamed_files: bool
     quotas: tuple[Quota, ...] = ()
-    fallocate: Outcome | None = None
-    punch_hole: Outcome | None = None
+    fallocate: ProbeOutcome | None = None
+    punch_hole: ProbeOutcome | None = None
     claimed: Alignment | None = None
-    by_open: Direct | None = None
-    by_fcntl: Direct | None = None
-    io_uring: Outcome | None = None
-    aio: Outcome | None = None
-    settings: Settings | None = None
-    transfers: Outcome | None = None
+    by_open: DirectIO | None = None
+    by_fcntl: DirectIO | None = None
+    io_uring: ProbeOutcome | None = None
+    aio: ProbeOutcome | None = None
+    settings: RecommendedSettings | None = None
+    transfers: ProbeOutcome | None = None
     speed: Speed | None = None
     reason: str | None = None
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Report:
-        """What `asdict` made of a report."""
+    def from_json(cls, data: dict[str, Any]) -> DiskReport:
+        """Restores a report from the output of `asdict`."""
         kinds: dict[str, Callable[..., object]] = {
             "mount": Mount,
             "claimed": Alignment,
-            "settings": Settings,
+            "settings": RecommendedSettings,
             "speed": Speed,
-            "by_open": Direct,
-            "by_fcntl": Direct,
-            **dict.fromkeys(("write", "fallocate", "punch_hole", "io_uring", "aio", "transfers"), Outcome),
+            "by_open": DirectIO,
+            "by_fcntl": DirectIO,
+            **dict.fromkeys(("write", "fallocate", "punch_hole", "io_uring", "aio", "transfers"), ProbeOutcome),
         }
         values: dict[str, Any] = {
             key: kinds[key](**value) if key in kinds and value else value for key, value in data.items()
@@ -137,25 +137,28 @@ class Report:
 
 
 def probe(
-    directory: Path, *, block_bytes: int | None = None, seconds: float = 0.0, say: Say = lambda text: None
-) -> Report:
-    """Everything about an existing directory; speeds at `block_bytes`, each phase `seconds` long, if that is given.
+    directory: Path,
+    *,
+    block_bytes: int | None = None,
+    seconds: float = 0.0,
+    on_phase: PhaseCallback = lambda text: None,
+) -> DiskReport:
+    """Probes an existing directory. With `block_bytes`, also measures speeds, for `seconds` per phase.
 
-    Raises OSError only if the directory cannot be looked at.
+    Raises OSError only if the directory cannot be accessed.
     """
     directory = directory.resolve(strict=True)
-    return _Probe(directory, say).report(block_bytes, seconds)
+    return _Probe(directory, on_phase).report(block_bytes, seconds)
 
 
-def recommend(fallocate: Outcome, by_open: Direct, by_fcntl: Direct) -> Settings:
-    """Settings for a directory. O_DIRECT is relied on only where open takes it: fcntl never asks a FUSE filesystem.
+def recommend(fallocate: ProbeOutcome, by_open: DirectIO, by_fcntl: DirectIO) -> RecommendedSettings:
+    """Recommends settings. O_DIRECT is used only if open accepts it, because fcntl does not ask a FUSE filesystem.
 
-    A direct write that the page cache has all the same is no better than a buffered one, and is preferred to none:
-    the filesystem chose it.
+    If the page cache is used despite O_DIRECT, direct I/O is still recommended: it is no worse than buffered I/O.
     """
     takes_open = by_open.works
     takes_fcntl = takes_open and by_fcntl.works and (by_open.is_cached or not by_fcntl.is_cached)
-    return Settings(
+    return RecommendedSettings(
         allocator="default" if takes_fcntl or not takes_open else "open-direct",
         o_direct=takes_open,
         zerofill=fallocate.reason in map(errno.errorcode.get, UNSUPPORTED),
@@ -165,9 +168,9 @@ def recommend(fallocate: Outcome, by_open: Direct, by_fcntl: Direct) -> Settings
 class _Probe:
     """One run over one directory."""
 
-    def __init__(self, directory: Path, say: Say) -> None:
+    def __init__(self, directory: Path, on_phase: PhaseCallback) -> None:
         self._directory = directory
-        self._say = say
+        self._on_phase = on_phase
         self._mount = mount_of(directory)
         space = os.statvfs(directory)
         self._total_bytes = space.f_blocks * space.f_frsize
@@ -176,19 +179,19 @@ class _Probe:
         soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         self._limit = None if soft == resource.RLIM_INFINITY else soft
 
-    def report(self, block_bytes: int | None, seconds: float) -> Report:
-        self._say("what the filesystem can do")
+    def report(self, block_bytes: int | None, seconds: float) -> DiskReport:
+        self._on_phase("testing the filesystem")
         try:
             with ProbeFile.create(self._directory) as file:
-                found = self._abilities(file)
+                found = self._features(file)
                 if found.settings is None or block_bytes is None:
                     return found
                 return self._with_speed(file, found, block_bytes, seconds)
         except OSError as error:
-            return self._base(Outcome(False, name_of(error)), has_unnamed_files=False)
+            return self._base(ProbeOutcome(False, name_of(error)), has_unnamed_files=False)
 
-    def _base(self, write: Outcome | None, *, has_unnamed_files: bool) -> Report:
-        return Report(
+    def _base(self, write: ProbeOutcome | None, *, has_unnamed_files: bool) -> DiskReport:
+        return DiskReport(
             self._mount,
             self._total_bytes,
             self._free_bytes,
@@ -200,11 +203,11 @@ class _Probe:
             aio=aio(),
         )
 
-    def _abilities(self, file: ProbeFile) -> Report:
+    def _features(self, file: ProbeFile) -> DiskReport:
         room = self._room()
         if room < AREA_BYTES:
             found = self._base(None, has_unnamed_files=file.is_unnamed)
-            return _with(found, reason=f"the trial takes {AREA_BYTES >> 10} KiB, and {room >> 10} KiB may be taken")
+            return _with(found, reason=f"the test needs {AREA_BYTES >> 10} KiB, but may use only {room >> 10} KiB")
         allocated = attempt(lambda: fallocate(file.fd, 0, 0, AREA_BYTES))
         write = _write_and_compare(file.fd)
         found = self._base(write, has_unnamed_files=file.is_unnamed)
@@ -223,19 +226,19 @@ class _Probe:
         )
 
     def _room(self) -> int:
-        """Bytes that the trial may take."""
+        """Bytes that the probe may use."""
         limits = [quota.left_bytes // SHARE_OF_FREE for quota in self._quotas]
         limits += [self._limit] if self._limit is not None else []
         free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES
         return min(free, *limits, MAX_FILE_BYTES)
 
-    def _with_speed(self, file: ProbeFile, found: Report, block_bytes: int, seconds: float) -> Report:
-        """What is measured is what remains of the tenth after the trial of abilities, whose area is given back."""
+    def _with_speed(self, file: ProbeFile, found: DiskReport, block_bytes: int, seconds: float) -> DiskReport:
+        """Measures speeds in the space that remains of the tenth; the feature tests have freed theirs."""
         assert found.settings is not None
-        room = self._room() * 9 // 10  # the filesystem's own records come on top
+        room = self._room() * 9 // 10  # leaves room for the filesystem's metadata
         stride = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
         written = MAX_WRITTEN_BYTES
-        if self._mount.kind in COPY_ON_WRITE:  # an overwritten block is given back some time later
+        if self._mount.kind in COPY_ON_WRITE:  # an overwritten block is freed later
             room, written = room // 4, room
         assert found.by_open is not None
         is_cached = not found.settings.o_direct or found.by_open.is_cached
@@ -243,20 +246,22 @@ class _Probe:
             room = min(room, int(BUFFERED_BYTES_PER_S * seconds))
         blocks = min(room, MAX_FILE_BYTES) // stride
         if blocks < 4:
-            return _with(found, reason=f"a tenth of the free space holds {blocks} blocks of {stride} bytes")
+            return _with(
+                found, reason=f"a tenth of the free space holds only {blocks} blocks of {stride} bytes; 4 are needed"
+            )
         try:
             with _prepared(file, found.settings, blocks * stride) as fd:
                 io = ThreadsIO(fd, is_direct=found.settings.o_direct)
-                trial = SpeedTrial(fd, io, stride, seconds, self._say, is_cached=is_cached)
+                trial = SpeedTrial(fd, io, stride, seconds, self._on_phase, is_cached=is_cached)
                 speed = trial.measure(blocks, may_write_bytes=written)
         except OSError as error:
-            return _with(found, transfers=Outcome(False, name_of(error)))
-        return _with(found, transfers=Outcome(True), speed=speed)
+            return _with(found, transfers=ProbeOutcome(False, name_of(error)))
+        return _with(found, transfers=ProbeOutcome(True), speed=speed)
 
 
 @contextlib.contextmanager
-def _prepared(file: ProbeFile, settings: Settings, byte_count: int) -> Iterator[int]:
-    """The file as an arena of that size would be, and its descriptor. Raises OSError."""
+def _prepared(file: ProbeFile, settings: RecommendedSettings, byte_count: int) -> Iterator[int]:
+    """Allocates the file like an arena of that size and yields its descriptor. Raises OSError."""
     fd = file.fd
     if settings.o_direct and settings.allocator == "open-direct":
         assert file.direct_fd is not None
@@ -268,14 +273,14 @@ def _prepared(file: ProbeFile, settings: Settings, byte_count: int) -> Iterator[
         yield fd
 
 
-def _with(report: Report, **changes: object) -> Report:
-    values = {name: getattr(report, name) for name in Report.__slots__}
-    return Report(**{**values, **changes})
+def _with(report: DiskReport, **changes: object) -> DiskReport:
+    values = {name: getattr(report, name) for name in DiskReport.__slots__}
+    return DiskReport(**{**values, **changes})
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFile:
-    """A file that nobody can find: it never had a name, or has lost it already. `open` opens it anew."""
+    """An unnamed temporary file: created without a name (O_TMPFILE) or already unlinked."""
 
     fd: int
     direct_fd: int | None
@@ -284,7 +289,7 @@ class ProbeFile:
 
     @classmethod
     def create(cls, directory: Path) -> ProbeFile:
-        """Raises OSError if the directory takes no file."""
+        """Raises OSError if no file can be created in the directory."""
         try:
             fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -295,7 +300,7 @@ class ProbeFile:
 
     @classmethod
     def _create_named(cls, path: Path) -> ProbeFile:
-        """Opens it both ways while it has a name. No signal that ends the process comes in between, except SIGKILL."""
+        """Opens the file in both ways, then unlinks it. Blocks the signals that would end the process in between."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -326,7 +331,7 @@ def _open_direct(path: str) -> tuple[int | None, str | None]:
 
 @contextlib.contextmanager
 def _direct_flag(fd: int) -> Iterator[bool]:
-    """Sets O_DIRECT by fcntl, and says whether the file carries it then. Raises OSError."""
+    """Sets O_DIRECT by fcntl and yields whether the flag was kept. Raises OSError."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
     try:
@@ -335,34 +340,36 @@ def _direct_flag(fd: int) -> Iterator[bool]:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
-def _direct_by_open(file: ProbeFile) -> Direct:
+def _direct_by_open(file: ProbeFile) -> DirectIO:
     if file.direct_fd is None:
-        return Direct(False, file.direct_error)
+        return DirectIO(False, file.direct_error)
     return _try_direct(file.direct_fd)
 
 
-def _direct_by_fcntl(file: ProbeFile) -> Direct:
+def _direct_by_fcntl(file: ProbeFile) -> DirectIO:
     try:
         with _direct_flag(file.fd) as carries:
-            return _try_direct(file.fd) if carries else Direct(False, "the flag is not kept")
+            return _try_direct(file.fd) if carries else DirectIO(False, "the flag is not kept")
     except OSError as error:
-        return Direct(False, name_of(error))
+        return DirectIO(False, name_of(error))
 
 
-def _try_direct(fd: int) -> Direct:
-    """Writes the whole area by pages, then smaller and larger pieces in what was written."""
+def _try_direct(fd: int) -> DirectIO:
+    """Writes the whole area, then finds the smallest alignment that works inside it."""
     whole = attempt(lambda: _round_trip(fd, 0, AREA_BYTES))
     if not whole.works:
-        return Direct(False, whole.reason)
+        return DirectIO(False, whole.reason)
     is_cached = _cached_share(fd) > CACHED_SHARE
     alignment = next((size for size in TRIED_ALIGNMENTS if attempt(partial(_round_trip, fd, size, size)).works), None)
     if alignment is None or alignment > PAGE_BYTES:
-        return Direct(False, f"needs an alignment of {alignment or f'more than {TRIED_ALIGNMENTS[-1]}'}", alignment)
-    return Direct(True, None, alignment, is_cached)
+        return DirectIO(
+            False, f"requires an alignment of {alignment or f'more than {TRIED_ALIGNMENTS[-1]}'} bytes", alignment
+        )
+    return DirectIO(True, None, alignment, is_cached)
 
 
 def _round_trip(fd: int, offset: int, length: int) -> None:
-    """Writes fresh bytes and reads them back. OSError, EIO where they differ or are short."""
+    """Writes random bytes and reads them back. OSError if they differ or are short."""
     with mmap.mmap(-1, length) as out, mmap.mmap(-1, length) as back:
         out[:] = os.urandom(length)
         done = os.pwritev(fd, [out], offset)
@@ -373,15 +380,15 @@ def _round_trip(fd: int, offset: int, length: int) -> None:
         if done != length:
             raise OSError(errno.EIO, f"{done} of {length} bytes read")
         if out[:] != back[:]:
-            raise OSError(errno.EBADMSG, "other bytes were read than had been written")
+            raise OSError(errno.EBADMSG, "the bytes read differ from the bytes written")
 
 
-def _write_and_compare(fd: int) -> Outcome:
+def _write_and_compare(fd: int) -> ProbeOutcome:
     return attempt(lambda: _round_trip(fd, 0, AREA_BYTES))
 
 
 def _cached_share(fd: int) -> float:
-    """Part of the area that the page cache has. What was in it from buffered writes, a direct write has dropped."""
+    """Share of the area in the page cache. A direct write has dropped what buffered writes left there."""
     pages = AREA_BYTES // mmap.PAGESIZE
     states = (ctypes.c_ubyte * pages)()
     try:
@@ -394,20 +401,20 @@ def _cached_share(fd: int) -> float:
     return 0.0 if failed else sum(state & 1 for state in states) / pages
 
 
-def _punch(fd: int) -> Outcome:
-    """Gives a part of the file back, which then reads as zeros."""
+def _punch(fd: int) -> ProbeOutcome:
+    """Punches a hole in the file and checks that it reads as zeros."""
 
     def punch() -> None:
         half = AREA_BYTES // 2
         fallocate(fd, FALLOC_KEEP_SIZE | FALLOC_PUNCH_HOLE, 0, half)
         if os.pread(fd, half, 0) != bytes(half):
-            raise OSError(errno.EBADMSG, "a punched hole does not read as zeros")
+            raise OSError(errno.EBADMSG, "the punched hole does not read as zeros")
 
     return attempt(punch)
 
 
-def io_uring() -> Outcome:
-    """Whether this process may have an io_uring; containers often forbid it."""
+def io_uring() -> ProbeOutcome:
+    """Whether this process may create an io_uring; containers often forbid it."""
 
     def create() -> None:
         parameters = ctypes.create_string_buffer(120)
@@ -419,21 +426,21 @@ def io_uring() -> Outcome:
     return attempt(create)
 
 
-def aio() -> Outcome:
-    """Whether this process may have a context of Linux's asynchronous I/O."""
+def aio() -> ProbeOutcome:
+    """Whether this process may create a context for Linux asynchronous I/O."""
     return attempt(lambda: KernelAio(NO_FILE).close())
 
 
-def attempt(action: Callable[[], object]) -> Outcome:
+def attempt(action: Callable[[], object]) -> ProbeOutcome:
     try:
         action()
     except OSError as error:
-        return Outcome(False, name_of(error))
-    return Outcome(True)
+        return ProbeOutcome(False, name_of(error))
+    return ProbeOutcome(True)
 
 
 def name_of(error: OSError) -> str:
-    """`EINVAL`, or what we say ourselves where bytes differ or are short."""
+    """Name of the error, such as `EINVAL`, or our own text if bytes differ or are short."""
     number = error.errno or 0
     if number in (errno.EIO, errno.EBADMSG) and error.strerror and error.strerror != os.strerror(number):
         return error.strerror
@@ -441,7 +448,7 @@ def name_of(error: OSError) -> str:
 
 
 def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount:
-    """The mount with the longest path that `path` lies below; of several at one place, the last, which covers them."""
+    """Returns the mount with the longest mount point above `path`; of several at one point, the last."""
     found = Mount("unknown", "unknown", "/")
     try:
         lines = table.read_text(errors="surrogateescape").splitlines()
@@ -457,23 +464,23 @@ def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount:
 
 
 def _unescaped(text: str) -> str:
-    """Blanks and backslashes of the table are octal."""
+    """Decodes the octal escapes of blanks and backslashes in the table."""
     for code in ("040", "011", "012", "134"):
         text = text.replace(f"\\{code}", chr(int(code, 8)))
     return text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Finds out what a directory can do.")
+    parser = argparse.ArgumentParser(description="Test what the filesystem of a directory supports.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--block-bytes", type=int)
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of each phase that measures a speed")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each speed measurement")
     given = parser.parse_args(arguments)
 
-    def say(text: str) -> None:
+    def print_phase(text: str) -> None:
         print(json.dumps({"phase": text}), flush=True)
 
-    found = probe(given.directory, block_bytes=given.block_bytes, seconds=given.seconds, say=say)
+    found = probe(given.directory, block_bytes=given.block_bytes, seconds=given.seconds, on_phase=print_phase)
     print(json.dumps({"report": asdict(found)}), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What is examined: a machine, a profile or none, a directory or none, and how thoroughly."""
+"""What the checks examine: a machine, optionally a profile and a directory, and how thoroughly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm_cli.doctor.machine import Machine, Say
+from kvbm_cli.doctor.machine import Machine, PhaseCallback
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from kvbm.sizing import Sizing
 
 
-ANOTHER = "another directory, by `--dir` or `tiers.disk.directory`"
+OTHER_DIRECTORY = "use another directory (`--dir` or `tiers.disk.directory`)"
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """`sizing` is None where there is no profile, or where only the engine can tell. `tiers` are those of the profile,
-    without one those of the variables, as an engine would have them that is started by its own command line."""
+class DoctorContext:
+    """`sizing` is None without a profile, or if only the engine knows the sizes. `tiers` come from the profile; without
+    one, from the variables, as for an engine that is started by its own command."""
 
     machine: Machine
     directory: Path | None
@@ -28,7 +28,7 @@ class Subject:
     tiers: Tiers | None
     sizing: Sizing | None
     is_quick: bool
-    say: Say
+    on_phase: PhaseCallback
 
     @property
     def disk(self) -> DiskTierSection | None:

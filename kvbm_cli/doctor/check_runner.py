@@ -1,7 +1,7 @@
-"""Examination: runs groups of checks, collects what they find, and shows each at once unless JSON is wanted.
+"""CheckRunner: runs groups of checks, collects the results, and prints each immediately unless JSON was requested.
 
-Within `at_most` an alarm of the kernel ends whatever check is at work when the time is up, also one that waits for
-another process. That check and all later ones are skipped. `say_remedy` is how remedies are put.
+Within `at_most` a SIGALRM interrupts the running check when the time is up, even if it waits for another process. That
+check and all later ones are skipped.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvbm_cli.doctor.display import Progress, show_check, show_group
+from kvbm_cli.doctor.display import show_check, show_group
 from kvbm_cli.doctor.result import Check, skipped
+from kvbm_cli.terminal.progress import ProgressDisplay
 
 QUICK_S = 20.0
-OVER = f"--quick allows {QUICK_S:.0f} s"
+TIME_IS_UP = f"the {QUICK_S:.0f} s of --quick are over"
 
 Returned = TypeVar("Returned")
 
 
 class _TimeIsUp(BaseException):
-    """Not an Exception, so that no check takes it for its own."""
+    """A BaseException, so that no check catches it."""
 
 
-class Examination:
-    """See the module's text. `groups` has the checks by the name of their group, in order."""
+class CheckRunner:
+    """Runs groups of checks. `groups` maps the name of each group to its checks; `format_remedy` rewrites remedies."""
 
-    def __init__(self, progress: Progress, *, as_json: bool, say_remedy: Callable[[str], str] = str) -> None:
+    def __init__(self, progress: ProgressDisplay, *, as_json: bool, format_remedy: Callable[[str], str] = str) -> None:
         self._progress = progress
         self._as_json = as_json
-        self._say_remedy = say_remedy
-        self._is_at_work = False
+        self._format_remedy = format_remedy
+        self._is_running = False
         self._is_over = False
         self.groups: dict[str, list[Check]] = {}
 
@@ -51,58 +52,58 @@ class Examination:
 
     def _alarm(self, *ignored: object) -> None:
         self._is_over = True
-        if self._is_at_work:
+        if self._is_running:
             raise _TimeIsUp
 
     def in_time(self, action: Callable[[], Returned]) -> Returned | None:
-        """What the action returns, None if the time is up before."""
+        """Runs the action. Returns its result, or None if the time is up first."""
         try:
             try:
-                self._is_at_work = not self._is_over
-                return action() if self._is_at_work else None
+                self._is_running = not self._is_over
+                return action() if self._is_running else None
             finally:
-                self._is_at_work = False
+                self._is_running = False
         except _TimeIsUp:
             return None
 
     def group(
         self, name: str, checks: Generator[Check, None, Returned] | Iterator[Check], *, about: str | None = None
     ) -> Returned | None:
-        """Shows the checks below `name` and what they are about.
+        """Runs the checks of one group and prints them below `name` and `about`.
 
-        Returns what their generator returns, None if the time is up before.
+        Returns what the generator returns, or None if the time is up first.
         """
         self.groups[name] = []
         if not self._as_json:
             self._progress.clear()
             show_group(name, about, is_first=len(self.groups) == 1)
-        self._progress.say(name)
+        self._progress.report(name)
         while (check := self.in_time(lambda: _next(checks))) is not None:
-            if isinstance(check, _End):
+            if isinstance(check, _GeneratorEnd):
                 returned: Returned = check.value
                 return returned
             self._add(name, check)
-        self._add(name, skipped("the rest", OVER, "`kvbm doctor` without --quick"))
+        self._add(name, skipped("the rest", TIME_IS_UP, "run `kvbm doctor` without `--quick`"))
         return None
 
     def _add(self, group: str, check: Check) -> None:
         if check.remedy is not None:
-            check = replace(check, remedy=self._say_remedy(check.remedy))
+            check = replace(check, remedy=self._format_remedy(check.remedy))
         self.groups[group].append(check)
         if not self._as_json:
             self._progress.clear()
             show_check(check)
 
 
-class _End:
-    """Of a generator, with what it returned."""
+class _GeneratorEnd:
+    """The end of a generator, with its return value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-def _next(checks: Iterator[Check]) -> Check | _End:
+def _next(checks: Iterator[Check]) -> Check | _GeneratorEnd:
     try:
         return next(checks)
     except StopIteration as end:
-        return _End(end.value)
+        return _GeneratorEnd(end.value)

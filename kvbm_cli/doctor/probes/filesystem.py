@@ -1,4 +1,4 @@
-"""Looks at a directory, or at the nearest one above it that exists: `{"exists": ...}`, if the filesystem answers."""
+"""Accesses a directory, or the nearest parent that exists. Prints `{"exists": ...}` if the filesystem responds."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""SpeedTrial: sustained rates of reads and writes of blocks in one file, moved as a disk tier moves them."""
+"""SpeedTrial: measures sustained read and write rates of blocks in one file, with the I/O of the disk tier."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbm.disk.io.threads import Buffer, Run, ThreadsIO
+from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO
 
 THREADS = 4
 FLUSHES = 9
 
-Say = Callable[[str], None]
-Move = Callable[[Sequence[Run]], None]
+PhaseCallback = Callable[[str], None]
+Move = Callable[[Sequence[IoRun]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Bytes per second of payload at one block size, with the recommended settings, and seconds of one fdatasync."""
+    """Payload bytes/s at one block size with the recommended settings, and the seconds of one fdatasync."""
 
     block_bytes: int
     file_bytes: int
@@ -38,33 +38,35 @@ class Speed:
 
 
 class SpeedTrial:
-    """`io` moves blocks of `block_bytes` of the file `fd`; each phase takes `seconds`, and is told to `say`.
+    """Transfers blocks of `block_bytes` of the file `fd` by `io`. Each phase takes `seconds` and calls `on_phase`.
 
-    `is_cached` tells that the page cache is in between: then nothing is read or written twice.
+    With `is_cached`, the page cache holds the bytes, so no block is read or written twice.
     """
 
-    def __init__(self, fd: int, io: ThreadsIO, block_bytes: int, seconds: float, say: Say, *, is_cached: bool) -> None:
+    def __init__(
+        self, fd: int, io: ThreadsIO, block_bytes: int, seconds: float, on_phase: PhaseCallback, *, is_cached: bool
+    ) -> None:
         self._fd = fd
         self._io = io
         self._block_bytes = block_bytes
         self._seconds = seconds
-        self._say = say
+        self._on_phase = on_phase
         self._is_cached = is_cached
 
     def measure(self, blocks: int, *, may_write_bytes: int) -> Speed:
-        """In a file of so many blocks. Raises OSError."""
+        """Measures in a file of `blocks` blocks. Raises OSError."""
         share = may_write_bytes // 2
         try:
-            self._say("sequential writes")
+            self._on_phase("sequential writes")
             sequential_write, written = self._write(range(blocks), share)
-            blocks = min(blocks, written)  # what was not written is not read
-            self._say("flushes")
+            blocks = min(blocks, written)  # unwritten blocks are not read
+            self._on_phase("flushes")
             flush_s = self._flush(blocks)
-            self._say("sequential reads")
+            self._on_phase("sequential reads")
             sequential_read = self._read(range(blocks))
-            self._say("random reads")
+            self._on_phase("random reads")
             random_read = self._read(_shuffled(blocks))
-            self._say("random writes")
+            self._on_phase("random writes")
             random_write, _ = self._write(_shuffled(blocks), share - FLUSHES * self._block_bytes)
         finally:
             self._io.close()
@@ -80,7 +82,7 @@ class SpeedTrial:
         )
 
     def _write(self, blocks: Sequence[int], limit: int) -> tuple[float, int]:
-        """(rate with the flush at the end, blocks written)."""
+        """Returns the rate, with the final fdatasync, and the number of blocks written."""
         most = max(len(blocks), 1) if self._is_cached else limit // self._block_bytes
         order = itertools.islice(itertools.cycle(blocks), max(1, min(most, limit // self._block_bytes)))
         started = time.monotonic()
@@ -89,7 +91,7 @@ class SpeedTrial:
         return done * self._block_bytes / (time.monotonic() - started), done
 
     def _read(self, blocks: Sequence[int]) -> float:
-        """Goes round until the time is over; where the page cache is in between, a second time would be of memory."""
+        """Reads in a cycle until the time is over; only once if the page cache would serve the second read."""
         order: Iterable[int] = blocks if self._is_cached else itertools.cycle(blocks)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         started = time.monotonic()
@@ -97,7 +99,7 @@ class SpeedTrial:
         return done * self._block_bytes / (time.monotonic() - started)
 
     def _flush(self, blocks: int) -> float:
-        """Median seconds of one fdatasync after one block."""
+        """Median seconds of one fdatasync after writing one block."""
         taken = []
         (buffer,) = self._buffers(1)
         for block in _shuffled(blocks)[:FLUSHES]:
@@ -107,17 +109,17 @@ class SpeedTrial:
             taken.append(time.monotonic() - started)
         return statistics.median(taken)
 
-    def _run(self, block: int, buffer: Buffer) -> Run:
-        return Run(block * self._block_bytes, [buffer])
+    def _run(self, block: int, buffer: Buffer) -> IoRun:
+        return IoRun(block * self._block_bytes, [buffer])
 
     def _buffers(self, count: int) -> Buffer:
-        """A row per block, of bytes that no drive can compress."""
+        """Returns one row per block, filled with incompressible bytes."""
         rows = np.frombuffer(mmap.mmap(-1, count * self._block_bytes), np.uint8).reshape(count, self._block_bytes)
         rows[:] = np.frombuffer(os.urandom(self._block_bytes), np.uint8)
         return rows
 
     def _in_threads(self, order: Iterator[int], move: Move) -> int:
-        """Moves blocks in `order` until it is exhausted or the time is over; returns how many. Raises OSError."""
+        """Transfers blocks in `order` until none is left or the time is over. Returns their number. Raises OSError."""
         deadline = time.monotonic() + self._seconds
         at_once = max(1, self._io.piece_bytes // self._block_bytes)
         counts: list[int] = []

@@ -1,4 +1,4 @@
-"""A remedy for an engine without a profile: not a key, but the variable that sets it, with a value as it wants it."""
+"""Rewrites remedies for an engine without a profile: each profile key becomes the variable that sets it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _KEY = re.compile(r"`((?:tiers|offload|onboard|transfer)\.[a-z_.]+)(?:: ([^`]+))
 _SWITCHES = {("tiers.disk.o_direct", "false"): "true", ("tiers.disk.o_direct", "true"): "false"}
 
 
-def in_variables(remedy: str) -> str:
-    """Keys without a variable stay, and are said to be a profile's."""
+def with_variables(remedy: str) -> str:
+    """Replaces keys by variables. A key without a variable stays, marked as a key of a profile."""
     return _KEY.sub(_as_variable, remedy)
 
 

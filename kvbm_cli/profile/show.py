@@ -1,0 +1,73 @@
+"""`kvbm profile list` and `kvbm profile show`, and how a value and its origin are printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.terminal.console import labelled, noted, print_data, print_json
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+
+KEY_WIDTH = 48
+VALUE_WIDTH = 16
+
+
+def list_profiles(*, as_json: bool) -> None:
+    from kvbm.config.layers import shipped
+    from kvbm.config.load import load
+
+    directories = [profiles_directory()]
+    found = [load(name, directories=directories) for name in shipped(directories)]
+    if as_json:
+        print_json([_listed(one) for one in found])
+    else:
+        width = max(len(one.name) for one in found)
+        for one in found:
+            print_data("\n".join(labelled(one.name, one.profile.description, label_width=width)))
+
+
+def _listed(resolved: ResolvedProfile) -> dict[str, str]:
+    profile = resolved.profile
+    about = {"name": resolved.name, "path": str(resolved.path), "description": profile.description}
+    return {**about, "engine": profile.engine.kind}
+
+
+def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Every key with its value and where that came from."""
+    resolved = resolve(reference, overrides)
+    values = resolved.values
+    if as_json:
+        shown_keys = {key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()}
+        for parent in resolved.extends[:1]:
+            shown_keys = {"extends": {"value": parent.written, "origin": parent.origin}, **shown_keys}
+        print_json(shown_keys)
+        return
+    width = min(max(map(len, values)), KEY_WIDTH)
+    for source in resolved.extends:
+        print_data(_line("extends", source.written, source.origin, width))
+    for key, value in values.items():
+        print_data(_line(key, shown(value), resolved.origins[key], width))
+
+
+def _line(key: str, value: str, origin: str, width: int) -> str:
+    *above, last = labelled(key, value, label_width=width)
+    return "\n".join([*above, noted(last.ljust(width + 2 + VALUE_WIDTH), f"# {short_origin(origin)}")])
+
+
+def short_origin(origin: str) -> str:
+    """A file without its directories."""
+    place, space, variables = origin.partition(" ")
+    return f"{place.rpartition('/')[2]}{space}{variables}"
+
+
+def shown(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, dict | list):
+        return json.dumps(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,73 @@
+"""GuardProcess: a process that removes the leftovers of its parent (leftovers.py), as the parent sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+from kvbm_cli.system.leftovers import END, SCAN, Leftovers
+
+GUARD = Path(__file__).with_name("leftovers.py")
+SCAN_TIMEOUT_S = 30.0
+
+
+class GuardProcess:
+    """A started guard. It removes the leftovers when this process requests it or dies."""
+
+    def __init__(self, leftovers: Leftovers, *, log: IO[bytes] | int) -> None:
+        """Borrows `leftovers` and `log`, to which the guard writes its errors."""
+        self._leftovers = leftovers
+        self._child = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(GUARD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd="/",
+            start_new_session=True,
+        )
+        self._send(leftovers.to_json() + b"\n")
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def has_ended(self) -> bool:
+        return self._child.poll() is not None
+
+    def scan(self) -> None:
+        """Returns when the guard has recorded all that exists at this moment."""
+        assert self._child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed
+            self._send(SCAN)
+            if select.select([self._child.stdout], [], [], SCAN_TIMEOUT_S)[0]:
+                os.read(self._child.stdout.fileno(), 1)
+
+    def remove(self, timeout_s: float) -> bool:
+        """Removes the leftovers. False if the guard is still busy after `timeout_s`; it then continues alone."""
+        try:
+            self._child.communicate(END, timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        if self._child.returncode < 0:  # the guard was killed
+            self._leftovers.remove()
+        return True
+
+    def kill_and_remove(self) -> None:
+        """Kills a guard that hangs, then removes the leftovers in this process."""
+        self._child.kill()
+        self._child.wait()
+        self._leftovers.remove()
+
+    def close(self) -> None:
+        """Closes the pipes of a guard that has ended."""
+        self._child.communicate()
+
+    def _send(self, data: bytes) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(data)
+        self._child.stdin.flush()
