@@ -211,7 +211,13 @@ def bench(
     profile: ProfileOption,
     set_: SetOption = None,
     compare: Annotated[
-        str, typer.Option("--compare", metavar="ARM", help="What to compare with: `baseline`, the engine alone.")
+        str,
+        typer.Option(
+            "--compare",
+            metavar="NAME|PATH",
+            help="`baseline`, the engine alone, or a profile to compare with; --set does not apply to it.",
+            autocompletion=_completed_by("compared"),
+        ),
     ] = "baseline",
     workload: Annotated[
         str | None,
@@ -230,7 +236,7 @@ def bench(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure what the block manager brings. The same engine without it is the baseline."""
+    """Measure the speed-up of the block manager. Compares it with the engine alone, or with another profile."""
     from kvbm_cli.bench import command as body
 
     return body.bench(profile, set_ or [], compare=compare, workload=workload, output=output, as_json=json)
