@@ -42,7 +42,7 @@ def bench(
     if compare != "baseline":
         raise UsageError(f"--compare takes `baseline`, not `{compare}`", hint="`kvbm bench --compare baseline`")
     resolved = resolve(reference, overrides)
-    if resolved.profile.disaggregated.is_wanted:
+    if resolved.profile.disaggregated.is_enabled:
         message = f"`{resolved.name}` starts several engines, and `kvbm bench` compares one with one"
         raise UsageError(message, hint="take the profile that it extends")
     chosen = load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)

@@ -54,7 +54,7 @@ def plan(
     `ports` are those that the engines take, `environment` is that of the caller.
     """
     wanted = profile.disaggregated
-    assert wanted.is_wanted, "a plan of several engines for a profile of one"
+    assert wanted.is_enabled, "a plan of several engines for a profile of one"
     ports = ports if ports is not None else free_ports()
     devices = _devices(profile, wanted.prefill + wanted.decode, environment)
 
