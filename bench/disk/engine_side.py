@@ -8,8 +8,10 @@ import threading
 import time
 from pathlib import Path
 
+from kvbm.disk.orders import Read, Write
 from kvbm.disk.service.client import DiskClient
-from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+from kvbm.disk.settings import DiskSettings, Namespace
+from kvbm.disk.storage import DiskStorage
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region, Segment
 from kvbm.types import SlotState
@@ -50,15 +52,11 @@ class EngineSide:
 
     def write(self, ticket: int, host_slots: list[int], disk_slots: list[int]) -> None:
         hashes = [self.hashes[slot] for slot in disk_slots]
-        tenants = [b""] * len(hashes)
-        if isinstance(self.disk, DiskClient):
-            generations = [GENERATION] * len(hashes)
-            self.disk.write(ticket, hashes, host_slots, disk_slots, tenants, generations=generations)
-        else:
-            self.disk.write(ticket, hashes, host_slots, disk_slots, tenants)
+        tenants, generations = [b""] * len(hashes), [GENERATION] * len(hashes)
+        self.disk.submit(Write(ticket, hashes, disk_slots, host_slots, tenants, generations))
 
     def read(self, ticket: int, disk_slots: list[int], host_slots: list[int]) -> None:
-        self.disk.read(ticket, [self.hashes[slot] for slot in disk_slots], disk_slots, host_slots)
+        self.disk.submit(Read(ticket, [self.hashes[slot] for slot in disk_slots], disk_slots, host_slots))
 
     def wait(self, timeout_s: float) -> None:
         """For results."""

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 from facts import facts
 
 from kvbm.disk import index as module
-from kvbm.disk.index import BlockIndex, Row
+from kvbm.disk.index import BlockIndex, IndexRow
 
 SCHEMAS = {"as it is": module.SCHEMA, "unique hashes": module.SCHEMA.replace("hash BLOB NOT NULL", "hash BLOB UNIQUE")}
 CHANGED = 4096
@@ -37,7 +37,7 @@ class Contender:
         self.index = BlockIndex.open(path)
         hashes = [os.urandom(HASH_BYTES) for _ in range(row_count)]
         self.rows = [
-            Row(slot, hashes[slot], slot, 1 << 20, random.getrandbits(64), b"", 0.0) for slot in range(row_count)
+            IndexRow(slot, hashes[slot], slot, 1 << 20, random.getrandbits(64), b"", 0.0) for slot in range(row_count)
         ]
         self.index.change(self.rows, [])
 

@@ -39,13 +39,13 @@ sys.path[:0] = [str(HERE.parent / "vllm"), str(HERE)]
 from facts import facts, stolen_s  # noqa: E402
 
 from kvbm.disk.directory import INDEX  # noqa: E402
-from kvbm.disk.index import BlockIndex, Row  # noqa: E402
+from kvbm.disk.index import BlockIndex, IndexRow  # noqa: E402
 from kvbm.disk.service.supervisor import DiskSupervisor  # noqa: E402
 from kvbm.disk.settings import DiskSettings, Namespace  # noqa: E402
 from kvbm.host.layout import BlockLayout  # noqa: E402
 from kvbm.host.region import Region, Segment  # noqa: E402
-from kvbm.leader.disk_tier import DiskPolicy  # noqa: E402
-from kvbm.leader.leader import Leader, LeaderSettings  # noqa: E402
+from kvbm.leader.leader import Leader  # noqa: E402
+from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
 
 BLOCK_BYTES = 4096
@@ -99,7 +99,7 @@ def make_directory(directory: Path, block_count: int) -> None:
     index = BlockIndex.open(path)
     for start in range(0, block_count, ROWS_PER_COMMIT):
         numbers = range(start, min(start + ROWS_PER_COMMIT, block_count))
-        index.change([Row(n, hash_of(n), n, BLOCK_BYTES, n, b"", 1.0) for n in numbers], ())
+        index.change([IndexRow(n, hash_of(n), n, BLOCK_BYTES, n, b"", 1.0) for n in numbers], ())
     index.close()
 
 
@@ -109,14 +109,13 @@ def measure(directory: Path, block_count: int, steps: int) -> dict[str, object]:
     started = time.perf_counter()
     disk = memory.open_disk(directory, block_count)
     settings = LeaderSettings(
-        block_tokens=16,
+        EngineTraits(block_tokens=16, hash_bytes=HASH_BYTES),
         block_bytes=BLOCK_BYTES,
         max_in_flight_blocks=1024,
         disk=DiskPolicy(to_disk="always", reads_always=True),
     )
-    leader = Leader(
-        memory.region, settings, hold=lambda blocks: None, release=lambda blocks: None, hash_bytes=HASH_BYTES, disk=disk
-    )
+    engine = LeaderCallbacks(hold=lambda blocks: None, release=lambda blocks: None)
+    leader = Leader(memory.region, settings, engine, disk=disk)
     ready_s = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - shared_bytes()
     gc.collect()

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HealthLimits:
     """When a disk is given up, and how long something may take."""
 
     errors_until_off: int = 5
@@ -55,7 +55,7 @@ class DiskCounters:
 class Health:
     """See the module's text. `counters` is written under `lock`, and read without it."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HealthLimits) -> None:
         self.limits = limits
         self.lock = threading.Lock()
         self.counters = DiskCounters()

@@ -62,7 +62,7 @@ CREATE TABLE IF NOT EXISTS blocks (
 """
 
 
-class Row(NamedTuple):
+class IndexRow(NamedTuple):
     """One block. `checksum` is unsigned here and signed in SQLite; `written` is in seconds since 1970."""
 
     slot: int
@@ -185,13 +185,13 @@ class BlockIndex:
         row = self._connection.execute("SELECT max(written) FROM blocks").fetchone()
         return None if row[0] is None else float(row[0])
 
-    def rows(self) -> Iterable[Row]:
+    def rows(self) -> Iterable[IndexRow]:
         """Every row, in the order of slots."""
         for row in self._connection.execute("SELECT * FROM blocks ORDER BY slot"):
-            found = Row(*row)
+            found = IndexRow(*row)
             yield found._replace(checksum=_unsigned(found.checksum))
 
-    def change(self, inserted: Sequence[Row], deleted: Sequence[int]) -> bool:
+    def change(self, inserted: Sequence[IndexRow], deleted: Sequence[int]) -> bool:
         """Insert, then delete slots, in one transaction. Returns whether there was anything to write.
 
         Raises sqlite3.Error, and then nothing has changed.
@@ -230,10 +230,10 @@ class BlockIndex:
         with suppress(sqlite3.Error):
             self._connection.close()
 
-    def _insert(self, rows: Sequence[Row]) -> None:
+    def _insert(self, rows: Sequence[IndexRow]) -> None:
         """One statement for many rows: each costs the interpreter's lock once."""
         values: list[Any] = list(itertools.chain.from_iterable(rows))
-        checksums = slice(Row._fields.index("checksum"), None, len(Row._fields))
+        checksums = slice(IndexRow._fields.index("checksum"), None, len(IndexRow._fields))
         values[checksums] = map(_signed, values[checksums])
         places = ",".join(["(?,?,?,?,?,?,?)"] * len(rows))
         self._connection.execute(f"INSERT OR REPLACE INTO blocks VALUES {places}", values)

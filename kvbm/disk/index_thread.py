@@ -24,10 +24,11 @@ import numpy as np
 
 from kvbm.disk.files import PAGE_BYTES
 from kvbm.disk.health import Health
-from kvbm.disk.index import Row, is_damage
+from kvbm.disk.index import IndexRow, is_damage
 from kvbm.disk.instance import Instance
-from kvbm.disk.io.threads import BlockIO, Run
-from kvbm.disk.transfers import Transfer, TransferThreads
+from kvbm.disk.io.threads import BlockIO, IoRun
+from kvbm.disk.orders import Forget
+from kvbm.disk.transfers import TransferThreads, WriteTransfer
 
 LOOK_INTERVAL_S = 1.0  # for whether the arena still has its name
 TOUCH_INTERVAL_S = 30.0  # between two notes on the disk that blocks are in use
@@ -35,7 +36,7 @@ TOUCH_INTERVAL_S = 30.0  # between two notes on the disk that blocks are in use
 logger = logging.getLogger(__name__)
 
 
-class Clear:
+class PendingClear:
     """Forget all, or one tenant's, blocks that were submitted before. `error` is set before `done`."""
 
     def __init__(self, tenant: bytes | None) -> None:
@@ -43,23 +44,13 @@ class Clear:
         self.done = threading.Event()
         self.error: str | None = None
 
-    def positions(self, transfer: Transfer) -> set[int]:
+    def positions(self, write: WriteTransfer) -> set[int]:
         """What it forgets of a write that was submitted before."""
-        return {p for p, tenant in enumerate(transfer.tenants) if self.tenant in (None, tenant)}
+        return {p for p, tenant in enumerate(write.order.tenants) if self.tenant in (None, tenant)}
 
 
-class Forget:
-    """These slots hold nothing any more."""
-
-    def __init__(self, slots: Sequence[int]) -> None:
-        self.slots = slots
-
-    def positions(self, transfer: Transfer) -> set[int]:
-        slots = set(self.slots)
-        return {p for p, slot in enumerate(transfer.disk_slots) if slot in slots}
-
-
-Command = Transfer | Forget | Clear
+Command = WriteTransfer | Forget | PendingClear
+SlotsCarry = Callable[[Sequence[int], Sequence[int]], bool]  # host slots, generations
 
 
 class IndexThread:
@@ -73,24 +64,26 @@ class IndexThread:
         checksums: array[int],
         *,
         first_generation: int,
-        on_end: Callable[[Transfer], None],
+        slots_carry: SlotsCarry | None,
+        on_end: Callable[[WriteTransfer], None],
     ) -> None:
         self._instance = instance
         self._io = io
         self._health = health
         self._checksums = checksums
+        self._slots_carry = slots_carry
         self._on_end = on_end
         # Owned by everyone, under the lock of `_changed`.
         self._changed = threading.Condition()
         self._commands: deque[Command] = deque()
-        self._written: list[Transfer] = []
+        self._written: list[WriteTransfer] = []
         self._is_closing = False
         self._busy_since: float | None = None
         # Owned by the thread.
         self._generations = itertools.count(first_generation)
-        self._in_flight: dict[int, Transfer] = {}
+        self._in_flight: set[WriteTransfer] = set()
         self._slots_to_delete: set[int] = set()
-        self._clears_to_repeat: list[Clear] = []
+        self._clears_to_repeat: list[PendingClear] = []
         self._has_made_last_try = False
         self._next_look_s = 0.0
         self._next_probe_s = 0.0
@@ -103,31 +96,22 @@ class IndexThread:
         self._thread = threading.Thread(target=self._work, name="kvbm-disk-index", daemon=True)
         self._thread.start()
 
-    def order(self, command: Command) -> None:
+    def submit(self, command: Command) -> None:
         with self._changed:
             self._commands.append(command)
             self._changed.notify()
 
-    def written(self, transfer: Transfer) -> None:
+    def written(self, transfer: WriteTransfer) -> None:
         """The I/O of a write has ended."""
         with self._changed:
             self._written.append(transfer)
             self._changed.notify()
 
-    def withdraw(self, ticket: int) -> Transfer | None:
-        """Take back a write that has not begun; None if it has."""
-        with self._changed:
-            for command in self._commands:
-                if isinstance(command, Transfer) and command.ticket == ticket:
-                    self._commands.remove(command)
-                    return command
-        return None
-
-    def take_waiting(self) -> list[Transfer]:
+    def take_waiting(self) -> list[WriteTransfer]:
         """Take back all writes that have not begun."""
         with self._changed:
-            waiting = [command for command in self._commands if isinstance(command, Transfer)]
-            others = [command for command in self._commands if not isinstance(command, Transfer)]
+            waiting = [command for command in self._commands if isinstance(command, WriteTransfer)]
+            others = [command for command in self._commands if not isinstance(command, WriteTransfer)]
             self._commands = deque(others)
         return waiting
 
@@ -158,7 +142,7 @@ class IndexThread:
             with self._changed:
                 self._busy_since = None
 
-    def _take(self) -> tuple[list[Command], list[Transfer]] | None:
+    def _take(self) -> tuple[list[Command], list[WriteTransfer]] | None:
         with self._changed:
             while not (self._commands or self._written):
                 if self._is_closing and not self._in_flight:
@@ -174,25 +158,26 @@ class IndexThread:
             self._busy_since = time.monotonic()
             return commands, written
 
-    def _give_up(self, commands: Sequence[Command], written: Sequence[Transfer], why: str) -> None:
-        for order in (*written, *commands):
-            if isinstance(order, Clear):
-                self._owe(order, why)
-                order.done.set()
-            elif isinstance(order, Forget):
-                self._slots_to_delete.update(order.slots)
-            elif not order.has_ended and (order in written or order.ticket not in self._in_flight):
-                self._finish(order, why)
+    def _give_up(self, commands: Sequence[Command], written: Sequence[WriteTransfer], why: str) -> None:
+        for command in (*written, *commands):
+            if isinstance(command, PendingClear):
+                self._owe(command, why)
+                command.done.set()
+            elif isinstance(command, Forget):
+                self._slots_to_delete.update(command.disk_slots)
+            elif not command.has_ended and (command in written or command not in self._in_flight):
+                self._finish(command, why)
 
-    def _advance(self, commands: Sequence[Command], written: Sequence[Transfer]) -> None:
-        self._look(has_clears=any(isinstance(command, Clear) for command in commands))
+    def _advance(self, commands: Sequence[Command], written: Sequence[WriteTransfer]) -> None:
+        self._look(has_clears=any(isinstance(command, PendingClear) for command in commands))
         self._touch()
         for transfer in written:
-            if transfer.is_intact is not None and not transfer.is_intact():
+            if not self._is_intact(transfer):
                 transfer.fail("the host slots have lost what they held")
         self._flush(written)
         begun, forgotten, clears = self._sort(commands, written)
-        slots = self._slots_to_delete.union(*(transfer.disk_slots for transfer in begun), *(f.slots for f in forgotten))
+        overwritten = [transfer.order.disk_slots for transfer in begun]
+        slots = self._slots_to_delete.union(*overwritten, *(command.disk_slots for command in forgotten))
         rows = [row for transfer in written for row in self._rows(transfer)]
         error = self._commit(rows, slots)
         self._slots_to_delete = slots if error else set()
@@ -200,11 +185,16 @@ class IndexThread:
             self._finish(transfer, error)
         for transfer in begun:
             if error is None:
-                self._in_flight[transfer.ticket] = transfer
+                self._in_flight.add(transfer)
                 self._threads.submit(transfer)
             else:
                 self._finish(transfer, error)
         self._clear([*self._clears_to_repeat, *clears])
+
+    def _is_intact(self, write: WriteTransfer) -> bool:
+        """Whether the host slots still hold what they held when the write was submitted."""
+        order = write.order
+        return self._slots_carry is None or self._slots_carry(order.host_slots, order.generations)
 
     def _look(self, *, has_clears: bool) -> None:
         """Turn off without the arena's name, on again when nothing is left to clear and a probe works."""
@@ -230,7 +220,7 @@ class IndexThread:
         since = self._threads.busy_since()
         return since is not None and now - since >= self._health.limits.stall_s
 
-    def _flush(self, written: Sequence[Transfer]) -> None:
+    def _flush(self, written: Sequence[WriteTransfer]) -> None:
         """Bytes before rows; without an index nothing needs to survive."""
         if self._instance.index is None or not any(any(transfer.is_good) for transfer in written):
             return
@@ -245,18 +235,18 @@ class IndexThread:
             self._health.count_flush(time.monotonic() - started)
 
     def _sort(
-        self, commands: Sequence[Command], written: Sequence[Transfer]
-    ) -> tuple[list[Transfer], list[Forget], list[Clear]]:
+        self, commands: Sequence[Command], written: Sequence[WriteTransfer]
+    ) -> tuple[list[WriteTransfer], list[Forget], list[PendingClear]]:
         """Writes that may begin, and what is to be forgotten; that applies to every write that came before."""
-        begun: list[Transfer] = []
+        begun: list[WriteTransfer] = []
         forgotten: list[Forget] = []
-        clears: list[Clear] = []
+        clears: list[PendingClear] = []
         for command in commands:
-            if isinstance(command, Transfer):
+            if isinstance(command, WriteTransfer):
                 begun.append(command)
                 continue
-            for transfer in (*self._in_flight.values(), *written, *begun):
-                transfer.dropped |= command.positions(transfer)
+            for transfer in (*self._in_flight, *written, *begun):
+                transfer.dropped |= _dropped_positions(command, transfer)
             if isinstance(command, Forget):
                 forgotten.append(command)
             else:
@@ -268,14 +258,15 @@ class IndexThread:
                 self._finish(transfer, why_not)
         return [] if why_not is not None else begun, forgotten, clears
 
-    def _rows(self, transfer: Transfer) -> Iterator[Row]:
+    def _rows(self, transfer: WriteTransfer) -> Iterator[IndexRow]:
         now, length = time.time(), self._instance.shape.payload_bytes
-        columns = zip(transfer.disk_slots, transfer.hashes, transfer.checksums, transfer.tenants, strict=True)
+        order = transfer.order
+        columns = zip(order.disk_slots, order.hashes, transfer.checksums, order.tenants, strict=True)
         for position, (slot, sequence_hash, checksum, tenant) in enumerate(columns):
             if transfer.is_good[position] and position not in transfer.dropped:
-                yield Row(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
+                yield IndexRow(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
 
-    def _commit(self, rows: Sequence[Row], slots: set[int]) -> str | None:
+    def _commit(self, rows: Sequence[IndexRow], slots: set[int]) -> str | None:
         """Returns what went wrong, and then nothing has changed. A damaged index is first replaced by a new one."""
         for _ in range(2):
             index = self._instance.index
@@ -307,8 +298,8 @@ class IndexThread:
             return False
         return True
 
-    def _finish(self, transfer: Transfer, error: str | None) -> None:
-        self._in_flight.pop(transfer.ticket, None)
+    def _finish(self, transfer: WriteTransfer, error: str | None) -> None:
+        self._in_flight.discard(transfer)
         transfer.has_ended = True
         if error is not None:
             transfer.fail(error)
@@ -317,10 +308,10 @@ class IndexThread:
             transfer.error = transfer.error or "forgotten meanwhile"
         for position, is_good in enumerate(transfer.is_good):
             if is_good:
-                self._checksums[transfer.disk_slots[position]] = transfer.checksums[position]
+                self._checksums[transfer.order.disk_slots[position]] = transfer.checksums[position]
         self._on_end(transfer)
 
-    def _clear(self, clears: Sequence[Clear]) -> None:
+    def _clear(self, clears: Sequence[PendingClear]) -> None:
         for clear in clears:
             try:
                 if self._instance.index is not None:
@@ -334,7 +325,7 @@ class IndexThread:
                 self._clears_to_repeat.remove(clear)
             clear.done.set()
 
-    def _owe(self, clear: Clear, why: str) -> None:
+    def _owe(self, clear: PendingClear, why: str) -> None:
         """Until it is done nothing may be read or written."""
         clear.error = why
         self._health.turn_off(f"a clear is not on the disk yet: {why}")
@@ -348,9 +339,9 @@ class IndexThread:
         pages = np.frombuffer(mmap.mmap(-1, 2 * PAGE_BYTES), np.uint8).reshape(2, PAGE_BYTES)
         pages[0] = np.frombuffer(secrets.token_bytes(PAGE_BYTES), np.uint8)
         try:
-            self._io.write([Run(offset, [pages[0]])])
+            self._io.write([IoRun(offset, [pages[0]])])
             self._instance.arena.sync()
-            self._io.read([Run(offset, [pages[1]])])
+            self._io.read([IoRun(offset, [pages[1]])])
             if self._instance.index is not None:
                 self._instance.index.prove()
                 return bool((pages[0] == pages[1]).all()) and self._instance.arena.is_linked()
@@ -360,3 +351,11 @@ class IndexThread:
                 self._index_failed(error)
             return False
         return bool((pages[0] == pages[1]).all())
+
+
+def _dropped_positions(command: Forget | PendingClear, write: WriteTransfer) -> set[int]:
+    """The positions of a write that a later command forgets."""
+    if isinstance(command, PendingClear):
+        return command.positions(write)
+    slots = set(command.disk_slots)
+    return {position for position, slot in enumerate(write.order.disk_slots) if slot in slots}

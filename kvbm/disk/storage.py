@@ -9,75 +9,30 @@ so. Nothing that the disk does comes out as an exception.
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.disk.directory import ARENA
-from kvbm.disk.health import DiskCounters as DiskCounters
-from kvbm.disk.health import Health
-from kvbm.disk.health import Limits as Limits
-from kvbm.disk.index_thread import Clear, Forget, IndexThread
+from kvbm.disk.health import DiskCounters, Health, HealthLimits
+from kvbm.disk.index_thread import IndexThread, PendingClear, SlotsCarry
 from kvbm.disk.instance import Instance
 from kvbm.disk.io.threads import BlockIO, ThreadsIO
-from kvbm.disk.settings import DiskSettings as DiskSettings
-from kvbm.disk.settings import Namespace as Namespace
-from kvbm.disk.settings import Progress
-from kvbm.disk.transfers import Geometry, Transfer, TransferThreads
+from kvbm.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
+from kvbm.disk.settings import DiskSettings, Namespace, Progress
+from kvbm.disk.transfers import Geometry, Transfer, TransferThreads, WriteTransfer
 from kvbm.disk.wear import Wear, WearMeter
 from kvbm.errors import EnvironmentProblem, InvariantError
 
 BLOCKS_FOUND_TOGETHER = 16_384
-SLOT_BYTES = 8
 NOTHING = np.empty(0, np.int64), np.empty(0, np.void)  # slots and hashes
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DiskResult:
-    """The end of one ticket. `error` tells the first of what went wrong besides checksums."""
-
-    ticket: int
-    kind: str  # "read" | "write"
-    is_good: tuple[bool, ...]
-    error: str | None
-
-
-class FoundBlocks(NamedTuple):
-    """Blocks that were there at opening: `slots` are int64, and `hashes` all hashes, one after the other. Behind the
-    last ones there are no more."""
-
-    slots: bytes
-    hashes: bytes
-    is_last: bool
-
-    def parts(self, block_count: int) -> Iterator[FoundBlocks]:
-        """The same, at most so many at a time."""
-        count = len(self.slots) // SLOT_BYTES
-        width = len(self.hashes) // max(1, count)
-        for start in range(0, max(1, count), block_count):
-            end = start + block_count
-            yield FoundBlocks(
-                self.slots[start * SLOT_BYTES : end * SLOT_BYTES],
-                self.hashes[start * width : end * width],
-                self.is_last and end >= count,
-            )
-
-    def lists(self) -> tuple[list[int], list[bytes]]:
-        """(slots, hashes)."""
-        slots = array("q", self.slots).tolist()
-        if not slots:
-            return [], []
-        return slots, [name for (name,) in struct.iter_unpack(f"{len(self.hashes) // len(slots)}s", self.hashes)]
 
 
 class DiskStorage:
@@ -90,18 +45,18 @@ class DiskStorage:
         shards: Sequence[NDArray[np.uint8]],
         *,
         threads: int = 4,
-        limits: Limits | None = None,
+        slots_carry: SlotsCarry | None = None,
+        limits: HealthLimits | None = None,
     ) -> None:
         """*Consumes* the instance."""
         self.slot_count = instance.shape.slot_count
         self._host_slot_count = min(len(shard) for shard in shards)
         self._instance = instance
         self._io = io
-        self._health = Health(limits or Limits())
+        self._health = Health(limits or HealthLimits())
         self._wear = WearMeter(instance.path)
         self._checksums = array("Q", bytes(8 * self.slot_count))
-        self._writes: dict[int, Transfer] = {}  # that `poll` has not returned
-        self._slots_being_written: set[int] = set()
+        self._writers: dict[int, WriteTransfer] = {}  # disk slot -> its write, until `poll` returns it
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
         self.on_result: Callable[[], None] | None = None  # called by any thread when `poll` has something
         self._found = NOTHING  # until it has been told
@@ -112,6 +67,7 @@ class DiskStorage:
             self._health,
             self._checksums,
             first_generation=last_generation + 1,
+            slots_carry=slots_carry,
             on_end=self._end,
         )
         geometry = Geometry(shards, instance.shape.slot_bytes)
@@ -126,6 +82,7 @@ class DiskStorage:
         shards: Sequence[NDArray[np.uint8]],
         *,
         hash_bytes: int,
+        slots_carry: SlotsCarry | None = None,
         progress: Progress | None = None,
         instance: Path | None = None,
     ) -> DiskStorage:
@@ -138,7 +95,8 @@ class DiskStorage:
         )
         try:
             _require_aligned(opened, shards)
-            return cls(opened, _open_io(settings, opened, shards), shards, threads=settings.threads)
+            io = _open_io(settings, opened, shards)
+            return cls(opened, io, shards, threads=settings.threads, slots_carry=slots_carry)
         except BaseException:
             opened.close()
             raise
@@ -182,53 +140,32 @@ class DiskStorage:
         self._found = NOTHING if is_last else (slots[rest], hashes[rest])
         return FoundBlocks(slots[some].tobytes(), hashes[some].tobytes(), is_last)
 
-    def write(
-        self,
-        ticket: int,
-        hashes: Sequence[bytes],
-        host_slots: Sequence[int],
-        disk_slots: Sequence[int],
-        tenants: Sequence[bytes],
-        is_intact: Callable[[], bool] | None = None,
-    ) -> None:
-        """The disk slots are this ticket's until `poll` returns it; what they held is forgotten first.
-
-        `is_intact` is asked by a thread of the disk when the payload has been read for the last time: False means that
-        the host slots no longer hold what they held, and no block of the ticket is good.
-        """
-        self._check(hashes, host_slots, disk_slots)
-        if len(tenants) != len(hashes):
-            raise InvariantError(f"{len(hashes)} blocks of {len(tenants)} tenants")
-        if not self._slots_being_written.isdisjoint(disk_slots) or len(set(disk_slots)) != len(disk_slots):
-            raise InvariantError(f"ticket {ticket} writes disk slots that are being written")
-        self._slots_being_written.update(disk_slots)
-        transfer = self._writes[ticket] = Transfer(
-            ticket, hashes, disk_slots, host_slots, tenants=tenants, is_intact=is_intact
-        )
-        self._begin(transfer)
-
-    def read(self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        self._check(hashes, host_slots, disk_slots)
-        transfer = Transfer(ticket, hashes, disk_slots, host_slots)
-        for position, slot in enumerate(disk_slots):
-            transfer.checksums[position] = self._checksums[slot]
-        self._begin(transfer)
+    def submit(self, order: Read | Write) -> None:
+        """Begin it, or end it as failed at once if the disk is off. Raises InvariantError on impossible slots."""
+        self._check_slots(order)
+        if isinstance(order, Write):
+            self._require_idle(order)
+            write = WriteTransfer(order)
+            self._writers.update(dict.fromkeys(order.disk_slots, write))
+            self._begin(write)
+        else:
+            self._begin(Transfer(order, [self._checksums[slot] for slot in order.disk_slots]))
 
     def forget(self, disk_slots: Sequence[int]) -> None:
         """Durable soon, in the order of submission with writes; also while the disk is off, when it is on again."""
-        self._check((), (), disk_slots)
+        _require_below(self.slot_count, "disk", disk_slots)
         if disk_slots:
-            self._index_thread.order(Forget(tuple(disk_slots)))
+            self._index_thread.submit(Forget(tuple(disk_slots)))
 
     def clear(self, tenant: bytes | None = None) -> None:
         """Forget all blocks, or one tenant's, and every write that `poll` has not returned. Durable when it returns.
 
         Raises EnvironmentProblem if it is not: the tier is off then until it is, and tries again as long as it is open.
         """
-        clear = Clear(tenant)
-        for transfer in self._writes.values():
+        clear = PendingClear(tenant)
+        for transfer in set(self._writers.values()):
             transfer.cleared |= clear.positions(transfer)
-        self._index_thread.order(clear)
+        self._index_thread.submit(clear)
         is_done = clear.done.wait(self._health.limits.clear_timeout_s)
         if not is_done or clear.error is not None:
             why = clear.error or f"not within {self._health.limits.clear_timeout_s:g} s"
@@ -238,16 +175,6 @@ class DiskStorage:
                 hint=f"remove {self._instance.path} before the next start",
             )
 
-    def withdraw(self, ticket: int) -> bool:
-        """True: none of its I/O runs and none will, no result comes. False: it comes out of `poll`."""
-        if self._threads.withdraw(ticket):
-            return True
-        transfer = self._index_thread.withdraw(ticket)
-        if transfer is None:
-            return False
-        self._forget_write(transfer)
-        return True
-
     def poll(self) -> list[DiskResult]:
         """The tickets that have ended since the last call."""
         self._threads.replace_dead_threads()
@@ -255,8 +182,9 @@ class DiskStorage:
         results = []
         while self._finished:
             transfer = self._finished.popleft()
-            if transfer.is_write:
-                self._forget_write(transfer)
+            if isinstance(transfer, WriteTransfer):
+                for slot in transfer.order.disk_slots:
+                    del self._writers[slot]
             results.append(_result_of(transfer))
         return results
 
@@ -276,22 +204,18 @@ class DiskStorage:
         self._io.close()
         self._instance.close()
 
-    def _forget_write(self, transfer: Transfer) -> None:
-        del self._writes[transfer.ticket]
-        self._slots_being_written.difference_update(transfer.disk_slots)
-
     def _begin(self, transfer: Transfer) -> None:
         why_not = self._health.off_because
         if why_not is not None:
             transfer.fail(f"off: {why_not}")
             self._end(transfer)
-        elif transfer.is_write:
-            self._index_thread.order(transfer)
+        elif isinstance(transfer, WriteTransfer):
+            self._index_thread.submit(transfer)
         else:
             self._threads.submit(transfer)
 
     def _transfer_ended(self, transfer: Transfer) -> None:
-        if transfer.is_write:
+        if isinstance(transfer, WriteTransfer):
             self._index_thread.written(transfer)
         else:
             self._end(transfer)
@@ -326,13 +250,24 @@ class DiskStorage:
         self._found = found.slots[order], found.hashes[order]
         return int(found.generations[order[-1]])
 
-    def _check(self, hashes: Sequence[bytes], host_slots: Sequence[int], disk_slots: Sequence[int]) -> None:
+    def _check_slots(self, order: Read | Write) -> None:
         """A wrong number would silently mean another slot."""
-        if hashes and not len(hashes) == len(host_slots) == len(disk_slots):
-            raise InvariantError(f"{len(hashes)} blocks, {len(host_slots)} host slots, {len(disk_slots)} disk slots")
-        for name, slots, count in (("host", host_slots, self._host_slot_count), ("disk", disk_slots, self.slot_count)):
-            if slots and not 0 <= min(slots) <= max(slots) < count:
-                raise InvariantError(f"{name} slots {min(slots)}..{max(slots)} of {count}")
+        columns = [order.hashes, order.disk_slots, order.host_slots]
+        if isinstance(order, Write):
+            columns += [order.tenants, order.generations]
+        if len({len(column) for column in columns}) > 1:
+            raise InvariantError(f"ticket {order.ticket} has columns of lengths {[len(column) for column in columns]}")
+        _require_below(self._host_slot_count, "host", order.host_slots)
+        _require_below(self.slot_count, "disk", order.disk_slots)
+
+    def _require_idle(self, order: Write) -> None:
+        if not self._writers.keys().isdisjoint(order.disk_slots) or len(set(order.disk_slots)) != len(order.disk_slots):
+            raise InvariantError(f"ticket {order.ticket} writes disk slots that are being written")
+
+
+def _require_below(slot_count: int, kind: str, slots: Sequence[int]) -> None:
+    if slots and not 0 <= min(slots) <= max(slots) < slot_count:
+        raise InvariantError(f"{kind} slots {min(slots)}..{max(slots)} of {slot_count}")
 
 
 def _require_aligned(instance: Instance, shards: Sequence[NDArray[np.uint8]]) -> None:
@@ -349,8 +284,9 @@ def _require_aligned(instance: Instance, shards: Sequence[NDArray[np.uint8]]) ->
 
 
 def _result_of(transfer: Transfer) -> DiskResult:
-    is_good = tuple(good == 1 and position not in transfer.cleared for position, good in enumerate(transfer.is_good))
-    return DiskResult(transfer.ticket, "write" if transfer.is_write else "read", is_good, transfer.error)
+    cleared = transfer.cleared if isinstance(transfer, WriteTransfer) else ()
+    is_good = tuple(good == 1 and position not in cleared for position, good in enumerate(transfer.is_good))
+    return DiskResult(transfer.order.ticket, is_good, transfer.error)
 
 
 def _open_io(settings: DiskSettings, instance: Instance, shards: Sequence[NDArray[np.uint8]]) -> BlockIO:

@@ -20,65 +20,47 @@ from numpy.typing import NDArray
 
 from kvbm.disk.health import Health
 from kvbm.disk.index import checksum
-from kvbm.disk.io.threads import BlockIO, Run
+from kvbm.disk.io.threads import BlockIO, IoRun
+from kvbm.disk.orders import Read, Write
 from kvbm.host.cores import allowed_cores
 
 
 class Transfer:
-    """One ticket. `checksums` are what a read must find, and what a write has found; `is_good` is per block.
+    """The state of one order. `checksums` are what a read must find, or what a write has found; `is_good` is per block.
 
     Between submission and end only the disk's threads write to it, each to the blocks of its own piece.
     """
 
-    __slots__ = (
-        "checksums",
-        "cleared",
-        "disk_slots",
-        "dropped",
-        "error",
-        "has_ended",
-        "hashes",
-        "host_slots",
-        "is_good",
-        "is_intact",
-        "is_write",
-        "pieces_left",
-        "pieces_running",
-        "tenants",
-        "ticket",
-    )
+    __slots__ = ("checksums", "error", "is_good", "order", "pieces_left")
 
-    def __init__(
-        self,
-        ticket: int,
-        hashes: Sequence[bytes],
-        disk_slots: Sequence[int],
-        host_slots: Sequence[int],
-        *,
-        tenants: Sequence[bytes] | None = None,
-        is_intact: Callable[[], bool] | None = None,
-    ) -> None:
-        self.ticket = ticket
-        self.hashes = hashes
-        self.disk_slots = disk_slots
-        self.host_slots = host_slots
-        self.is_write = tenants is not None
-        self.tenants = tenants or ()
-        self.is_intact = is_intact
-        self.checksums = array("Q", bytes(8 * len(hashes)))
-        self.is_good = bytearray(len(hashes))
+    def __init__(self, order: Read | Write, checksums: Sequence[int]) -> None:
+        self.order = order
+        self.checksums = array("Q", checksums)
+        self.is_good = bytearray(len(order.hashes))
         self.error: str | None = None
-        # Positions of blocks that were forgotten meanwhile: as the index's thread knows, and as the tier's owner does.
-        self.dropped: set[int] = set()
-        self.cleared: set[int] = set()
-        self.has_ended = False  # for the index's thread
         self.pieces_left = 0
-        self.pieces_running = 0
 
     def fail(self, why: str) -> None:
         """No block of it is good."""
-        self.is_good = bytearray(len(self.hashes))
+        self.is_good = bytearray(len(self.order.hashes))
         self.error = self.error or why
+
+
+class WriteTransfer(Transfer):
+    """A write. `dropped` and `cleared` are positions of blocks that were forgotten since its submission.
+
+    The index thread owns `dropped` and `has_ended`; the storage's owner owns `cleared`.
+    """
+
+    __slots__ = ("cleared", "dropped", "has_ended")
+
+    order: Write
+
+    def __init__(self, order: Write) -> None:
+        super().__init__(order, [0] * len(order.hashes))
+        self.dropped: set[int] = set()
+        self.cleared: set[int] = set()
+        self.has_ended = False
 
 
 class Geometry:
@@ -92,17 +74,18 @@ class Geometry:
     def buffers(self, host_slot: int) -> list[NDArray[np.uint8]]:
         return [shard[host_slot] for shard in self.shards]
 
-    def runs(self, transfer: Transfer, positions: Sequence[int]) -> list[Run]:
+    def runs(self, transfer: Transfer, positions: Sequence[int]) -> list[IoRun]:
         """Blocks that are neighbours on disk become one run, unless slots have padding between them."""
-        runs: list[Run] = []
+        disk_slots, host_slots = transfer.order.disk_slots, transfer.order.host_slots
+        runs: list[IoRun] = []
         buffers: list[NDArray[np.uint8]] = []
         previous = -2
         for position in positions:
-            slot = transfer.disk_slots[position]
+            slot = disk_slots[position]
             if slot != previous + 1 or self.payload_bytes != self.slot_bytes:
                 buffers = []
-                runs.append(Run(slot * self.slot_bytes, buffers))
-            buffers += self.buffers(transfer.host_slots[position])
+                runs.append(IoRun(slot * self.slot_bytes, buffers))
+            buffers += self.buffers(host_slots[position])
             previous = slot
         return runs
 
@@ -136,21 +119,12 @@ class TransferThreads:
         with self._changed:
             transfer.pieces_left = len(pieces)
             if not self._is_closed and pieces:
-                (self._writes if transfer.is_write else self._reads).extend(pieces)
+                (self._writes if isinstance(transfer, WriteTransfer) else self._reads).extend(pieces)
                 self._changed.notify(len(pieces))
                 return
         if pieces:
             transfer.fail("closed")
         self._on_end(transfer)
-
-    def withdraw(self, ticket: int) -> bool:
-        """Take back a read of which no piece runs: what is left of it never will, and `on_end` is not called."""
-        with self._changed:
-            pieces = [piece for piece in self._reads if piece[0].ticket == ticket]
-            if not pieces or pieces[0][0].pieces_running:
-                return False
-            self._reads = deque(piece for piece in self._reads if piece[0].ticket != ticket)
-        return True
 
     def fail_waiting(self, why: str) -> None:
         """Pieces that have not begun never will."""
@@ -175,7 +149,7 @@ class TransferThreads:
                 with self._changed:
                     piece, _ = self._running.pop(thread, (None, 0.0))
                 if piece is not None:
-                    self._end(piece, f"thread {thread.name} died", has_run=True)
+                    self._end(piece, f"thread {thread.name} died")
                 try:
                     self._threads[index] = self._start_thread()
                 except RuntimeError:  # no thread to be had now; the next call tries again
@@ -196,8 +170,8 @@ class TransferThreads:
 
     def _cut(self, transfer: Transfer) -> list[Piece]:
         """Neighbours together, no more bytes than one I/O should have, and work for every thread."""
-        count = len(transfer.hashes)
-        order = sorted(range(count), key=transfer.disk_slots.__getitem__)
+        count = len(transfer.order.hashes)
+        order = sorted(range(count), key=transfer.order.disk_slots.__getitem__)
         most = max(1, self._io.piece_bytes // self._geometry.slot_bytes)
         size = max(1, min(most, -(-count // self._thread_count)))
         return [(transfer, order[start : start + size]) for start in range(0, count, size)]
@@ -212,23 +186,23 @@ class TransferThreads:
         me = threading.current_thread()
         while (piece := self._take(me)) is not None:
             why = None
+            is_write = isinstance(piece[0], WriteTransfer)
             try:
-                (self._write if piece[0].is_write else self._read)(*piece)
+                (self._write if is_write else self._read)(*piece)
             except BaseException as error:  # a piece may end its thread, but not its ticket
-                self._health.count_error("write" if piece[0].is_write else "read", error)
+                self._health.count_error("write" if is_write else "read", error)
                 why = str(error) or type(error).__name__
             with self._changed:
                 del self._running[me]
                 if why is not None and self._try_again(piece):
                     continue
-            self._end(piece, why, has_run=True)
+            self._end(piece, why)
 
     def _try_again(self, piece: Piece) -> bool:
         """Under the lock: put the blocks of a read that failed back, one by one, if there is hope."""
         transfer, positions = piece
-        if transfer.is_write or len(positions) == 1 or self._is_closed or not self._health.is_on:
+        if isinstance(transfer, WriteTransfer) or len(positions) == 1 or self._is_closed or not self._health.is_on:
             return False
-        transfer.pieces_running -= 1
         transfer.pieces_left += len(positions) - 1
         self._reads.extendleft((transfer, [position]) for position in reversed(positions))
         self._changed.notify(len(positions))
@@ -241,18 +215,16 @@ class TransferThreads:
             if not (self._reads or self._writes):
                 return None
             piece = (self._reads or self._writes).popleft()
-            piece[0].pieces_running += 1
             self._running[me] = piece, time.monotonic()
             return piece
 
-    def _end(self, piece: Piece, why: str | None, *, has_run: bool = False) -> None:
+    def _end(self, piece: Piece, why: str | None) -> None:
         transfer, positions = piece
         with self._changed:
             if why is not None:
                 transfer.error = transfer.error or why
                 for position in positions:
                     transfer.is_good[position] = 0
-            transfer.pieces_running -= has_run
             transfer.pieces_left -= 1
             is_last = transfer.pieces_left == 0
         if is_last:
@@ -261,9 +233,10 @@ class TransferThreads:
     def _read(self, transfer: Transfer, positions: Sequence[int]) -> None:
         started = time.monotonic()
         self._io.read(self._geometry.runs(transfer, positions))
+        hashes, host_slots = transfer.order.hashes, transfer.order.host_slots
         misses = 0
         for position in positions:
-            found = checksum(transfer.hashes[position], self._geometry.buffers(transfer.host_slots[position]))
+            found = checksum(hashes[position], self._geometry.buffers(host_slots[position]))
             is_good = found == transfer.checksums[position]
             transfer.is_good[position] = is_good
             misses += not is_good
@@ -271,9 +244,9 @@ class TransferThreads:
 
     def _write(self, transfer: Transfer, positions: Sequence[int]) -> None:
         started = time.monotonic()
+        hashes, host_slots = transfer.order.hashes, transfer.order.host_slots
         for position in positions:
-            buffers = self._geometry.buffers(transfer.host_slots[position])
-            transfer.checksums[position] = checksum(transfer.hashes[position], buffers)
+            transfer.checksums[position] = checksum(hashes[position], self._geometry.buffers(host_slots[position]))
         self._io.write(self._geometry.runs(transfer, positions))
         for position in positions:
             transfer.is_good[position] = 1

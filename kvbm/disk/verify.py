@@ -19,7 +19,7 @@ import numpy as np
 from kvbm.disk.directory import ARENA, INDEX, LOCK
 from kvbm.disk.files import open_private
 from kvbm.disk.index import BlockIndex, Recovered, checksum
-from kvbm.disk.io.threads import Buffer, Run, ThreadsIO
+from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO
 from kvbm.disk.superblock import Superblock
 
 READ_BYTES = 8 << 20
@@ -41,7 +41,7 @@ def verify(instance: Path, superblock: Superblock, *, progress: Callable[[int, i
     found = _load(instance, superblock)
     order = np.argsort(found.slots)
     suspects = []
-    with _Reader(instance / ARENA, superblock.slot_bytes) as reader:
+    with _SlotReader(instance / ARENA, superblock.slot_bytes) as reader:
         done = 0
         for group in _neighbours(found.slots, order, most=reader.slots_at_once):
             payloads = reader.read(int(found.slots[group[0]]), len(group))
@@ -119,7 +119,7 @@ def _neighbours(slots: np.ndarray, order: np.ndarray, *, most: int) -> Iterator[
         yield group
 
 
-class _Reader:
+class _SlotReader:
     """Slots of an arena to which somebody may be writing: past the page cache, which would show what was there once."""
 
     def __init__(self, arena: Path, slot_bytes: int) -> None:
@@ -135,7 +135,7 @@ class _Reader:
             is_direct = False
         self._io = ThreadsIO(self._fd, is_direct=is_direct)
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> _SlotReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -145,7 +145,7 @@ class _Reader:
     def read(self, slot: int, count: int) -> list[Buffer | None]:
         """Neighbours in one call; one after the other if that fails, so that only what cannot be read is None."""
         try:
-            self._io.read([Run(slot * self._slot_bytes, [self._rows[:count].reshape(-1)])])
+            self._io.read([IoRun(slot * self._slot_bytes, [self._rows[:count].reshape(-1)])])
         except OSError:
             return [None] if count == 1 else self._read_each(slot, count)
         return list(self._rows[:count])
@@ -154,7 +154,7 @@ class _Reader:
         payloads: list[Buffer | None] = []
         for position in range(count):
             try:
-                self._io.read([Run((slot + position) * self._slot_bytes, [self._rows[position]])])
+                self._io.read([IoRun((slot + position) * self._slot_bytes, [self._rows[position]])])
             except OSError:
                 payloads.append(None)
             else:

@@ -1,7 +1,7 @@
 """`python -m kvbm.embedded`: the embedded engine with its HTTP server.
 
-`kvbm serve` and `kvbm bench` start it with the flags of a profile; by hand it runs as well. Nothing heavy is imported
-before the flags are read and the socket is open.
+`kvbm serve` and `kvbm bench` start it with the flags of a profile; it also runs by hand. It imports nothing heavy until
+the flags are parsed and the socket is open.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
 
 if TYPE_CHECKING:
-    from kvbm.embedded.engine.connector import SchedulerSide, WorkerSide
+    from kvbm.embedded.driver import KvbmScheduler, KvbmWorker
     from kvbm.embedded.http.completion import Served
 
 PROGRAM = "python -m kvbm.embedded"
@@ -24,7 +24,7 @@ MEBIBYTE = 2**20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the engine until it is told to stop. Returns the exit code."""
+    """Run the engine until a signal stops it. Returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("kvbm").setLevel(logging.INFO)
     try:
@@ -44,7 +44,7 @@ def _serve(flags: argparse.Namespace) -> int:
 
 
 def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
-    """A started engine. Runs beside the event loop; `report` says what it is at."""
+    """Return a started engine. Runs in a separate thread; `report` shows the start-up step."""
     from kvbm.embedded.engine.config import EngineConfig
 
     config = EngineConfig(
@@ -66,9 +66,9 @@ def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
     report("importing torch and transformers")
     try:
         from kvbm.embedded.engine.engine import Engine
-        from kvbm.embedded.http.codec import TextCodec
         from kvbm.embedded.http.completion import Served
         from kvbm.embedded.http.metrics import EngineMetrics
+        from kvbm.embedded.http.text_codec import TextCodec
 
         connector = _connector(flags, report)
         report(f"loading {config.model}")
@@ -90,22 +90,22 @@ def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
     return Served(engine, engine.model.vocabulary_size, TextCodec(engine.tokenizer), metrics)
 
 
-def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tuple[SchedulerSide, WorkerSide] | None:
+def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tuple[KvbmScheduler, KvbmWorker] | None:
     if flags.connector is None:
         return None
     from kvbm.embedded.driver import create_connector
 
-    def taking(what: str) -> Callable[[int, int], None]:
+    def allocating(what: str) -> Callable[[int, int], None]:
         return lambda done_bytes, total_bytes: report(
-            f"taking {what}, {done_bytes // MEBIBYTE} of {total_bytes // MEBIBYTE} MiB"
+            f"allocating {what}, {done_bytes // MEBIBYTE} of {total_bytes // MEBIBYTE} MiB"
         )
 
     try:
         connector = create_connector(
             flags.connector,
             worker_process=flags.worker_process,
-            memory_progress=taking("host memory"),
-            disk_progress=taking("disk space"),
+            memory_progress=allocating("host memory"),
+            disk_progress=allocating("disk space"),
         )
     except ValueError as error:
         raise ProfileError(f"--connector is not a resolved profile: {error}") from None
@@ -114,8 +114,8 @@ def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tupl
 
 def _missing(error: ImportError) -> EnvironmentProblem:
     return EnvironmentProblem(
-        f"a library is missing: {error}",
-        hint="`pip install 'kvbm-cli[embedded]'` installs what the embedded engine needs",
+        f"a required library is missing: {error}",
+        hint="`pip install 'kvbm-cli[embedded]'` installs the requirements of the embedded engine",
     )
 
 
@@ -127,7 +127,7 @@ class _Parser(argparse.ArgumentParser):
 def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog=PROGRAM,
-        description="The embedded reference engine with an OpenAI-compatible server.",
+        description="Run the embedded reference engine with an OpenAI-compatible server.",
         allow_abbrev=False,
     )
     positive, natural = _integer(minimum=1), _integer(minimum=0)
@@ -138,40 +138,53 @@ def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="synthetic:tiny, synthetic:small, synthetic:8b, or a local Hugging Face directory",
     )
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    add("--port", type=_integer(minimum=0, maximum=65535), default=8000, help="0 chooses a free port (%(default)s)")
+    add("--port", type=_integer(minimum=0, maximum=65535), default=8000, help="0 selects a free port (%(default)s)")
     add("--num-blocks", type=positive, default=2048, metavar="N", help="blocks of device memory, G1 (%(default)s)")
-    add("--block-size", type=positive, default=16, metavar="TOKENS", help="tokens in a block (%(default)s)")
+    add("--block-size", type=positive, default=16, metavar="TOKENS", help="tokens per block (%(default)s)")
     add(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and KV (%(default)s)"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="type of weights and KV (%(default)s)",
     )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model runs (%(default)s)")
-    add("--max-model-len", type=positive, metavar="TOKENS", help="longest request, prompt and output (the model's own)")
-    add("--max-num-batched-tokens", type=positive, metavar="TOKENS", help="tokens that one step may compute")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the model (%(default)s)")
+    add(
+        "--max-model-len",
+        type=positive,
+        metavar="TOKENS",
+        help="maximum of prompt and output (the model's limit)",
+    )
+    add("--max-num-batched-tokens", type=positive, metavar="TOKENS", help="maximum tokens per step")
     add(
         "--max-num-seqs",
         type=positive,
         default=64,
         metavar="N",
-        help="requests that run at the same time (%(default)s)",
+        help="maximum requests at the same time (%(default)s)",
     )
-    add("--seed", type=natural, default=0, metavar="N", help="of synthetic weights and of sampling (%(default)s)")
+    add("--seed", type=natural, default=0, metavar="N", help="seed of synthetic weights and of sampling (%(default)s)")
     add("--threads", type=positive, metavar="N", help="CPU threads of the model")
-    add("--no-prefix-caching", action="store_true", help="keep no finished prompt in G1 for reuse")
-    add("--kv-layout", choices=("block_first", "layer_first"), default="block_first", help="of G1 (%(default)s)")
+    add("--no-prefix-caching", action="store_true", help="do not reuse blocks in G1")
+    add(
+        "--kv-layout",
+        choices=("block_first", "layer_first"),
+        default="block_first",
+        help="layout of G1 (%(default)s)",
+    )
     add("--served-model-name", metavar="NAME", help="model name in the API (the value of --model)")
     add("--connector", metavar="JSON", help="a resolved profile: run with the block manager")
-    add("--worker-process", action="store_true", help="run the block manager's worker in a process of its own")
-    add("--no-verify", action="store_true", help="skip the comparison with the model's own attention at the start")
+    add("--worker-process", action="store_true", help="run the block manager's worker in a separate process")
+    add("--no-verify", action="store_true", help="skip the comparison with the model's own attention at start-up")
     add(
         "--drain-timeout",
         type=_seconds,
         default=20.0,
         metavar="SECONDS",
-        help="for open requests at the end (%(default)s)",
+        help="time for open requests at shutdown (%(default)s)",
     )
     flags = parser.parse_args(arguments)
     if flags.worker_process and flags.connector is None:
-        parser.error("--worker-process needs --connector")
+        parser.error("--worker-process requires --connector")
     return flags
 
 

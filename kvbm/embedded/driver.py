@@ -1,9 +1,9 @@
-"""The integration of the embedded engine: its connector hooks, translated into calls of our leader and worker.
+"""Integration of the embedded engine: translates its connector hooks into calls of the leader and the worker.
 
-It holds no policy. The scheduler side owns the leader, the worker side owns the worker; they share no object. What
-crosses from one to the other is what crosses in any engine: a pickled handshake at start-up and a pickled StepPlan
-per step. With `worker_process=True` the worker runs in a process of its own, which maps the engine's G1 memory by its
-file descriptor, so that sharing anything by accident is impossible.
+It contains no policy. KvbmScheduler owns the leader, KvbmWorker the worker; they share no object. As in any engine,
+only a pickled handshake at start-up and a pickled StepPlan per step pass between them. With `worker_process=True` the
+worker runs in a separate process, which maps the engine's G1 memory by its file descriptor, so that the two cannot
+share an object by accident.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.device.worker import HostCapacity
+from kvbm.embedded.engine.connector import ConnectorOutput
 from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHome
 from kvbm.hashing import HASH_BYTES
 from kvbm.host.region import Region
 from kvbm.leader.disk_tier import open_disk
-from kvbm.leader.leader import Leader, LeaderSettings
+from kvbm.leader.leader import Leader
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.telemetry import Telemetry
 from kvbm.plan import StepPlan
@@ -27,18 +29,18 @@ from kvbm.types import SegmentInfo
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
-    from kvbm.embedded.engine.blocks import BlockPool
-    from kvbm.embedded.engine.connector import ConnectorOutput, SchedulerOutput
-    from kvbm.embedded.engine.kv import KVPool
+    from kvbm.embedded.engine.block_pool import BlockPool
+    from kvbm.embedded.engine.connector import SchedulerOutput
+    from kvbm.embedded.engine.kv_pool import KVPool
     from kvbm.embedded.engine.request import Request
 
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 @dataclass(frozen=True, slots=True)
-class Handshake:
-    """What the worker side tells the scheduler side once, at start-up."""
+class WorkerHandshake:
+    """What KvbmWorker sends to KvbmScheduler once, at start-up."""
 
     segments: tuple[SegmentInfo, ...]
     block_tokens: int
@@ -51,10 +53,10 @@ def create_connector(
     memory_progress: Progress | None = None,
     disk_progress: Progress | None = None,
 ) -> tuple[KvbmScheduler, KvbmWorker]:
-    """The two halves for one embedded engine, from the resolved profile's contents.
+    """Create the connector of one embedded engine from a resolved profile in JSON.
 
-    Memory and disk space are taken when the engine registers its KV pool, not here. EnvironmentProblem where the
-    profile asks for a port for metrics that is taken, or for a recording that cannot be written.
+    Memory and disk space are allocated later, when the engine registers its KV pool. Raises EnvironmentProblem if the
+    metrics port of the profile is in use, or if the recording cannot be written.
     """
     from kvbm.config.schema import Profile
 
@@ -67,16 +69,16 @@ def create_connector(
 
 
 class KvbmScheduler:
-    """The decision half: engine hooks to `Leader` calls."""
+    """Scheduler part of the connector: translates hooks into `Leader` calls."""
 
     def __init__(self, profile: Profile, progress: Progress | None = None) -> None:
         self._profile = profile
         self._telemetry = Telemetry(profile.connector_config().metrics)
         self._progress = progress
         self._namespace = b""
-        self._step = (0, 0.0)  # tokens of the step under way, and when it began
+        self._step = (0, 0.0)  # tokens of the current step, and its start time
         self._pool: BlockPool | None = None
-        self._handshake: Handshake | None = None
+        self._handshake: WorkerHandshake | None = None
         self._leader: Leader | None = None
         self._region: Region | None = None
         self._requests: dict[str, Request] = {}
@@ -89,25 +91,24 @@ class KvbmScheduler:
         self._create_leader()
 
     def bind_block_pool(self, pool: BlockPool, namespace: bytes) -> None:
-        """`namespace` names everything in the engine that decides the bytes and the hashes of a block."""
+        """`namespace` identifies everything in the engine that determines the bytes and the hashes of a block."""
         self._pool, self._namespace = pool, namespace
         self._create_leader()
 
     @property
     def leader(self) -> Leader:
-        assert self._leader is not None, "the engine has not registered its KV pool, or not bound its block pool"
+        assert self._leader is not None, "the engine has not yet registered its KV pool or bound its block pool"
         return self._leader
 
     def _create_leader(self) -> None:
-        """As soon as both the workers' segments and the engine's block pool are known, whichever comes last."""
+        """Create the leader when both the workers' segments and the engine's block pool are known."""
         if self._handshake is None or self._pool is None:
             return
         segments = self._handshake.segments
         self._region = Region.map(segments)
         config = self._profile.connector_config()
-        settings = LeaderSettings.of(
-            config, segments, g1_blocks=self._pool.block_count, block_tokens=self._handshake.block_tokens
-        )
+        traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES)
+        settings = LeaderSettings.of(config, segments, traits, g1_blocks=self._pool.block_count)
         disk = open_disk(
             config,
             segments,
@@ -119,12 +120,8 @@ class KvbmScheduler:
         self._leader = Leader(
             self._region,
             settings,
-            hold=self._pool.hold,
-            release=self._pool.release,
-            hash_bytes=HASH_BYTES,
+            LeaderCallbacks(self._pool.hold, self._pool.release, self._tenant_of, self._telemetry.trace),
             disk=disk,
-            tenant_of=self._tenant_of,
-            trace=self._telemetry.trace,
         )
         self._telemetry.watch(self._leader)
 
@@ -154,11 +151,10 @@ class KvbmScheduler:
     def disk_tokens(self, request: Request) -> int:
         return self.leader.disk_tokens(request.request_id)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+    def request_finished(self, request: Request) -> None:
         self._requests.pop(request.request_id, None)
         self._starts.pop(request.request_id, None)
         self.leader.finish(request.request_id, request.block_hashes)
-        return False
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -178,13 +174,11 @@ class KvbmScheduler:
             if result.is_live:
                 output.finished_recving.add(result.request_id)
                 output.failed_block_ids.update(result.failed_block_ids)
+        self.leader.take_events()  # the embedded engine publishes no events; drop them, or they accumulate
         return output
 
     def has_pending_work(self) -> bool:
         return self.leader.has_pending()
-
-    def take_events(self) -> list[object]:
-        return list(self.leader.take_events())
 
     def reset_cache(self) -> bool:
         return self.leader.reset()
@@ -193,7 +187,7 @@ class KvbmScheduler:
         return KvbmCollector(self.leader.counters, self.leader.blocks, self.leader.wear)
 
     def shutdown(self) -> None:
-        """Before the worker's: what only host memory has is written to disk first."""
+        """Write blocks that are only in host memory to disk. Call it before the worker's `shutdown`."""
         if self._leader is not None:
             self._leader.close()
         self._telemetry.close()
@@ -208,7 +202,7 @@ class KvbmScheduler:
         return self._handshake.block_tokens
 
     def _loadable(self, request: Request) -> list[bytes]:
-        """The blocks that a load may cover: all full ones before the last token, which the engine must compute."""
+        """Return the blocks that a load may cover: all full ones before the last token, which the engine computes."""
         return request.block_hashes[: (request.num_tokens - 1) // self._block_tokens]
 
     def _offload(self, request: Request, num_scheduled_tokens: int) -> None:
@@ -222,7 +216,7 @@ class KvbmScheduler:
 
 
 class KvbmWorker:
-    """The copying half: engine hooks to `Worker` calls, in this process or in one of its own."""
+    """Worker part of the connector: translates hooks into `Worker` calls, in this or in a separate process."""
 
     def __init__(
         self,
@@ -241,7 +235,6 @@ class KvbmWorker:
         self._worker_process = worker_process
         self._progress = progress
         self._home: WorkerHome | None = None
-        self._plan = StepPlan(step=0)
 
     def register_kv_pool(self, pool: KVPool) -> None:
         home: WorkerHome
@@ -256,39 +249,24 @@ class KvbmWorker:
                 progress=self._progress,
             )
         self._home = home
-        self._send_handshake(pickle.dumps(Handshake((home.info,), pool.block_size)))
+        self._send_handshake(pickle.dumps(WorkerHandshake((home.info,), pool.block_size)))
 
-    def handle_preemptions(self, meta: object) -> None:
-        """Nothing to wait for: blocks under a copy are held in the engine's pool."""
-
-    def bind_connector_metadata(self, meta: object) -> None:
+    def start_load_kv(self, meta: object) -> None:
+        """Start the loads of a StepPlan. They are asynchronous: the forward pass does not wait for them."""
         assert isinstance(meta, StepPlan), type(meta)
-        self._plan = meta
+        if not meta.is_empty():
+            self._worker.start(meta)
 
-    def start_load_kv(self) -> None:
-        if not self._plan.is_empty():
-            self._worker.start(self._plan)
+    def wait_for_save(self, meta: object) -> None:
+        """Start the offloads of a StepPlan: the forward pass has computed their blocks."""
+        assert isinstance(meta, StepPlan), type(meta)
+        if meta.offloads:
+            self._worker.finish(meta)
 
-    def wait_for_layer_load(self, layer: int) -> None:
-        """Loads are asynchronous: a request is scheduled only when its load has ended."""
-
-    def save_kv_layer(self, layer: int) -> None:
-        """Blocks are copied whole, after the forward pass."""
-
-    def wait_for_save(self) -> None:
-        if self._plan.offloads:
-            self._worker.finish(self._plan)
-
-    def get_finished(self, finished_request_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Results travel by control words; the scheduler side reads them right after this."""
+    def take_results(self) -> ConnectorOutput:
+        """Poll the worker. Results travel in control words, which the scheduler connector reads next."""
         self._worker.poll()
-        return None, None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
-
-    def clear_connector_metadata(self) -> None:
-        self._plan = StepPlan(step=0)
+        return ConnectorOutput()
 
     def shutdown(self) -> None:
         if self._home is not None:
@@ -296,5 +274,5 @@ class KvbmWorker:
 
     @property
     def _worker(self) -> WorkerHome:
-        assert self._home is not None, "the engine has not registered its KV pool"
+        assert self._home is not None, "the engine has not yet registered its KV pool"
         return self._home

@@ -1,4 +1,4 @@
-"""A profile as the command line of `python -m kvbm.embedded`. Pure: imports no engine, starts nothing."""
+"""Launch plan: turns a profile into the command line of `python -m kvbm.embedded`. Imports no engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvbm.config.schema import Profile
 
 
 def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
-    """How to start the engine of `profile` on `port`; without `connector`, the same engine and no block manager."""
+    """Return how to start the engine of `profile` on `port`; without `connector`, without the block manager."""
     engine, host = profile.engine, profile.server.host
-    assert isinstance(engine, EmbeddedEngine), f"a plan of the embedded engine for an engine of kind {engine.kind}"
+    assert isinstance(engine, EmbeddedEngine), f"the engine of the profile is of kind {engine.kind}"
     argv = [engine.python or sys.executable, "-m", "kvbm.embedded", "--model", engine.model]
     argv += ["--host", host, "--port", str(port), *_flags(engine.arguments)]
     if connector:
@@ -30,7 +30,7 @@ def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
 
 
 def _flags(arguments: EmbeddedArguments) -> list[str]:
-    """One flag per key that has a value. What is on by default has a flag that turns it off."""
+    """Return one flag per key with a value. Keys that are on by default have a flag that turns them off."""
     flags: list[str] = []
     for name, value in arguments.model_dump(exclude=set(_TURNED_OFF_BY)).items():
         if value is None or value is False:

@@ -1,7 +1,7 @@
-"""Where the worker of an embedded engine lives: in the engine's process, or in one of its own.
+"""Worker placement: runs the worker of an embedded engine in the engine's process or in a separate one.
 
-Both do the same for the driver. The process of its own maps the engine's G1 memory by its file descriptor and gets the
-plans through a pipe; nothing comes back but control words. It ends with the engine, however that ends.
+The driver uses both in the same way. A worker process maps the engine's G1 memory by its file descriptor and receives
+the plans through a pipe; it returns only control words. It ends with the engine, also if the engine is killed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo
 
 if TYPE_CHECKING:
-    from kvbm.embedded.engine.kv import KVPool
+    from kvbm.embedded.engine.kv_pool import KVPool
 
 WORKER_POLL_S = 0.0005
 EXIT_WAIT_S = 5.0
 
 
 class WorkerHome(Protocol):
-    """Where a Worker lives: in the engine's process or beside it."""
+    """Runs a Worker, in the engine's process or in a separate one."""
 
     info: SegmentInfo
 
@@ -43,6 +43,8 @@ class WorkerHome(Protocol):
 
 
 class InlineWorker:
+    """A Worker in the engine's process."""
+
     def __init__(
         self,
         pool: KVPool,
@@ -69,7 +71,7 @@ class InlineWorker:
 
 @dataclass(frozen=True, slots=True)
 class _ProcessArguments:
-    """How a worker process finds the engine's G1 memory: `length` bytes at `path`."""
+    """Arguments of a worker process. The engine's G1 memory is `length` bytes at `path`."""
 
     path: str
     length: int
@@ -80,11 +82,11 @@ class _ProcessArguments:
 
 
 class ProcessWorker:
-    """A Worker in a process of its own. Orders go through a pipe; nothing comes back but control words."""
+    """A Worker in a separate process. Orders go through a pipe; only control words come back."""
 
     def __init__(self, pool: KVPool, capacity: HostCapacity, thread_count: int, init_timeout_s: float) -> None:
         if pool.fd is None:
-            raise EnvironmentProblem("a worker process needs G1 in shared memory, which only a CPU pool is")
+            raise EnvironmentProblem("a worker process requires G1 in shared memory, which only the CPU supports")
         arguments = _ProcessArguments(
             path=f"/proc/{os.getpid()}/fd/{pool.fd}",
             length=pool.storages[0].numel(),
@@ -107,7 +109,7 @@ class ProcessWorker:
             answer = self._pipe.recv() if self._pipe.poll(timeout_s) else TimeoutError(f"no answer in {timeout_s:g} s")
         except EOFError:
             self._process.join(EXIT_WAIT_S)
-            answer = EngineError(f"it ended with exit code {self._process.exitcode}")
+            answer = EngineError(f"the process ended with exit code {self._process.exitcode}")
         if isinstance(answer, SegmentInfo):
             return answer
         self.close()
@@ -122,7 +124,7 @@ class ProcessWorker:
         self._send(("finish", plan))
 
     def poll(self) -> None:
-        """The worker process writes its words by itself; here goes what it had no room for."""
+        """Send the backlog. The worker process writes its control words without a request."""
         self._flush()
 
     def close(self) -> None:
@@ -133,16 +135,16 @@ class ProcessWorker:
             self._process.join()
 
     def _send(self, message: tuple[str, StepPlan]) -> None:
-        """A dead worker is noticed by the leader, which maps its segment; here there is nobody left to tell."""
+        """Queue a message and send what the pipe accepts. Ignores a dead worker, which the leader detects."""
         plan = message[1]
         if self._backlog and not (plan.offloads or plan.onboards):
-            return  # only asks after transfers, of a worker that does not read
+            return  # the plan only queries overdue transfers, and the worker does not read
         payload = pickle.dumps(message)
         self._backlog += struct.pack("!i", len(payload)) + payload  # as Connection.recv reads it
         self._flush()
 
     def _flush(self) -> None:
-        """Write what the pipe takes now. A worker that does not read must not hold up the engine."""
+        """Write what the pipe accepts now. A worker that does not read must not block the engine."""
         try:
             while self._backlog:
                 del self._backlog[: os.write(self._pipe.fileno(), self._backlog)]
@@ -153,7 +155,7 @@ class ProcessWorker:
 
 
 def _serve_worker(pipe: Connection, arguments: _ProcessArguments) -> None:
-    """Main function of a worker process: carry out plans until the engine closes the pipe."""
+    """Main function of a worker process: execute plans until the engine closes the pipe."""
     _die_with_parent(arguments.parent_pid)
     import torch
 

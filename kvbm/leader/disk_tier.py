@@ -1,18 +1,19 @@
-"""DiskSide: the leader's part that decides about G3: what is written there, what is read back, and what is forgotten.
+"""DiskTier: the metadata of G3. It decides which blocks are written to disk, read back, and deleted.
 
-It owns the metadata of G3 and moves no bytes: a `LastingDisk` does. The leader's thread owns both and calls
+It moves no bytes: a `Disk` does. The leader's thread owns both and calls
 
-    registered, hit, touch      what happens to blocks in host memory, from which follows what goes to disk
-    match, contains, fetch      what is on disk, and bringing it to host memory
-    step                        begin the writes that are due
-    settle                      what has ended: written blocks become findable, read ones are registered in G2
+    registered, hit, touch      blocks were registered, hit or used; decides what is written to disk
+    match, contains, fetch      find blocks on disk and start to read them into host memory
+    step                        start the writes that are due
+    settle                      register what has ended: written blocks in G3, read blocks in G2
 
-Where the process for disk I/O has ended, the disk is off, and what was on it is forgotten here; when the next one is
-there, what that has found is taken over step by step, and then it is on again.
+When the disk I/O process ends, the disk is off and all metadata of G3 is dropped. When the next process has started,
+the blocks that it found are registered over several steps; then the disk is on again.
 
-A block on its way to disk is pinned in G2, and is not registered in G3 unless the control words of its slot were still
-right when all of it had been written: a rank may have ended meanwhile. One on its way back is pinned in G3 and has a G2
-slot of its own that nobody finds before its bytes are proven. A G2 slot whose read overruns stays taken until it ends.
+A block on its way to disk is pinned in G2. It is registered in G3 only if the control words of its slot were still
+valid after the write, because a rank may have ended meanwhile. A block on its way back is pinned in G3 and has its own
+G2 slot, which is registered only when its bytes are proven. The slot of an abandoned read stays reserved until the read
+ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import itertools
 import logging
 import math
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,35 +31,36 @@ from typing import TYPE_CHECKING, Protocol
 from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
 from kvbm.disk.directory import RATES
+from kvbm.disk.orders import Read, Write
 from kvbm.hashing import namespace
-from kvbm.leader.known_rates import KnownRates
-from kvbm.leader.rates import Rates
-from kvbm.types import SlotState, Tier
+from kvbm.leader.rates import Rates, RatesFile
+from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.health import DiskCounters
+    from kvbm.disk.orders import DiskResult, FoundBlocks
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.storage import DiskResult, FoundBlocks
     from kvbm.disk.wear import Wear
-    from kvbm.host.region import Region
+    from kvbm.leader.host_tier import HostTier, Reservation
+    from kvbm.leader.settings import LeaderSettings
     from kvbm.metrics import Counters
     from kvbm.types import SegmentInfo
 
 WRITES_AT_A_TIME = 2
-TAKEN_AT_A_TIME = 8  # batches in a step: one that has left host memory meanwhile is only dropped, but takes time too
-PINNED_SHARE = 4  # of G2 that writes may pin
-CLEANED_AHEAD = 256  # blocks at the old end of G2 that `on_evict` keeps written
-FILL_S = 0.002  # of a step, for taking over what the next process has found
-SAY_INTERVAL_S = 2.0  # between two lines about what is written at the end
-AWAKE_S = 5.0  # that an engine without requests waits for the next process
+TAKEN_AT_A_TIME = 8  # batches per step; dropping a batch that has left host memory takes time too
+PINNED_SHARE = 4  # writes pin at most this part of G2
+CLEANED_AHEAD = 256  # `on_evict` keeps this many of the next evicted blocks written
+FILL_S = 0.002  # time per step to register what the next process found
+LOG_INTERVAL_S = 2.0  # between progress lines of the final write
+AWAKE_S = 5.0  # how long an idle engine waits for the next process
 
 log = logging.getLogger(__name__)
 
 
 class Disk(Protocol):
-    """What moves the bytes: a `LastingDisk`, or a test that holds them in memory."""
+    """Moves the bytes: a DiskSupervisor, or a fake of a test."""
 
     @property
     def slot_count(self) -> int: ...
@@ -74,20 +75,7 @@ class Disk(Protocol):
     @property
     def restarts(self) -> int: ...
     def recovered(self, *, waits: bool) -> FoundBlocks | None: ...
-    def write(
-        self,
-        ticket: int,
-        hashes: Sequence[bytes],
-        host_slots: Sequence[int],
-        disk_slots: Sequence[int],
-        tenants: Sequence[bytes],
-        *,
-        generations: Sequence[int],
-    ) -> None: ...
-    def read(
-        self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]
-    ) -> None: ...
-    def withdraw(self, ticket: int) -> bool: ...
+    def submit(self, order: Read | Write) -> None: ...
     def forget(self, disk_slots: Sequence[int]) -> None: ...
     def clear(self) -> None: ...
     def poll(self) -> list[DiskResult]: ...
@@ -95,45 +83,12 @@ class Disk(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class DiskPolicy:
-    """What the profile decides. `to_disk`: frequency, always or on_evict; `reads_always`: not only where it is faster
-    than computing. `is_buffer`: host memory is no tier, blocks only pass through it."""
-
-    to_disk: str = "frequency"
-    is_buffer: bool = False
-    frequency_threshold: int = 2
-    frequency_decay_s: float = 600.0
-    frequency_entries: int = 1_000_000
-    reads_always: bool = False
-    timeout_s: float = 30.0
-    batch_blocks: int = 16
-    drain_s: float = 0.0
-
-    @classmethod
-    def of(cls, config: ConnectorConfig) -> DiskPolicy:
-        """What a configuration says. Without host memory there is nothing to be asked for again there, so that every
-        block goes to disk."""
-        return cls(
-            to_disk="always" if config.tiers.host is None else config.offload.to_disk,
-            is_buffer=config.tiers.host is None,
-            frequency_threshold=config.offload.frequency_threshold,
-            frequency_decay_s=config.offload.frequency_decay_s,
-            frequency_entries=config.offload.frequency_entries,
-            reads_always=config.onboard.policy == "always",
-            timeout_s=config.onboard.disk_timeout_s,
-            batch_blocks=config.transfer.batch_blocks,
-            drain_s=config.tiers.disk.drain_s if config.tiers.disk is not None else 0.0,
-        )
-
-
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks on their way from disk to host memory. `blocks` holds them, pinned in G2, when they have come."""
+    """A read of blocks from disk into host memory. `blocks` holds them, pinned in G2, when they have arrived."""
 
     source: PinnedBlocks
-    target: MutableBlocks
-    generation: int
+    target: Reservation
     blocks: PinnedBlocks | None = None
     is_void: bool = False
     is_abandoned: bool = False
@@ -148,13 +103,13 @@ class _Write:
 
 @dataclass(slots=True)
 class _Queue:
-    """Hashes that are due for a write, first come, first written, each once."""
+    """Hashes that are due for a write, each once, in order of arrival."""
 
     limit: int
     hashes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
     def add(self, hashes: Sequence[bytes]) -> int:
-        """How many found no place."""
+        """Append hashes; return how many were dropped because the queue is full."""
         room = self.limit - len(self.hashes)
         fresh = [sequence_hash for sequence_hash in hashes if sequence_hash not in self.hashes]
         self.hashes.update(dict.fromkeys(fresh[: max(0, room)]))
@@ -173,10 +128,10 @@ def open_disk(
     hash_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> DiskSupervisor | None:
-    """The disk of an engine, None where none is configured. Raises EnvironmentProblem.
+    """Open the disk of an engine; None if none is configured. Raises EnvironmentProblem.
 
-    `identity` is whatever decides the bytes and the hashes of a block, beside how the ranks lay it out, and has the
-    `model` for people; where that is not stable from start to start, nothing is kept.
+    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the ranks. Its `model`
+    is shown to users. If the identity is not stable across starts, blocks are not kept for the next start.
     """
     section = config.tiers.disk
     if section is None:
@@ -199,7 +154,7 @@ def open_disk(
         reclaim=section.reclaim,
     )
     if section.persist and not is_stable:
-        log.warning("kvbm: blocks on disk are not kept for the next start: their names change from start to start")
+        log.warning("kvbm: blocks on disk are not kept for the next start: block hashes change with every start")
     name = Namespace(namespace(facts), facts)
     disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
     log.info("kvbm: room for %d blocks in %s, moved by %s", disk.slot_count, settings.directory, disk.io_name)
@@ -207,55 +162,45 @@ def open_disk(
 
 
 class DiskTier:
-    """See the module's text. `next_generation` numbers what fills a G2 slot; `slot_generations` keeps it."""
+    """See the module's text."""
 
     def __init__(
         self,
         disk: Disk,
-        policy: DiskPolicy,
-        *,
-        host: BlockStore,
-        region: Region,
-        slot_generations: array[int],
-        next_generation: Callable[[], int],
-        block_tokens: int,
-        block_bytes: int,
+        host: HostTier,
+        settings: LeaderSettings,
         counters: Counters,
-        hash_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._disk = disk
-        self._policy = policy
+        self._policy = policy = settings.disk
         self._host = host
-        self._region = region
-        self._slot_generations = slot_generations
-        self._next_generation = next_generation
-        self._block_bytes = block_bytes
+        self._block_bytes = settings.block_bytes
         self._counters = counters
         self._clock = clock
-        self.store = BlockStore(disk.slot_count, tier=Tier.DISK, hash_bytes=hash_bytes, events=False)
+        self.store = BlockStore(disk.slot_count, tier=Tier.DISK, hash_bytes=settings.engine.hash_bytes, events=False)
         self._losses = disk.losses
-        self._is_filled = False  # with all that a process has found
+        self._is_filled = False  # all blocks that the process found are registered
         self._awake_until_s = 0.0
         self._fill(math.inf, waits=True)
-        log.info("kvbm: %d blocks on disk are of an earlier engine", self.store.counts().inactive)
+        log.info("kvbm: found %d blocks of an earlier engine on disk", self.store.counts().inactive)
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
         self._decay_s = clock() + policy.frequency_decay_s
         self._queue = _Queue(host.capacity_blocks)
-        self._cleaned = 0  # how much had come and gone when the old end of host memory was last looked at
+        self._cleaned = 0  # number of offloads and evictions at the last `_clean`
         self._departing: set[bytes] = set()
-        self._tenants: dict[int, bytes] = {}  # of the G2 slots whose blocks belong to one
+        self._tenants: dict[int, bytes] = {}  # per G2 slot, if its block has one
         self._writes: dict[int, _Write] = {}
         self._fetches: dict[int, Fetch] = {}
         self._tickets = itertools.count(1)
-        self._known = None if disk.home is None else KnownRates(disk.home / RATES, clock=clock)
-        known = None if self._known is None else self._known.read()
-        self.rates = Rates(block_tokens=block_tokens, clock=clock, known=known)
+        self._rates_file = None if disk.home is None else RatesFile(disk.home / RATES, clock=clock)
+        known = None if self._rates_file is None else self._rates_file.read()
+        self.rates = Rates(block_tokens=settings.engine.block_tokens, clock=clock, known=known)
 
     # -- what happens in host memory -----------------------------------------------------------------------------------
 
     def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
-        """These blocks of a tenant have come to these slots of host memory from device memory."""
+        """Note that blocks of a tenant were registered in these slots of host memory."""
         self._note_tenant(slots, tenant)
         if self._policy.to_disk == "always":
             self._enqueue(hashes)
@@ -265,46 +210,46 @@ class DiskTier:
             self._admit(admitted)
 
     def hit(self, hashes: Sequence[bytes]) -> None:
-        """A request has found these blocks, in whichever tier. Those that it makes worth keeping are written, if they
-        are in host memory."""
+        """Note a cache hit of these blocks in any tier. Blocks admitted because of it are written, if they are in host
+        memory."""
         if self._policy.to_disk == "frequency":
             self._admit(self._filter.hit(hashes))
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """These blocks are in use; what is used in any tier is not evicted from disk."""
+        """Make these blocks the most recently used on disk. Blocks that are used in any tier stay on disk."""
         self.store.touch(hashes)
 
     def evicting(self, count: int, *, keeps_unwritten: bool = False) -> None:
-        """So many blocks are about to be evicted from host memory; if wanted, not those that are due for the disk."""
+        """Prepare for the eviction of `count` blocks of host memory; `keeps_unwritten` spares the unwritten ones."""
         if count <= 0:
             return
         if keeps_unwritten:
             self._host.touch(list(self._queue.hashes))
         if self._policy.to_disk == "on_evict":
-            self._counters.disk_dropped_blocks += len(self.store.missing(self._host.oldest(count)))
+            self._counters.disk_dropped_blocks += len(self.store.missing(self._host.store.oldest(count)))
 
     # -- what is on disk -----------------------------------------------------------------------------------------------
 
     @property
     def is_on(self) -> bool:
-        """Whether blocks are found there, read and written."""
+        """Whether blocks on disk are found, read and written."""
         return self._is_filled and self._disk.is_on
 
     def refresh(self) -> None:
-        """Before something is looked for: take over what the next process has found while the engine rested."""
+        """Detect a process that was replaced while the engine was idle. Call before a lookup."""
         if not (self.is_on or self._writes or self._fetches):
-            self.settle()  # tells the end of one process
-            self.settle()  # and the beginning of another
+            self.settle()  # notes the end of one process
+            self.settle()  # and the start of the next one
 
     def contains(self, sequence_hash: bytes) -> bool:
         return self.is_on and self.store.contains(sequence_hash)
 
     def match(self, hashes: Sequence[bytes], start: int) -> int:
-        """How many of `hashes[start:]` are on disk, up to the first that is not."""
+        """Return how many of `hashes[start:]` are on disk, up to the first that is not."""
         return self.store.match(hashes, start) if self.is_on else 0
 
     def worthwhile(self, spans: Sequence[tuple[bool, int]]) -> int:
-        """How many blocks of a chain to load, whose spans are (are on disk, blocks)."""
+        """Return how many blocks of a chain to load; `spans` are its parts as (is on disk, blocks)."""
         if self._policy.reads_always:
             return sum(count for _, count in spans)
         wanted = self.rates.worthwhile(spans)
@@ -312,65 +257,57 @@ class DiskTier:
         return wanted
 
     def is_hopeless(self, waited_s: float, blocks: int, of_blocks: int) -> bool:
-        """Whether a request that has waited so long, and has got `blocks` of its `of_blocks`, had better compute."""
+        """Whether a request that has waited `waited_s` and got `blocks` of its `of_blocks` should compute the rest."""
         return not self._policy.reads_always and self.rates.is_hopeless(
             waited_s=waited_s, blocks=blocks, of_blocks=of_blocks
         )
 
-    def gave_up(self, blocks: int, missing: int, waited_s: float) -> None:
-        """A request computes `missing` blocks after all, having got `blocks` in so long."""
+    def give_up(self, blocks: int, missing: int, waited_s: float) -> None:
+        """Note that a request gave up: it got `blocks` in `waited_s` and computes the `missing` ones."""
         self.rates.note_read(blocks, waited_s)
         self._counters.disk_late_blocks += missing
 
-    def hold(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
-        """Keep these blocks on disk until they have been fetched; None if one has gone."""
+    def pin(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
+        """Hold all of `hashes` against eviction from disk; None if one of them is missing."""
         return self.store.pin(hashes) if self.is_on else None
 
     def fetch(self, hashes: Sequence[bytes], tenant: bytes) -> Fetch | None:
-        """Begin to read blocks that are held, and are a tenant's, into host memory; None while there is no room, or the
-        disk is off. `settle` tells the end."""
+        """Start to read pinned blocks of a tenant into host memory; `settle` returns the end. None while there is no
+        room or the disk is off."""
         if not self.is_on:
             return None
-        counts = self._host.counts()
-        self.evicting(len(hashes) - counts.free)
-        target = self._host.allocate(len(hashes))
+        self.evicting(len(hashes) - self._host.store.counts().free)
+        target = self._host.reserve(len(hashes))
         if target is None:
             return None
-        self._counters.evicted_blocks += max(0, len(hashes) - counts.free)
         source = self.store.pin(hashes)
         assert source is not None, "blocks to be fetched are held"
         ticket = next(self._tickets)
         self._note_tenant(target.slots, tenant)
-        fetch = Fetch(source, target, self._next_generation())
-        self._region.write_slots(target.slots, fetch.generation, SlotState.EMPTY)
-        self._fetches[ticket] = fetch
-        self._disk.read(ticket, source.hashes, source.slots, target.slots)
+        self._host.unprove(target)
+        fetch = self._fetches[ticket] = Fetch(source, target)
+        self._disk.submit(Read(ticket, source.hashes, source.slots, target.slots))
         return fetch
 
     def abandon(self, fetch: Fetch) -> None:
-        """Nobody waits for it any more. If it has not begun it never will."""
+        """Drop the result of a read: `settle` releases its blocks when the read has ended."""
         fetch.is_abandoned = True
-        ticket = next((ticket for ticket, other in self._fetches.items() if other is fetch), None)
-        if ticket is not None and self._disk.withdraw(ticket):
-            del self._fetches[ticket]
-            fetch.source.release()
-            fetch.target.release()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Begin the writes that are due, as many as may run at a time."""
+        """Start the writes that are due."""
         if self._clock() >= self._decay_s:
             self._decay_s = self._clock() + self._policy.frequency_decay_s
             self._filter.decay()
         if self._policy.to_disk == "on_evict":
             self._clean()
-        if self._known is not None:
-            self._known.keep(self.rates.known())
+        if self._rates_file is not None:
+            self._rates_file.keep(self.rates.known())
         self._begin_writes()
 
     def settle(self) -> list[Fetch]:
-        """Take note of what has ended; return the fetches among it, which are the caller's now."""
+        """Register what has ended. Return the ended fetches; the caller owns their blocks."""
         ended = []
         for result in self._disk.poll():
             if (write := self._writes.pop(result.ticket, None)) is not None:
@@ -386,23 +323,25 @@ class DiskTier:
         return ended
 
     def is_writing(self) -> bool:
-        """Whether something is on its way to a disk that works, or due for it."""
+        """Whether blocks are being written or due for it, and the disk is on."""
         return self.is_on and bool(self._writes or self._queue.hashes)
 
     def is_returning(self) -> bool:
-        """Whether it is to be expected within seconds that a disk is on again whose process has ended."""
+        """Whether the disk I/O process has ended and the disk may be on again within seconds."""
         return not self._is_filled and self._clock() < self._awake_until_s
 
-    def must_be_waited_for(self, end: int) -> int | None:
-        """How many blocks a chain of `end` blocks may not evict, as they are still to be written: it passes through
-        host memory, since the disk takes everything. None if it does not, and has to fit in."""
+    def unwritten_blocks(self, end: int) -> int | None:
+        """Return how many blocks a chain of `end` blocks must not evict, because they still have to be written.
+
+        None if the chain does not pass through host memory to the disk, so that it has to fit into host memory.
+        """
         is_larger = end > self._host.capacity_blocks
         if self._policy.to_disk != "always" or not self.is_on or not (is_larger or self._policy.is_buffer):
             return None
         return len(self._queue.hashes)
 
     def wear(self) -> dict[str, float]:
-        """By the names of metrics, what is known of it."""
+        """Return the known wear metrics by name."""
         wear = self._disk.wear()
         found = {
             "kvbm_disk_write_amplification": wear.write_amplification,
@@ -413,8 +352,8 @@ class DiskTier:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every block, durably, and what is on its way too. Raises EnvironmentProblem where the disk does not
-        answer: then it stays off until it has forgotten."""
+        """Forget every block durably, including those in flight. Raises EnvironmentProblem if the disk does not answer;
+        it stays off until it has forgotten them."""
         self.store.reset()
         self._filter.clear()
         self._queue.hashes.clear()
@@ -426,24 +365,24 @@ class DiskTier:
         self._disk.clear()
 
     def close(self) -> None:
-        """Write what host memory has and the disk has not, the most recently used first, while there is time."""
+        """Write blocks that are only in host memory, most recently used first, for at most `drain_s`; then close."""
         deadline_s = self._clock() + self._policy.drain_s
-        counts = self._host.counts()
-        newest_first = self._host.oldest(counts.inactive)[::-1]
+        counts = self._host.store.counts()
+        newest_first = self._host.store.oldest(counts.inactive)[::-1]
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
         self._queue.hashes.clear()
         self._queue.add([sequence_hash for sequence_hash in absent if sequence_hash not in self._departing])
-        said_s = self._clock()
+        logged_s = self._clock()
         while self.is_writing() and self._clock() < deadline_s:
             self._begin_writes()
             time.sleep(0.001)
             self.settle()
-            if self._clock() - said_s > SAY_INTERVAL_S:
-                said_s = self._clock()
+            if self._clock() - logged_s > LOG_INTERVAL_S:
+                logged_s = self._clock()
                 done = len(absent) - len(self._queue.hashes)
                 log.info("kvbm: writing host memory to disk, %d of %d blocks", done, len(absent))
         left = len(self._queue.hashes)
-        log.info("kvbm: %d blocks were written to disk at the end, %d not", len(absent) - left, left)
+        log.info("kvbm: wrote %d blocks of host memory to disk before exit, %d are lost", len(absent) - left, left)
         self._disk.close(max(0.1, deadline_s - self._clock()))
 
     def check(self) -> None:
@@ -455,7 +394,7 @@ class DiskTier:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _follow_process(self) -> None:
-        """Forget what was on disk when its process has ended, and take over what the next one has found."""
+        """Drop all metadata when the process has ended, and register what the next one found."""
         if self._disk.losses != self._losses:
             tickets = self._writes.keys() | self._fetches.keys()
             assert not tickets, f"{tickets} have not ended, and their process has"
@@ -467,7 +406,7 @@ class DiskTier:
             self._fill(FILL_S)
 
     def _fill(self, limit_s: float, *, waits: bool = False) -> None:
-        """Take over what a process has found, as much as the time allows, once nobody holds a slot from before."""
+        """Register what a process found, for `limit_s`. Waits until no slot from before is held."""
         counts = self.store.counts()
         if counts.free + counts.inactive < self.store.capacity_blocks:
             return
@@ -480,7 +419,7 @@ class DiskTier:
             self._is_filled = found.is_last
             self._awake_until_s = self._clock() + AWAKE_S
         if self._is_filled and self._losses:
-            log.warning("kvbm: the disk tier has a process again, and %d blocks", self.store.counts().inactive)
+            log.warning("kvbm: the disk tier is on again with %d blocks", self.store.counts().inactive)
 
     def _note_tenant(self, slots: Sequence[int], tenant: bytes) -> None:
         if tenant:
@@ -507,11 +446,11 @@ class DiskTier:
         counters.disk_off = int(not self.is_on)
 
     def _clean(self) -> None:
-        """Keep the old end of host memory written, once blocks are about to be evicted."""
+        """Queue the blocks that would be evicted next, if there are few free slots."""
         changes = self._counters.offload_blocks + self._counters.evicted_blocks
-        if changes != self._cleaned and not self._queue.hashes and self._host.counts().free < CLEANED_AHEAD:
+        if changes != self._cleaned and not self._queue.hashes and self._host.store.counts().free < CLEANED_AHEAD:
             self._cleaned = changes
-            self._enqueue(self._host.oldest(CLEANED_AHEAD))
+            self._enqueue(self._host.store.oldest(CLEANED_AHEAD))
 
     def _begin_writes(self) -> None:
         for _ in range(TAKEN_AT_A_TIME):
@@ -534,9 +473,9 @@ class DiskTier:
             ticket = next(self._tickets)
             self._writes[ticket] = _Write(source, target)
             self._departing.update(source.hashes)
-            generations = [self._slot_generations[slot] for slot in source.slots]
+            generations = self._host.generations_of(source.slots)
             tenants = [self._tenants.get(slot, b"") for slot in source.slots]
-            self._disk.write(ticket, source.hashes, source.slots, target.slots, tenants, generations=generations)
+            self._disk.submit(Write(ticket, source.hashes, target.slots, source.slots, tenants, generations))
 
     def _end_write(self, write: _Write, is_good: Sequence[bool]) -> None:
         hashes = write.source.hashes
@@ -566,13 +505,8 @@ class DiskTier:
             self.store.forget([hashes[index] for index in bad])
             self._disk.forget([slots[index] for index in bad])
         fetch.source.release()
-        proven, failed = fetch.target.split(is_good)
-        failed.release()
-        if proven.slots:
-            self._region.write_slots(proven.slots, fetch.generation, SlotState.READY)
-            for slot in proven.slots:
-                self._slot_generations[slot] = fetch.generation
-        blocks = proven.stage([h for h, good in zip(hashes, is_good, strict=True) if good]).register()
+        self._host.prove(fetch.target, is_good)
+        blocks = self._host.register(fetch.target, hashes, is_good)
         self._counters.disk_fetched_blocks += len(blocks.slots)
         if bad:
             blocks.release()

@@ -1,48 +1,50 @@
-"""Loads: the leader's part for what is on its way into G1, from host memory at once or from disk through it.
+"""Onboards: copies into G1, from host memory at once or from disk through host memory.
 
-A load is what one request was promised: blocks of a chain, and the G1 blocks that receive them. Those that are in host
-memory are one part, ordered at once; those on disk are read batch by batch, in order, each a part of its own that is
-ordered when its bytes are in host memory. So a load larger than host memory passes through it, and the copy of one
-batch runs beside the read of the next. When all parts have ended, the load has: well if all went well, else as failed,
-and then the engine computes all of it. A load whose disk fails, or takes too long, is cut: what comes up to the first
-block that does not is the engine's, which computes the rest. Where the beginning of a load is of no use without the
-rest, it fails by the disk, and what has come can still be found in host memory.
+A load is what one request was promised: blocks of a chain, and the G1 blocks that receive them. It moves in parts:
 
-The G1 blocks of a load are held from its beginning until nothing of it can write to them any more; a load that is given
-up before its copiers have stopped is told as failed at once, and its blocks stay held. Blocks that are still being read
-from disk hold no G1 block.
+- Blocks in host memory are one part, ordered at once.
+- Blocks on disk are read in batches, in order. Each batch is a part, ordered when its bytes are in host memory. So a
+  load larger than host memory passes through it, and one batch is copied while the next is read.
+
+A load ends when all its parts have ended. If a copy failed, the whole load failed and the engine computes all of it. If
+the disk fails or is too slow, the load is cut at the first missing block: the engine keeps what comes before and
+computes the rest. An engine that cannot use the beginning without the rest gets a failed load instead; the blocks that
+have arrived can still be found in host memory.
+
+The G1 blocks of a load are held until nothing of it can write to them any more. Blocks that are still being read from
+disk need no such hold. A load that is given up before its copiers have stopped is reported as failed at once, and its
+blocks stay held.
 """
 
 from __future__ import annotations
 
 import time
-from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
-from kvbm.host.region import LANES, Region
+from kvbm.host.region import LANES
 from kvbm.plan import Onboard
 from kvbm.types import SlotState
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
-    from kvbm.core.store import BlockStore
     from kvbm.leader.disk_tier import DiskTier, Fetch
+    from kvbm.leader.host_tier import HostTier
+    from kvbm.leader.requests import LiveRequest
+    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
 
 FETCHES_AT_A_TIME = 32
-PARTS = 16  # that a read from disk has at least, if it has as many blocks
-SHARES_OF_G2 = 4
-
-Owner = TypeVar("Owner")
+PARTS = 16  # least number of parts of a read from disk, if it has as many blocks
+SHARES_OF_G2 = 4  # one part takes at most this share of host memory
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is where in the load they
-    begin."""
+    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position of the first
+    one in the load."""
 
     first: int
     hashes: tuple[bytes, ...]
@@ -50,19 +52,18 @@ class _Part:
 
 
 @dataclass(slots=True, eq=False)
-class Load(Generic[Owner]):
-    """What was promised to `owner`; `tokens` is what the engine need not compute.
+class Load:
+    """What was promised to a request. The engine need not compute `tokens` tokens.
 
-    `on_disk` are the positions of those blocks that were there; `waiting` are parts of them that have not begun, pinned
-    by `kept`; `open_parts` counts those under way. `end`: what is behind it is not loaded after all.
+    `on_disk` are the positions of the blocks that were on disk. `waiting` are parts of them that have not begun, pinned
+    by `kept`; `open_parts` counts the parts in flight. Blocks from `end` on are not loaded.
     """
 
     number: int
-    owner: Owner
+    request: LiveRequest
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     tokens: int
-    tenant: bytes
     born_s: float
     end: int
     on_disk: tuple[int, ...] = ()
@@ -71,114 +72,104 @@ class Load(Generic[Owner]):
     open_parts: int = 0
     is_failed: bool = False
     is_failed_by_disk: bool = False
-    is_given_up: bool = False
+    is_reported: bool = False
 
     @property
     def disk_blocks(self) -> int:
-        """Of those that are loaded."""
+        """Blocks from disk among those that are loaded."""
         return bisect_left(self.on_disk, self.end)
 
     @property
     def loaded_tokens(self) -> int:
-        """What of `tokens` the engine has in the end, where blocks of several groups come together all of it."""
+        """The part of `tokens` that the engine gets in the end. With several KV cache groups it is all of them."""
         return self.tokens * self.end // max(1, len(self.hashes))
 
     @property
     def disk_tokens(self) -> int:
-        """What of `tokens` comes from disk, where blocks of several groups come together by their share."""
+        """The part of `tokens` that comes from disk. With several KV cache groups it is the share of the blocks."""
         return self.tokens * self.disk_blocks // max(1, len(self.hashes))
 
 
 @dataclass(slots=True, eq=False)
-class _Copy(Generic[Owner]):
+class _Copy:
     order: Onboard
-    load: Load[Owner]
+    load: Load
     source: PinnedBlocks
     born_step: int
     is_void: bool = False
 
 
-class Onboards(Generic[Owner]):
-    """See the module's text. A transfer without a result is asked after every `overdue_steps` steps. `can_cut`: the
-    beginning of a load is of use without the rest."""
+class Onboards:
+    """See the module's text."""
 
     def __init__(
         self,
-        store: BlockStore,
-        region: Region,
-        *,
+        host: HostTier,
         disk: DiskTier | None,
-        slot_generations: array[int],
-        next_generation: Callable[[], int],
-        hold: Callable[[Sequence[int]], None],
-        release: Callable[[Sequence[int]], None],
-        overdue_steps: int,
-        batch_blocks: int,
-        disk_timeout_s: float,
-        can_cut: bool = True,
+        engine: LeaderCallbacks,
+        settings: LeaderSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = store
-        self._region = region
+        self._host = host
         self._disk = disk
-        self._slot_generations = slot_generations
-        self._next_generation = next_generation
-        self._hold = hold
-        self._release = release
-        self._overdue_steps = overdue_steps
-        self._batch_blocks = batch_blocks
-        self._disk_timeout_s = disk_timeout_s
-        self._can_cut = can_cut
+        self._engine = engine
+        self._settings = settings
         self._clock = clock
         self._step = 0
-        self._copies: dict[int, _Copy[Owner]] = {}
-        self._fetches: dict[Fetch, tuple[Load[Owner], _Part]] = {}
-        self._from_disk: list[Load[Owner]] = []
+        self._copies: dict[int, _Copy] = {}
+        self._fetches: dict[Fetch, tuple[Load, _Part]] = {}
+        self._from_disk: list[Load] = []
         self._arriving: dict[bytes, int] = {}
         self._lanes = deque(range(LANES))
         self._orders: list[Onboard] = []
-        self._ended: list[Load[Owner]] = []
+        self._ended: list[Load] = []
 
     def can_begin(self) -> bool:
-        """Whether a load may be promised: not while an older one hangs."""
+        """Whether a load may be promised: not while an older one is overdue."""
         oldest = next(iter(self._copies.values()), None)
-        return bool(self._lanes) and (oldest is None or self._step - oldest.born_step < self._overdue_steps)
+        return bool(self._lanes) and (oldest is None or self._step - oldest.born_step < self._settings.overdue_steps)
 
     def arriving(self, sequence_hash: bytes) -> int | None:
-        """The number of the load that brings this block, if one does."""
+        """Return the number of the load that brings this block, if there is one."""
         return self._arriving.get(sequence_hash)
 
     def begin(
-        self, owner: Owner, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int, *, tenant: bytes = b""
-    ) -> Load[Owner] | None:
-        """Bring `hashes[i]` of a tenant into G1 block `block_ids[i]`. None if one of them has gone since the match."""
-        on_disk = set(self._store.missing(hashes))
+        self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int
+    ) -> Load | None:
+        """Bring `hashes[i]` into G1 block `block_ids[i]`. None if a block is no longer there."""
+        missing = self._host.missing(hashes)
+        on_disk = set(missing)
         in_host = _part(hashes, block_ids, [i for i in range(len(hashes)) if i not in on_disk])
-        source = self._store.pin(in_host.hashes)
+        source = self._host.pin(in_host.hashes)
         assert source is not None, "blocks that are not missing can be pinned"
-        behind = sorted(on_disk)
         kept = None
-        if behind:
-            kept = self._disk.hold([hashes[index] for index in behind]) if self._disk is not None else None
+        if missing:
+            kept = self._disk.pin([hashes[index] for index in missing]) if self._disk is not None else None
             if kept is None:
                 source.release()
                 return None
-        number = self._next_generation()
+        number = self._host.next_generation()
         load = Load(
-            number, owner, tuple(hashes), tuple(block_ids), tokens, tenant, self._clock(), len(hashes), tuple(behind)
+            number,
+            request,
+            tuple(hashes),
+            tuple(block_ids),
+            tokens,
+            born_s=self._clock(),
+            end=len(hashes),
+            on_disk=tuple(missing),
+            kept=kept,
         )
-        load.kept = kept
-        self._hold(load.block_ids)
+        self._engine.hold(load.block_ids)
         self._arriving.update(dict.fromkeys(load.hashes, number))
         if in_host.hashes:
             self._order(load, in_host, source)
         else:
             source.release()
-        if behind:
-            size = self._part_blocks(len(behind))
-            for first in range(0, len(behind), size):
-                batch = behind[first : first + size]
-                load.waiting.append(_part(hashes, block_ids, batch))
+        if missing:
+            size = self._part_blocks(len(missing))
+            for first in range(0, len(missing), size):
+                load.waiting.append(_part(hashes, block_ids, missing[first : first + size]))
             self._from_disk.append(load)
             self._begin_fetches()
         return load
@@ -186,7 +177,7 @@ class Onboards(Generic[Owner]):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self) -> tuple[Onboard, ...]:
-        """The orders of this step."""
+        """Return the orders of this step."""
         self._step += 1
         self._give_up_hopeless()
         self._begin_fetches()
@@ -194,14 +185,14 @@ class Onboards(Generic[Owner]):
         return orders
 
     def overdue(self) -> tuple[Onboard, ...]:
-        """Orders of which nothing has been heard for long, every so many steps."""
+        """Return the orders without a result, each once every `overdue_steps` steps."""
         ages = ((copy.order, self._step - copy.born_step) for copy in self._copies.values())
-        return tuple(order for order, age in ages if age > 0 and age % self._overdue_steps == 0)
+        return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
 
     def fetched(self, fetches: Sequence[Fetch]) -> None:
-        """These blocks have come from disk, or failed to."""
+        """Continue with blocks that have arrived from disk, or failed to."""
         for fetch in fetches:
-            if fetch not in self._fetches:  # its load failed with one of those before it
+            if fetch not in self._fetches:  # its load failed with an earlier fetch of this batch
                 if fetch.blocks is not None:
                     fetch.blocks.release()
                 continue
@@ -210,31 +201,31 @@ class Onboards(Generic[Owner]):
             if fetch.blocks is not None:
                 self._order(load, part, fetch.blocks)
             else:
-                self._release(part.block_ids[::-1])
+                self._engine.release(part.block_ids[::-1])
                 self._cut(load, part.first)
             self._end_if_over(load)
 
-    def settle(self, *, gives_up_blocks: bool) -> list[Load[Owner]]:
-        """Read the control words; return the loads that have ended, each once. An engine that `gives_up_blocks` is told
-        of an overdue one that it has failed, before its copiers have stopped."""
+    def settle(self) -> list[Load]:
+        """Read the lane words; return the loads that have ended, each once. An engine that `gives_up_blocks` gets an
+        overdue load as failed before its copiers have stopped."""
         for copy in self._reported():
-            result = self._region.lane_result(copy.order.lane, copy.order.generation)
+            result = self._host.region.lane_result(copy.order.lane, copy.order.generation)
             if result is not SlotState.EMPTY:
                 self._end_copy(copy, is_ready=result is SlotState.READY and not copy.is_void)
-        if gives_up_blocks:
+        if self._settings.engine.gives_up_blocks:
             self._give_up_overdue()
         ended, self._ended = self._ended, []
         return ended
 
     def is_under_way(self, *, within_steps: int) -> bool:
-        """Whether something is on its way that is not older than that."""
+        """Whether a read is in flight, or a copy that is not older than that."""
         if self._fetches or any(load.waiting for load in self._from_disk):
             return True
         youngest = next(reversed(self._copies.values()), None)
         return youngest is not None and self._step - youngest.born_step <= within_steps
 
     def reset(self) -> None:
-        """What is on its way ends as failed."""
+        """Let everything in flight end as failed."""
         for copy in self._copies.values():
             copy.is_void = True
         for load in list(self._from_disk):
@@ -255,12 +246,12 @@ class Onboards(Generic[Owner]):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _order(self, load: Load[Owner], part: _Part, source: PinnedBlocks) -> None:
+    def _order(self, load: Load, part: _Part, source: PinnedBlocks) -> None:
         order = Onboard(
-            generation=self._next_generation(),
+            generation=self._host.next_generation(),
             lane=self._lanes.popleft(),
             slots=tuple(source.slots),
-            slot_generations=tuple(self._slot_generations[slot] for slot in source.slots),
+            slot_generations=self._host.generations_of(source.slots),
             block_ids=part.block_ids,
         )
         load.open_parts += 1
@@ -268,9 +259,10 @@ class Onboards(Generic[Owner]):
         self._orders.append(order)
 
     def _part_blocks(self, count: int) -> int:
-        """How many of `count` blocks are read together: enough parts to see soon whether the disk is fast enough, and
-        none that host memory, of which others hold a part too, may never have room for."""
-        return max(1, min(self._batch_blocks, count // PARTS, self._store.capacity_blocks // SHARES_OF_G2))
+        """How many of `count` blocks are read together. There are enough parts to see early whether the disk is fast
+        enough, and none is so large that host memory might never have room for it."""
+        share = self._host.capacity_blocks // SHARES_OF_G2
+        return max(1, min(self._settings.disk.batch_blocks, count // PARTS, share))
 
     def _begin_fetches(self) -> None:
         """First come, first served: a later load does not overtake one that waits for room."""
@@ -279,56 +271,56 @@ class Onboards(Generic[Owner]):
                 if len(self._fetches) >= FETCHES_AT_A_TIME or len(self._lanes) <= len(self._fetches):
                     return
                 assert self._disk is not None
-                fetch = self._disk.fetch(load.waiting[0].hashes, load.tenant)
+                fetch = self._disk.fetch(load.waiting[0].hashes, load.request.tenant)
                 if fetch is None:
                     return
                 self._fetches[fetch] = (load, load.waiting.popleft())
                 load.open_parts += 1
 
-    def _reported(self) -> Iterator[_Copy[Owner]]:
+    def _reported(self) -> Iterator[_Copy]:
         copies = list(self._copies.values())
         if not copies:
             return iter(())
-        reported = self._region.are_lanes_reported([copy.order.lane for copy in copies], list(self._copies))
+        reported = self._host.region.are_lanes_reported([copy.order.lane for copy in copies], list(self._copies))
         return (copy for copy, is_reported in zip(copies, reported, strict=True) if is_reported)
 
-    def _end_copy(self, copy: _Copy[Owner], *, is_ready: bool) -> None:
+    def _end_copy(self, copy: _Copy, *, is_ready: bool) -> None:
         order, load = copy.order, copy.load
         del self._copies[order.generation]
         self._lanes.append(order.lane)
-        self._release(order.block_ids[::-1])
+        self._engine.release(order.block_ids[::-1])
         load.open_parts -= 1
         if not is_ready:
             if not copy.is_void:
-                self._store.forget(copy.source.hashes)
+                self._host.forget(copy.source.hashes)
             self._fail(load)
         copy.source.release()
         self._end_if_over(load)
 
-    def _fail(self, load: Load[Owner]) -> None:
-        """Begin nothing more of it, and give the blocks back that nothing writes to."""
+    def _fail(self, load: Load) -> None:
+        """Start no more parts of it, and release the G1 blocks that nothing writes to."""
         load.is_failed = True
         self._fetch_no_more(load, 0)
 
-    def _cut(self, load: Load[Owner], end: int) -> None:
-        """What lies from `end` on will not come from disk."""
-        load.end = min(load.end, end if self._can_cut else 0)
+    def _cut(self, load: Load, end: int) -> None:
+        """Load nothing from position `end` on."""
+        load.end = min(load.end, end if self._settings.can_cut_loads else 0)
         if load.end == 0:
             load.is_failed = load.is_failed_by_disk = True
         self._fetch_no_more(load, load.end)
 
-    def _fetch_no_more(self, load: Load[Owner], end: int) -> None:
+    def _fetch_no_more(self, load: Load, end: int) -> None:
         while load.waiting and load.waiting[-1].first >= end:
-            self._release(load.waiting.pop().block_ids[::-1])
-        mine = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
-        for fetch, part in mine:
+            self._engine.release(load.waiting.pop().block_ids[::-1])
+        own = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
+        for fetch, part in own:
             assert self._disk is not None
             del self._fetches[fetch]
             self._disk.abandon(fetch)
-            self._release(part.block_ids[::-1])
+            self._engine.release(part.block_ids[::-1])
             load.open_parts -= 1
 
-    def _end_if_over(self, load: Load[Owner]) -> None:
+    def _end_if_over(self, load: Load) -> None:
         if load.open_parts or load.waiting:
             return
         if load.kept is not None:
@@ -336,13 +328,13 @@ class Onboards(Generic[Owner]):
             load.kept.release()
             if self._disk is not None and not load.is_failed and load.end == len(load.hashes):
                 self._disk.rates.note_read(load.disk_blocks, self._clock() - load.born_s)
-        self._tell(load)
+        self._report(load)
 
-    def _tell(self, load: Load[Owner]) -> None:
-        """Once."""
-        if load.is_given_up:
+    def _report(self, load: Load) -> None:
+        """Put it among the ended loads, once."""
+        if load.is_reported:
             return
-        load.is_given_up = True
+        load.is_reported = True
         for sequence_hash in load.hashes:
             if self._arriving.get(sequence_hash) == load.number:
                 del self._arriving[sequence_hash]
@@ -350,13 +342,13 @@ class Onboards(Generic[Owner]):
 
     def _give_up_overdue(self) -> None:
         for copy in self._copies.values():
-            if self._step - copy.born_step < self._overdue_steps:
+            if self._step - copy.born_step < self._settings.overdue_steps:
                 return
             self._fail(copy.load)
-            self._tell(copy.load)
+            self._report(copy.load)
 
     def _give_up_hopeless(self) -> None:
-        """Computing has become the better way to what is still on disk, or the disk does not answer."""
+        """Cut the loads whose remaining blocks are computed faster than read, or whose disk does not answer."""
         missing = {load.number: load.waiting[0].first for load in self._from_disk if load.waiting}
         for load, part in self._fetches.values():
             missing[load.number] = min(part.first, missing.get(load.number, part.first))
@@ -365,9 +357,9 @@ class Onboards(Generic[Owner]):
             waited_s, all_blocks = self._clock() - load.born_s, load.disk_blocks
             end = missing[load.number]
             blocks = bisect_left(load.on_disk, end)
-            is_late = waited_s > self._disk_timeout_s or not self._disk.is_on
+            is_late = waited_s > self._settings.disk.timeout_s or not self._disk.is_on
             if is_late or self._disk.is_hopeless(waited_s, blocks, all_blocks):
-                self._disk.gave_up(blocks, all_blocks - blocks, waited_s)
+                self._disk.give_up(blocks, all_blocks - blocks, waited_s)
                 self._cut(load, end)
                 self._end_if_over(load)
 

@@ -1,7 +1,7 @@
-"""What vLLM's description of its KV cache means for us: its groups as ours, or the reason why we stay out.
+"""KV cache groups: translates vLLM's KV cache groups into ours, or returns the reason why kvbm is disabled.
 
-A group's spec is recognised by the names of its classes, because they move and multiply from version to version. A kind
-that is not in the table is declined by its name, and the engine then serves as if we were not there.
+A group's spec is recognised by the names of its classes, because vLLM moves and adds classes between versions. A kind
+that is not in the table is declined by name; vLLM then serves without kvbm.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-# From 0.30 on a load fails by its request, whose blocks vLLM gives up; before, by its blocks, which it fills itself.
+# From 0.30 on, a failed load is reported by request, and vLLM frees its blocks. Before, it is reported by block, and
+# vLLM computes into the same blocks.
 KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
-TELLS_SOURCES_OF_HITS = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")  # from 0.32 on
+REPORTS_HIT_SOURCES = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")  # from 0.32 on
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """One of vLLM's KV cache groups; `index` is its place in block tables."""
+class TransferGroup:
+    """One of vLLM's KV cache groups that takes part in transfers; `index` is its position in block tables."""
 
     index: int
     group: Group
@@ -35,42 +36,42 @@ class CacheGroup:
 
 
 def decline_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Why this engine cannot be served, in words for its log; None when it can."""
+    """Return why kvbm does not support this engine, as text for its log; None if it does."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            return f"context parallelism ({name}={getattr(parallel, name)}) splits a block's tokens over ranks"
+            return f"context parallelism ({name}={getattr(parallel, name)}) splits the tokens of a block over ranks"
     if getattr(parallel, "nnodes", 1) > 1:
         return f"ranks on {parallel.nnodes} nodes share no memory"
-    if getattr(vllm_config.model_config, "disable_cascade_attn", True) is False and not TELLS_SOURCES_OF_HITS:
-        return "cascade attention takes a block that is being copied for one that all requests share (0.32 does not)"
+    if getattr(vllm_config.model_config, "disable_cascade_attn", True) is False and not REPORTS_HIT_SOURCES:
+        return "cascade attention mistakes a block under a copy for one that all requests share (fixed in vLLM 0.32)"
     if any(getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups):
-        return "a KV cache group has a block pool of its own in host memory"
+        return "a KV cache group has a separate block pool in host memory"
     transferred = _transferred(kv_cache_config)
     if not transferred:
-        return "the model keeps no KV cache"
+        return "the model has no KV cache"
     unknown = [spec for spec in map(_spec_of, transferred.values()) if _kind(spec) is None]
     if unknown:
         return f"KV cache groups of kind {type(unknown[0]).__name__} are not supported"
     if len(transferred) > 1 and not KNOWS_FAILED_REQUESTS:
-        return "this version of vLLM cannot be told of a failed load where there are several KV cache groups (0.30 can)"
+        return "vLLM before 0.30 does not accept failed loads with several KV cache groups"
     return None
 
 
-def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
-    """The groups that take part in transfers, those that look back over everything first. Nothing is declined."""
+def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[TransferGroup, ...]:
+    """Return the groups that take part in transfers, full-attention groups first. Call `decline_reason` before."""
     found = [
-        CacheGroup(index, _as_group(_spec_of(group)), tuple(group.layer_names))
+        TransferGroup(index, _as_group(_spec_of(group)), tuple(group.layer_names))
         for index, group in _transferred(kv_cache_config).items()
     ]
     return tuple(sorted(found, key=lambda group: not group.group.looks_back_over_all))
 
 
 def continues_prompts(vllm_config: VllmConfig) -> bool:
-    """Whether the engine can compute more than one token on top of cached ones.
+    """Return whether the engine can compute more than one token after a cached prefix.
 
-    vLLM's reference attention for latent (MLA) caches on CPUs cannot, and does not say so: it leaves the cached part of
-    a prompt out. vLLM itself switches chunked prefill and its own prefix cache off for it.
+    vLLM's reference attention for latent (MLA) caches on CPUs cannot: it silently ignores the cached part of a prompt.
+    vLLM itself disables chunked prefill and its prefix cache for it.
     """
     from vllm.platforms import current_platform
 
@@ -79,7 +80,7 @@ def continues_prompts(vllm_config: VllmConfig) -> bool:
 
 
 def boot_id() -> str:
-    """Names this machine since its last start; ranks that disagree share no memory."""
+    """Return the id of this machine's last boot; ranks with different ids share no memory."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -89,7 +90,7 @@ def _transferred(kv_cache_config: KVCacheConfig) -> dict[int, Any]:
 
 
 def _spec_of(group: Any) -> Any:
-    """The spec of a group's layers; where each layer has its own, they are of one kind."""
+    """Return the spec of a group's layers; specs per layer are all of one kind."""
     per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return next(iter(per_layer.values())) if per_layer else group.kv_cache_spec
 
@@ -116,5 +117,5 @@ _KINDS: dict[str, Callable[[Any], Group]] = {
     "ChunkedLocalAttentionSpec": lambda spec: Group(spec.block_size, chunk_tokens=spec.attention_chunk_size),
     "FullAttentionSpec": lambda spec: Group(spec.block_size),
 }
-# Kinds derived from full attention that give up blocks in the middle of a request.
+# Kinds derived from full attention that free blocks in the middle of a request.
 _NEVER = frozenset({"RSWASpec"})

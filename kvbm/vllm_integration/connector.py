@@ -1,10 +1,10 @@
-"""DynamoConnector: the class that vLLM loads, under the name and the module path that NVIDIA's users have.
+"""DynamoConnector: the class that vLLM loads, under the class name and module path of NVIDIA's connector.
 
-vLLM makes one instance beside its scheduler and one in each worker. Each hook is one call of that side; a hook that
-vLLM has and this class has not keeps vLLM's default. An engine that we cannot serve is served by vLLM alone, with one
-warning that says why.
+vLLM creates one instance in its scheduler's process and one in each worker. Each hook is one call of that side; hooks
+that this class does not define keep vLLM's default. If kvbm does not support an engine, it is disabled with one warning
+that states the reason, and vLLM serves without it.
 
-The API server imports this module for the class methods: nothing here touches a device or takes memory at import.
+The API server imports this module for the class methods: importing it uses no device and allocates no memory.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ log = logging.getLogger(__name__)
 
 
 class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm is not there for the type checker
-    """One side of the block manager inside vLLM; `_scheduler` or `_worker` is there, or neither if we stay out."""
+    """One side of the block manager inside vLLM: has `_scheduler` or `_worker`, or neither if kvbm is disabled."""
 
-    requires_kv_delivery = False  # a copy that does not happen is a miss, nothing worse
+    requires_kv_delivery = False  # a missing copy is only a cache miss
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -76,7 +76,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         reason = decline_reason(vllm_config, kv_cache_config)
         if reason is not None:
             if role is KVConnectorRole.SCHEDULER:
-                log.warning("kvbm stays out of this engine: %s", reason)
+                log.warning("kvbm is disabled for this engine: %s", reason)
             return
         groups = cache_groups(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -97,13 +97,13 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """vLLM asks this of a GPU's engine before any process of it starts: the first moment to refuse a mistake."""
+        """Validate the configuration: on a GPU, vLLM calls this before it starts any process of the engine."""
         _resolved(extra_config, warns=False)
         return bool(super().requires_piecewise_for_cudagraph(extra_config))
 
     @classmethod
     def worker_side_class(cls) -> type[WorkerSide]:
-        """What carries out orders on a rank."""
+        """Return the class of the worker side."""
         return WorkerSide
 
     # -- worker --------------------------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._worker.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request is scheduled only when its load has ended."""
+        """Do nothing: a request is scheduled only after its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are copied whole, after the forward pass."""
+        """Do nothing: blocks are copied whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -141,7 +141,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return None, self._worker.failed_requests() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """From 0.30 on; earlier versions take failures by their block ids."""
+        """Used from 0.30 on; earlier versions accept failures by block id."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
             results.failed_recving = self._worker.failed_requests()
@@ -240,7 +240,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
 
 def _resolved(extra_config: dict[str, Any], *, warns: bool) -> ConnectorConfig:
-    """The configuration. A mistake ends the start, and vLLM's log then has the hint too."""
+    """Resolve the configuration. Adds the hint of an error to it, so that vLLM's log shows it."""
     try:
         return resolve_connector(extra_config, os.environ, engine="vllm", warns=warns)
     except ProfileError as error:
@@ -250,31 +250,31 @@ def _resolved(extra_config: dict[str, Any], *, warns: bool) -> ConnectorConfig:
 
 
 def _refuse_rival() -> None:
-    """EnvironmentProblem beside NVIDIA's distribution `kvbm`: its modules have our names; a mixture runs neither."""
+    """Raise EnvironmentProblem if NVIDIA's distribution `kvbm` is installed: its modules overwrite ours."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         rival = metadata.version("kvbm")
         raise EnvironmentProblem(
-            f"NVIDIA's kvbm {rival} is installed beside kvbm-cli, and both are the package `kvbm`",
+            f"NVIDIA's kvbm {rival} and kvbm-cli are both installed, and both provide the package `kvbm`",
             hint="`pip uninstall kvbm`, then install kvbm-cli again with `--force-reinstall --no-deps`",
         )
 
 
 def _log_as_vllm_does() -> None:
-    """Our messages go where vLLM's go, at the level that the user has set for it."""
+    """Use vLLM's log handlers and level for our messages."""
     ours, theirs = logging.getLogger("kvbm"), logging.getLogger("vllm")
     ours.handlers, ours.propagate = theirs.handlers, theirs.propagate
     ours.setLevel(theirs.level)
 
 
 def _hash_bytes(vllm_config: VllmConfig) -> int:
-    """How long a block hash is under the configured algorithm."""
+    """Return the length of a block hash with the configured algorithm."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
     return len(get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)(b""))
 
 
 def _rank(vllm_config: VllmConfig) -> int:
-    """Of this worker in its engine: tensor and pipeline parallel, not data parallel."""
+    """Return the rank of this worker in its engine: tensor and pipeline parallel, not data parallel."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     stage: int = get_pp_group().rank_in_group
@@ -283,7 +283,7 @@ def _rank(vllm_config: VllmConfig) -> int:
 
 
 def _engine_index(vllm_config: VllmConfig) -> int:
-    """Of this engine in a data-parallel server. vLLM sets the rank back to 0 where the engines share no experts."""
+    """Return this engine's index in a data-parallel server. vLLM resets the rank to 0 if engines share no experts."""
     parallel = vllm_config.parallel_config
     return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
 
@@ -294,8 +294,11 @@ def _rank_count(vllm_config: VllmConfig) -> int:
 
 
 def _register() -> None:
-    """Makes our names known to vLLM's registry: a MultiConnector rebuilds the statistics of its children by name, in
-    the API server, whose output loop an unknown name would end. A name that is known already stays as it is."""
+    """Register our class names with vLLM, unless they are already registered.
+
+    A MultiConnector rebuilds the statistics of its children by name in the API server; an unknown name would end the
+    server's output loop.
+    """
     for name in ("DynamoConnector", "PdConnector"):
         with contextlib.suppress(ValueError):
             KVConnectorFactory.register_connector(name, __name__, name)
@@ -305,7 +308,7 @@ _register()
 
 
 def __getattr__(name: str) -> Any:
-    """PdConnector, upstream's second connector, lies at this path too; its imports are for those who use it."""
+    """Import PdConnector, upstream's second connector at this path, only on use: its imports are optional."""
     if name == "PdConnector":
         from kvbm.vllm_integration.pd import PdConnector
 

@@ -1,4 +1,4 @@
-"""Our events as vLLM's: which blocks lie in host memory, for a router that listens to the engine."""
+"""KV events: translates kvbm's events into vLLM's, so that a router knows which blocks are in host memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from kvbm.events import BlocksStored, Event, TierCleared
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
-    from kvbm.vllm_integration.cache_groups import CacheGroup
+    from kvbm.vllm_integration.cache_groups import TransferGroup
 
 MEDIUM = "CPU"
 
 
-def translate(events: Iterable[Event], groups: Sequence[CacheGroup], *, is_plain: bool) -> Iterator[KVCacheEvent]:
-    """Blocks have the names under which vLLM publishes them, integers unless it is told otherwise; unless `is_plain`,
-    ours have the group behind the hash. Tokens and parents are unknown here: a listener has them from the event of the
-    engine for the same name. A cleared tier is announced as if everything were gone: vLLM announces a reset only where
-    its own cache was cleared too."""
+def translate(events: Iterable[Event], groups: Sequence[TransferGroup], *, is_plain: bool) -> Iterator[KVCacheEvent]:
+    """Translate events. Block names are those that vLLM publishes, by default integers.
+
+    Unless `is_plain`, our hashes end with the group index. Tokens and parents are unknown here: a listener takes them
+    from the engine's event with the same name. A cleared tier becomes AllBlocksCleared, because vLLM publishes a reset
+    only if its own cache was cleared too.
+    """
     for event in events:
         if isinstance(event, TierCleared):
             yield AllBlocksCleared()
@@ -34,7 +36,7 @@ def translate(events: Iterable[Event], groups: Sequence[CacheGroup], *, is_plain
                 yield _stored(names, group) if isinstance(event, BlocksStored) else _removed(names, group)
 
 
-def _stored(names: list[bytes | int], group: CacheGroup) -> BlockStored:
+def _stored(names: list[bytes | int], group: TransferGroup) -> BlockStored:
     return BlockStored(
         block_hashes=names,
         parent_block_hash=None,
@@ -47,5 +49,5 @@ def _stored(names: list[bytes | int], group: CacheGroup) -> BlockStored:
     )
 
 
-def _removed(names: list[bytes | int], group: CacheGroup) -> BlockRemoved:
+def _removed(names: list[bytes | int], group: TransferGroup) -> BlockRemoved:
     return BlockRemoved(block_hashes=names, medium=MEDIUM, group_idx=group.index)

@@ -1,8 +1,9 @@
-"""What decides the bytes and the names of vLLM's blocks: blocks on disk are served only to an engine like theirs.
+"""Engine identity: the values that determine the bytes and the hashes of vLLM's blocks.
 
-vLLM has digests of its own for everything that shapes its computation; more of them than needed only costs hits. Beside
-them stand the weights, by name, size, time and header of each file, and the root of the hashes, which some versions and
-algorithms draw anew at each start: then nothing on disk can be found again, and nothing is kept.
+Blocks on disk are loaded only by an engine with the same identity. It contains vLLM's own digests of its configuration;
+more of them than necessary only costs hits. It also contains the weights (name, size, time and header of each file) and
+the root of the hashes. Some versions and algorithms choose a random root at each start: then no block on disk could be
+found again, and none is kept.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ HEADER_BYTES = 1 << 20
 
 
 def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], bool]:
-    """(facts that can be written as JSON, whether they will be the same at the next start)."""
+    """Return (values that JSON can represent, whether they are the same at the next start)."""
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     weights = _weights(vllm_config)
     root, is_root_stable = _hash_root(cache.prefix_caching_hash_algo)
     computed_scales = bool(getattr(cache, "calculate_kv_scales", False))  # from the first requests of each start
-    has_adapters = vllm_config.lora_config is not None  # a block's name has an adapter's name, not its content
+    has_adapters = vllm_config.lora_config is not None  # a block's hash covers an adapter's name, not its content
     facts: dict[str, object] = {
         "engine": "vllm",
         "version": str(getattr(vllm, "__version__", "")),
@@ -52,7 +53,7 @@ def _digest(config: Any) -> str:
 
 
 def _weights(vllm_config: VllmConfig) -> list[list[object]] | str | None:
-    """The files of a local model, or the commit of one from a hub; None where nothing says what the weights are."""
+    """Return the files of a local model, or the commit of a model from a hub; None if the weights are unknown."""
     model = vllm_config.model_config
     directory = Path(str(model.model))
     if vllm_config.load_config.load_format == "dummy":
@@ -71,7 +72,7 @@ def _weight_file(path: Path) -> list[object]:
 
 
 def _instruction_set() -> str:
-    """Of the device that computes: other kernels give other bytes."""
+    """Return the instruction set of the computing device: different kernels compute different bytes."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,14 +1,14 @@
-"""A profile as the command line of `vllm serve`. Pure: imports no vLLM, starts nothing, reads no environment.
+"""Launch plan: turns a profile into the command line of `vllm serve`. Imports no vLLM and reads no environment.
 
-What kvbm adds to the flags of the profile, with and without the connector, so that an engine with it and one without
-differ in nothing else:
+kvbm adds the following to the flags of the profile, with and without the connector, so that both engines differ in
+nothing else:
 
-    --shutdown-timeout               by default vLLM kills its scheduler process, and the connector in it, at once
-    --enable-prompt-tokens-details   an answer says how many tokens of its prompt were cached
-    PYTHONHASHSEED                   before 0.29 it is what makes block hashes equal in all processes
-    VLLM_CPU_NUM_OF_RESERVED_CPU     on a CPU vLLM keeps one more core per rank from computing when there is a connector
+    --shutdown-timeout               by default vLLM kills its scheduler process, with the connector, immediately
+    --enable-prompt-tokens-details   a response contains the number of cached prompt tokens
+    PYTHONHASHSEED                   before 0.29, required for equal block hashes in all processes
+    VLLM_CPU_NUM_OF_RESERVED_CPU     on a CPU, vLLM with a connector reserves one more core per rank
 
-A variable is left as it is where the profile or the caller has set it.
+A variable that the profile or the caller sets is not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvbm.vllm_integration.versions import INSTALL, VllmInstallation
 SHUTDOWN_TIMEOUT_S = 10
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 
-# Flags that differ from the others: without a `--no-` form, given once per item of a list, a list as one JSON text.
+# Exceptions: flags without a `--no-` form, flags repeated per list item, and flags with a list as one JSON text.
 ONLY_ON = frozenset({"disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb"})
 REPEATED = frozenset({"middleware"})
 JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
@@ -41,23 +41,23 @@ def plan(
     installation: VllmInstallation | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> LaunchPlan:
-    """How to start the engine of `profile` on `port`; without `connector`, the same engine and no block manager.
+    """Return how to start the engine of `profile` on `port`; without `connector`, without the block manager.
 
-    `installation` is what the interpreter holds; without it the plan is one that every known version takes.
-    `environment` is that of the caller, which the engine inherits.
+    `installation` describes vLLM in the interpreter; without it, the plan works with every known version.
+    `environment` is the caller's environment, which the engine inherits.
     """
     engine, host = profile.engine, profile.server.host
-    assert isinstance(engine, VllmEngine), f"a plan of vLLM for an engine of kind {engine.kind}"
+    assert isinstance(engine, VllmEngine), f"the engine of the profile is of kind {engine.kind}"
     argv = [*_program(engine, installation), "--host", host, "--port", str(port), "--enable-prompt-tokens-details"]
     argv += _flags(engine.arguments, profile.tiers.disk.drain_s if connector and profile.tiers.disk else 0.0)
     if connector:
         argv += ["--kv-transfer-config", _compact(transfer_config(profile, engine.arguments))]
     base_url = f"http://{reachable(host)}:{port}"
     defaults = _default_variables(engine.arguments, installation)
-    wanted = {name: value for name, value in defaults.items() if name not in (environment or {})}
+    added = {name: value for name, value in defaults.items() if name not in (environment or {})}
     return LaunchPlan(
         argv=tuple(argv),
-        environment={**wanted, **engine.environment},
+        environment={**added, **engine.environment},
         base_url=base_url,
         health_url=f"{base_url}/health",
         model=_served_name(engine),
@@ -67,10 +67,10 @@ def plan(
 
 
 def transfer_config(profile: Profile, arguments: VllmArguments) -> dict[str, object]:
-    """The connector and its whole configuration. A block that could not be loaded is computed again, not an error."""
+    """Return the connector and its configuration. vLLM recomputes a block that could not be loaded."""
     added = dict(arguments.kv_transfer_config or {})
     extra = added.pop("kv_connector_extra_config", None)
-    ours = {
+    base = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
@@ -78,14 +78,14 @@ def transfer_config(profile: Profile, arguments: VllmArguments) -> dict[str, obj
     }
     contents = profile.connector_config().model_dump(mode="json")
     return {
-        **ours,
+        **base,
         **added,
         "kv_connector_extra_config": {**(extra if isinstance(extra, dict) else {}), "kvbm": contents},
     }
 
 
 def _program(engine: VllmEngine, installation: VllmInstallation | None) -> list[str]:
-    """`vllm serve MODEL`, or its module where there is no such command, as in builds of another name."""
+    """Return `vllm serve MODEL`, or its module if the installation has no such command."""
     if installation is not None and installation.script is not None:
         return [installation.script, "serve", engine.model]
     return [engine.python or sys.executable, "-m", SERVER_MODULE, "--model", engine.model]
@@ -102,7 +102,7 @@ def _default_variables(arguments: VllmArguments, installation: VllmInstallation 
 
 
 def _flags(arguments: VllmArguments, drain_s: float) -> list[str]:
-    """`drain_s` is what the disk tier may take at the end, after vLLM's own work."""
+    """Return the flags. `drain_s` is the time for the disk tier at shutdown, in addition to vLLM's own."""
     timeout_s = min(MAX_SHUTDOWN_TIMEOUT_S, SHUTDOWN_TIMEOUT_S + ceil(drain_s))
     given = {"shutdown_timeout": timeout_s, **arguments.model_dump(mode="json", exclude_none=True)}
     given.pop("kv_transfer_config", None)
@@ -122,7 +122,7 @@ def _flag(name: str, value: object) -> Iterator[str]:
     elif isinstance(value, list) and name not in JSON_LISTS:
         yield from (flag, *map(_text, value))
     elif (text := _text(value)).startswith("-"):
-        yield f"{flag}={text}"  # apart, it would be taken for a flag of its own
+        yield f"{flag}={text}"  # as a separate word it would be parsed as a flag
     else:
         yield from (flag, text)
 

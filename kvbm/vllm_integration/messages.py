@@ -1,4 +1,4 @@
-"""What crosses between the two sides of the connector, and from a worker back: small, picklable, no bytes of blocks."""
+"""Messages between the two sides of the connector: small and picklable, without bytes of blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is not there when types are checked
-    """What each rank tells the leader once: where its segment lies, and what it was made from."""
+    """What each rank sends to the leader once: the location of its segment, and its configuration."""
 
     segment: SegmentInfo
     config_digest: str
@@ -29,8 +29,8 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is 
 
 @dataclass(frozen=True)
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's orders for every rank. `failed_loads` ended badly before; vLLM takes that only from a worker. With
-    `wants_answer` the leader has results that it can tell only when this step's output arrives."""
+    """One step's orders for every rank. `failed_loads` are loads that failed before: vLLM accepts a failure only from a
+    worker. `wants_answer`: the leader has results that it can report only when this step's output arrives."""
 
     plan: StepPlan
     failed_loads: tuple[LoadResult, ...] = ()
@@ -39,11 +39,11 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class WordsWritten(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """A rank has written control words in this step. It carries nothing: it makes an otherwise empty step's output
-    reach the scheduler side, which then reads the words."""
+    """A rank has written control words in this step. The message has no content: it makes vLLM pass the output of an
+    otherwise empty step to the scheduler side, which then reads the words."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         return self
 
 
-NOTHING = StepOrders(StepPlan(step=0))  # of a step before the leader exists, and of none
+NOTHING = StepOrders(StepPlan(step=0))  # orders before the leader exists, or without a step

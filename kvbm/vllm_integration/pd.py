@@ -1,17 +1,16 @@
-"""PdConnector: our blocks and a transfer between engines in one connector, for disaggregated prefill.
+"""PdConnector: host and disk cache together with the transfer between engines, for disaggregated prefill.
 
-An engine that only prefills has two uses for the KV cache of a prompt: it keeps the blocks for the next prompt with
-the same beginning, and it hands them to the engine that decodes. vLLM's MultiConnector does both at once; this is a
-MultiConnector with exactly two children, DynamoConnector and then NixlConnector, in that order. Loads come from the
-first child that has tokens, both see every save.
+An engine that only prefills uses the KV cache of a prompt twice: it keeps the blocks for the next prompt with the same
+prefix, and it sends them to the engine that decodes. PdConnector is a MultiConnector of vLLM with exactly two children,
+DynamoConnector and then NixlConnector. Loads come from the first child that has tokens; both see every save.
 
-What MultiConnector alone gets wrong for us is repaired here:
+PdConnector corrects three problems of MultiConnector:
 
-- It rebuilds the statistics of its children by their registered names, in the process that answers requests, and a
-  child that is known only by its module path ends that process's output loop. `connector.py` registers ours.
-- It takes the first child's handshake for everybody's. Both of ours have one, and each gets its own.
-- On an engine that decodes, our child would be asked first and could win with a part of the prompt, and the rest, which
-  lies ready in the other engine, would be computed again. A request that was prefilled elsewhere belongs to NIXL.
+- It rebuilds the statistics of its children by their registered names, in the API server. An unregistered child, known
+  only by its module path, ends that process's output loop. `connector.py` registers ours.
+- It uses the first child's handshake for all children. Both of ours have one, and each receives its own.
+- On an engine that decodes, it queries our child first, which could have a part of the prompt. The engine would then
+  compute the rest, although NIXL can load it from the other engine. NIXL loads every request prefilled elsewhere.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class PdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is not there when types are checked
-    """What each child of one rank has to tell its other half, in the order of the children."""
+    """The handshakes of all children of one rank, in the order of the children."""
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
@@ -63,7 +62,7 @@ class PdConnector(MultiConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         require_children(vllm_config.kv_transfer_config.kv_connector_extra_config)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        # A block that cannot be loaded is computed again: DynamoConnector says so for itself, but vLLM asks the whole.
+        # Recompute blocks that cannot be loaded. DynamoConnector sets this for itself, but vLLM reads the parent's.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
 
     def get_handshake_metadata(self) -> PdHandshake:
@@ -71,11 +70,13 @@ class PdConnector(MultiConnector):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], PdHandshake]) -> None:
         for index, child in enumerate(self._connectors):
-            told = {rank: handshake.children[index] for rank, handshake in metadata.items()}
-            child.set_xfer_handshake_metadata_pp_aware({rank: one for rank, one in told.items() if one is not None})
+            handshakes = {rank: handshake.children[index] for rank, handshake in metadata.items()}
+            child.set_xfer_handshake_metadata_pp_aware(
+                {rank: one for rank, one in handshakes.items() if one is not None}
+            )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """For a request that another engine has prefilled, what NIXL has; else what the first child has."""
+        """Return NIXL's tokens for a request prefilled by another engine, else those of the first child with any."""
         if not _is_prefilled_elsewhere(request.kv_transfer_params):
             found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
             return found
@@ -89,14 +90,14 @@ def require_children(extra_config: Mapping[str, Any]) -> None:
     """ProfileError unless the configuration lists DynamoConnector and NixlConnector, in that order."""
     entries = extra_config.get("connectors")
     if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise ProfileError("PdConnector needs a list `connectors` of its two children", hint=_HINT)
+        raise ProfileError("PdConnector requires a list `connectors` of its two children", hint=_HINT)
     names = [entry.get("kv_connector") if isinstance(entry, Mapping) else entry for entry in entries]
     if len(names) != len(CHILDREN) or any(name not in known for name, known in zip(names, CHILDREN, strict=True)):
         listed = ", ".join(str(name) for name in names) or "none"
-        raise ProfileError(f"PdConnector takes DynamoConnector and then NixlConnector, not: {listed}", hint=_HINT)
+        raise ProfileError(f"PdConnector requires DynamoConnector and then NixlConnector, not: {listed}", hint=_HINT)
 
 
 def _is_prefilled_elsewhere(kv_transfer_params: Mapping[str, Any] | None) -> bool:
-    """True until the pull from the other engine is scheduled: NIXL then clears the flag, and after a failed pull or a
-    preemption our own blocks are looked up like any other request's."""
+    """Return True until the pull from the other engine is scheduled. NIXL then clears the flag, so that after a failed
+    pull or a preemption the request is looked up in our cache like any other."""
     return bool(kv_transfer_params and kv_transfer_params.get("do_remote_prefill"))

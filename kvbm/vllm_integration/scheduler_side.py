@@ -1,7 +1,7 @@
-"""The deciding half of the connector: vLLM's scheduler hooks, translated into calls of the leader.
+"""Scheduler side of the connector: translates vLLM's scheduler hooks into calls of the leader.
 
-It lives in the process of vLLM's scheduler and knows nothing of bytes. The leader exists as soon as the ranks have told
-where their segments lie and vLLM has bound its block pool; until then every hook does nothing.
+It runs in the process of vLLM's scheduler and sees no bytes. The leader is created when all ranks have sent their
+segments and vLLM has bound its block pool; until then every hook does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.region import Region
 from kvbm.leader.disk_tier import open_disk
-from kvbm.leader.leader import NO_BLOCK, Leader, LeaderSettings, LoadResult
+from kvbm.leader.leader import Leader, LoadResult
+from kvbm.leader.offloads import NO_BLOCK
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.observe.telemetry import Telemetry
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.types import SegmentInfo
-    from kvbm.vllm_integration.cache_groups import CacheGroup
+    from kvbm.vllm_integration.cache_groups import TransferGroup
 
 UNLIMITED = 1 << 62
 
@@ -44,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Tracked:
-    """A live request of vLLM's: its block table per group as the workers have it, and limits of the client's."""
+    """A live request of vLLM: its block table per group as the workers have it, and the client's limits."""
 
     request: Request
     max_load_tokens: int
@@ -52,19 +54,21 @@ class _Tracked:
     block_ids: list[list[int]] = field(default_factory=list)
     chains: list[list[bytes]] = field(default_factory=list)
     start: int = 0
-    due_tokens: int = 0  # with fewer computed tokens than these there is nothing to offload
+    due_tokens: int = 0  # with fewer computed tokens there is nothing to offload
 
 
 class SchedulerSide:
-    """Hooks of one engine's scheduler. `hash_bytes`: length of vLLM's block hashes; `continues_prompts`: whether the
-    engine can compute the rest of a prompt, or only its last token, on top of a hit; `gives_up_blocks`: whether it
-    computes what could not be loaded in other blocks; `identity` tells what blocks on disk must agree in, and whether
-    the next start will; `engine` is its number in a data-parallel server."""
+    """Hooks of one engine's scheduler.
+
+    `hash_bytes`: length of vLLM's block hashes. `continues_prompts`: whether the engine can compute more than the last
+    token of a prompt after a hit. `gives_up_blocks`: whether it frees the blocks of a failed load. `identity` returns
+    what blocks on disk must match, and whether it is stable. `engine`: its number in a data-parallel server.
+    """
 
     def __init__(
         self,
         config: ConnectorConfig,
-        groups: Sequence[CacheGroup],
+        groups: Sequence[TransferGroup],
         *,
         rank_count: int,
         hash_bytes: int,
@@ -82,14 +86,14 @@ class SchedulerSide:
         self._gives_up_blocks = gives_up_blocks
         self._is_plain = len(groups) == 1 and groups[0].group.looks_back_over_all
         self._hash_bytes = hash_bytes if self._is_plain else hash_bytes + 1
-        self._hash_tokens = 0  # what one of vLLM's block hashes covers; its pool knows
+        self._hash_tokens = 0  # tokens per block hash of vLLM; set by its block pool
         self._pool: BlockPool | None = None
         self._handshakes: list[Handshake] = []
         self._region: Region | None = None
         self._requests: dict[str, _Tracked] = {}
         self._failed_loads: list[LoadResult] = []
-        self._loading: set[str] = set()  # of the step that is being scheduled
-        self._step = (0, 0.0)  # tokens of the step under way, and when it was scheduled
+        self._loading: set[str] = set()  # requests whose load belongs to the step being scheduled
+        self._step = (0, 0.0)  # tokens of the current step, and when it was scheduled
         self._stats = StatsSource()
         self.leader: Leader | None = None
 
@@ -101,27 +105,27 @@ class SchedulerSide:
         self._create_leader()
 
     def accept_handshakes(self, handshakes: Iterable[Handshake]) -> None:
-        """EnvironmentProblem unless all ranks are on this machine and were given the same configuration.
+        """Create the leader. Raises EnvironmentProblem unless all ranks are on this machine with equal configurations.
 
-        vLLM may repeat them, after a sleep. The leader stays the one whose generations the segments carry.
+        vLLM may repeat the handshakes after a sleep. The leader then stays: the segments contain its generations.
         """
         ours = [handshake for handshake in handshakes if isinstance(handshake, Handshake)]
         if not ours:
-            log.warning("kvbm stays out of this engine: its ranks were not asked where their memory lies")
+            log.warning("kvbm is disabled for this engine: vLLM requested no handshake from its ranks")
             return
         if len(ours) != self._rank_count:
-            raise EnvironmentProblem(f"{len(ours)} of {self._rank_count} ranks have told where their memory lies")
-        told, self._handshakes = self._handshakes, ours
+            raise EnvironmentProblem(f"only {len(ours)} of {self._rank_count} ranks sent a handshake")
+        known, self._handshakes = self._handshakes, ours
         if self.leader is not None:
-            if told != self._handshakes:
-                raise EnvironmentProblem("ranks came back with other segments", hint="start the engine again")
+            if known != self._handshakes:
+                raise EnvironmentProblem("ranks returned different segments after a sleep", hint="restart the engine")
             return
         for name, expected in (("config_digest", self._config.digest()), ("boot_id", boot_id())):
             names = {getattr(handshake, name) for handshake in self._handshakes}
             if names - {expected}:
                 raise EnvironmentProblem(
-                    f"ranks disagree on {name}: {sorted(names | {expected})}",
-                    hint="give every process the same DYN_KVBM_* variables, or the configuration in "
+                    f"ranks have different values of {name}: {sorted(names | {expected})}",
+                    hint="set the same DYN_KVBM_* variables for every process, or put the configuration into "
                     "`kv_connector_extra_config`",
                 )
         self._create_leader()
@@ -131,23 +135,18 @@ class SchedulerSide:
             return
         segments = [handshake.segment for handshake in self._handshakes]
         self._region = Region.map(segments)
-        settings = LeaderSettings.of(
-            self._config,
-            segments,
-            g1_blocks=len(self._pool.blocks),
+        traits = EngineTraits(
             block_tokens=self._groups[0].group.block_tokens,
+            hash_bytes=self._hash_bytes,
             groups=tuple(group.group for group in self._groups),
             gives_up_blocks=self._gives_up_blocks,
         )
+        settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=len(self._pool.blocks))
         self.leader = Leader(
             self._region,
             settings,
-            hold=self._hold,
-            release=self._release,
-            hash_bytes=self._hash_bytes,
+            LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace),
             disk=self._open_disk(segments),
-            tenant_of=self._tenant_of,
-            trace=self._telemetry.trace,
         )
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
@@ -192,7 +191,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if self.leader is None or tracked is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        # Of a hit of everything vLLM computes the last token again, whose window may begin in a block that is gone.
+        # After a hit of the whole prompt vLLM computes the last token again; its window may start in an evicted block.
         end = min(request.num_tokens - (not self._is_plain), tracked.max_load_tokens)
         chains = self._chains(tracked)
         tracked.start = local_tokens
@@ -224,7 +223,7 @@ class SchedulerSide:
         self._loading.add(request.request_id)
 
     def disk_tokens(self, request: Request) -> int:
-        """Of the tokens that this request was last promised, those on disk."""
+        """Return how many tokens of the request's last hit are on disk."""
         return 0 if self.leader is None else self.leader.disk_tokens(request.request_id)
 
     def end_request(self, request: Request) -> None:
@@ -237,7 +236,7 @@ class SchedulerSide:
     def build_orders(self, output: SchedulerOutput) -> StepOrders:
         if self.leader is None:
             return NOTHING
-        for request_id in (output.preempted_req_ids or set()) - self._loading:  # a load is younger than a preemption
+        for request_id in (output.preempted_req_ids or set()) - self._loading:  # a load starts after a preemption
             self._forget_progress(request_id)
         self._loading.clear()
         scheduled, requests = output.num_scheduled_tokens, self._requests
@@ -264,7 +263,7 @@ class SchedulerSide:
         return StepOrders(self.leader.step(), failed, self.leader.has_unreported())
 
     def settle(self, output: KVConnectorOutput) -> None:
-        """Loads that have ended well go on at the next step. Failures must come from the workers, one step later."""
+        """Report loads that succeeded. The workers must report failures, one step later."""
         if self.leader is None:
             return
         tokens, began_s = self._step
@@ -284,7 +283,7 @@ class SchedulerSide:
         return bool(self._failed_loads) or (self.leader is not None and self.leader.has_pending())
 
     def take_events(self) -> Iterator[KVCacheEvent]:
-        """What has come to host memory and gone from it since the last call."""
+        """Return the blocks added to and removed from host memory since the last call."""
         events = self.leader.take_events() if self.leader is not None else []
         return translate(events, self._groups, is_plain=self._is_plain)
 
@@ -295,14 +294,14 @@ class SchedulerSide:
         return self.leader.reset() if self.leader is not None else True
 
     def close(self) -> None:
-        """What only host memory has goes to disk. vLLM has ended its ranks; their memory is still mapped here."""
+        """Write blocks that are only in host memory to disk. The ranks have ended; their memory is still mapped."""
         if self.leader is not None:
             self.leader.close()
         self._telemetry.close()
         if self._region is not None:
             self._region.close()
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------------------------------
 
     @property
     def _null_block_id(self) -> int:
@@ -311,8 +310,8 @@ class SchedulerSide:
         return null_block_id
 
     def _chains(self, tracked: _Tracked) -> Sequence[list[bytes]]:
-        """The names of a request's blocks, per group: vLLM's hash of the last tokens, and which group it is."""
-        if self._is_plain:  # then a hash covers a block
+        """Return the hashes of a request's blocks per group: vLLM's hash, followed by the group index unless plain."""
+        if self._is_plain:  # each hash covers one block
             return (tracked.request.block_hashes,)
         if not tracked.chains:
             tracked.chains = [[] for _ in self._groups]
@@ -330,7 +329,7 @@ class SchedulerSide:
             tracked.block_ids, tracked.due_tokens = [], 0
 
     def _tables(self, block_ids: Sequence[list[int]] | None) -> list[list[int]]:
-        """vLLM's block ids per group as ours, in our order of groups."""
+        """Translate vLLM's block ids per group, in our order of groups."""
         null = self._null_block_id
         return [
             [NO_BLOCK if block_id == null else block_id for block_id in (block_ids[group.index] if block_ids else ())]
@@ -338,10 +337,10 @@ class SchedulerSide:
         ]
 
     def _offload(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> None:
-        """What the coming forward pass completes. Tokens that are only guessed do not count."""
+        """Offload the blocks that the next forward pass completes. Speculative tokens do not count."""
         request_id = tracked.request.request_id
-        guessed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-        tokens = computed_tokens + output.num_scheduled_tokens[request_id] - guessed
+        speculative = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        tokens = computed_tokens + output.num_scheduled_tokens[request_id] - speculative
         tokens = min(tokens, tracked.max_offload_tokens)
         prompt_tokens = tracked.request.num_prompt_tokens
         tracked.due_tokens = UNLIMITED
@@ -360,11 +359,11 @@ class SchedulerSide:
 
 
 def _limit(limits: dict[str, Any], name: str) -> int:
-    """A client's limit in tokens. What is no number limits nothing and is said in the log."""
+    """Return a client's limit in tokens. An invalid value is ignored with a warning."""
     value = limits.get(name)
     if value is None:
         return UNLIMITED
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    log.warning("kvbm: `kv_transfer_params.%s` must be a number of tokens, not `%s`: it is ignored", name, value)
+    log.warning("kvbm: `kv_transfer_params.%s` must be a number of tokens, not `%s`; ignoring it", name, value)
     return UNLIMITED

@@ -1,8 +1,8 @@
-"""Our counters on their way to vLLM's /metrics and log.
+"""Metrics in vLLM: sends kvbm's counters to vLLM's /metrics and log.
 
-The leader counts in the engine's process; vLLM answers /metrics in another one. With each step whose counters differ
-from the last, the totals travel as a plain dictionary in vLLM's own statistics; over there the collector of the block
-manager shows the latest, summed over the engines of a data-parallel server.
+The leader counts in the engine's process; vLLM serves /metrics in another process. After each step that changed a
+counter, vLLM's statistics carry the totals as a plain dictionary. In the other process kvbm's collector exports the
+latest totals, summed over the engines of a data-parallel server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WINDOW, BLOCKS, WEAR = "hit_window_blocks", "blocks", "wear"
 
 
 class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there when types are checked
-    """Totals since the start of the engine; a newer one replaces an older one."""
+    """Totals since the start of the engine; newer totals replace older ones."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -35,11 +35,13 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there wh
         return self if other.is_empty() else other
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line."""
-        host, disk, asked = self.data[WINDOW]
-        has_disk = {"disk hit rate": round(disk / asked, 3) if asked else 0.0} if Tier.DISK in self.data[BLOCKS] else {}
+        """Return the values for vLLM's log line."""
+        host, disk, queried = self.data[WINDOW]
+        has_disk = (
+            {"disk hit rate": round(disk / queried, 3) if queried else 0.0} if Tier.DISK in self.data[BLOCKS] else {}
+        )
         return {
-            "host hit rate": round(host / asked, 3) if asked else 0.0,
+            "host hit rate": round(host / queried, 3) if queried else 0.0,
             **has_disk,
             "matched tokens": self.data["matched_tokens"],
             "offloaded blocks": self.data["offload_blocks"],
@@ -49,23 +51,23 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there wh
 
 
 class StatsSource:
-    """Tells the leader's totals whenever they have changed. The leader's thread owns it."""
+    """Returns the leader's totals if they have changed. The leader's thread owns it."""
 
     def __init__(self) -> None:
-        self._told: tuple[int, ...] | None = None
+        self._reported: tuple[int, ...] | None = None
 
     def take(self, leader: Leader) -> KvbmStats | None:
         numbers = tuple(getattr(leader.counters, name) for name in _NUMBERS)
-        if numbers == self._told:
+        if numbers == self._reported:
             return None
-        self._told = numbers
+        self._reported = numbers
         totals = dict(zip(_NUMBERS, numbers, strict=True))
         blocks = {tier.value: states for tier, states in leader.blocks().items()}
         return KvbmStats(data={**totals, WINDOW: list(leader.counters.hits()), BLOCKS: blocks, WEAR: leader.wear()})
 
 
 class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The kvbm_* series of the process that answers /metrics."""
+    """Exports the kvbm_* series in the process that serves /metrics."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -90,7 +92,7 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         return totals
 
     def _wear(self) -> dict[str, float]:
-        """Engines that share a drive measure the same, and those on several are not to be added: the worst is shown."""
+        """Return the maximum over engines: those that share a drive measure the same value, so a sum would be wrong."""
         found: dict[str, float] = {}
         for data in self._latest.values():
             for name, value in data[WEAR].items():
@@ -102,7 +104,7 @@ _registered: KvbmCollector | None = None
 
 
 def _register(collector: KvbmCollector) -> None:
-    """In place of the one of an engine that this process had before."""
+    """Register the collector, replacing that of a previous engine in this process."""
     from prometheus_client import REGISTRY
 
     global _registered

@@ -1,4 +1,4 @@
-"""Which versions of vLLM kvbm knows, and what an interpreter was found to hold. Pure: imports no vLLM."""
+"""vLLM versions: the supported ones, and the installation found in an interpreter. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _RELEASE = re.compile(r"v?(\d+)\.(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class VllmInstallation:
-    """vLLM as one interpreter has it. `script` is the path of its command `vllm`, None where that does not work;
-    `rival` the version of NVIDIA's distribution `kvbm`, whose modules have the names of ours."""
+    """The vLLM installation of one interpreter. `script` is the path of its command `vllm`, None if it does not work.
+    `rival` is the version of NVIDIA's distribution `kvbm`, whose modules have the same names as ours."""
 
     version: str
     distribution: str
@@ -32,20 +32,20 @@ class VllmInstallation:
 
     @property
     def has_stable_hashes(self) -> bool:
-        """Whether block hashes are equal in all processes without PYTHONHASHSEED."""
+        """Whether all processes compute equal block hashes without PYTHONHASHSEED."""
         release = release_of(self.version)
         return release is not None and release >= _FIRST_WITH_STABLE_HASHES
 
 
 def is_known(version: str) -> bool:
-    """Whether a version is one that the connector was run or at least contract-tested with."""
+    """Return whether the connector was tested with this version, at least against its interface."""
     release = release_of(version)
     oldest, newest = CONTRACT_TESTED
     return release is not None and oldest <= release <= newest
 
 
 def release_of(version: str) -> Release | None:
-    """Major and minor number, None for what does not begin with them."""
+    """Return (major, minor) of a version, None if it does not start with them."""
     match = _RELEASE.match(version)
     return (int(match[1]), int(match[2])) if match else None
 

@@ -1,7 +1,7 @@
-"""The copying half of the connector: one per rank, in the process that holds its part of the KV cache.
+"""Worker side of the connector: one per rank, in the process that owns the rank's part of the KV cache.
 
-It carries out the leader's orders. Results go back by control words, with one exception: vLLM takes the failure of a
-load only from its workers, so the leader's verdict comes along with a later step's orders and every rank repeats it.
+It executes the leader's orders. Control words return the results, with one exception: vLLM accepts the failure of a
+load only from its workers. Therefore a later step's orders contain the failed loads, and every rank reports them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, storages_of
-from kvbm.vllm_integration.cache_groups import CacheGroup, boot_id
+from kvbm.vllm_integration.cache_groups import TransferGroup, boot_id
 from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders, WordsWritten
 from kvbm.vllm_integration.progress import progress_log
 
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class WorkerSide:
-    """Hooks of one rank, translated into calls of `Worker`."""
+    """Translates the hooks of one rank into calls of `Worker`."""
 
     def __init__(
         self,
         config: ConnectorConfig,
         kv_cache_config: KVCacheConfig,
-        groups: Sequence[CacheGroup],
+        groups: Sequence[TransferGroup],
         *,
         rank: int,
         rank_count: int,
@@ -41,7 +41,7 @@ class WorkerSide:
         self._config = config
         self._block_count: int = kv_cache_config.num_blocks
         self._layer_names = [name for group in groups for name in group.layer_names]
-        # Blocks that vLLM clears before it uses them are cleared after `bind`, where it does not know of loads.
+        # If vLLM zeroes new blocks, it does so after `bind` and would overwrite loads that started there.
         self._starts_late = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._rank = rank
         self._rank_count = rank_count
@@ -50,17 +50,17 @@ class WorkerSide:
         self._has_written = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Takes the host memory. EnvironmentProblem, which stops the engine's start, says which rank and why."""
+        """Allocate the host memory. Raises EnvironmentProblem with rank and reason, which stops the engine's start."""
         tensors = [kv_caches[name] for name in self._layer_names if name in kv_caches]
         if not tensors:
-            raise EnvironmentProblem(f"rank {self._rank} keeps no KV cache", hint="start vLLM without the connector")
+            raise EnvironmentProblem(f"rank {self._rank} has no KV cache", hint="start vLLM without the connector")
         layout = BlockLayout.from_tensors(
             tensors, block_count=self._block_count, block_dim=_block_dim(tensors[0], self._block_count), shared=True
         )
         self._worker = self.create_worker(layout, storages_of(tensors))
         info = self._worker.info
         log.info(
-            "kvbm: rank %d keeps %d blocks of %d bytes in host memory, %.2f GB",
+            "kvbm: rank %d allocated %d blocks of %d bytes in host memory, %.2f GB",
             self._rank, info.slot_count, info.block_bytes, info.length / 1e9,
         )  # fmt: skip
 
@@ -81,7 +81,7 @@ class WorkerSide:
         return Handshake(self._worker.info, self._config.digest(), boot_id()) if self._worker else None
 
     def bind(self, orders: StepOrders) -> None:
-        """Loads begin here, before the forward pass, whose time then covers them."""
+        """Take a step's orders and start its loads, which overlap with the forward pass."""
         self._orders = orders
         if not self._starts_late:
             self._start()
@@ -91,7 +91,7 @@ class WorkerSide:
             self._start()
 
     def finish_step(self) -> None:
-        """The forward pass has been submitted: what it computed may be copied away."""
+        """Start the offloads: the forward pass that computes their blocks has been submitted."""
         if self._worker is not None and self._orders.plan.offloads:
             self._worker.finish(self._orders.plan)
 
@@ -112,7 +112,7 @@ class WorkerSide:
 
     def close(self) -> None:
         if self._worker is not None:
-            # The other side reads this memory once more, to write it to disk; the end of all processes frees it.
+            # The scheduler side still reads this memory, to write it to disk; the end of all processes frees it.
             self._worker.stop() if self._config.tiers.disk is not None else self._worker.close()
 
     def _start(self) -> None:
@@ -121,5 +121,5 @@ class WorkerSide:
 
 
 def _block_dim(tensor: torch.Tensor, block_count: int) -> int:
-    """The dimension that counts blocks: the first, or behind one that separates keys from values."""
+    """Return the block dimension: the first, or the second after one that separates keys from values."""
     return 0 if tensor.shape[0] % block_count == 0 else 1

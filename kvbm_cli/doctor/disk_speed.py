@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbm.disk.io.threads import Buffer, Run, ThreadsIO
+from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO
 
 THREADS = 4
 FLUSHES = 9
 
 PhaseCallback = Callable[[str], None]
-Move = Callable[[Sequence[Run]], None]
+Move = Callable[[Sequence[IoRun]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class SpeedTrial:
             taken.append(time.monotonic() - started)
         return statistics.median(taken)
 
-    def _run(self, block: int, buffer: Buffer) -> Run:
-        return Run(block * self._block_bytes, [buffer])
+    def _run(self, block: int, buffer: Buffer) -> IoRun:
+        return IoRun(block * self._block_bytes, [buffer])
 
     def _buffers(self, count: int) -> Buffer:
         """Returns one row per block, filled with incompressible bytes."""

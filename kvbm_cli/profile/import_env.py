@@ -72,7 +72,7 @@ def profile_text(environment: Mapping[str, str], *, model: str | None = None) ->
 
 def _engine_kind(model: str) -> str:
     """Returns the engine kind for this model. ProfileError for an unknown synthetic model."""
-    from kvbm.embedded.engine.presets import SYNTHETIC
+    from kvbm.embedded.engine.synthetic_models import SYNTHETIC
     from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
 
     if model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC and model.startswith(SYNTHETIC_PREFIX):

@@ -33,7 +33,9 @@ from terminal import (
 from kvbm import hashing
 from kvbm.disk.directory import ARENA, INDEX, LOCK, SUPERBLOCK, InstanceLock
 from kvbm.disk.index import BlockIndex
-from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+from kvbm.disk.orders import Write
+from kvbm.disk.settings import DiskSettings, Namespace
+from kvbm.disk.storage import DiskStorage
 from kvbm.disk.superblock import read_superblock, write_superblock
 from kvbm_cli.cache import _ReadProgress
 
@@ -55,7 +57,8 @@ def make_cache(directory: Path, name: str, *, model: str, salts: list[str | None
     settings = DiskSettings(directory, block_count=16, o_direct=False)
     tier = DiskStorage.open(settings, namespace, shards, hash_bytes=hashing.HASH_BYTES)
     slots = list(range(len(salts)))
-    tier.write(1, [hash_of(slot) for slot in slots], slots, slots, [hashing.tenant(salt) for salt in salts])
+    hashes, tenants = [hash_of(slot) for slot in slots], [hashing.tenant(salt) for salt in salts]
+    tier.submit(Write(1, hashes, slots, slots, tenants, generations=[0] * len(hashes)))
     deadline = time.monotonic() + 30
     while not (results := tier.poll()):
         assert time.monotonic() < deadline

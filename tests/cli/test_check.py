@@ -36,16 +36,16 @@ GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 256}
 MISTAKES = {
     "model: synthetic:huge": (
-        "`engine.model`: there is no `synthetic:huge`",
+        "`engine.model`: unknown model `synthetic:huge`",
         "there are `synthetic:tiny`, `synthetic:small`, `synthetic:8b`",
     ),
-    "model: synthetic:smal": ("`engine.model`: there is no `synthetic:smal`", "did you mean `synthetic:small`?"),
-    "model: meta-llama/Llama-3-8B": ("there is no directory `meta-llama/Llama-3-8B`", "a model is a local directory"),
-    "model: ./gpt2": ("`gpt2` is a `gpt2` model, which the embedded engine does not run", "cohere2, deepseek_v3"),
+    "model: synthetic:smal": ("`engine.model`: unknown model `synthetic:smal`", "did you mean `synthetic:small`?"),
+    "model: meta-llama/Llama-3-8B": ("there is no directory `meta-llama/Llama-3-8B`", "use a local directory"),
+    "model: ./gpt2": ("`gpt2` is a `gpt2` model, which the embedded engine does not support", "cohere2, deepseek_v3"),
     "model: ./shapeless": ("the model's configuration has no valid `num_hidden_layers`", None),
-    "model: ./empty": ("cannot read `empty/config.json`: no such file", "the directory of a model holds `config.json`"),
-    "model: ./broken": ("`broken/config.json` is not JSON", "the directory of a model holds `config.json`"),
-    "model: ./unnamed": ("`unnamed/config.json` names no `model_type`", "the embedded engine runs cohere2"),
+    "model: ./empty": ("cannot read `empty/config.json`: no such file", "a model directory contains `config.json`"),
+    "model: ./broken": ("`broken/config.json` is not JSON", "a model directory contains `config.json`"),
+    "model: ./unnamed": ("`unnamed/config.json` has no `model_type`", "supported models, text only: cohere2"),
     "python: /no/such/python": ("`/no/such/python` is not an executable", "remove `engine.python`"),
     "max_model_len: 1025": (
         "`max_model_len` is 1025 tokens, but G1 holds at most 1024",
@@ -56,7 +56,7 @@ MISTAKES = {
         "lower `engine.arg",
     ),
     "capacity: 1KiB": ("host memory of 1KiB is too small: one block requires 128KiB", "raise `tiers.host.capacity`"),
-    "host: 192.0.2.1": ("cannot listen on 192.0.2.1: cannot assign", "`server.host` is an address of this machine"),
+    "host: 192.0.2.1": ("cannot listen on 192.0.2.1: cannot assign", "set `server.host` to an address of this machine"),
 }
 
 

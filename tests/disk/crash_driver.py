@@ -21,7 +21,7 @@ from pathlib import Path
 
 from disk_rig import assembled, make_hash
 
-from kvbm.disk.health import Limits
+from kvbm.disk.health import HealthLimits
 
 SLOT_COUNT = 48
 HOST_SLOTS = 48
@@ -37,7 +37,7 @@ POINTS = (
     "evict-to-overwrite",
 )
 KEYS = {"block_count": SLOT_COUNT, "host_slots": HOST_SLOTS, "shard_bytes": SHARD_BYTES, "threads": 2}
-PATIENT = Limits(stall_s=60.0)
+PATIENT = HealthLimits(stall_s=60.0)
 
 
 def say(*words):
@@ -166,7 +166,7 @@ class Load:
 
     def settle(self):
         for result in self.rig.tier.poll():
-            is_write = result.kind == "write"
+            is_write = result.ticket in self.writes
             numbers, host_slots, slots = (self.writes if is_write else self.reads).pop(result.ticket)
             for number, host_slot, slot, is_good in zip(numbers, host_slots, slots, result.is_good, strict=True):
                 if is_write and number <= self.last_cleared:

@@ -10,16 +10,18 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvbm.disk.health import Limits
+from kvbm.disk.health import HealthLimits
 from kvbm.disk.instance import Instance
 from kvbm.disk.io.threads import ThreadsIO
-from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+from kvbm.disk.orders import Read, Write
+from kvbm.disk.settings import DiskSettings, Namespace
+from kvbm.disk.storage import DiskStorage
 
 HASH_BYTES = 16
 LIMIT_S = 60.0
 NAMESPACE = Namespace(bytes(range(16)), {"model": "a model"})
-QUICK = Limits(errors_until_off=3, stall_s=LIMIT_S, probe_interval_s=0.05, clear_timeout_s=LIMIT_S)
-HASTY = Limits(
+QUICK = HealthLimits(errors_until_off=3, stall_s=LIMIT_S, probe_interval_s=0.05, clear_timeout_s=LIMIT_S)
+HASTY = HealthLimits(
     errors_until_off=3, stall_s=0.5, probe_interval_s=0.05, clear_timeout_s=1.0
 )  # takes a busy disk for hung
 
@@ -74,14 +76,18 @@ class Rig:
         hashes = [make_hash(number) for number in numbers]
         for sequence_hash, slot in zip(hashes, host_slots, strict=True):
             self.fill(slot, sequence_hash)
-        self.tier.write(self.last_ticket, hashes, list(host_slots), list(disk_slots), tenants or [b""] * len(hashes))
+        self.tier.submit(self.order_write(hashes, host_slots, disk_slots, tenants))
         return self.last_ticket
+
+    def order_write(self, hashes, host_slots, disk_slots, tenants=None, generation=0):
+        tenants, generations = tenants or [b""] * len(hashes), [generation] * len(hashes)
+        return Write(self.last_ticket, hashes, list(disk_slots), list(host_slots), tenants, generations)
 
     def start_read(self, numbers, disk_slots, host_slots):
         self.last_ticket += 1
         self.wipe(host_slots)
         hashes = [make_hash(number) for number in numbers]
-        self.tier.read(self.last_ticket, hashes, list(disk_slots), list(host_slots))
+        self.tier.submit(Read(self.last_ticket, hashes, list(disk_slots), list(host_slots)))
         return self.last_ticket
 
     def wait(self, ticket, limit_s=LIMIT_S):
@@ -149,14 +155,25 @@ def opened(directory, *, host_slots=16, shard_bytes=(8192, 4096), namespace=NAME
 
 
 @contextmanager
-def assembled(directory, *, change=lambda parts: parts, host_slots=16, shard_bytes=(8192, 4096), limits=QUICK, **keys):
+def assembled(
+    directory,
+    *,
+    change=lambda parts: parts,
+    host_slots=16,
+    shard_bytes=(8192, 4096),
+    limits=QUICK,
+    slots_carry=None,
+    **keys,
+):
     """A tier whose parts, {instance, io}, were changed before it was put together."""
     shards = make_shards(host_slots, *shard_bytes)
     settings = settings_for(directory, **keys)
     instance = Instance.open(settings, NAMESPACE, payload_bytes=sum(shard_bytes), hash_bytes=HASH_BYTES)
     io = ThreadsIO(instance.arena.fd, is_direct=instance.arena.is_direct)
     parts = change({"instance": instance, "io": io})
-    tier = DiskStorage(parts["instance"], parts["io"], shards, threads=settings.threads, limits=limits)
+    tier = DiskStorage(
+        parts["instance"], parts["io"], shards, threads=settings.threads, slots_carry=slots_carry, limits=limits
+    )
     try:
         yield Rig(tier, shards)
     finally:

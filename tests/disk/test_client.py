@@ -40,14 +40,7 @@ class ProcessRig(Rig):
         for sequence_hash, slot in zip(hashes, host_slots, strict=True):
             self.fill(slot, sequence_hash)
         self.region.write_slots(list(host_slots), GENERATION, SlotState.READY)
-        self.tier.write(
-            self.last_ticket,
-            hashes,
-            list(host_slots),
-            list(disk_slots),
-            tenants or [b""] * len(hashes),
-            generations=[generation] * len(hashes),
-        )
+        self.tier.submit(self.order_write(hashes, host_slots, disk_slots, tenants, generation))
         return self.last_ticket
 
 
@@ -199,17 +192,6 @@ def test_clear_of_a_tenant_leaves_the_others(tmp_path: Path) -> None:
         assert rig.recovered() == {2: 1}
 
 
-def test_withdrawn_read_ends_once_and_soon(tmp_path: Path) -> None:
-    with opened(tmp_path, threads=1) as rig:
-        rig.write(range(16), range(16))
-        tickets = [rig.start_read([number], [number], [number]) for number in range(16)]
-        assert not rig.tier.withdraw(tickets[-1])
-        assert not rig.tier.withdraw(9999)
-        for ticket in tickets:
-            rig.wait(ticket)
-        assert all(all(rig.ended[ticket].is_good) for ticket in tickets[:-1])
-
-
 def test_problem_of_opening_is_the_leaders(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem) as raised, opened(tmp_path / "file"):
@@ -250,7 +232,6 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
         assert rig.write([3], [3]).is_good == (False,)
         assert rig.wait(rig.start_read([1], [0], [0])).error == "off: the process for disk I/O has ended"
         rig.tier.forget([0])
-        assert not rig.tier.withdraw(in_flight[0])
     assert len([message for message in caplog.messages if "has ended" in message]) == 1
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 0}

@@ -18,7 +18,8 @@ from kvbm.disk.directory import InstanceLock, list_caches, reclaim_oldest
 from kvbm.disk.files import Alignment, Arena, NoRoom, dio_alignment
 from kvbm.disk.index import BlockIndex
 from kvbm.disk.instance import Instance
-from kvbm.disk.storage import DiskStorage, Namespace
+from kvbm.disk.settings import Namespace
+from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
 
 OTHER = Namespace(bytes(16), {"model": "another model"})

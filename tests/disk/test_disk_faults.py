@@ -14,6 +14,7 @@ from disk_rig import HASTY, LIMIT_S, QUICK, assembled, instance_of, make_hash, o
 
 from kvbm.disk.io import threads
 from kvbm.disk.io.threads import ThreadsIO
+from kvbm.disk.orders import Read
 from kvbm.errors import EnvironmentProblem
 
 ERRORS = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS]
@@ -196,7 +197,7 @@ def test_read_that_ends_early_is_an_error(tmp_path):
     fd = os.open(path, os.O_RDONLY)
     io = ThreadsIO(fd)
     with pytest.raises(threads.EndOfArena):
-        io.read([threads.Run(0, [np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)])])
+        io.read([threads.IoRun(0, [np.zeros(4096, np.uint8), np.zeros(4096, np.uint8)])])
     os.close(fd)
 
 
@@ -204,9 +205,9 @@ def test_more_buffers_than_a_system_call_takes(tmp_path):
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     io = ThreadsIO(fd)
     written = np.arange(3000 * 8, dtype=np.uint32).view(np.uint8).reshape(3000, 32)
-    io.write([threads.Run(64, list(written))])
+    io.write([threads.IoRun(64, list(written))])
     found = np.zeros_like(written)
-    io.read([threads.Run(64, list(found))])
+    io.read([threads.IoRun(64, list(found))])
     assert np.array_equal(written, found)
     os.close(fd)
 
@@ -330,7 +331,6 @@ def test_hanging_read_holds_its_ticket_and_nothing_else(rig, faults):
     faults.io.read.wait_until_held()
     assert rig.wait(rig.start_read([1, 2], [1, 2], [1, 2])).is_good == (True, True)
     assert rig.wait(rig.start_write([9], [3], [9])).is_good == (True,)
-    assert not rig.tier.withdraw(hanging)
     assert hanging not in rig.ended
     faults.io.read.release()
     assert rig.wait(hanging).is_good == (True,)
@@ -481,30 +481,29 @@ def test_neighbours_on_disk_are_one_io(rig, faults):
 def test_hash_of_another_block_does_not_fit(rig):
     rig.write([1], [1])
     ticket = rig.last_ticket = rig.last_ticket + 1
-    rig.tier.read(ticket, [make_hash(2)], [1], [0])
+    rig.tier.submit(Read(ticket, [make_hash(2)], [1], [0]))
     assert rig.wait(ticket).is_good == (False,)
 
 
 def test_host_slots_that_have_lost_their_bytes_leave_no_row(tmp_path, faults):
-    """As when a rank ends and its memory reads as zeros: asked after the payload was read, before the rows."""
+    """As when a rank ends and its memory reads as zeros: checked after the payload was read, before the rows."""
     order = []
-    with assembled(tmp_path, change=faults.put_into) as rig:
+    intact_generation = 7
+
+    def slots_carry(host_slots, generations):
+        order.append("checked")
+        return (host_slots, generations) == ([0], [intact_generation])
+
+    with assembled(tmp_path, change=faults.put_into, slots_carry=slots_carry) as rig:
         real_write, real_change = faults.io.write._call, faults.index.change._call
         faults.io.write._call = lambda runs: (order.append("payload"), real_write(runs))
         faults.index.change._call = lambda rows, slots: (order.append(len(rows)), real_change(rows, slots))
-        for is_intact in (False, True):
+        for generation in (intact_generation - 1, intact_generation):
             rig.fill(0, make_hash(1))
             rig.last_ticket += 1
-            rig.tier.write(
-                rig.last_ticket,
-                [make_hash(1)],
-                [0],
-                [4],
-                [b""],
-                is_intact=lambda answer=is_intact: (order.append("asked"), answer)[1],
-            )
-            assert rig.wait(rig.last_ticket).is_good == (is_intact,)
+            rig.tier.submit(rig.order_write([make_hash(1)], [0], [4], generation=generation))
+            assert rig.wait(rig.last_ticket).is_good == (generation == intact_generation,)
             rig.wait_until(lambda: rig.tier._index_thread.busy_since() is None)
-    assert [step for step in order if step != 0] == ["payload", "asked", "payload", "asked", 1]
+    assert [step for step in order if step != 0] == ["payload", "checked", "payload", "checked", 1]
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 4}

@@ -15,7 +15,7 @@ import pytest
 
 from kvbm.disk.io import kernel_aio
 from kvbm.disk.io.kernel_aio import MAX_REQUESTS, READ, WRITE, KernelAio
-from kvbm.disk.io.threads import EndOfArena, Run, ThreadsIO, address_of
+from kvbm.disk.io.threads import EndOfArena, IoRun, ThreadsIO, address_of
 
 PAGE = 4096
 PAGES = 4 * MAX_REQUESTS
@@ -36,8 +36,8 @@ def pages(count: int, seed: int | None = None) -> np.ndarray:
     return found
 
 
-def runs(memory: np.ndarray, places: list[int]) -> list[Run]:
-    return [Run(place * PAGE, [row]) for place, row in zip(places, memory, strict=True)]
+def runs(memory: np.ndarray, places: list[int]) -> list[IoRun]:
+    return [IoRun(place * PAGE, [row]) for place, row in zip(places, memory, strict=True)]
 
 
 def test_what_was_written_at_random_places_is_read_from_there(fd: int) -> None:
@@ -57,8 +57,8 @@ def test_what_was_written_at_random_places_is_read_from_there(fd: int) -> None:
 def test_buffers_of_a_run_lie_one_after_the_other(fd: int) -> None:
     written, found = pages(6, seed=2), pages(6)
     io = ThreadsIO(fd)
-    io.write([Run(0, list(written[:4])), Run(8 * PAGE, list(written[4:]))])
-    io.read([Run(8 * PAGE, list(found[4:])), Run(0, list(found[:4]))])
+    io.write([IoRun(0, list(written[:4])), IoRun(8 * PAGE, list(written[4:]))])
+    io.read([IoRun(8 * PAGE, list(found[4:])), IoRun(0, list(found[:4]))])
     assert (found == written).all()
     io.close()
 
@@ -101,7 +101,7 @@ def test_a_cut_arena_is_said_to_end_where_it_does(fd: int) -> None:
     os.ftruncate(fd, 5 * PAGE)
     io = ThreadsIO(fd)
     with pytest.raises(EndOfArena, match=f"ends at byte {7 * PAGE}"):
-        io.read([*runs(pages(3), [1, 7, 2]), Run(5 * PAGE, [pages(1)[0]])])
+        io.read([*runs(pages(3), [1, 7, 2]), IoRun(5 * PAGE, [pages(1)[0]])])
     io.close()
 
 

@@ -20,7 +20,7 @@ import pytest
 from fake_nixl import FakeNixl
 
 from kvbm.disk.io.nixl import MAX_DESCRIPTORS, NixlIO
-from kvbm.disk.io.threads import BlockIO, EndOfArena, Run, ThreadsIO
+from kvbm.disk.io.threads import BlockIO, EndOfArena, IoRun, ThreadsIO
 from kvbm.errors import EnvironmentProblem
 
 BLOCK = 8192
@@ -84,8 +84,8 @@ def allows_uring() -> bool:
     return not setting.exists() or setting.read_text().strip() == "0"
 
 
-def in_slots(blocks: np.ndarray, slots: list[int]) -> list[Run]:
-    return [Run(slot * BLOCK, [block]) for slot, block in zip(slots, blocks, strict=True)]
+def in_slots(blocks: np.ndarray, slots: list[int]) -> list[IoRun]:
+    return [IoRun(slot * BLOCK, [block]) for slot, block in zip(slots, blocks, strict=True)]
 
 
 def test_every_block_comes_back_from_where_it_was_put(make_io: MakeIO, fd: int) -> None:
@@ -102,8 +102,8 @@ def test_every_block_comes_back_from_where_it_was_put(make_io: MakeIO, fd: int) 
 def test_run_of_several_buffers_is_one_piece_of_the_file(make_io: MakeIO, fd: int) -> None:
     source, target = pattern(), rows()
     io = make_io(fd, [source, target])
-    io.write([Run(0, [source[3], source[1], source[2]]), Run(5 * BLOCK, [source[0]])])
-    io.read([Run(BLOCK, [target[0], target[1]]), Run(5 * BLOCK, [target[2]])])
+    io.write([IoRun(0, [source[3], source[1], source[2]]), IoRun(5 * BLOCK, [source[0]])])
+    io.read([IoRun(BLOCK, [target[0], target[1]]), IoRun(5 * BLOCK, [target[2]])])
     io.close()
     assert np.array_equal(target[:3], source[[1, 2, 0]])
 
@@ -112,7 +112,7 @@ def test_nothing_but_the_run_is_touched(make_io: MakeIO, fd: int) -> None:
     source, target = pattern(), rows()
     io = make_io(fd, [source, target])
     io.write(in_slots(source, list(range(COUNT))))
-    io.write([Run(4 * BLOCK, [source[9]])])
+    io.write([IoRun(4 * BLOCK, [source[9]])])
     io.read(in_slots(target[:8], list(range(8))))
     io.close()
     assert np.array_equal(target[:8], source[[0, 1, 2, 3, 9, 5, 6, 7]])
@@ -156,7 +156,7 @@ def test_error_of_the_system_keeps_its_number(make_io: MakeIO, fd: int, tmp_path
     reads_only = os.open(tmp_path / "arena", os.O_RDONLY)
     io = make_io(reads_only, [source])
     with pytest.raises(OSError) as raised:
-        io.write([Run(0, [source[0]])])
+        io.write([IoRun(0, [source[0]])])
     assert raised.value.errno == errno.EBADF
     io.close()
     os.close(reads_only)
@@ -171,11 +171,11 @@ def test_full_disk_is_told_by_its_number(make_io: MakeIO, tmp_path: Path) -> Non
     resource.setrlimit(resource.RLIMIT_FSIZE, (3 * BLOCK // 2, limits[1]))
     try:
         with pytest.raises(OSError) as raised:
-            io.write([Run(0, [source[0]]), Run(BLOCK, [source[1]])])
+            io.write([IoRun(0, [source[0]]), IoRun(BLOCK, [source[1]])])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert raised.value.errno == errno.EFBIG
-    io.write([Run(0, [source[0]])])
+    io.write([IoRun(0, [source[0]])])
     io.close()
     os.close(opened)
 
@@ -202,8 +202,8 @@ def test_calls_of_many_threads_do_not_mix(make_io: MakeIO, fd: int) -> None:
 def test_memory_that_nixl_was_not_told_of_is_moved_all_the_same(make_io: MakeIO, fd: int) -> None:
     source, other = pattern(), rows()
     io = make_io(fd, [source])
-    io.write([Run(0, [source[0]])])
-    io.read([Run(0, [other[0]])])
+    io.write([IoRun(0, [source[0]])])
+    io.read([IoRun(0, [other[0]])])
     io.close()
     assert np.array_equal(other[0], source[0])
 
@@ -213,13 +213,13 @@ def test_memory_that_nixl_was_not_told_of_is_moved_all_the_same(make_io: MakeIO,
 def test_process_that_used_nixl_ends_with_its_own_code(tmp_path: Path, queue: str) -> None:
     program = f"""
 import mmap, os, numpy, threading
-from kvbm.disk.io.threads import Run
+from kvbm.disk.io.threads import IoRun
 from kvbm.disk.io.nixl import NixlIO
 rows = numpy.frombuffer(mmap.mmap(-1, 8192), numpy.uint8).reshape(2, 4096)
 fd = os.open({str(tmp_path / "arena")!r}, os.O_RDWR | os.O_CREAT, 0o600)
 io = NixlIO(fd, [rows], queue={queue!r})
-io.write([Run(0, [rows[0]])])
-threads = [threading.Thread(target=io.read, args=([Run(0, [rows[1]])],)) for _ in range(4)]
+io.write([IoRun(0, [rows[0]])])
+threads = [threading.Thread(target=io.read, args=([IoRun(0, [rows[1]])],)) for _ in range(4)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 os._exit(3) if io.redone_count else None
@@ -268,7 +268,7 @@ def test_calls_at_one_time_have_an_agent_each_and_later_ones_use_them_again(nixl
     nixl.started = Barrier(4, timeout=30).wait
     for _ in range(3):
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda slot: io.write([Run(slot * BLOCK, [source[slot]])]), range(4)))
+            list(pool.map(lambda slot: io.write([IoRun(slot * BLOCK, [source[slot]])]), range(4)))
     assert len(nixl.agents) == 4
     assert [agent.backend for agent in nixl.agents] == [("POSIX", {"use_aio": "true", "ios_pool_size": "1024"})] * 4
 
@@ -281,9 +281,9 @@ def test_agent_that_cannot_be_made_later_leaves_the_call_to_the_system_calls(nix
     may_end = Barrier(2, timeout=30)
     nixl.started = lambda: (is_started.wait(), may_end.wait())
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(io.write, [Run(0, [source[0]])])
+        first = pool.submit(io.write, [IoRun(0, [source[0]])])
         is_started.wait()
-        io.write([Run(BLOCK, [source[1]])])
+        io.write([IoRun(BLOCK, [source[1]])])
         may_end.wait()
         first.result()
     assert io.redone_count == 1

@@ -20,8 +20,8 @@ from fake_nixl import FakeNixl
 
 from kvbm.disk.io import select as module
 from kvbm.disk.io.nixl import GDS, NixlIO
-from kvbm.disk.io.select import GPU, MODULES, Choice, Rates, choose_io, open_io, race_nixl, try_nixl
-from kvbm.disk.io.threads import Run
+from kvbm.disk.io.select import GPU, MODULES, Choice, Rates, benchmark_nixl, choose_io, open_io, try_nixl
+from kvbm.disk.io.threads import IoRun
 from kvbm.errors import EnvironmentProblem
 
 HAS_NIXL = importlib.util.find_spec("nixl_cu13") or importlib.util.find_spec("nixl_cu12")
@@ -50,11 +50,11 @@ NIXL_WINS, THREADS_WIN, TIE = (4e9, 5e9), (5e9, 4e9), (5e9, 5.2e9)
 
 
 def choose(wanted: str, trials: Trials, *, rates: Rates | str = NIXL_WINS, o_direct: bool = True) -> Choice:
-    def race(directory: Path, queue: str, block_bytes: int) -> Rates | str:
+    def benchmark(directory: Path, queue: str, block_bytes: int) -> Rates | str:
         assert (directory, block_bytes) == (Path("/nowhere"), 4096)
         return rates
 
-    return choose_io(wanted, Path("/nowhere"), block_bytes=4096, o_direct=o_direct, trial=trials, race=race)
+    return choose_io(wanted, Path("/nowhere"), block_bytes=4096, o_direct=o_direct, trial=trials, benchmark=benchmark)
 
 
 def test_threads_are_taken_without_a_trial() -> None:
@@ -138,8 +138,8 @@ def test_gds_is_a_plugin_of_nixl_that_moves_host_memory(nixl: FakeNixl, tmp_path
         io = open_io(
             "gds", file.fileno(), path=tmp_path / "arena", shards=shards, is_direct=True, trial=Trials(gds=None)
         )
-        io.write([Run(0, [shards[0][0]])])
-        io.read([Run(0, [shards[0][1]])])
+        io.write([IoRun(0, [shards[0][0]])])
+        io.read([IoRun(0, [shards[0][1]])])
         assert isinstance(io, NixlIO)
         assert io.redone_count == 0
         io.close()
@@ -194,10 +194,10 @@ def test_opened_io_moves_bytes_of_the_arena(
             shards=shards,
             is_direct=True,
             trial=Trials(uring=None),
-            race=lambda directory, queue, block_bytes: rates,
+            benchmark=lambda directory, queue, block_bytes: rates,
         )
-        io.write([Run(0, [shards[0][0]])])
-        io.read([Run(0, [shards[0][1]])])
+        io.write([IoRun(0, [shards[0][0]])])
+        io.read([IoRun(0, [shards[0][1]])])
         io.close()
     assert io.name == name
     assert (shards[0][1] == 7).all()
@@ -248,10 +248,11 @@ def test_real_trial_passes_and_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: `pip install 'kvbm-cli[nixl]'`")
 def test_real_race_times_both_and_leaves_nothing(tmp_path: Path) -> None:
     queue = next(queue for queue in ("uring", "aio") if try_nixl(tmp_path, queue) is None)
-    rates = race_nixl(tmp_path, queue, 256 << 10)
+    rates = benchmark_nixl(tmp_path, queue, 256 << 10)
     assert not isinstance(rates, str), rates
     assert all(1e6 < rate < 1e12 for rate in rates)
     assert os.listdir(tmp_path) == []
@@ -265,19 +266,19 @@ def test_race_on_a_full_disk_says_so(nixl: FakeNixl, tmp_path: Path, monkeypatch
 
 def test_race_that_hangs_or_complains_is_none(tmp_path: Path) -> None:
     hangs = ("/bin/sh", "-c", "sleep 60")
-    assert race_nixl(tmp_path, "uring", 4096, timeout_s=0.3, program=hangs) == "no answer in 0.3 s"
+    assert benchmark_nixl(tmp_path, "uring", 4096, timeout_s=0.3, program=hangs) == "no answer in 0.3 s"
     complains = ("/bin/sh", "-c", "echo it is broken; exit 1")
-    assert race_nixl(tmp_path, "uring", 4096, program=complains) == "it is broken"
+    assert benchmark_nixl(tmp_path, "uring", 4096, program=complains) == "it is broken"
 
 
 @pytest.mark.parametrize("said", ["a plugin says goodbye", "1e9 2e9 3e9", "1e9"])
 def test_race_that_says_something_else_is_a_complaint(tmp_path: Path, said: str) -> None:
-    assert race_nixl(tmp_path, "uring", 4096, program=("/bin/echo", said)) == f"it said `{said}`"
+    assert benchmark_nixl(tmp_path, "uring", 4096, program=("/bin/echo", said)) == f"it said `{said}`"
 
 
 def test_race_whose_last_word_is_not_its_own_takes_threads(tmp_path: Path) -> None:
     program = ("/bin/sh", "-c", "echo 1e9 2e9; echo an agent is destroyed >&2")
-    choice = choose("auto", Trials(uring=None), rates=race_nixl(tmp_path, "uring", 4096, program=program))
+    choice = choose("auto", Trials(uring=None), rates=benchmark_nixl(tmp_path, "uring", 4096, program=program))
     assert choice == Choice(None, "NIXL could not be timed: it said `an agent is destroyed`")
 
 

@@ -12,6 +12,7 @@ from disk_rig import HASH_BYTES, LIMIT_S, QUICK, assembled, instance_of, make_ha
 from kvbm.disk import index_thread, storage
 from kvbm.disk.directory import LOCK, list_caches
 from kvbm.disk.io.threads import ThreadsIO
+from kvbm.disk.orders import Read
 from kvbm.errors import InvariantError
 
 
@@ -189,24 +190,13 @@ def test_closed_tier_ends_every_ticket(tmp_path):
         assert set(rig.recovered()) == good
 
 
-def test_withdrawn_ticket_has_no_result(tmp_path):
-    with opened(tmp_path, host_slots=64, block_count=64) as rig:
-        rig.write(range(32), range(32))
-        tickets = {rig.start_read([number], [number], [number]): number for number in range(32)}
-        withdrawn = {ticket for ticket in reversed(tickets) if rig.tier.withdraw(ticket)}
-        for ticket in tickets.keys() - withdrawn:
-            rig.wait(ticket)
-        assert not withdrawn & rig.ended.keys()
-        assert not rig.tier.withdraw(min(tickets.keys() - withdrawn, default=0))
-
-
 @pytest.mark.parametrize("disk_slots", [[16], [-1]])
 def test_slot_that_is_none_is_a_bug_of_ours(tmp_path, disk_slots):
     with opened(tmp_path) as rig:
         with pytest.raises(InvariantError):
-            rig.tier.write(1, [make_hash(1)], [0], disk_slots, [b""])
+            rig.tier.submit(rig.order_write([make_hash(1)], [0], disk_slots))
         with pytest.raises(InvariantError):
-            rig.tier.read(1, [make_hash(1)], disk_slots, [0])
+            rig.tier.submit(Read(1, [make_hash(1)], disk_slots, [0]))
         with pytest.raises(InvariantError):
             rig.tier.forget(disk_slots)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from disk_rig import instance_of, opened
 
-from kvbm.disk.index import BlockIndex, Row
+from kvbm.disk.index import BlockIndex, IndexRow
 from kvbm.disk.superblock import read_superblock
 from kvbm.disk.verify import verify
 
 
-def row(slot: int) -> Row:
-    return Row(slot, slot.to_bytes(16, "little"), slot, 4096, slot, b"", 0.0)
+def row(slot: int) -> IndexRow:
+    return IndexRow(slot, slot.to_bytes(16, "little"), slot, 4096, slot, b"", 0.0)
 
 
 def test_index_is_loaded_as_of_one_moment_while_rows_come_and_go(tmp_path: Path) -> None:

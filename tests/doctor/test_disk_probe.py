@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.disk.io.threads import Run, ThreadsIO
+from kvbm.disk.io.threads import IoRun, ThreadsIO
 from kvbm_cli.doctor import disk_probe as module
 from kvbm_cli.doctor.disk_probe import (
     DirectIO,
@@ -145,7 +145,7 @@ def test_a_tenth_of_the_free_space_bounds_what_is_written(tmp_path: Path, monkey
     most = 0
     real = ThreadsIO.write
 
-    def watched(io: ThreadsIO, runs: Sequence[Run]) -> None:
+    def watched(io: ThreadsIO, runs: Sequence[IoRun]) -> None:
         nonlocal most
         real(io, runs)
         most = max(most, *(run.offset + sum(buffer.nbytes for buffer in run.buffers) for run in runs))

@@ -26,7 +26,9 @@ from doctor_machine import ANSWERS, machine
 from filesystems import KINDS, MIB, Unavailable, mounted
 
 from kvbm.config.load import load
-from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+from kvbm.disk.orders import Read, Write
+from kvbm.disk.settings import DiskSettings, Namespace
+from kvbm.disk.storage import DiskStorage
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Segment
 from kvbm_cli.doctor.command import doctor
@@ -193,13 +195,13 @@ def move_blocks(directory: Path, recommended: Mapping[str, Any], *, persist: boo
         return DiskStorage.open(settings, Namespace(b"matrix", {}), [segment.payload], hash_bytes=8)
 
     tier = opened()
-    tier.write(1, hashes, range(BLOCKS), range(BLOCKS), [b""] * BLOCKS)
+    tier.submit(Write(1, hashes, range(BLOCKS), range(BLOCKS), [b""] * BLOCKS, [0] * BLOCKS))
     assert all(_result(tier).is_good)
     if persist:
         tier.close(10)
         tier = opened()
         assert sorted(tier.recovered().lists()[1]) == hashes
-    tier.read(2, hashes, range(BLOCKS), range(BLOCKS, 2 * BLOCKS))
+    tier.submit(Read(2, hashes, range(BLOCKS), range(BLOCKS, 2 * BLOCKS)))
     assert all(_result(tier).is_good)
     tier.close(10)
     assert (segment.payload[BLOCKS:] == pattern).all()

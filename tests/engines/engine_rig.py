@@ -51,6 +51,7 @@ class EngineRig:
         self.engine = Engine(EngineConfig(model=str(model), **config), connector=connector)
         self.core = self.engine.core
         self.connector = connector
+        self.step_count = 0
 
     def __enter__(self) -> EngineRig:
         return self
@@ -66,6 +67,7 @@ class EngineRig:
         return result
 
     def step(self) -> bool:
+        self.step_count += 1
         with torch.inference_mode():
             return self.core.step()
 

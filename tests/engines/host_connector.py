@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from kvbm.embedded.engine.connector import ConnectorOutput
+
 
 class Memory(Protocol):
     """The blocks of G1 as opaque contents."""
@@ -86,7 +88,7 @@ class HostScheduler:
         self.resets = 0
         self._requests: dict[str, object] = {}
         self._starts: dict[str, int] = {}
-        self._loading: set[str] = set()
+        self._loading: dict[str, list[int]] = {}  # the blocks that each load holds
         self._loads: list[Load] = []
         self._saving: list[bytes] = []
 
@@ -117,11 +119,11 @@ class HostScheduler:
             return
         start = self._starts[request.request_id]
         end = start + num_external_tokens // self.block_size
-        self._loads.append(
-            Load(request.request_id, tuple(request.block_hashes[start:end]), tuple(block_ids[start:end]))
-        )
+        loaded = block_ids[start:end]
+        self._loads.append(Load(request.request_id, tuple(request.block_hashes[start:end]), tuple(loaded)))
         if self.is_async:
-            self._loading.add(request.request_id)
+            self.pool.hold(loaded)
+            self._loading[request.request_id] = loaded
 
     def build_connector_meta(self, output) -> Meta:
         self.outputs.append(output)
@@ -140,15 +142,14 @@ class HostScheduler:
         if not output.failed_block_ids:
             self.known.update(self._saving)
         for load_id in output.finished_recving:
-            self._loading.discard(load_id)
+            self.pool.release(reversed(self._loading.pop(load_id, [])))
         if output.failed_block_ids:
             self.bad.update(self._requests)  # what failed once is not offered again to those who are here
         return output
 
-    def request_finished(self, request, block_ids: list[int]) -> bool:
+    def request_finished(self, request) -> None:
         self.finished[request.request_id] += 1
         self._requests.pop(request.request_id, None)
-        return request.request_id in self._loading
 
     def has_pending_work(self) -> bool:
         return bool(self._loading)
@@ -156,16 +157,10 @@ class HostScheduler:
     def disk_tokens(self, request) -> int:
         return 0
 
-    def take_events(self) -> list[object]:
-        return []
-
     def reset_cache(self) -> bool:
         self.resets += 1
         self.known.clear()
         return True
-
-    def metrics(self) -> None:
-        return None
 
     def shutdown(self) -> None:
         pass
@@ -181,7 +176,6 @@ class HostWorker:
     fails_early: bool = False  # report failed blocks a step before the load ends
     store: dict[bytes, object] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
-    meta: Meta | None = None
 
     def __post_init__(self) -> None:
         self._pending: list[list] = []
@@ -191,17 +185,9 @@ class HostWorker:
     def register_kv_pool(self, pool) -> None:
         self.memory: Memory = pool if hasattr(pool, "read") else TorchMemory(pool)
 
-    def handle_preemptions(self, meta) -> None:
-        assert self.meta is None
-        self.calls.append("handle_preemptions")
-
-    def bind_connector_metadata(self, meta) -> None:
-        self.calls.append("bind")
-        self.meta = meta
-
-    def start_load_kv(self) -> None:
+    def start_load_kv(self, meta) -> None:
         self.calls.append("start_load")
-        for load in self.meta.loads:
+        for load in meta.loads:
             if self.is_async:
                 for block_id in load.block_ids:
                     self.memory.spoil(block_id)
@@ -209,20 +195,13 @@ class HostWorker:
             else:
                 self._copy(load)
 
-    def wait_for_layer_load(self, layer: int) -> None:
-        self.calls.append(f"wait {layer}")
-
-    def save_kv_layer(self, layer: int) -> None:
-        self.calls.append(f"save {layer}")
-
-    def wait_for_save(self) -> None:
-        assert self.meta is not None, "metadata must be bound until everything is saved"
+    def wait_for_save(self, meta) -> None:
         self.calls.append("wait_for_save")
-        for block_hash, block_id in self.meta.saves:
+        for block_hash, block_id in meta.saves:
             self.store.setdefault(block_hash, self.memory.read(block_id))
 
-    def get_finished(self, finished_request_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self.calls.append("get_finished")
+    def take_results(self) -> ConnectorOutput:
+        self.calls.append("take_results")
         for entry in list(self._pending):
             load, left = entry
             if left is None:
@@ -232,16 +211,9 @@ class HostWorker:
                 self._copy(load)
                 self._finished.add(load.request_id)
             entry[1] = left - 1
-        finished, self._finished = self._finished, set()
-        return None, finished or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed = self._failed, set()
-        return failed
-
-    def clear_connector_metadata(self) -> None:
-        self.calls.append("clear")
-        self.meta = None
+        results = ConnectorOutput(self._finished, self._failed)
+        self._finished, self._failed = set(), set()
+        return results
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")

@@ -25,11 +25,11 @@ import aiohttp
 from aiohttp import web
 
 from kvbm.embedded.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from kvbm.embedded.http.codec import TextCodec
 from kvbm.embedded.http.completion import Served
 from kvbm.embedded.http.endpoints import create_runner
 from kvbm.embedded.http.metrics import EngineMetrics
 from kvbm.embedded.http.service import Service
+from kvbm.embedded.http.text_codec import TextCodec
 from kvbm.errors import EngineError, KvbmError
 
 END = 258  # the end token of the byte tokenizer

@@ -13,7 +13,7 @@ import itertools
 from engine_rig import Result
 
 from kvbm import hashing
-from kvbm.embedded.engine.blocks import BlockPool
+from kvbm.embedded.engine.block_pool import BlockPool
 from kvbm.embedded.engine.engine_core import EngineCore
 from kvbm.embedded.engine.request import Request, SamplingParams
 from kvbm.embedded.engine.scheduler import Scheduler, SchedulerLimits

@@ -56,7 +56,6 @@ def test_a_preempted_request_is_looked_up_again():
     assert times >= 1
     assert {lookup.preemptions for lookup in lookups} == set(range(times + 1))
     outputs = engine.connector[0].outputs
-    assert [output.resumed_ids for output in outputs if output.resumed_ids] == [["second"]] * times
     assert [output.preempted_ids for output in outputs if output.preempted_ids] == [["second"]] * times
 
 
@@ -250,29 +249,15 @@ def test_loaded_requests_give_way_to_each_other_where_a_hung_copy_keeps_blocks()
 # -- blocks that stay --------------------------------------------------------------------------------------------------
 
 
-def test_blocks_stay_until_the_connector_has_sent_them():
-    engine = engine_with_host()
-    scheduler, worker = engine.connector
-    scheduler.request_finished = lambda request, block_ids: True
-    engine.add(PROMPT, max_tokens=2, request_id="kept")
-    for _ in range(6):
-        engine.step()
-    assert engine.blocks.used_count == 5
-    assert engine.core.has_work
-    worker.get_finished = lambda finished_ids: ({"kept"}, None)
-    engine.step()
-    assert engine.blocks.used_count == 0
-
-
 def test_a_block_that_the_connector_holds_is_not_reused():
     engine = engine_with_host(blocks=8)
     result = engine.add(PROMPT, max_tokens=1)
     held = []
-    engine.connector[0].request_finished = lambda request, block_ids: held.extend(block_ids) or engine.blocks.hold(held)
+    engine.connector[0].request_finished = lambda request: held.extend(request.block_ids) or engine.blocks.hold(held)
     engine.step()
     assert result.is_finished
     assert len(held) == 5
-    engine.connector[0].request_finished = lambda request, block_ids: False
+    engine.connector[0].request_finished = lambda request: None
     other = engine.add([9] * 18, max_tokens=1)
     for _ in range(3):
         engine.step()
@@ -293,11 +278,17 @@ def test_the_engine_keeps_stepping_while_the_connector_has_something_under_way()
     assert len(engine.connector[0].outputs) == steps + 1
 
 
-def test_a_finished_request_is_told_to_the_worker_side_in_one_more_step():
-    engine = engine_with_host()
-    engine.answer(PROMPT, max_tokens=1, request_id="done")
-    assert [output.finished_ids for output in engine.connector[0].outputs] == [[], ["done"]]
-    assert engine.connector[0].outputs[-1].scheduled == []
+def test_blocks_of_an_aborted_load_are_not_reused_before_the_copy_has_stopped():
+    engine = engine_with_host(blocks=8, latency_steps=None)
+    warm(engine)
+    engine.add(PROMPT, max_tokens=1, request_id="aborted")
+    engine.step()
+    assert engine.core.abort("aborted")
+    assert engine.blocks.used_count == 4, "the connector holds them"
+    assert engine.core.has_work
+    engine.connector[1].finish_loads()
+    engine.step()
+    assert engine.blocks.used_count == 0
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------
@@ -375,13 +366,12 @@ def test_every_request_that_ends_by_itself_is_reported_once_before_its_blocks_ar
     engine = engine_with_host()
     free_before = []
     ask = engine.connector[0].request_finished
-    engine.connector[0].request_finished = lambda request, block_ids: (
-        free_before.append((engine.blocks.used_count, len(block_ids), len(request.block_ids)))
-        or ask(request, block_ids)
+    engine.connector[0].request_finished = lambda request: (
+        free_before.append((engine.blocks.used_count, len(request.block_ids))) or ask(request)
     )
     engine.answer(PROMPT, max_tokens=2, request_id="one")
     assert engine.connector[0].finished == {"one": 1}
-    assert free_before == [(5, 5, 5)]
+    assert free_before == [(5, 5)]
 
 
 # -- resets ------------------------------------------------------------------------------------------------------------
@@ -415,24 +405,16 @@ def test_what_was_computed_before_a_reset_is_not_found_after_it():
     assert continued.last.num_cached_tokens == 16, "the prompt as computed after the reset, and nothing older behind it"
 
 
-# -- the worker side's step --------------------------------------------------------------------------------------------
+# -- the worker connector's step ---------------------------------------------------------------------------------------
 
 
-def test_the_worker_side_is_called_in_order_with_metadata_bound_until_everything_is_saved():
+def test_the_worker_connector_is_called_in_order_also_in_an_empty_step():
     connector = host_connector.create(block_size=BLOCK, is_async=True)
     with EngineRig("synthetic:tiny", num_blocks=16, block_size=BLOCK, connector=connector, verify=False) as rig:
         rig.add(prompts_of([6])[0], max_tokens=1)
         rig.step()
-        layers = [f"{name} {layer}" for layer in range(4) for name in ("wait", "save")]
-        assert connector[1].calls == [
-            *("handle_preemptions", "bind", "start_load"),
-            *layers,
-            *("wait_for_save", "get_finished", "clear"),
-        ]
-        connector[1].calls.clear()
         rig.step()
-        assert "wait_for_save" in connector[1].calls, "an empty step has the same sequence"
-        assert "wait 0" not in connector[1].calls
+        assert connector[1].calls == ["start_load", "wait_for_save", "take_results"] * 2
 
 
 def test_metadata_crosses_as_bytes():
@@ -441,8 +423,8 @@ def test_metadata_crosses_as_bytes():
     build = engine.connector[0].build_connector_meta
     engine.connector[0].build_connector_meta = lambda output: made.append(build(output)) or made[-1]
     bound = []
-    bind = engine.connector[1].bind_connector_metadata
-    engine.connector[1].bind_connector_metadata = lambda meta: bound.append(meta) or bind(meta)
+    start = engine.connector[1].start_load_kv
+    engine.connector[1].start_load_kv = lambda meta: bound.append(meta) or start(meta)
     engine.answer(PROMPT, max_tokens=1)
     assert made == bound
     assert all(ours is not theirs for ours, theirs in zip(made, bound, strict=True))

@@ -8,7 +8,7 @@ import tiny_models
 import torch
 from engine_rig import EngineRig
 
-from kvbm.embedded.engine import attention, model, presets, tokenizer
+from kvbm.embedded.engine import attention, model, synthetic_models, tokenizer
 from kvbm.embedded.engine.config import EngineConfig
 from kvbm.errors import EnvironmentProblem, ProfileError
 
@@ -69,7 +69,7 @@ def test_presets_have_the_sizes_that_they_claim():
     tiny = load("synthetic:tiny", verify=False)
     assert tiny.parameter_count == pytest.approx(5e6, rel=0.05)
     assert tiny.geometry.token_bytes == 8192
-    for name, facts in presets.SYNTHETIC.items():
+    for name, facts in synthetic_models.SYNTHETIC.items():
         assert facts["vocab_size"] == len(tokenizer.byte_tokenizer()), name
 
 
@@ -112,9 +112,12 @@ def test_the_namespace_changes_with_everything_that_changes_the_bytes(copy):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba2"}, "is a `mamba2` model, which the embedded engine does not run"),
-        ({"model_type": "qwen3_next"}, "is a `qwen3_next` model, which the embedded engine does not run; `qwen3"),
-        ({"model_type": "gemma3"}, "`gemma3_text` would be"),
+        ({"model_type": "mamba2"}, "is a `mamba2` model, which the embedded engine does not support"),
+        (
+            {"model_type": "qwen3_next"},
+            "is a `qwen3_next` model, which the embedded engine does not support; the nearest supported type is `qwen3",
+        ),
+        ({"model_type": "gemma3"}, "the nearest supported type is `gemma3_text`"),
         ({"model_type": "t5"}, "is a `t5` model"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
@@ -129,7 +132,7 @@ def test_models_that_would_run_wrongly_are_refused_before_their_weights_are_read
 
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ProfileError, match="there is no directory"):
+    with pytest.raises(ProfileError, match="no such directory"):
         load(tmp_path / "nowhere")
 
 
@@ -140,7 +143,7 @@ def test_a_directory_without_a_usable_config_is_refused(tmp_path):
     with pytest.raises(EnvironmentProblem, match="is not JSON"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(EnvironmentProblem, match="not the configuration of a model"):
+    with pytest.raises(EnvironmentProblem, match="is not a model configuration"):
         load(tmp_path)
 
 
@@ -151,7 +154,7 @@ def test_missing_weights_are_refused(copy):
     weights = load_file(path)
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(EnvironmentProblem, match=r"lacks usable weights for model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(EnvironmentProblem, match=r"has no usable weights for model.layers.1.mlp.up_proj.weight"):
         load(copy)
     path.write_bytes(b"short")
     with pytest.raises(EnvironmentProblem, match="cannot be loaded"):
@@ -198,7 +201,7 @@ def test_attention_that_differs_from_the_models_own_stops_the_start(saved, monke
 
     load(saved)
     monkeypatch.setattr(attention, "_mask", leaking)
-    with pytest.raises(EnvironmentProblem, match="gives other logits with paged attention than with its own"):
+    with pytest.raises(EnvironmentProblem, match="has other logits with paged attention than with its own"):
         load(saved)
 
 

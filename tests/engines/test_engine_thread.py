@@ -124,7 +124,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_at_once(prompt, reason):
 def test_an_id_that_is_being_served_is_refused():
     with Served() as served:
         served.submit(PROMPT, request_id="same", max_tokens=900, ignore_eos=True)
-        with pytest.raises(ValueError, match="being served already"):
+        with pytest.raises(ValueError, match="is already running"):
             served.submit(PROMPT, request_id="same")
         served.engine.abort("same")
 
@@ -164,7 +164,7 @@ def test_stopping_aborts_what_is_in_flight_and_shuts_the_connector_down():
     assert connector[1].calls[-1] == "shutdown"
     assert not served.engine.is_healthy
     assert served.engine.failure is None
-    with pytest.raises(EngineError, match="does not run"):
+    with pytest.raises(EngineError, match="is not running"):
         served.submit(PROMPT)
     served.engine.stop()
 
@@ -176,7 +176,7 @@ def test_when_the_thread_dies_everything_in_flight_ends_with_an_error():
         for client in clients:
             assert client.started.wait(WAIT_S)
 
-        def explode() -> None:
+        def explode(meta) -> None:
             raise SystemExit("a connector that ends the process")
 
         connector[1].start_load_kv = explode
@@ -197,7 +197,7 @@ def test_an_order_that_kills_the_engine_is_answered():
     connector = host_connector.create(block_size=16, is_async=True)
     with Served(connector=connector) as served:
         connector[0].reset_cache = lambda: 1 // 0
-        with pytest.raises(EngineError, match="died of this order: ZeroDivisionError"):
+        with pytest.raises(EngineError, match="died while executing this order: ZeroDivisionError"):
             served.engine.reset_prefix_cache()
         served.engine._thread.join(WAIT_S)
         assert "ZeroDivisionError" in served.engine.failure
@@ -206,7 +206,7 @@ def test_an_order_that_kills_the_engine_is_answered():
 def test_a_dead_engine_can_be_stopped_and_then_shuts_its_connector_down_once():
     connector = host_connector.create(block_size=16, is_async=True)
     served = Served(connector=connector)
-    connector[1].start_load_kv = lambda: 1 // 0
+    connector[1].start_load_kv = lambda meta: 1 // 0
     served.submit(PROMPT).wait()
     served.engine.stop()
     served.engine.stop()
@@ -234,7 +234,7 @@ def test_a_callback_that_raises_ends_the_engine_and_the_others_hear_of_it():
         ({"dtype": "int8"}, "`dtype` must be one of"),
         ({"kv_layout": "sideways"}, "`kv_layout` must be one of"),
         ({"num_blocks": 0}, "`num_blocks` must be at least 1"),
-        ({"model": "synthetic:huge"}, "there is no model `synthetic:huge`"),
+        ({"model": "synthetic:huge"}, "unknown model `synthetic:huge`"),
     ],
 )
 def test_a_configuration_that_cannot_be_meant_is_refused(config, message):

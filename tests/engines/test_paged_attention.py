@@ -8,7 +8,7 @@ import torch
 
 from kvbm.embedded.engine import attention
 from kvbm.embedded.engine.attention import Batch, PackedSequence
-from kvbm.embedded.engine.kv import KVGeometry, KVPool
+from kvbm.embedded.engine.kv_pool import KVGeometry, KVPool
 
 BLOCK, HEADS, KV_HEADS = 4, 6, 3
 
@@ -172,5 +172,5 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers():
     from kvbm.errors import EnvironmentProblem
 
     geometry = KVGeometry(64, 64, 256, 256, "float32")
-    with pytest.raises(EnvironmentProblem, match=r"G1 takes \d+ bytes, but there are \d+"):
+    with pytest.raises(EnvironmentProblem, match=r"G1 requires \d+ bytes, but \d+ are available"):
         KVPool(geometry, block_count=10**7, block_size=16, kv_layout="block_first", device="cpu")

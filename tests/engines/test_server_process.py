@@ -97,7 +97,7 @@ def test_a_signal_lets_open_answers_end_and_takes_no_more(tmp_path: Path) -> Non
         assert token_count(content) == 40
         assert content.endswith(b"data: [DONE]\n\n")
         assert process.wait() == 0
-    assert "stopping; open requests: 1; a second signal ends them" in process.log
+    assert "stopping; open requests: 1; a second signal ends them immediately" in process.log
 
 
 def test_an_answer_that_takes_too_long_to_end_is_told(tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def test_a_dying_engine_ends_answers_and_process(tmp_path: Path) -> None:
             response.readline()
             with process.answering(first_token=DEADLY_TOKEN) as deadly:
                 assert deadly.status == 500
-                assert b"the engine has failed: it met token 13" in deadly.read()
-            assert b"the engine has failed: it met token 13" in response.read()
+                assert b"the engine failed: it met token 13" in deadly.read()
+            assert b"the engine failed: it met token 13" in response.read()
         assert process.wait() == 1
-    assert process.log.endswith("error: the engine has failed: it met token 13\n")
+    assert process.log.endswith("error: the engine failed: it met token 13\n")
 
 
 def shown(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
@@ -188,7 +188,7 @@ def test_an_address_of_another_machine_is_named(capfd: pytest.CaptureFixture[str
         (["--model", "m", "--drain-timeout", "nan"], "argument --drain-timeout: 'nan' is not a number of seconds"),
         (["--model", "m", "--wibble"], "unrecognized arguments: --wibble"),
         (["--model", "m", "--max-model", "5"], "unrecognized arguments: --max-model 5"),
-        (["--model", "m", "--worker-process"], "--worker-process needs --connector"),
+        (["--model", "m", "--worker-process"], "--worker-process requires --connector"),
     ],
 )
 def test_a_wrong_flag_is_named(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -201,8 +201,8 @@ def test_a_wrong_flag_is_named(arguments: list[str], message: str, capfd: pytest
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--model", "synthetic:huge"], 2, "error: there is no model `synthetic:huge`"),
-        (["--model", "/nowhere"], 2, "error: there is no directory `/nowhere`"),
+        (["--model", "synthetic:huge"], 2, "error: unknown model `synthetic:huge`"),
+        (["--model", "/nowhere"], 2, "error: no such directory: `/nowhere`"),
         (["--model", "synthetic:tiny", "--max-model-len", "99999"], 2, "error: `max_model_len` is 99999 tokens"),
         (["--model", "synthetic:tiny", "--connector", "{"], 2, "error: --connector is not a resolved profile"),
     ],

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.embedded.http.fields import RequestError
-from kvbm.embedded.http.protocol import (
+from kvbm.embedded.http.openai_requests import (
+    ChatPrompt,
     CompletionRequest,
-    Conversation,
-    Text,
+    TextPrompt,
     parse_chat,
     parse_completion,
     parse_detokenize,
     parse_tokenize,
 )
+from kvbm.embedded.http.request_fields import RequestError
 
 Parse = Callable[[bytes], CompletionRequest]
 
@@ -42,7 +42,7 @@ def refusal(parse: Callable[..., Any], *arguments: Any, **fields: Any) -> Reques
 def test_a_bare_completion_gets_the_defaults_of_the_api() -> None:
     request = completion()
     assert request.model is None
-    assert request.prompt == Text("Hello", add_special_tokens=True)
+    assert request.prompt == TextPrompt("Hello", add_special_tokens=True)
     generation = request.generation
     assert (generation.max_tokens, generation.min_tokens, generation.temperature) == (None, 0, 1.0)
     assert request.default_max_tokens == 16
@@ -61,13 +61,13 @@ def test_a_prompt_may_be_token_ids(prompt: list[Any]) -> None:
 
 
 def test_a_single_prompt_may_come_in_a_list() -> None:
-    assert completion(prompt=["Hello"]).prompt == Text("Hello", add_special_tokens=True)
+    assert completion(prompt=["Hello"]).prompt == TextPrompt("Hello", add_special_tokens=True)
 
 
 def test_text_parts_of_a_message_are_joined() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     prompt = chat(messages=[{"role": "user", "content": parts}]).prompt
-    assert isinstance(prompt, Conversation)
+    assert isinstance(prompt, ChatPrompt)
     assert prompt.messages == [{"role": "user", "content": "one two"}]
 
 
@@ -89,13 +89,13 @@ def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt": ""}, '`prompt` is "": it must be a string or a list of token ids, and not empty'),
-        ({"prompt": []}, "`prompt` is []: it must be a string or a list of token ids, and not empty"),
-        ({"prompt": [1, "a"]}, '`prompt` is [1, "a"]: it must be a string or a list of token ids, and not empty'),
-        ({"prompt": [True]}, "`prompt` is [true]: it must be a string or a list of token ids, and not empty"),
+        ({"prompt": ""}, '`prompt` is "": it must be a string or a list of token ids, not empty'),
+        ({"prompt": []}, "`prompt` is []: it must be a string or a list of token ids, not empty"),
+        ({"prompt": [1, "a"]}, '`prompt` is [1, "a"]: it must be a string or a list of token ids, not empty'),
+        ({"prompt": [True]}, "`prompt` is [true]: it must be a string or a list of token ids, not empty"),
         ({"prompt": None}, "`prompt` is missing: it must be a string or a list of token ids"),
         ({"prompt": ["a", "b"]}, "`prompt` is a list of 2 prompts: send one request per prompt"),
-        ({"prompt": "\ud800"}, '`prompt` is "\\ud800": it must be a string or a list of token ids, and not empty'),
+        ({"prompt": "\ud800"}, '`prompt` is "\\ud800": it must be a string or a list of token ids, not empty'),
         ({"model": 7}, "`model` is 7: it must be a string of Unicode characters"),
         ({"max_tokens": 0}, "`max_tokens` is 0: it must be an integer of at least 1"),
         ({"max_tokens": -5}, "`max_tokens` is -5: it must be an integer of at least 1"),
@@ -110,15 +110,15 @@ def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
         ({"seed": 2**63}, f"`seed` is {2**63}: it must be an integer of 64 bits"),
         ({"logprobs": 21}, "`logprobs` is 21: it must be an integer from 0 to 20"),
         ({"logprobs": True}, "`logprobs` is true: it must be an integer from 0 to 20"),
-        ({"stop": ""}, '`stop` is "": it must be a string that is not empty, or a list of such strings'),
-        ({"stop": ["a", 1]}, '`stop` is ["a", 1]: it must be a string that is not empty, or a list of such strings'),
+        ({"stop": ""}, '`stop` is "": it must be a non-empty string, or a list of such strings'),
+        ({"stop": ["a", 1]}, '`stop` is ["a", 1]: it must be a non-empty string, or a list of such strings'),
         ({"stop": ["a"] * 33}, "`stop` has 33 strings: at most 32 are allowed"),
         ({"stream": 1}, "`stream` is 1: it must be true or false"),
         ({"stream_options": {}}, "`stream_options` is {}: it must be absent unless `stream` is true"),
-        ({"cache_salt": ""}, '`cache_salt` is "": it must be a string that is not empty'),
+        ({"cache_salt": ""}, '`cache_salt` is "": it must be a non-empty string'),
         ({"kv_transfer_params": 1}, "`kv_transfer_params` is 1: it must be an object"),
-        ({"n": 2}, "`n` is 2: it must be absent or 1; this engine does not support anything else"),
-        ({"echo": True}, "`echo` is true: it must be absent or false; this engine does not support anything else"),
+        ({"n": 2}, "`n` is 2: it must be absent or 1; this engine supports nothing else"),
+        ({"echo": True}, "`echo` is true: it must be absent or false; this engine supports nothing else"),
         ({"max_token": 5}, "`max_token` is not a field of this endpoint; did you mean `max_tokens`?"),
         ({"wibble": 5}, "`wibble` is not a field of this endpoint"),
     ],
@@ -133,8 +133,8 @@ def test_a_refused_completion_names_field_value_and_what_would_be_right(fields: 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"messages": []}, "`messages` is []: it must be a list of messages, and not empty"),
-        ({"messages": "hi"}, '`messages` is "hi": it must be a list of messages, and not empty'),
+        ({"messages": []}, "`messages` is []: it must be a list of messages, not empty"),
+        ({"messages": "hi"}, '`messages` is "hi": it must be a list of messages, not empty'),
         ({"messages": ["hi"]}, '`messages[0]` is "hi": it must be an object with `role` and `content`'),
         (
             {"messages": [{"role": "robot", "content": ""}]},
@@ -147,7 +147,7 @@ def test_a_refused_completion_names_field_value_and_what_would_be_right(fields: 
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             '`messages[0].content[0]` is {"type": "image_url"}: it must be an object such as '
-            '{"type": "text", "text": "..."}; this engine reads text alone',
+            '{"type": "text", "text": "..."}; this engine supports text only',
         ),
         ({"top_logprobs": 3}, "`top_logprobs` is 3: it must be absent unless `logprobs` is true"),
         (
@@ -180,9 +180,9 @@ def test_an_unknown_field_of_stream_options_is_named_with_its_object() -> None:
         (b"{", "the body is not JSON: "),
         (b"[1]", "the body is [1]: it must be a JSON object"),
         (b"\xff", "the body is not UTF-8: invalid start byte at byte 0"),
-        (b'{"temperature": NaN}', "the body is not JSON: NaN is not a number that JSON knows"),
-        (b'{"temperature": -Infinity}', "the body is not JSON: -Infinity is not a number that JSON knows"),
-        (b'{"temperature": 1e999}', "the body holds 1e999: a number too large for this engine"),
+        (b'{"temperature": NaN}', "the body is not JSON: NaN is not a JSON number"),
+        (b'{"temperature": -Infinity}', "the body is not JSON: -Infinity is not a JSON number"),
+        (b'{"temperature": 1e999}', "the body contains the number 1e999, which is too large"),
         (b'{"temperature": %s}' % (b"9" * 5000), "the body is not JSON: "),
         (b'{"prompt": "a", "temperature": %s}' % (b"9" * 400), "`temperature` is 999"),
         (b'{"prompt": ' + b"[" * 100_000, "the body is nested too deeply"),
@@ -200,8 +200,8 @@ def test_any_depth_of_nesting_ends_as_a_refusal(depth: int) -> None:
 
 def test_tokenize_takes_a_prompt_or_messages() -> None:
     request = parse_tokenize(b'{"model": "m", "prompt": "", "add_special_tokens": false}')
-    assert request.prompt == Text("", add_special_tokens=False)
-    assert isinstance(parse_tokenize(b'{"messages": [{"role": "user", "content": "a"}]}').prompt, Conversation)
+    assert request.prompt == TextPrompt("", add_special_tokens=False)
+    assert isinstance(parse_tokenize(b'{"messages": [{"role": "user", "content": "a"}]}').prompt, ChatPrompt)
     message = "`prompt` is missing: it must be the text to tokenize, or `messages`"
     assert refusal(parse_tokenize, b"{}").message == message
 

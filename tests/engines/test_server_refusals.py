@@ -17,8 +17,8 @@ from server_rig import CHAT, COMPLETIONS, HELLO, Client, WrittenEngine, serve
 
 from kvbm.embedded.engine.tokenizer import byte_tokenizer
 from kvbm.embedded.http import endpoints
-from kvbm.embedded.http.codec import TextCodec
 from kvbm.embedded.http.endpoints import MAX_BODY_BYTES
+from kvbm.embedded.http.text_codec import TextCodec
 
 
 def test_refusals_are_openai_errors_with_their_status() -> None:
@@ -53,7 +53,7 @@ def test_refusals_are_openai_errors_with_their_status() -> None:
                 COMPLETIONS,
                 {"prompt": "a " * 300_000},
                 400,
-                "the prompt has 600000 characters: that cannot be the 4096 tokens that this engine takes",
+                "the prompt has 600000 characters: this is above the limit of 4096 tokens",
                 "prompt",
                 "context_length_exceeded",
             ),
@@ -61,7 +61,7 @@ def test_refusals_are_openai_errors_with_their_status() -> None:
                 COMPLETIONS,
                 {"prompt": [1] * 4096},
                 400,
-                "the prompt has 4096 tokens: with at least one generated token it must fit into the 4096 tokens",
+                "the prompt has 4096 tokens: with at least one generated token it must fit into 4096 tokens",
                 "prompt",
                 "context_length_exceeded",
             ),
@@ -69,7 +69,7 @@ def test_refusals_are_openai_errors_with_their_status() -> None:
                 COMPLETIONS,
                 {"prompt": [1] * 4000, "max_tokens": 97},
                 400,
-                "`max_tokens` is 97: it must be at most 96, because the prompt has 4000 of the 4096 tokens",
+                "`max_tokens` is 97: it must be at most 96, because the prompt uses 4000 of 4096 tokens",
                 "max_tokens",
                 "context_length_exceeded",
             ),
@@ -83,13 +83,13 @@ def test_refusals_are_openai_errors_with_their_status() -> None:
             ),
             (COMPLETIONS, {"prompt": [-1]}, 400, "`prompt[0]` is -1: it must be a token id", "prompt", None),
             ("/detokenize", {"tokens": [10**30]}, 400, "`tokens[0]` is 1000000", "tokens", None),
-            ("/nowhere", {}, 404, "there is no endpoint /nowhere", None, None),
-            ("/health", {}, 405, "/health takes GET or HEAD, not POST", None, None),
+            ("/nowhere", {}, 404, "unknown endpoint /nowhere", None, None),
+            ("/health", {}, 405, "/health accepts GET or HEAD, not POST", None, None),
             (
                 CHAT,
                 {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
                 400,
-                "`chat_template_kwargs.chat_template` is not a variable that a request may set",
+                "`chat_template_kwargs.chat_template` is reserved: a request cannot set it",
                 "chat_template_kwargs",
                 None,
             ),
@@ -128,14 +128,14 @@ def test_a_template_that_refuses_the_messages_is_a_400() -> None:
     async def use(client: Client) -> None:
         status, body = await client.post(CHAT, messages=HELLO)
         assert status == 400
-        assert body["error"]["message"] == "the model's chat template refuses the messages: roles must alternate"
+        assert body["error"]["message"] == "the model's chat template rejects the messages: roles must alternate"
         tokenizer.chat_template = "{{ 1 / nothing }}"
         assert (await client.post(CHAT, messages=HELLO))[0] == 400
         tokenizer.chat_template = "{{ 1 % zero }}"
         assert (await client.post(CHAT, messages=HELLO, chat_template_kwargs={"zero": 0}))[0] == 400
         tokenizer.chat_template = None
         status, body = await client.post(CHAT, messages=HELLO)
-        assert body["error"]["message"] == "this model has no chat template: use /v1/completions"
+        assert body["error"]["message"] == "the model has no chat template: use /v1/completions"
 
     serve(WrittenEngine(), use, codec=TextCodec(tokenizer))
 
@@ -144,7 +144,7 @@ def test_without_a_tokenizer_token_ids_go_in_and_come_out() -> None:
     async def use(client: Client) -> None:
         status, body = await client.post(COMPLETIONS, prompt="a")
         assert status == 400
-        message = "this model has no tokenizer: send token ids as `prompt` of /v1/completions"
+        message = "the model has no tokenizer: send token ids as `prompt` to /v1/completions"
         assert body["error"]["message"] == message
         status, body = await client.post(COMPLETIONS, prompt=[1], return_token_ids=True, logprobs=1, max_tokens=1)
         assert (status, body["choices"][0]["token_ids"], body["choices"][0]["text"]) == (200, [72], "")
@@ -274,7 +274,7 @@ def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch
         for parts in ([REQUEST + b"Connection: close\r\n\r\n{"], [CHUNKED, b"1\r\n{\r\n", b"zz\r\n"]):
             answer = await raw(client, *parts, until=b"}}")
             assert answer.startswith(b"HTTP/1.1 408 ")
-            assert b"the body has not arrived within 0.05 s" in answer
+            assert b"the body did not arrive within 0.05 s" in answer
 
     serve(WrittenEngine(), use)
 
@@ -285,7 +285,7 @@ def test_a_compressed_body_is_refused_by_name(caplog: pytest.LogCaptureFixture) 
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: %s\r\n" % encoding.encode()
             answer = await raw(client, head + b"Connection: close\r\nContent-Length: 4\r\n\r\nabcd")
             assert answer.startswith(b"HTTP/1.1 415 ")
-            assert f"the body is encoded as {encoding}: send it as it is".encode() in answer
+            assert f"the body has Content-Encoding {encoding}: send it uncompressed".encode() in answer
 
     serve(WrittenEngine(), use)
     assert caplog.records == []

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvbm.embedded.engine.model import _probe
-from kvbm.embedded.engine.supported import SUPPORTED
+from kvbm.embedded.engine.supported_models import SUPPORTED
 from kvbm.sizing.embedded import bytes_per_token
 from kvbm_cli.engine.model_facts import model_facts
 

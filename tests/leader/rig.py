@@ -16,16 +16,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from faults import FaultyCopier
+from manual_pool import ManualPool
 
 from kvbm.device.copier import DeviceCopier
-from kvbm.device.pool import ManualPool
 from kvbm.device.worker import Worker
 from kvbm.disk.health import DiskCounters
-from kvbm.disk.storage import DiskResult, FoundBlocks
+from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
 from kvbm.disk.wear import Wear
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.region import Region, Segment
-from kvbm.leader.leader import Leader, LeaderSettings, LoadResult
+from kvbm.leader.leader import Leader, LoadResult
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.plan import StepPlan
 
 PIECE_BYTES = 512
@@ -108,13 +109,13 @@ class FakeDisk:
         self.losses = 0
         self.restarts = 0
         self.is_lost = False
+        self.is_hanging = False  # `run_all` runs nothing
         self.found: list[FoundBlocks] = []
         self.blocks_at_a_time = 1024
         self.kept: dict[int, tuple[bytes, list[np.ndarray]]] = {}
-        self.waiting: list[tuple[str, int, tuple[bytes, ...], list[int], list[int]]] = []
+        self.waiting: list[Read | Write] = []
         self.cleared = 0
         self.slots_carry: Callable[[Sequence[int], Sequence[int]], bool] = lambda slots, generations: True
-        self.generations: dict[int, Sequence[int]] = {}
         self.tenants: dict[int, bytes] = {}
         self.shards: list[np.ndarray] = []
         self.is_closed = False
@@ -129,21 +130,14 @@ class FakeDisk:
             self.found = list(FoundBlocks(slots.tobytes(), b"".join(hashes), is_last=True).parts(self.blocks_at_a_time))
         return self.found.pop(0)
 
-    def write(self, ticket, hashes, host_slots, disk_slots, tenants, *, generations):
-        assert len(hashes) == len(host_slots) == len(disk_slots) == len(tenants)
-        for slot in disk_slots:
-            self.kept.pop(slot, None)
-        self.generations[ticket] = generations
-        self.tenants.update(zip(disk_slots, tenants, strict=True))
-        self.waiting.append(("write", ticket, tuple(hashes), list(disk_slots), list(host_slots)))
-
-    def read(self, ticket, hashes, disk_slots, host_slots):
-        self.waiting.append(("read", ticket, tuple(hashes), list(disk_slots), list(host_slots)))
-
-    def withdraw(self, ticket):
-        before = len(self.waiting)
-        self.waiting = [one for one in self.waiting if one[1] != ticket]
-        return len(self.waiting) < before
+    def submit(self, order):
+        if isinstance(order, Write):
+            assert len(order.hashes) == len(order.tenants)
+            for slot in order.disk_slots:
+                self.kept.pop(slot, None)
+            self.tenants.update(zip(order.disk_slots, order.tenants, strict=True))
+        assert len(order.hashes) == len(order.host_slots) == len(order.disk_slots)
+        self.waiting.append(order)
 
     def forget(self, disk_slots):
         if self.is_lost:
@@ -169,13 +163,11 @@ class FakeDisk:
     def end(self, *, has_committed: bool = False) -> None:
         """Its process ends, and what waits has failed; the writes among it may be on disk nevertheless."""
         if has_committed:
-            for kind, _, hashes, disk_slots, host_slots in self.waiting:
-                if kind == "write":
-                    for name, disk_slot, host_slot in zip(hashes, disk_slots, host_slots, strict=True):
+            for order in self.waiting:
+                if isinstance(order, Write):
+                    for name, disk_slot, host_slot in _blocks(order):
                         self.kept[disk_slot] = (name, [shard[host_slot].copy() for shard in self.shards])
-        self._ended += [
-            DiskResult(ticket, kind, (False,) * len(hashes), "ended") for kind, ticket, hashes, _, _ in self.waiting
-        ]
+        self._ended += [DiskResult.failed(order, "ended") for order in self.waiting]
         self.waiting.clear()
         self.is_lost, self.is_on = True, False
         self.losses += 1
@@ -189,15 +181,16 @@ class FakeDisk:
     def run(self, kind: str, fault: str | None = None) -> bool:
         """Run the oldest waiting transfer of this kind, if there is one. A fault of `fail` fails its last block and
         leaves its bytes half written; `fail-all` fails it whole."""
-        chosen = next((one for one in self.waiting if one[0] == kind), None)
-        if chosen is None:
+        wanted = Write if kind == "write" else Read
+        order = next((order for order in self.waiting if isinstance(order, wanted)), None)
+        if order is None:
             return False
-        self.waiting.remove(chosen)
-        _, ticket, hashes, disk_slots, host_slots = chosen
-        if kind == "write" and not self.slots_carry(host_slots, self.generations.pop(ticket)):
+        self.waiting.remove(order)
+        if isinstance(order, Write) and not self.slots_carry(order.host_slots, order.generations):
             fault = "fail-all"
-        good = [fault is None or (fault == "fail" and index + 1 < len(hashes)) for index in range(len(hashes))]
-        for sequence_hash, disk_slot, host_slot, is_good in zip(hashes, disk_slots, host_slots, good, strict=True):
+        count = len(order.hashes)
+        good = [fault is None or (fault == "fail" and index + 1 < count) for index in range(count)]
+        for (sequence_hash, disk_slot, host_slot), is_good in zip(_blocks(order), good, strict=True):
             if kind == "write" and is_good:
                 self.kept[disk_slot] = (sequence_hash, [shard[host_slot].copy() for shard in self.shards])
             elif kind == "read":
@@ -206,14 +199,19 @@ class FakeDisk:
                 for shard, kept in zip(self.shards, shards, strict=False):
                     shard[host_slot] = kept if is_good and is_same else GARBAGE
         if kind == "read":
-            present = [self.kept.get(slot, (b"",))[0] == name for slot, name in zip(disk_slots, hashes, strict=True)]
+            present = [self.kept.get(disk_slot, (b"",))[0] == name for name, disk_slot, _ in _blocks(order)]
             good = [is_good and is_there for is_good, is_there in zip(good, present, strict=True)]
-        self._ended.append(DiskResult(ticket, kind, tuple(good), None if all(good) else "fault"))
+        self._ended.append(DiskResult(order.ticket, tuple(good), None if all(good) else "fault"))
         return True
 
     def run_all(self) -> None:
-        while self.run("read") or self.run("write"):
+        while not self.is_hanging and (self.run("read") or self.run("write")):
             pass
+
+
+def _blocks(order: Read | Write) -> list[tuple[bytes, int, int]]:
+    """(hash, disk slot, host slot)."""
+    return list(zip(order.hashes, order.disk_slots, order.host_slots, strict=True))
 
 
 class Rank:
@@ -236,9 +234,9 @@ class Rank:
     def run(self, kind: str) -> bool:
         """Run the oldest waiting copy of this kind, if there is one."""
         pool = self.onboard_pool if kind == "onboard" else self.offload_pool
-        if not pool.waiting(kind):
+        if not pool.waiting():
             return False
-        pool.run_next(kind)
+        pool.run_next()
         return True
 
     def run_all(self) -> None:
@@ -257,7 +255,9 @@ class Rig:
         ranks: int = 1,
         onboard_parts: int = 1,
         fake_disk=None,
-        leader_class=Leader,
+        trace=None,
+        groups=(),
+        gives_up_blocks=False,
         **settings,
     ) -> None:
         self.g1 = G1(blocks, ranks)
@@ -269,14 +269,18 @@ class Rig:
             self.disk.shards = self.region.shards
             self.disk.slots_carry = self.region.slots_carry
         self.now_s = 0.0
-        defaults = {"block_tokens": 16, "block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
-        self.leader = leader_class(
+        traits = EngineTraits(block_tokens=16, groups=groups, gives_up_blocks=gives_up_blocks)
+        defaults = {"block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
+        self.leader = Leader(
             self.region,
-            LeaderSettings(**(defaults | settings)),
-            hold=self.g1.hold,
-            release=self.g1.release,
+            LeaderSettings(traits, **(defaults | settings)),
+            LeaderCallbacks(
+                self.g1.hold,
+                self.g1.release,
+                tenant_of=lambda request_id: request_id.partition("@")[2].encode(),
+                trace=trace,
+            ),
             disk=self.disk,
-            tenant_of=lambda request_id: request_id.partition("@")[2].encode(),
             clock=lambda: self.now_s,
         )
 

@@ -9,11 +9,11 @@ import pytest
 from rig import FakeDisk, Rig, chain
 
 from kvbm.core.groups import Group
+from kvbm.disk.orders import Read, Write
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader import disk_tier, onboards
-from kvbm.leader.disk_tier import DiskPolicy
-from kvbm.leader.known_rates import KEEP_INTERVAL_S, KnownRates
-from kvbm.leader.rates import GRACE, TRIAL_INTERVAL_S, Known, Rates
+from kvbm.leader.rates import GRACE, TRIAL_INTERVAL_S
+from kvbm.leader.settings import DiskPolicy
 from kvbm.types import Tier
 
 
@@ -158,7 +158,7 @@ def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
     run = rig.disk.poll
 
     def poll():
-        written.extend(name for kind, _, names, _, _ in rig.disk.waiting if kind == "write" for name in names)
+        written.extend(name for order in rig.disk.waiting if isinstance(order, Write) for name in order.hashes)
         rig.disk.run_all()
         return run()
 
@@ -246,7 +246,7 @@ def test_a_load_is_read_in_parts_that_show_how_fast_it_goes(monkeypatch):
     for slots, sizes in ((16, [2] * 4), (8, [2] * 4), (2, [1, 1])):
         rig = restarted(rig, slots=slots)
         rig.load("r", hashes)
-        assert [len(names) for kind, _, names, _, _ in rig.disk.waiting if kind == "read"] == sizes
+        assert [len(order.hashes) for order in rig.disk.waiting if isinstance(order, Read)] == sizes
     rig.close()
 
 
@@ -301,7 +301,7 @@ def test_reads_before_one_that_has_failed_are_waited_for(rig):
     rig = restarted(rig)
     blocks = rig.load("r", hashes)
     rig.order()
-    rig.disk.waiting.sort(key=lambda waiting: waiting[2][0] != hashes[2])  # the second part comes first
+    rig.disk.waiting.sort(key=lambda order: order.hashes[0] != hashes[2])  # the second part comes first
     rig.disk.run("read", "fail-all")
     assert rig.settle() == []
     results = settled(rig)
@@ -344,7 +344,6 @@ def test_a_read_that_hangs_is_given_up_and_its_slots_stay_taken_until_it_ends(ri
     rig = restarted(rig)
     blocks = rig.load("r", hashes)
     rig.order()
-    rig.disk.withdraw = lambda ticket: False  # it has begun
     rig.now_s = 11.0
     rig.order()
     assert [len(result.failed_block_ids) for result in rig.settle()] == [2]
@@ -377,7 +376,7 @@ def test_a_request_that_ends_while_its_blocks_are_read_holds_them_until_nothing_
 def test_what_the_next_process_finds_comes_back_and_nothing_else(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._store.reset()  # host memory knows them no more
+    rig.leader._host.reset()  # host memory knows them no more
     rig.disk.end()
     (gone,) = [slot for slot, (name, _) in rig.disk.kept.items() if name == hashes[2]]
     rig.disk.kept[gone] = (chain("other", 1)[0], rig.disk.kept[gone][1])
@@ -472,7 +471,7 @@ def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
 def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_request(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._store.reset()
+    rig.leader._host.reset()
     rig.disk.end()
     rig.disk.begin_again()
     assert rig.leader.match("r", hashes, 0) == 4
@@ -483,7 +482,7 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
     rig.disk.blocks_at_a_time = 1
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._store.reset()
+    rig.leader._host.reset()
     rig.disk.end()
     rig.settle()
     rig.disk.begin_again()
@@ -529,7 +528,7 @@ def test_a_reset_while_a_process_is_taken_over_forgets_what_it_has_found(rig, mo
 def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkeypatch):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._store.reset()
+    rig.leader._host.reset()
     rig.disk.blocks_at_a_time = 1
     for _ in range(2):
         rig.disk.end()
@@ -735,6 +734,7 @@ def test_of_a_load_of_several_groups_that_the_disk_fails_what_has_come_is_offere
     for _ in range(3):  # all of the first chain, half of the second
         rig.disk.run("read")
     rig.settle()
+    rig.disk.is_hanging = True
     rig.now_s += 10.0
     assert [len(result.failed_block_ids) for result in settled(rig)] == [8]
     assert rig.leader.match_groups("r", chains, 0, 64) == 32, "in host memory, the disk is not asked"
@@ -755,6 +755,7 @@ def test_where_a_group_with_a_window_lacks_its_end_what_host_memory_serves_is_of
     assert rig.leader.match_groups("r", chains, 0, 64) == 64
     load_groups(rig, chains, 64, first=2)
     rig.order()
+    rig.disk.is_hanging = True
     rig.now_s += 10.0
     assert [len(result.failed_block_ids) for result in settled(rig)] == [6]
     assert rig.leader.match_groups("r", chains, 0, 64) == 32
@@ -762,75 +763,6 @@ def test_where_a_group_with_a_window_lacks_its_end_what_host_memory_serves_is_of
     assert [result.failed_block_ids for result in settled(rig)] == [()]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks, wanted, strict=True))
     rig.close()
-
-
-def test_what_an_engine_has_learnt_judges_the_first_request_of_the_next():
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
-    assert rates.known() is None
-    rates.note_step(1600, 10.0)
-    assert rates.known() == Known(160.0)
-    rates.note_read(10, 0.5)
-    following = Rates(block_tokens=16, clock=lambda: 0.0, known=rates.known())
-    assert following.tokens_per_s == pytest.approx(160.0)
-    assert following.blocks_per_s == pytest.approx(20.0)
-    assert following.is_hopeless(waited_s=1.1, blocks=0, of_blocks=100)
-    following.note_step(1600, 1.0)
-    assert following.tokens_per_s > 1200, "its own work counts more"
-
-
-def test_rates_outlive_the_engine_in_a_file(tmp_path):
-    path = tmp_path / "rates.json"
-    now_s = [0.0]
-    rates = KnownRates(path, clock=lambda: now_s[0])
-    assert rates.read() is None
-    rates.keep(None)
-    for known in (Known(160.0), Known(170.0), Known(170.0, 20.0)):
-        rates.keep(known)
-        rates._thread.join()
-        now_s[0] += KEEP_INTERVAL_S
-        kept = Known(160.0) if known.blocks_per_s is None else known
-        assert KnownRates(path, clock=lambda: 0.0).read() == kept, "what has hardly changed is not written again"
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", '{"tokens_per_s": 1', '{"tokens_per_s": NaN}', '{"tokens_per_s": -1.0}', '{"tokens_per_s": "9"}'],
-)
-def test_a_file_that_holds_no_rates_says_nothing(tmp_path, content):
-    path = tmp_path / "rates.json"
-    path.write_text(content)
-    path.chmod(0o600)
-    assert KnownRates(path, clock=lambda: 0.0).read() is None
-
-
-def test_while_nothing_is_known_of_computing_a_read_has_a_fifth_of_a_second():
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
-    assert not rates.is_hopeless(waited_s=0.15, blocks=0, of_blocks=100)
-    assert rates.is_hopeless(waited_s=0.25, blocks=99, of_blocks=100)
-
-
-def test_of_a_mixed_chain_the_part_is_loaded_that_saves_most():
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
-    rates.note_step(1600, 10.0)  # 0.1 s a block
-    rates.note_read(10, 3.0)  # 0.3 s a block
-    assert rates.worthwhile([(False, 10), (True, 5)]) == 10
-    assert rates.worthwhile([(False, 10), (True, 5), (False, 100)]) == 115
-    assert rates.worthwhile([(True, 5), (False, 5)]) == 0
-
-
-def test_small_steps_say_nothing_of_how_fast_prompts_are_computed():
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
-    rates.note_step(1, 1.0)
-    assert rates.tokens_per_s == 0.0
-
-
-def test_recent_work_counts_most():
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
-    for _ in range(20):
-        rates.note_read(10, 1.0)
-    for _ in range(10):
-        rates.note_read(10, 50.0)
-    assert rates.blocks_per_s < 0.3
 
 
 def test_blocks_of_another_disk_are_refused_when_they_do_not_fit():

@@ -6,7 +6,7 @@ import pytest
 from rig import Rig, chain
 
 from kvbm.core.groups import Group
-from kvbm.leader.leader import NO_BLOCK
+from kvbm.leader.offloads import NO_BLOCK
 from kvbm.types import Tier
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rig import Rig, chain
 
-from kvbm.leader.disk_tier import DiskPolicy
+from kvbm.leader.settings import DiskPolicy
 from kvbm.types import Tier
 
 LENGTH = 4
@@ -188,7 +188,7 @@ class LeaderMachine(RuleBasedStateMachine):
     def thread_dies_and_its_result_is_lost(self, rank, kind):
         victim = self.rig.ranks[rank % len(self.rig.ranks)]
         pool = victim.onboard_pool if kind == "onboard" else victim.offload_pool
-        pool.lose_next(kind)
+        pool.lose_next()
 
     # -- what must always hold -----------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class DiskMachine(LeaderMachine):
     def what_the_leader_would_find_is_on_disk(self):
         if hasattr(self, "rig"):
             leader = self.rig.leader
-            under_way = {slot for _, _, _, slots, _ in self.rig.disk.waiting for slot in slots}
+            under_way = {slot for order in self.rig.disk.waiting for slot in order.disk_slots}
             for name in "abc":
                 for sequence_hash in CHAINS[name]:
                     slots = [s for s, (kept, _) in self.rig.disk.kept.items() if kept == sequence_hash]

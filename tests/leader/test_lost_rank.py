@@ -10,7 +10,8 @@ import pytest
 from rig import G1, Rank, chain
 
 from kvbm.host.region import Region, Segment
-from kvbm.leader.leader import Leader, LeaderSettings
+from kvbm.leader.leader import Leader
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 
 SLOTS = 8
 
@@ -37,8 +38,8 @@ def test_kill_of_a_rank_fails_what_is_in_flight_when_the_others_have_stopped(rem
     g1 = G1(16, 1)
     local = Rank(0, g1, SLOTS)
     region = Region.map([local.worker.info, info])
-    settings = LeaderSettings(block_tokens=16, block_bytes=2048, max_in_flight_blocks=16)
-    leader = Leader(region, settings, hold=g1.hold, release=g1.release)
+    settings = LeaderSettings(EngineTraits(block_tokens=16), block_bytes=2048, max_in_flight_blocks=16)
+    leader = Leader(region, settings, LeaderCallbacks(g1.hold, g1.release))
     hashes, blocks = chain("a", 3), g1.allocate(3)
     leader.offload("r", hashes, blocks, computed_blocks=3, prompt_blocks=3)
     local.worker.finish(leader.step())
@@ -46,7 +47,7 @@ def test_kill_of_a_rank_fails_what_is_in_flight_when_the_others_have_stopped(rem
     process.join()
     leader.settle()
     assert leader.counters.disabled == 1
-    assert "goes on without the cache" in caplog.text
+    assert "continues without the cache" in caplog.text
     assert [g1.references[block] for block in blocks] == [2, 2, 2], "released while rank 0 may still read"
     local.run_all()
     local.worker.poll()

@@ -75,7 +75,7 @@ MUTANTS = (
         name="disk-clear-misses-what-is-in-flight",
         bug="A write that was under way when all was cleared is committed after it.",
         file="kvbm/disk/index_thread.py",
-        old="for transfer in (*self._in_flight.values(), *written, *begun):",
+        old="for transfer in (*self._in_flight, *written, *begun):",
         new="for transfer in begun:",
         fails="tests/disk/test_disk_faults.py -k clear",
     ),
@@ -94,8 +94,8 @@ MUTANTS = (
         name="disk-commits-lost-bytes",
         bug="A write is committed although its host slots have lost their bytes.",
         file="kvbm/disk/index_thread.py",
-        old="if transfer.is_intact is not None and not transfer.is_intact():",
-        new="if transfer.is_intact is None:",
+        old="if not self._is_intact(transfer):",
+        new="if False:",
         fails="tests/disk/test_disk_faults.py -k lost_their_bytes",
     ),
     Mutant(
@@ -145,12 +145,8 @@ MUTANTS = (
         name="disk-overwrites-what-is-still-named",
         bug="The rows of a slot stay in the index while its bytes change.",
         file="kvbm/disk/index_thread.py",
-        old="""\
-        slots = self._slots_to_delete.union(*(transfer.disk_slots for transfer in begun), *(f.slots for f in forgotten))
-""",
-        new="""\
-        slots = self._slots_to_delete.union(*(f.slots for f in forgotten))
-""",
+        old="union(*overwritten, *",
+        new="union(*",
         fails="tests/disk/test_crashes.py -k named_points --timeout 170",
     ),
     Mutant(

@@ -9,7 +9,7 @@ MUTANTS = (
         name="disk-child-stays-without-its-files",
         bug="the disk process goes on with files that have been removed",
         file="kvbm/disk/service/server.py",
-        old="if self._tier.is_removed:",
+        old="if self._storage.is_removed:",
         new="if False:",
         fails="tests/disk/test_supervisor.py -k made_again",
     ),
@@ -52,8 +52,16 @@ MUTANTS = (
         name="disk-side-frees-a-slot-under-a-read",
         bug="the slot of a read that was given up is free while the read still writes to it",
         file="kvbm/leader/disk_tier.py",
-        old="if ticket is not None and self._disk.withdraw(ticket):",
-        new="if ticket is not None and (self._disk.withdraw(ticket) or True):",
+        old="""\
+        fetch.is_abandoned = True
+""",
+        new="""\
+        fetch.is_abandoned = True
+        for ticket in [ticket for ticket, other in self._fetches.items() if other is fetch]:
+            del self._fetches[ticket]
+            fetch.source.release()
+            fetch.target.release()
+""",
         fails="tests/leader",
     ),
     Mutant(
@@ -100,11 +108,11 @@ MUTANTS = (
         bug="blocks whose read from disk failed are registered in host memory",
         file="kvbm/leader/disk_tier.py",
         old="""\
-        proven, failed = fetch.target.split(is_good)
+        self._host.prove(fetch.target, is_good)
 """,
         new="""\
         is_good = [True] * len(is_good)
-        proven, failed = fetch.target.split(is_good)
+        self._host.prove(fetch.target, is_good)
 """,
         fails="tests/leader",
     ),

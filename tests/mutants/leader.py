@@ -9,7 +9,7 @@ MUTANTS = (
         name="leader-ages-hot-prefixes",
         bug="a hit in G1 does not refresh the chain in G2",
         file="kvbm/leader/leader.py",
-        old="self._store.touch(used)",
+        old="self._host.touch(used)",
         new="pass",
         fails="tests/leader",
     ),
@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         name="leader-copies-behind-a-low-priority",
         bug="blocks behind one whose priority is too low are copied",
-        file="kvbm/leader/leader.py",
+        file="kvbm/leader/offloads.py",
         old="return next(low, end)",
         new="return end - sum(1 for _ in low)",
         fails="tests/leader",
@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         name="leader-copies-blocks-that-are-not-there",
         bug="a block that the engine does not keep is copied",
-        file="kvbm/leader/leader.py",
+        file="kvbm/leader/offloads.py",
         old="if fresh[index] not in self._departing and sources[index] != NO_BLOCK",
         new="if fresh[index] not in self._departing",
         fails="tests/leader",
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         name="leader-copies-what-is-in-flight",
         bug="a block on its way to G2 is copied again",
-        file="kvbm/leader/leader.py",
+        file="kvbm/leader/offloads.py",
         old="if fresh[index] not in self._departing and sources[index] != NO_BLOCK",
         new="if sources[index] != NO_BLOCK",
         fails="tests/leader",
@@ -48,22 +48,22 @@ MUTANTS = (
     Mutant(
         name="leader-counts-before-the-copy",
         bug="offloaded blocks are counted when ordered",
-        file="kvbm/leader/leader.py",
+        file="kvbm/leader/offloads.py",
         old="""\
-        self._in_flight_blocks += len(block_ids)
+        self._held_blocks += len(block_ids)
 """,
         new="""\
-        self._in_flight_blocks += len(block_ids)
-        self.counters.offload_blocks += len(block_ids)
+        self._held_blocks += len(block_ids)
+        self._counters.offload_blocks += len(block_ids)
 """,
         fails="tests/leader",
     ),
     Mutant(
         name="leader-forgets-the-rest",
         bug="blocks that found no room are never looked at again",
-        file="kvbm/leader/leader.py",
-        old="request.considered[group] = considered + absent[ordered]",
-        new="request.considered[group] = end",
+        file="kvbm/leader/offloads.py",
+        old="progress.considered = begin + absent[len(chosen)]",
+        new="progress.considered = end",
         fails="tests/leader",
     ),
     Mutant(
@@ -71,20 +71,20 @@ MUTANTS = (
         bug="the engine is not told when the load of an aborted request has ended",
         file="kvbm/leader/leader.py",
         old="""\
-        self._unreported.append(LoadResult(request_id, load.block_ids, left_out, is_live))
+        self._unreported.append(LoadResult(request.request_id, block_ids, failed, self._is_live(request)))
 """,
         new="""\
-        if is_live:
-            self._unreported.append(LoadResult(request_id, load.block_ids, left_out, is_live))
+        if self._is_live(request):
+            self._unreported.append(LoadResult(request.request_id, block_ids, failed, True))
 """,
         fails="tests/leader",
     ),
     Mutant(
         name="leader-offload-without-hold",
         bug="sources of an offload are not held (and not released)",
-        file="kvbm/leader/leader.py",
+        file="kvbm/leader/offloads.py",
         old="""\
-        self._hold(block_ids)
+        self._engine.hold(block_ids)
 """,
         new="",
         fails="tests/leader",
@@ -93,24 +93,28 @@ MUTANTS = (
         name="leader-old-result-for-a-new-request",
         bug="the result of an aborted load goes to a new request of the same id",
         file="kvbm/leader/leader.py",
-        old="is_live = self._requests.get(request_id) is request",
-        new="is_live = request_id in self._requests",
+        old="return self._requests.get(request.request_id) is request",
+        new="return request.request_id in self._requests",
         fails="tests/leader",
     ),
     Mutant(
         name="leader-reads-a-window-block-late",
         bug="a block that has left the window of its request is copied at a later step",
-        file="kvbm/leader/leader.py",
-        old="request.considered[group] = end",
-        new="request.considered[group] = end if ordered == len(absent) else considered",
+        file="kvbm/leader/offloads.py",
+        old="""\
+            progress.considered = end
+""",
+        new="""\
+            progress.considered = end if not left_out else begin
+""",
         fails="tests/leader",
     ),
     Mutant(
         name="leader-registers-failed-blocks",
         bug="a block is registered whatever its control word says",
-        file="kvbm/leader/leader.py",
-        old="self._end_offload(flight, [result is SlotState.READY for result in results])",
-        new="self._end_offload(flight, [True for _ in results])",
+        file="kvbm/leader/host_tier.py",
+        old="[state is SlotState.READY for state in states]",
+        new="[True for _ in states]",
         fails="tests/leader",
     ),
     Mutant(
@@ -125,8 +129,8 @@ MUTANTS = (
         name="leader-rests-before-the-disk-has-its-blocks",
         bug="an engine at rest leaves blocks unwritten that are due for the disk",
         file="kvbm/leader/leader.py",
-        old="if self._disk is not None and (self._disk.is_writing() or self._disk.is_returning()):",
-        new="if self._disk is not None and self._disk.is_returning():",
+        old="(self._disk is not None and (self._disk.is_writing() or self._disk.is_returning()))",
+        new="(self._disk is not None and self._disk.is_returning())",
         fails="tests/leader",
     ),
     Mutant(
@@ -142,9 +146,9 @@ MUTANTS = (
     Mutant(
         name="leader-window-keeps-its-head",
         bug="the head of a window is copied when there is no room for its tail",
-        file="kvbm/leader/leader.py",
-        old="ordered = self._order_offloads(request_id, fresh, sources, absent if can_wait else absent[::-1], kept)",
-        new="ordered = self._order_offloads(request_id, fresh, sources, absent, kept)",
+        file="kvbm/leader/offloads.py",
+        old="chosen = absent[:room] if progress.can_wait else absent[::-1][:room]",
+        new="chosen = absent[:room]",
         fails="tests/leader",
     ),
 )

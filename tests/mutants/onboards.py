@@ -10,7 +10,7 @@ MUTANTS = (
         bug="an overdue load is told as failed at every step",
         file="kvbm/leader/onboards.py",
         old="""\
-        load.is_given_up = True
+        load.is_reported = True
 """,
         new="",
         fails="tests/leader",
@@ -19,7 +19,7 @@ MUTANTS = (
         name="leader-keeps-blocks-of-a-failed-load",
         bug="blocks whose load failed stay findable",
         file="kvbm/leader/onboards.py",
-        old="self._store.forget(copy.source.hashes)",
+        old="self._host.forget(copy.source.hashes)",
         new="pass",
         fails="tests/leader",
     ),
@@ -36,7 +36,7 @@ MUTANTS = (
         bug="the blocks that an onboard writes are not held",
         file="kvbm/leader/onboards.py",
         old="""\
-        self._hold(load.block_ids)
+        self._engine.hold(load.block_ids)
 """,
         new="",
         fails="tests/leader",
@@ -50,7 +50,7 @@ MUTANTS = (
 """,
         new="""\
             self._fail(copy.load)
-            self._release(copy.order.block_ids)
+            self._engine.release(copy.order.block_ids)
 """,
         fails="tests/leader",
     ),
@@ -75,10 +75,10 @@ MUTANTS = (
         bug="a load that is cut lets go of reads that come before the cut",
         file="kvbm/leader/onboards.py",
         old="""\
-        mine = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
+        own = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
 """,
         new="""\
-        mine = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load]
+        own = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load]
 """,
         fails="tests/leader/test_disk_tier.py",
     ),
@@ -94,8 +94,8 @@ MUTANTS = (
         name="loads-read-more-than-host-memory-has-room-for",
         bug="a read asks for more room than host memory may ever have",
         file="kvbm/leader/onboards.py",
-        old="return max(1, min(self._batch_blocks, count // PARTS, self._store.capacity_blocks // SHARES_OF_G2))",
-        new="return max(1, min(self._batch_blocks, count // PARTS))",
+        old="return max(1, min(self._settings.disk.batch_blocks, count // PARTS, share))",
+        new="return max(1, min(self._settings.disk.batch_blocks, count // PARTS))",
         fails="tests/leader",
     ),
     Mutant(
@@ -110,8 +110,8 @@ MUTANTS = (
         name="loads-wait-for-a-disk-that-is-off",
         bug="a load waits until its time is over for a disk that is off",
         file="kvbm/leader/onboards.py",
-        old="is_late = waited_s > self._disk_timeout_s or not self._disk.is_on",
-        new="is_late = waited_s > self._disk_timeout_s",
+        old="is_late = waited_s > self._settings.disk.timeout_s or not self._disk.is_on",
+        new="is_late = waited_s > self._settings.disk.timeout_s",
         fails="tests/leader/test_disk_tier.py -k waits_for_room",
     ),
     Mutant(

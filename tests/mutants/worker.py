@@ -18,11 +18,11 @@ MUTANTS = (
         bug="offloads begin before the blocks are computed",
         file="kvbm/embedded/driver.py",
         old="""\
-            self._worker.start(self._plan)
+            self._worker.start(meta)
 """,
         new="""\
-            self._worker.start(self._plan)
-            self._worker.finish(self._plan)
+            self._worker.start(meta)
+            self._worker.finish(meta)
 """,
         fails="tests/engines/test_kvbm_in_engine.py",
     ),

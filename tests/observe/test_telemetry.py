@@ -10,7 +10,6 @@ import stat
 import threading
 import time
 import urllib.request
-from functools import partial
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,7 +17,7 @@ from rig import Rig, chain
 
 from kvbm.config.schema import MetricsSection
 from kvbm.errors import EnvironmentProblem
-from kvbm.leader.leader import Leader, LeaderSettings
+from kvbm.leader.settings import EngineTraits, LeaderSettings
 from kvbm.metrics import Counters
 from kvbm.observe import decision_trace
 from kvbm.observe.decision_trace import DecisionTrace
@@ -58,7 +57,7 @@ def test_window_comes_from_the_configuration():
     from kvbm.config.schema import ConnectorConfig
 
     config = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 1}}, "metrics": {"window_requests": 7}})
-    assert LeaderSettings.of(config, [], g1_blocks=4, block_tokens=16).window_requests == 7
+    assert LeaderSettings.of(config, [], EngineTraits(16), g1_blocks=4).window_requests == 7
 
 
 # -- the log -----------------------------------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ def test_line_comes_only_when_a_request_has_ended_and_once_more_at_the_end(caplo
 
 
 def traced_rig(trace):
-    rig = Rig(leader_class=partial(Leader, trace=trace.record))
+    rig = Rig(trace=trace.record)
     trace.counters = rig.leader.counters
     return rig
 
@@ -220,7 +219,7 @@ def scrape(port):
 
 def test_series_are_served_on_a_separate_port_as_prometheus_reads_them():
     telemetry = Telemetry(MetricsSection(serve=True, port=0, log_interval_s=0))
-    rig = Rig(leader_class=partial(Leader, trace=telemetry.trace))
+    rig = Rig(trace=telemetry.trace)
     telemetry.watch(rig.leader)
     port = telemetry._server.port
     assert scrape(port)["kvbm_offload_blocks_d2h"] == 0
@@ -263,7 +262,7 @@ def test_address_that_does_not_exist_is_an_error_too(host, port):
 def test_nothing_is_opened_unless_it_is_configured():
     before = threading.active_count()
     telemetry = Telemetry(MetricsSection(log_interval_s=0))
-    rig = Rig(leader_class=partial(Leader, trace=telemetry.trace))
+    rig = Rig(trace=telemetry.trace)
     telemetry.watch(rig.leader)
     assert telemetry.trace is None
     assert threading.active_count() == before

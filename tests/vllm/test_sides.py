@@ -30,8 +30,8 @@ from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo, Tier
 from kvbm.vllm_integration.cache_groups import (
     KNOWS_FAILED_REQUESTS,
-    TELLS_SOURCES_OF_HITS,
-    CacheGroup,
+    REPORTS_HIT_SOURCES,
+    TransferGroup,
     boot_id,
     cache_groups,
     decline_reason,
@@ -78,8 +78,8 @@ def cache(*specs, **facts):
 
 def test_groups_that_look_back_over_everything_come_first_and_keep_their_place_in_block_tables():
     assert cache_groups(cache(WINDOW, FULL)) == (
-        CacheGroup(1, Group(16), ("layer.1",)),
-        CacheGroup(0, Group(16, window_tokens=40), ("layer.0",)),
+        TransferGroup(1, Group(16), ("layer.1",)),
+        TransferGroup(0, Group(16, window_tokens=40), ("layer.0",)),
     )
 
 
@@ -95,7 +95,7 @@ def test_windows_beside_full_attention_are_served():
     assert decline_reason(engine(), cache(FULL, WINDOW)) is None
 
 
-@pytest.mark.skipif(KNOWS_FAILED_REQUESTS, reason="from 0.30 on vLLM can be told of failed requests")
+@pytest.mark.skipif(KNOWS_FAILED_REQUESTS, reason="from 0.30 on, vLLM accepts failed requests")
 def test_several_groups_are_declined_where_a_failed_load_cannot_be_told():
     assert "0.30" in decline_reason(engine(), cache(FULL, WINDOW))
 
@@ -121,13 +121,13 @@ def test_a_model_without_a_kv_cache_is_left_alone():
     assert "no KV cache" in decline_reason(engine(), cache())
 
 
-def test_a_group_with_a_pool_of_its_own_is_declined():
+def test_a_group_with_a_separate_block_pool_is_declined():
     description = cache(FULL)
     description.kv_cache_groups[0].host_resident = True
-    assert "pool of its own" in decline_reason(engine(), description)
+    assert "separate block pool" in decline_reason(engine(), description)
 
 
-@pytest.mark.skipif(TELLS_SOURCES_OF_HITS, reason="0.32 does not ask how many requests share a block")
+@pytest.mark.skipif(REPORTS_HIT_SOURCES, reason="0.32 does not ask how many requests share a block")
 def test_cascade_attention_is_declined_where_held_blocks_would_count_as_shared():
     assert "cascade" in decline_reason(engine(disable_cascade_attn=False), cache(FULL))
 
@@ -172,7 +172,7 @@ def test_ranks_that_are_told_again_find_the_same_leader_and_other_ranks_are_refu
         side.accept_handshakes([worker.handshake()])
         assert leader is not None
         assert side.leader is leader
-        with pytest.raises(EnvironmentProblem, match="other segments"):
+        with pytest.raises(EnvironmentProblem, match="different segments"):
             side.accept_handshakes([handshake()])
     finally:
         side.close()
@@ -306,7 +306,7 @@ def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
 
 
 @pytest.mark.parametrize("value", [-1, "many", True, 1.5])
-def test_a_limit_that_is_no_number_of_tokens_limits_nothing_and_is_said(caplog, value):
+def test_an_invalid_token_limit_is_ignored_with_a_warning(caplog, value):
     logging.getLogger("kvbm").propagate = True
     assert _limit({"max_load_tokens": value}, "max_load_tokens") == UNLIMITED
     assert "max_load_tokens" in caplog.text

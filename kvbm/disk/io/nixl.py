@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm.disk.io.threads import Buffer, Run, ThreadsIO, address_of, pieces
+from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO, address_of, pieces
 from kvbm.errors import EnvironmentProblem
 
 log = logging.getLogger(__name__)
@@ -71,12 +71,12 @@ class NixlIO:
     def name(self) -> str:
         return GDS if self._queue == GDS else "nixl"
 
-    def read(self, runs: Sequence[Run]) -> None:
+    def read(self, runs: Sequence[IoRun]) -> None:
         if not self._is_moved("READ", runs):
             self.redone_count += 1
             self._threads.read(runs)
 
-    def write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[IoRun]) -> None:
         if not self._is_moved("WRITE", runs):
             self.redone_count += 1
             self._threads.write(runs)
@@ -85,7 +85,7 @@ class NixlIO:
         self._idle.clear()
         self._threads.close()
 
-    def _is_moved(self, operation: str, runs: Sequence[Run]) -> bool:
+    def _is_moved(self, operation: str, runs: Sequence[IoRun]) -> bool:
         """False says nothing about what was moved, only that the system calls may do it now."""
         if self._is_off or not self._is_ours(runs):
             return False
@@ -98,7 +98,7 @@ class NixlIO:
         self._idle.append(agent)
         return is_moved
 
-    def _is_ours(self, runs: Sequence[Run]) -> bool:
+    def _is_ours(self, runs: Sequence[IoRun]) -> bool:
         """Orders lie in the registered memory, or, like a probe's page, not at all."""
         first = address_of(runs[0].buffers[0]) if runs else 0
         return any(start <= first < start + length for start, length in self._spans)
@@ -184,7 +184,7 @@ def _load() -> _Nixl:
     raise EnvironmentProblem("NIXL is not installed", hint=INSTALL)
 
 
-def _transfers(runs: Sequence[Run], fd: int) -> Iterator[tuple[Descriptors, Descriptors]]:
+def _transfers(runs: Sequence[IoRun], fd: int) -> Iterator[tuple[Descriptors, Descriptors]]:
     """Both sides of each transfer of at most MAX_DESCRIPTORS buffers: (address, length, 0) and (offset, length, fd)."""
     memory, file = [], []
     for _, offset, buffer in pieces(runs):

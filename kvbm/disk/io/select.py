@@ -37,7 +37,7 @@ from typing import IO
 import numpy as np
 
 from kvbm.disk.io.nixl import GDS, INSTALL, QUEUES, NixlIO
-from kvbm.disk.io.threads import BlockIO, Buffer, EndOfArena, Run, ThreadsIO
+from kvbm.disk.io.threads import BlockIO, Buffer, EndOfArena, IoRun, ThreadsIO
 from kvbm.errors import EnvironmentProblem
 
 log = logging.getLogger(__name__)
@@ -46,11 +46,10 @@ HOME = str(Path(__file__).parents[3])  # where the trial finds this package
 PROGRAM = (sys.executable, "-m", "kvbm.disk.io.select")
 TRIAL_TIMEOUT_S = 20.0
 LONGEST_S = 40  # that a trial lives whose parent was killed
-RACE_BYTES = 64 << 20
-RACE_S = 1.0
-RACE_THREADS = 4
+BENCHMARK_BYTES = 64 << 20
+BENCHMARK_S = 1.0
+BENCHMARK_THREADS = 4
 FASTER = 1.05  # as much as NIXL must be, to be taken for it
-ALIGNMENT = 4096
 TRIAL_BLOCKS = 16
 TRIAL_BLOCK_BYTES = 64 << 10
 GPU = Path("/dev/nvidiactl")
@@ -58,7 +57,7 @@ MODULES = Path("/proc/modules")  # without it, the driver of GPUDirect Storage s
 
 Trial = Callable[[Path, str], str | None]  # what is wrong with a queue in a directory, None when nothing is
 Rates = tuple[float, float]  # bytes that threads and NIXL move in a second
-Race = Callable[[Path, str, int], Rates | str]  # of a queue in a directory with blocks of that size, or what is wrong
+IoBenchmark = Callable[[Path, str, int], Rates | str]  # (directory, queue, block bytes); the text is what failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +80,13 @@ def open_io(
     shards: Sequence[Buffer],
     is_direct: bool,
     trial: Trial | None = None,
-    race: Race | None = None,
+    benchmark: IoBenchmark | None = None,
 ) -> BlockIO:
     """The BlockIO of the arena `path`, which is open as `fd`, for buffers in `shards`. Raises EnvironmentProblem."""
     block_bytes = shards[0].shape[-1]
-    choice = choose_io(wanted, path.parent, block_bytes=block_bytes, o_direct=is_direct, trial=trial, race=race)
+    choice = choose_io(
+        wanted, path.parent, block_bytes=block_bytes, o_direct=is_direct, trial=trial, benchmark=benchmark
+    )
     return ThreadsIO(fd, is_direct=is_direct) if choice.queue is None else NixlIO(fd, shards, queue=choice.queue)
 
 
@@ -96,17 +97,19 @@ def choose_io(
     block_bytes: int,
     o_direct: bool,
     trial: Trial | None = None,
-    race: Race | None = None,
+    benchmark: IoBenchmark | None = None,
 ) -> Choice:
     """`block_bytes` is what one rank has of a block. Raises EnvironmentProblem where `nixl` or `gds` is
     wanted and does not work."""
-    choice = _choose(wanted, directory, block_bytes, o_direct, trial or try_nixl, race or race_nixl)
+    choice = _choose(wanted, directory, block_bytes, o_direct, trial or try_nixl, benchmark or benchmark_nixl)
     if wanted != "threads":
         log.info("disk I/O of `tiers.disk.io: %s` is by %s: %s", wanted, choice.name, choice.reason)
     return choice
 
 
-def _choose(wanted: str, directory: Path, block_bytes: int, o_direct: bool, trial: Trial, race: Race) -> Choice:
+def _choose(
+    wanted: str, directory: Path, block_bytes: int, o_direct: bool, trial: Trial, benchmark: IoBenchmark
+) -> Choice:
     if wanted == "threads":
         return Choice(None, "it is what the profile says")
     if wanted == "auto" and not o_direct:
@@ -115,7 +118,7 @@ def _choose(wanted: str, directory: Path, block_bytes: int, o_direct: bool, tria
     for queue in (GDS,) if wanted == GDS else QUEUES:
         complaint = (why_no_gds() if queue == GDS else None) or trial(directory, queue)
         if complaint is None and wanted == "auto":
-            return _faster(queue, race(directory, queue, block_bytes))
+            return _faster(queue, benchmark(directory, queue, block_bytes))
         if complaint is None:
             return Choice(queue, "; ".join([f"a trial of {queue} moved every byte", *complaints]))
         complaints.append(f"{queue}: {complaint}")
@@ -151,7 +154,7 @@ def try_nixl(
     return _in_a_process(program or (*PROGRAM, str(directory), queue), timeout_s)[0]
 
 
-def race_nixl(
+def benchmark_nixl(
     directory: Path, queue: str, block_bytes: int, *, timeout_s: float = TRIAL_TIMEOUT_S, program: Sequence[str] = ()
 ) -> Rates | str:
     """What threads and NIXL move in a second, or what is wrong."""
@@ -214,7 +217,7 @@ def main() -> int:
     directory, queue, *sizes = Path(sys.argv[1]), *sys.argv[2:]
     try:
         if sizes:
-            print(*_race_here(directory, queue, int(sizes[0])))
+            print(*_benchmark_here(directory, queue, int(sizes[0])))
             return 0
         complaint = _try_here(directory, queue)
     except EnvironmentProblem as error:
@@ -240,16 +243,16 @@ def _try_here(directory: Path, queue: str) -> str | None:
         if not np.array_equal(ours, theirs):
             return "it reports success, and the bytes are not those that were written"
         try:
-            io.read([Run(size, [theirs[0]])])
+            io.read([IoRun(size, [theirs[0]])])
         except EndOfArena:
             io.close()
             return None
         return "it reports success for a read past the end of a file, as versions before 1.5 do"
 
 
-def _race_here(directory: Path, queue: str, block_bytes: int) -> Rates:
+def _benchmark_here(directory: Path, queue: str, block_bytes: int) -> Rates:
     """Both write and read all blocks of a file, in turn until the time is over. Raises OSError, EnvironmentProblem."""
-    count = max(2 * RACE_THREADS, RACE_BYTES // block_bytes)
+    count = max(2 * BENCHMARK_THREADS, BENCHMARK_BYTES // block_bytes)
     memory = mmap.mmap(-1, count * block_bytes)
     with suppress(OSError):  # as segments do, where the system lets them
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -259,7 +262,7 @@ def _race_here(directory: Path, queue: str, block_bytes: int) -> Rates:
         threads, nixl = ThreadsIO(file.fileno()), NixlIO(file.fileno(), [rows], queue=queue)
         _move_all(threads, rows)  # takes the space
         taken_s: dict[BlockIO, list[float]] = {threads: [], nixl: []}
-        end_s = time.monotonic() + RACE_S
+        end_s = time.monotonic() + BENCHMARK_S
         while not taken_s[nixl] or time.monotonic() < end_s:
             for io, times in taken_s.items():
                 times.append(_move_all(io, rows))
@@ -271,12 +274,12 @@ def _race_here(directory: Path, queue: str, block_bytes: int) -> Rates:
 
 def _move_all(io: BlockIO, rows: Buffer) -> float:
     """Seconds to write all blocks and read them back, in an order that no disk foresees."""
-    runs = [Run(index * rows.shape[1], [row]) for index, row in enumerate(rows)]
+    runs = [IoRun(index * rows.shape[1], [row]) for index, row in enumerate(rows)]
     random.shuffle(runs)
-    size = max(1, min(io.piece_bytes // rows.shape[1], len(runs) // RACE_THREADS))
+    size = max(1, min(io.piece_bytes // rows.shape[1], len(runs) // BENCHMARK_THREADS))
     pieces = [runs[start : start + size] for start in range(0, len(runs), size)]
     started = time.monotonic()
-    with ThreadPoolExecutor(RACE_THREADS) as pool:
+    with ThreadPoolExecutor(BENCHMARK_THREADS) as pool:
         for move in (io.write, io.read):
             list(pool.map(move, pieces))
     return time.monotonic() - started
@@ -291,9 +294,9 @@ def _file_in(directory: Path) -> Iterator[FileIO]:
         yield file
 
 
-def _backwards(rows: Buffer) -> list[Run]:
+def _backwards(rows: Buffer) -> list[IoRun]:
     """Row after row, the last one first, so that no two are one piece of the file."""
-    return [Run(index * TRIAL_BLOCK_BYTES, [rows[index]]) for index in reversed(range(TRIAL_BLOCKS))]
+    return [IoRun(index * TRIAL_BLOCK_BYTES, [rows[index]]) for index in reversed(range(TRIAL_BLOCKS))]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ Buffer = NDArray[np.uint8]
 SystemCall = Callable[[int, Any, int], int]  # preadv or pwritev
 
 
-class Run(NamedTuple):
+class IoRun(NamedTuple):
     """A contiguous piece of the arena, and the buffers that hold its bytes one after the other."""
 
     offset: int
@@ -47,10 +47,10 @@ class BlockIO(Protocol):
     def piece_bytes(self) -> int:
         """How much it should be given in one call, where one block is not more than that."""
 
-    def read(self, runs: Sequence[Run]) -> None:
+    def read(self, runs: Sequence[IoRun]) -> None:
         """Fill the buffers. Raises EndOfArena where the file ends too early."""
 
-    def write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[IoRun]) -> None:
         """Write the buffers. They are not safe from a power cut before `Arena.sync`."""
 
     def close(self) -> None:
@@ -80,13 +80,13 @@ class ThreadsIO:
         self._has_aio = is_direct
         self._idle: list[KernelAio] = []  # any thread's: pop and append of a list are whole
 
-    def read(self, runs: Sequence[Run]) -> None:
+    def read(self, runs: Sequence[IoRun]) -> None:
         for run in self._not_moved(READ, runs):
             end = self._move(os.preadv, run)
             if not self._is_direct:
                 os.posix_fadvise(self._fd, run.offset, end - run.offset, os.POSIX_FADV_DONTNEED)
 
-    def write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[IoRun]) -> None:
         for run in self._not_moved(WRITE, runs):
             self._move(os.pwritev, run)
 
@@ -94,7 +94,7 @@ class ThreadsIO:
         while self._idle:
             self._idle.pop().close()
 
-    def _not_moved(self, operation: int, runs: Sequence[Run]) -> Sequence[Run]:
+    def _not_moved(self, operation: int, runs: Sequence[IoRun]) -> Sequence[IoRun]:
         """Move the runs at once if that is possible; returns those that are not, or not wholly, moved."""
         offsets, addresses, byte_counts, owners = [], [], [], []
         for number, offset, buffer in pieces(runs):
@@ -130,7 +130,7 @@ class ThreadsIO:
             self._has_aio = False
             return None
 
-    def _move(self, call: SystemCall, run: Run) -> int:
+    def _move(self, call: SystemCall, run: IoRun) -> int:
         """Returns where it ended."""
         offset, buffers = run
         for start in range(0, len(buffers), MAX_BUFFERS):
@@ -156,7 +156,7 @@ def _rest(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
     return ()
 
 
-def pieces(runs: Sequence[Run]) -> Iterator[tuple[int, int, Buffer]]:
+def pieces(runs: Sequence[IoRun]) -> Iterator[tuple[int, int, Buffer]]:
     """Each buffer of each run: the run's number, and where in the arena the buffer's bytes lie."""
     for number, (offset, buffers) in enumerate(runs):
         for buffer in buffers:

@@ -22,36 +22,32 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbm.disk.directory import INDEX, InstanceLock
-from kvbm.disk.health import DiskCounters, Limits
+from kvbm.disk.health import DiskCounters, HealthLimits
 from kvbm.disk.index import BlockIndex
+from kvbm.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
 from kvbm.disk.service.messages import (
     ChannelClosed,
     Clear,
     Cleared,
     Close,
     DiskChannel,
-    Forget,
     Found,
     Logged,
     Open,
     Opened,
     Problem,
-    Progress,
-    Read,
     Recover,
+    SpaceTaken,
     Status,
-    Withdraw,
-    Write,
 )
 from kvbm.disk.settings import DiskSettings, Namespace
-from kvbm.disk.storage import DiskResult, FoundBlocks
 from kvbm.disk.wear import Wear, WearMeter
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.cores import allowed_cores
 from kvbm.types import SegmentInfo
 
 HOME = str(Path(__file__).parents[3])  # where the child finds this package
-CLEAR_TIMEOUT_S = Limits().clear_timeout_s + 5.0
+CLEAR_TIMEOUT_S = HealthLimits().clear_timeout_s + 5.0
 GRACE_S = 2.0
 BLOCKS_AT_A_TIME = 1024
 
@@ -65,7 +61,7 @@ class DiskClient:
         self._child = child
         self._channel = channel
         self._results: list[DiskResult] = []
-        self._in_flight: dict[int, tuple[str, int, Sequence[bytes]]] = {}  # kind, how many blocks, their tenants
+        self._in_flight: dict[int, Read | Write] = {}  # ticket -> order, until `poll` returns it
         self._cleared: Cleared | None = None
         self._unanswered_clears = 0
         self._off_because: str | None = None
@@ -155,34 +151,15 @@ class DiskClient:
             return self._found.popleft()
         return FoundBlocks(b"", b"", is_last=True) if self._is_told else None
 
-    def write(
-        self,
-        ticket: int,
-        hashes: Sequence[bytes],
-        host_slots: Sequence[int],
-        disk_slots: Sequence[int],
-        tenants: Sequence[bytes],
-        *,
-        generations: Sequence[int],
-    ) -> None:
-        """The disk slots are this ticket's until `poll` returns it; what they held is forgotten first. No block of it
-        is good if the host slots do not carry `generations` any more when their payload has been read."""
-        self._in_flight[ticket] = "write", len(hashes), tuple(tenants)
-        self._send(Write(ticket, hashes, host_slots, disk_slots, tenants, generations))
-
-    def read(self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        self._in_flight[ticket] = "read", len(hashes), ()
-        self._send(Read(ticket, hashes, disk_slots, host_slots))
+    def submit(self, order: Read | Write) -> None:
+        """Send it. `poll` returns its result, as failed if the process has ended or ends before that."""
+        self._in_flight[order.ticket] = order
+        self._send(order)
 
     def forget(self, disk_slots: Sequence[int]) -> None:
         """Durable soon, in the order of submission with writes."""
         if disk_slots:
             self._send(Forget(disk_slots))
-
-    def withdraw(self, ticket: int) -> bool:
-        """Always False: the ticket comes out of `poll`, soon and as failed if it had not begun."""
-        self._send(Withdraw(ticket))
-        return False
 
     def clear(self, tenant: bytes | None = None) -> None:
         """Forget all blocks, or one tenant's, and every write that `poll` has not returned. Durable when it returns.
@@ -257,7 +234,7 @@ class DiskClient:
             self._channel.wait(None)
             for message in self._messages():
                 match message:
-                    case Progress() if progress is not None:
+                    case SpaceTaken() if progress is not None:
                         progress(*message)
                     case Problem():
                         raise EnvironmentProblem(message.message, hint=message.hint)
@@ -320,17 +297,17 @@ class DiskClient:
         self._fail_in_flight()
 
     def _fail_in_flight(self) -> None:
-        told = {result.ticket for result in self._results}
-        for ticket, (kind, count, _) in self._in_flight.items():
-            if ticket not in told:
-                self._results.append(DiskResult(ticket, kind, (False,) * count, f"off: {self._off_because}"))
+        ended = {result.ticket for result in self._results}
+        for ticket, order in self._in_flight.items():
+            if ticket not in ended:
+                self._results.append(DiskResult.failed(order, f"off: {self._off_because}"))
 
     def _without(self, result: DiskResult, tenant: bytes | None) -> DiskResult:
         """A write that ended before it was cleared."""
-        if result.kind != "write":
+        order = self._in_flight[result.ticket]
+        if not isinstance(order, Write):
             return result
-        _, _, tenants = self._in_flight[result.ticket]
-        is_kept = [tenant is not None and owner != tenant for owner in tenants]
+        is_kept = [tenant is not None and owner != tenant for owner in order.tenants]
         return replace(result, is_good=tuple(good and kept for good, kept in zip(result.is_good, is_kept, strict=True)))
 
     def _not_cleared(self) -> str:

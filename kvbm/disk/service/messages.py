@@ -1,7 +1,7 @@
 """DiskChannel: between the leader and the process that does its disk I/O, and the messages that travel there.
 
-    leader ──▶ Open, Recover, Write, Read, Forget, Clear, Withdraw, Close ──▶ child
-    leader ◀── Progress, Problem, Opened, Found, Status, Cleared, Logged ◀── child
+    leader ──▶ Open, Recover, Read, Write, Forget, Clear, Close ──▶ child
+    leader ◀── SpaceTaken, Problem, Opened, Found, Status, Cleared, Logged ◀── child
 
 Neither `send` nor `receive` waits, so that an engine's step never does: what the socket does not take now is kept and
 sent by the next call. Messages are pickled; both ends are the same program, and nobody else has the socket.
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.disk.health import DiskCounters
+from kvbm.disk.orders import DiskResult, FoundBlocks
 from kvbm.disk.settings import DiskSettings, Namespace
-from kvbm.disk.storage import DiskResult, FoundBlocks
 from kvbm.types import SegmentInfo
 
 HEADER = struct.Struct("<Q")
@@ -43,41 +43,15 @@ class Recover(NamedTuple):
     """Tell the next of the blocks that were there."""
 
 
-class Write(NamedTuple):
-    """`generations` of the host slots: what they must still carry when their payload has been read."""
-
-    ticket: int
-    hashes: Sequence[bytes]
-    host_slots: Sequence[int]
-    disk_slots: Sequence[int]
-    tenants: Sequence[bytes]
-    generations: Sequence[int]
-
-
-class Read(NamedTuple):
-    ticket: int
-    hashes: Sequence[bytes]
-    disk_slots: Sequence[int]
-    host_slots: Sequence[int]
-
-
-class Forget(NamedTuple):
-    disk_slots: Sequence[int]
-
-
 class Clear(NamedTuple):
     tenant: bytes | None
-
-
-class Withdraw(NamedTuple):
-    ticket: int
 
 
 class Close(NamedTuple):
     timeout_s: float
 
 
-class Progress(NamedTuple):
+class SpaceTaken(NamedTuple):
     """Bytes of the arena that have been taken."""
 
     done: int

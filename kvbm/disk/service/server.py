@@ -20,26 +20,23 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 
+from kvbm.disk.orders import DiskResult, Forget, Read, Write
 from kvbm.disk.service.messages import (
     ChannelClosed,
     Clear,
     Cleared,
     Close,
     DiskChannel,
-    Forget,
     Found,
     Logged,
     Open,
     Opened,
     Problem,
-    Progress,
-    Read,
     Recover,
+    SpaceTaken,
     Status,
-    Withdraw,
-    Write,
 )
-from kvbm.disk.storage import DiskResult, DiskStorage
+from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 
@@ -63,68 +60,58 @@ class _Log(logging.Handler):
 class _Child:
     """Serves one leader."""
 
-    def __init__(self, channel: DiskChannel, tier: DiskStorage, region: Region, log: _Log) -> None:
+    def __init__(self, channel: DiskChannel, storage: DiskStorage, log: _Log) -> None:
         self._channel = channel
-        self._tier = tier
-        self._region = region
+        self._storage = storage
         self._log = log
-        self._in_flight: dict[int, tuple[str, int]] = {}
-        self._told_off_because = tier.off_because
+        self._in_flight_count = 0
+        self._told_off_because = storage.off_because
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        tier.on_result = partial(os.eventfd_write, self._news, 1)
+        storage.on_result = partial(os.eventfd_write, self._news, 1)
 
     def serve(self) -> None:
         """Until the leader closes it. Raises ChannelClosed if it does not."""
         while True:
-            self._channel.wait(BUSY_INTERVAL_S if self._in_flight else IDLE_INTERVAL_S, or_readable=(self._news,))
+            self._channel.wait(BUSY_INTERVAL_S if self._in_flight_count else IDLE_INTERVAL_S, or_readable=(self._news,))
             with suppress(BlockingIOError):
                 os.eventfd_read(self._news)
             for message in self._channel.receive():
                 if isinstance(message, Close):
-                    self._tier.close(message.timeout_s)
+                    self._storage.close(message.timeout_s)
                     return
                 self._obey(message)
-            self._tell(self._tier.poll())
-            if self._tier.is_removed:
+            self._tell(self._storage.poll())
+            if self._storage.is_removed:
                 _send_all(self._channel)
                 os._exit(REMOVED)
 
     def _obey(self, message: object) -> None:
         match message:
-            case Write():
-                self._in_flight[message.ticket] = "write", len(message.hashes)
-                is_intact = partial(self._region.slots_carry, message.host_slots, message.generations)
-                self._tier.write(*message[:5], is_intact=is_intact)
-            case Read():
-                self._in_flight[message.ticket] = "read", len(message.hashes)
-                self._tier.read(*message)
+            case Read() | Write():
+                self._in_flight_count += 1
+                self._storage.submit(message)
             case Recover():
-                self._channel.send(Found(self._tier.recovered()))
+                self._channel.send(Found(self._storage.recovered()))
             case Forget():
-                self._tier.forget(message.disk_slots)
-            case Withdraw():
-                if message.ticket in self._in_flight and self._tier.withdraw(message.ticket):
-                    kind, count = self._in_flight[message.ticket]
-                    self._tell([DiskResult(message.ticket, kind, (False,) * count, "withdrawn")])
+                self._storage.forget(message.disk_slots)
             case Clear():
                 self._clear(message.tenant)
 
     def _clear(self, tenant: bytes | None) -> None:
         problem = None
         try:
-            self._tier.clear(tenant)
+            self._storage.clear(tenant)
         except EnvironmentProblem as error:
             problem = error.message, error.hint
         self._tell([])
         self._channel.send(Cleared(problem))
 
     def _tell(self, results: list[DiskResult]) -> None:
-        for result in results:
-            del self._in_flight[result.ticket]
-        off_because = self._tier.off_because
+        self._in_flight_count -= len(results)
+        off_because = self._storage.off_because
         if results or off_because != self._told_off_because:
             self._told_off_because = off_because
-            self._channel.send(Status(results, off_because, self._tier.counters))
+            self._channel.send(Status(results, off_because, self._storage.counters))
         while self._log.kept:
             self._channel.send(self._log.kept.popleft())
 
@@ -143,20 +130,21 @@ def main() -> int:
         os.sched_setaffinity(0, order.cores)
         try:
             region = Region.map(order.segments)
-            tier = DiskStorage.open(
+            storage = DiskStorage.open(
                 order.settings,
                 order.namespace,
                 region.shards,
                 hash_bytes=order.hash_bytes,
+                slots_carry=region.slots_carry,
                 instance=order.instance,
-                progress=lambda done, total: channel.send(Progress(done, total)),
+                progress=lambda done, total: channel.send(SpaceTaken(done, total)),
             )
         except EnvironmentProblem as error:
             channel.send(Problem(error.message, error.hint))
             _send_all(channel)
             return 1
-        channel.send(Opened(tier.path, tier.slot_count, tier.io_name))
-        _Child(channel, tier, region, log).serve()
+        channel.send(Opened(storage.path, storage.slot_count, storage.io_name))
+        _Child(channel, storage, log).serve()
         _send_all(channel)
     except ChannelClosed:
         os._exit(0)

@@ -27,8 +27,8 @@ from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from kvbm.disk.health import DiskCounters
+    from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
     from kvbm.disk.settings import DiskSettings, Namespace
-    from kvbm.disk.storage import DiskResult, FoundBlocks
     from kvbm.disk.wear import Wear
     from kvbm.types import SegmentInfo
 
@@ -107,23 +107,8 @@ class DiskSupervisor:
         """The next of what the process found when it was opened, each once; None while there is none."""
         return None if self._is_lost else self._process.recovered(waits=waits)
 
-    def write(
-        self,
-        ticket: int,
-        hashes: Sequence[bytes],
-        host_slots: Sequence[int],
-        disk_slots: Sequence[int],
-        tenants: Sequence[bytes],
-        *,
-        generations: Sequence[int],
-    ) -> None:
-        self._process.write(ticket, hashes, host_slots, disk_slots, tenants, generations=generations)
-
-    def read(self, ticket: int, hashes: Sequence[bytes], disk_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        self._process.read(ticket, hashes, disk_slots, host_slots)
-
-    def withdraw(self, ticket: int) -> bool:
-        return self._process.withdraw(ticket)
+    def submit(self, order: Read | Write) -> None:
+        self._process.submit(order)
 
     def forget(self, disk_slots: Sequence[int]) -> None:
         self._process.forget(disk_slots)

@@ -1,13 +1,13 @@
-"""Paged attention for every transformers model that asks `AttentionInterface` for its attention function.
+"""Paged attention for every transformers model that gets its attention function from `AttentionInterface`.
 
 All requests of a step are packed in one row of tokens. The runner describes the row in a Batch and makes it current for
-the forward pass; the attention function takes the layer's K and V from the model, writes them into the pool and attends
-each sequence to its own blocks. No mask travels through the model, because none is registered for our name.
+the forward pass. The attention function receives the layer's K and V, writes them into the pool, and attends each
+sequence to its own blocks. The model passes no mask, because none is registered under our name.
 
     one sequence in the packed row:   [ context: in the pool already | query: in this row ]
                                       0               key_count - query_count      key_count
 
-The batch is a thread's own, so two engines in one process do not meet.
+The current batch is thread-local, so two engines can run in one process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,15 +23,15 @@ from functools import cache
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvbm.embedded.engine.kv import KVPool
+from kvbm.embedded.engine.kv_pool import KVPool
 
 ATTENTION_NAME = "kvbm_paged"
-FOLDED_ROWS = 64  # above, torch's kernel gains nothing from longer queries
+FOLDED_ROWS = 64  # above this length, longer queries do not make torch's kernel faster
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """`query_count` tokens from row `first_row` on; with them the sequence has `key_count` tokens in `block_ids`."""
+    """`query_count` tokens from row `first_row` on; with them, the sequence has `key_count` tokens in `block_ids`."""
 
     first_row: int
     query_count: int
@@ -41,7 +41,7 @@ class PackedSequence:
 
 @dataclass(frozen=True, slots=True)
 class _ReadPlan:
-    """What a kind of layer reads: blocks to fetch, and per sequence where its keys then start and how many they are."""
+    """What a kind of layer reads: the blocks to fetch, and per sequence its first key and number of keys in them."""
 
     block_ids: torch.Tensor
     first_keys: list[int]
@@ -51,7 +51,7 @@ class _ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class _PackedKeys:
-    """The same keys without gaps, for a kernel that takes all sequences at once."""
+    """The same keys without gaps, for a kernel that processes all sequences in one call."""
 
     blocks: torch.Tensor
     offsets: torch.Tensor
@@ -63,12 +63,10 @@ class _PackedKeys:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's packed row, and the connector's hooks around each layer where there is a connector."""
+    """One step's packed row of tokens."""
 
     pool: KVPool
     sequences: list[PackedSequence]
-    wait_for_layer_load: Callable[[int], None] | None = None
-    save_kv_layer: Callable[[int], None] | None = None
     write_blocks: torch.Tensor = field(init=False)
     write_offsets: torch.Tensor = field(init=False)
     is_cold: bool = field(init=False)
@@ -76,7 +74,7 @@ class Batch:
     _packed: dict[int | None, _PackedKeys] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Cold: nobody has context, so every key is in this row and nothing needs to be fetched."""
+        """Cold: no sequence has context, so every key is in this row and nothing has to be fetched."""
         self.is_cold = all(sequence.query_count == sequence.key_count for sequence in self.sequences)
         size = self.pool.block_size
         blocks: list[int] = []
@@ -112,7 +110,7 @@ class Batch:
             first_block = first_seen // size
             first_keys.append(len(block_ids) * size + first_seen % size)
             key_counts.append(sequence.key_count - first_seen)
-            if first_query or fetches_cold:  # the keys of a cold sequence are at hand in the row
+            if first_query or fetches_cold:  # the keys of a cold sequence are in the row
                 block_ids += sequence.block_ids[first_block : -(-sequence.key_count // size)]
             masks.append(_mask(sequence.query_count, key_counts[-1], window, device))
         return _ReadPlan(torch.tensor(block_ids, device=device), first_keys, key_counts, masks)
@@ -136,14 +134,14 @@ def _cumulative(counts: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _mask(query_count: int, key_count: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """None where causal order alone says it all: one query, or as many queries as keys with the window wide enough."""
+    """Return None if causal order is sufficient: one query, or as many queries as keys within the window."""
     if query_count == 1 or (query_count == key_count and (window is None or window >= key_count)):
         return None
     return _lower_right_mask(query_count, key_count, window or key_count, device)
 
 
 def _lower_right_mask(query_count: int, key_count: int, window: int, device: torch.device) -> torch.Tensor:
-    """[query_count, key_count]: True where the last `query_count` of `key_count` positions may look."""
+    """Return a mask [query_count, key_count], True where one of the last `query_count` positions sees a key."""
     queries = torch.arange(key_count - query_count, key_count, device=device)[:, None]
     keys = torch.arange(key_count, device=device)[None, :]
     return (keys <= queries) & (keys > queries - window)
@@ -154,7 +152,7 @@ _of_this_thread = threading.local()
 
 @contextmanager
 def current(batch: Batch) -> Iterator[None]:
-    """Make `batch` the one that forward passes of this thread belong to."""
+    """Make `batch` the current batch of forward passes in this thread."""
     assert getattr(_of_this_thread, "batch", None) is None, "a forward pass inside a forward pass"
     _of_this_thread.batch = batch
     try:
@@ -164,7 +162,7 @@ def current(batch: Batch) -> Iterator[None]:
 
 
 def register() -> None:
-    """Make our attention function known to transformers under ATTENTION_NAME."""
+    """Register our attention function with transformers as ATTENTION_NAME."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
@@ -189,11 +187,7 @@ def paged_attention(
     """
     batch: Batch = _of_this_thread.batch
     layer = int(module.layer_idx)
-    if batch.wait_for_layer_load is not None:
-        batch.wait_for_layer_load(layer)
     _write(batch, layer, key, value)
-    if batch.save_kv_layer is not None:
-        batch.save_kv_layer(layer)
     form = _Form(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
     if query.is_cuda and form.is_plain and _can_varlen(query, value, sliding_window):
         return _attend_varlen(batch, layer, query, sliding_window, form.scale), None
@@ -202,7 +196,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How scores become weights. Plain: softmax of scaled scores, which fused kernels can do."""
+    """How scores become weights. Plain: softmax of scaled scores, which fused kernels support."""
 
     scale: float
     softcap: float | None
@@ -228,7 +222,7 @@ def _attend_each(
     window: int | None,
     form: _Form,
 ) -> torch.Tensor:
-    """One kernel call per sequence; the way on the CPU, and for forms that no fused kernel knows."""
+    """One kernel call per sequence: used on the CPU, and for forms that no fused kernel supports."""
     plan = batch.plan(window)
     _, heads, row_count, _ = query.shape
     output = query.new_empty(row_count, heads, value.shape[-1])
@@ -252,8 +246,8 @@ def _attend_fused(
 ) -> torch.Tensor:
     """query [heads, T, D], key and value [kv_heads, S, D]; returns [T, heads, value_dim].
 
-    Query heads that share a KV head are folded: with few queries they become the query length of that head, otherwise
-    the heads of a batch whose keys are expanded without a copy. torch's own `enable_gqa` copies the keys on the CPU.
+    Query heads that share a KV head are folded. With few queries they become the query length of that head. Otherwise
+    they become the heads of a batch whose keys are expanded without a copy; `enable_gqa` of torch copies them on CPU.
     """
     heads, query_count, dim = query.shape
     kv_heads, key_count, value_dim = value.shape
@@ -277,7 +271,7 @@ def _attend_fused(
 def _attend_in_steps(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, form: _Form
 ) -> torch.Tensor:
-    """The same with soft-capped scores and sinks: a sink takes its share of the weight and gives no value."""
+    """Attention with soft-capped scores and sinks: a sink takes a share of the weight and adds no value."""
     heads, query_count, dim = query.shape
     kv_heads, key_count, value_dim = value.shape
     group = heads // kv_heads
@@ -297,7 +291,7 @@ def _attend_in_steps(
 
 @cache
 def _varlen_parameters() -> frozenset[str]:
-    """What torch's variable-length kernel can be told, which differs between versions; empty where there is none."""
+    """Return the parameters of torch's variable-length kernel, which differ by version; empty without the kernel."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -313,7 +307,7 @@ def _can_varlen(query: torch.Tensor, value: torch.Tensor, window: int | None) ->
 
 
 def _attend_varlen(batch: Batch, layer: int, query: torch.Tensor, window: int | None, scale: float) -> torch.Tensor:
-    """All sequences in one kernel call, over keys fetched side by side. GPU only."""
+    """Attend all sequences in one kernel call, over gathered keys. GPU only."""
     from torch.nn.attention.varlen import varlen_attn
 
     packed, pool = batch.packed_keys(window), batch.pool

@@ -1,4 +1,4 @@
-"""EngineConfig: everything that decides what an engine is, checked once, before anything heavy is loaded."""
+"""EngineConfig: the settings of an engine, validated before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ KV_LAYOUTS = ("block_first", "layer_first")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """`model` is `synthetic:NAME` or a local Hugging Face directory. None means: the engine chooses.
+    """`model` is `synthetic:NAME` or a local Hugging Face directory. None: the engine chooses.
 
     `num_blocks` G1 blocks of `block_size` tokens; a step computes at most `max_num_batched_tokens` tokens of at most
-    `max_num_seqs` requests. `device` is `cpu`, `cuda` or `auto`. `verify` runs a few tokens at start-up and compares
-    them with the model's own attention. Raises ProfileError.
+    `max_num_seqs` requests. `device` is `cpu`, `cuda` or `auto`. `verify` compares a few tokens with
+    the model's own attention at start-up. Raises ProfileError.
     """
 
     model: str

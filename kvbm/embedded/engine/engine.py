@@ -1,12 +1,11 @@
-"""The engine: one thread that owns model, scheduler, pool and connector, and a few calls that others may make.
+"""Engine: a thread that owns model, scheduler, KV pool and connector, with a thread-safe interface.
 
 `submit`, `abort`, `reset_prefix_cache`, `stats` and `stop` may be called from any thread. Orders reach the engine
-thread through one queue, and outputs leave it by each request's callback, which runs in the engine thread and must
-neither wait nor raise. Every submitted request gets exactly one output with a finish reason, also when the engine is
-stopped or dies.
+thread through one queue. Outputs go to each request's callback, which runs in the engine thread and must neither wait
+nor raise. Every submitted request gets exactly one output with a finish reason, also if the engine is stopped or dies.
 
-The thread steps while a request lives or the connector has something under way, waits a millisecond after a step in
-which nothing could run, and otherwise sleeps until an order comes.
+The thread executes steps while a request is open or the connector has transfers in flight. It waits a millisecond after
+a step in which nothing could run, and otherwise sleeps until an order arrives.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ import torch
 
 from kvbm import hashing
 from kvbm.embedded.engine import model as models
-from kvbm.embedded.engine.blocks import BlockPool
-from kvbm.embedded.engine.connector import SchedulerSide, WorkerSide
+from kvbm.embedded.engine.block_pool import BlockPool
+from kvbm.embedded.engine.connector import Connector
 from kvbm.embedded.engine.engine_core import EngineCore
-from kvbm.embedded.engine.kv import KVPool
+from kvbm.embedded.engine.kv_pool import KVPool
 from kvbm.embedded.engine.request import FinishReason, Request, RequestOutput, SamplingParams
 from kvbm.embedded.engine.runner import Runner
 from kvbm.embedded.engine.scheduler import Scheduler, SchedulerLimits
@@ -50,12 +49,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A glance at the engine: what is there now, and what was counted since the start. `kv_cache_usage` is 0 to 1."""
+    """Current load of the engine and its counters since the start. `kv_cache_usage` is 0 to 1."""
 
     num_requests_running: int
     num_requests_waiting: int
     kv_cache_usage: float
-    num_registered_blocks: int
     num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
@@ -66,24 +64,29 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Something to do between two steps, and whom to tell."""
+    """A function to run between two steps, and the future of its result."""
 
     run: Callable[[], bool]
     done: Future[bool]
 
-    def carry_out(self) -> None:
-        """An error ends the engine thread; whoever gave the order hears of it first."""
+    def execute(self) -> None:
+        """Run the function. An error is set on the future, then ends the engine thread."""
         try:
             self.done.set_result(self.run())
         except BaseException as error:
-            self.done.set_exception(EngineError(f"the engine died of this order: {type(error).__name__}: {error}"))
+            self.done.set_exception(
+                EngineError(f"the engine died while executing this order: {type(error).__name__}: {error}")
+            )
             raise
 
 
 class Engine:
-    """Loads everything when it is made (EnvironmentProblem, ProfileError), serves from `start` to `stop`."""
+    """Loads model and KV pool in the constructor, and serves from `start` to `stop`.
 
-    def __init__(self, config: EngineConfig, *, connector: tuple[SchedulerSide, WorkerSide] | None = None) -> None:
+    Raises EnvironmentProblem or ProfileError.
+    """
+
+    def __init__(self, config: EngineConfig, *, connector: Connector | None = None) -> None:
         self.config = config
         self.model = models.load(config)
         self.block_size = config.block_size
@@ -101,7 +104,7 @@ class Engine:
         self.core = self._create_core()
         self._thread = threading.Thread(target=self._main, name="kvbm-engine", daemon=True)
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the attributes below, which submitters and the engine thread touch
+        self._lock = threading.Lock()  # guards the attributes below, which submitters and the engine thread share
         self._in_flight: dict[str, Request] = {}
         self._seeds = random.Random(config.seed)
         self._is_stopping = False
@@ -109,14 +112,14 @@ class Engine:
         self._failure: str | None = None
 
     def _create_core(self) -> EngineCore:
-        scheduler_side, worker_side = self._connector or (None, None)
-        if worker_side is not None:
-            worker_side.register_kv_pool(self.pool)
-        if scheduler_side is not None:
-            scheduler_side.bind_block_pool(self.blocks, self.model.namespace)
+        scheduler_connector = None
+        if self._connector is not None:
+            scheduler_connector, worker_connector = self._connector
+            worker_connector.register_kv_pool(self.pool)
+            scheduler_connector.bind_block_pool(self.blocks, self.model.namespace)
         return EngineCore(
-            Scheduler(self.blocks, _limits(self.config, self.model.device), scheduler_side),
-            Runner(self.model, self.pool, worker_side),
+            Scheduler(self.blocks, _limits(self.config, self.model.device), scheduler_connector),
+            Runner(self.model, self.pool),
             stop_token_ids=self.model.stop_token_ids,
             connector=self._connector,
         )
@@ -125,7 +128,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """None for a directory without one: the engine then takes token ids only."""
+        """None for a model directory without one: the engine then accepts token ids only."""
         return self.model.tokenizer
 
     @property
@@ -134,7 +137,7 @@ class Engine:
 
     @property
     def vocabulary_size(self) -> int:
-        """Token ids from 0 to this, exclusive, are valid."""
+        """Valid token ids are 0 to this number, exclusive."""
         return self.model.vocabulary_size
 
     @property
@@ -156,34 +159,33 @@ class Engine:
         params: SamplingParams,
         on_output: Callable[[RequestOutput], None],
     ) -> None:
-        """Queue a request. ValueError if it cannot be served, EngineError if the engine does not serve (any more)."""
+        """Queue a request. Raises ValueError if it cannot be served, EngineError if the engine is not running."""
         self._require_servable(prompt_token_ids)
         with self._lock:
             self._require_running()
             if request_id in self._in_flight:
-                raise ValueError(f"request `{request_id}` is being served already")
+                raise ValueError(f"a request with id `{request_id}` is already running")
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
             request = self.new_request(request_id, prompt_token_ids, params, self._forgetting(on_output), seed=seed)
             self._in_flight[request_id] = request
             self._orders.put(_Order(lambda: self._add(request), Future()))
 
     def abort(self, request_id: str) -> None:
-        """End a request with finish reason "abort". One that has ended already is left alone."""
+        """End a request with finish reason "abort". Ignores a request that has ended."""
         self._orders.put(_Order(lambda: self.core.abort(request_id), Future()))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix, in G1 and in the connector; waits until it is done. EngineError if it is not."""
+        """Clear the prefix cache in G1 and in the connector, and wait for it. Raises EngineError if the engine dies."""
         return self._order(self.core.scheduler.reset_prefix_cache)
 
     def stats(self) -> EngineStats:
-        """Read without a lock: each number is right, but they may be a step apart."""
+        """Read counters without a lock: each number is correct, but they may differ by a step."""
         scheduler = self.core.scheduler
         counters = scheduler.counters
         return EngineStats(
             num_requests_running=scheduler.running_count,
             num_requests_waiting=scheduler.waiting_count,
             kv_cache_usage=self.blocks.used_count / self.blocks.block_count,
-            num_registered_blocks=self.blocks.registered_count,
             num_preemptions=counters.preemptions,
             prefix_cache_queries=counters.prefix_cache_queries,
             prefix_cache_hits=counters.prefix_cache_hits,
@@ -193,7 +195,7 @@ class Engine:
         )
 
     def stop(self) -> None:
-        """Abort what is in flight, shut the connector down and free the pool. Safe to call twice."""
+        """Abort open requests, shut the connector down and free the pool. Safe to call twice."""
         with self._lock:
             self._is_stopping = True
         if self._thread.is_alive():
@@ -216,14 +218,14 @@ class Engine:
 
     def _require_running(self) -> None:
         if not self.is_healthy:
-            raise EngineError(f"the engine does not run: {self._failure or 'it was stopped or not started'}")
+            raise EngineError(f"the engine is not running: {self._failure or 'it was stopped or not started'}")
 
     def _require_servable(self, prompt_token_ids: list[int]) -> None:
         if not prompt_token_ids:
             raise ValueError("the prompt is empty")
         if len(prompt_token_ids) >= self.max_model_len:
             raise ValueError(
-                f"the prompt has {len(prompt_token_ids)} tokens; with its output it may have {self.max_model_len}"
+                f"the prompt has {len(prompt_token_ids)} tokens; prompt and output are limited to {self.max_model_len}"
             )
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.model.vocabulary_size:
             raise ValueError(f"the prompt has a token id outside 0 to {self.model.vocabulary_size - 1}")
@@ -237,7 +239,7 @@ class Engine:
         *,
         seed: int,
     ) -> Request:
-        """A request as `EngineCore.add` takes it, for whoever steps the core without the engine's thread."""
+        """Create a request for `EngineCore.add`; callers without the engine thread step the core themselves."""
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -251,7 +253,7 @@ class Engine:
         )
 
     def _forgetting(self, on_output: Callable[[RequestOutput], None]) -> Callable[[RequestOutput], None]:
-        """The same callback, preceded by the end of our own bookkeeping where an output is the last."""
+        """Wrap the callback: the last output of a request first removes it from `_in_flight`."""
 
         def deliver(output: RequestOutput) -> None:
             if output.finish_reason is not None:
@@ -264,7 +266,7 @@ class Engine:
     # -- engine thread -------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        """Whatever ends this thread, nobody is left waiting for an answer."""
+        """Run the engine; however this thread ends, every open request gets its last output."""
         try:
             torch.set_num_threads(self.threads)
             with torch.inference_mode():
@@ -283,12 +285,12 @@ class Engine:
                 was_idle = not self.core.step()
 
     def _take_orders(self, *, may_sleep: bool, was_idle: bool) -> None:
-        """Carry out all waiting orders; wait for the first one as long as there is nothing else to do."""
+        """Execute all queued orders; wait for the first one if there is no other work."""
         timeout_s = None if may_sleep else IDLE_WAIT_S if was_idle else 0.0
         with contextlib.suppress(queue.Empty):
             order = self._orders.get(timeout=timeout_s) if timeout_s != 0.0 else self._orders.get_nowait()
             while True:
-                order.carry_out()
+                order.execute()
                 order = self._orders.get_nowait()
 
     def _add(self, request: Request) -> bool:
@@ -296,7 +298,7 @@ class Engine:
         return True
 
     def _end_all(self, reason: FinishReason, failure: str | None) -> None:
-        """Take no more requests, and give every one that is in flight its last output."""
+        """Accept no more requests, and send every open request its last output."""
         with self._lock:
             self._failure = failure
             self._is_stopping = True
@@ -304,7 +306,7 @@ class Engine:
         for request in requests:
             if reason is FinishReason.ABORT and self.core.scheduler.get(request.request_id) is request:
                 self.core.scheduler.finish(request)
-            # A callback that raises may be what killed the engine: the others must hear of it all the same.
+            # A callback that raises may have killed the engine: the other requests still get their last output.
             with contextlib.suppress(Exception):
                 request.on_output(request.last_output(reason, error=failure))
         with contextlib.suppress(queue.Empty):
@@ -314,9 +316,9 @@ class Engine:
 
     def _shut_down(self) -> None:
         if self._connector is not None:
-            scheduler_side, worker_side = self._connector
-            scheduler_side.shutdown()
-            worker_side.shutdown()
+            scheduler_connector, worker_connector = self._connector
+            scheduler_connector.shutdown()
+            worker_connector.shutdown()
         self.pool.close()
 
 
@@ -331,7 +333,7 @@ def _limits(config: EngineConfig, device: str) -> SchedulerLimits:
 
 
 def _max_model_len(config: EngineConfig, max_positions: int) -> int:
-    """The longest request: no longer than the model can, nor than G1 holds, since a request runs wholly in G1."""
+    """Return the maximum length of a request, limited by the model and by G1, which must hold the whole request."""
     capacity = config.num_blocks * config.block_size
     if config.max_model_len is None:
         return min(max_positions, capacity)
@@ -345,7 +347,7 @@ def _max_model_len(config: EngineConfig, max_positions: int) -> int:
 
 
 def _default_threads(parameter_count: int) -> int:
-    """Small models lose more to thread barriers than they gain, above all where other processes run beside them."""
+    """Return 1 for small models: thread barriers cost them more than threads gain, in particular on a busy machine."""
     if parameter_count < models.ONE_THREAD_PARAMETERS:
         return 1
     return min(int(torch.get_num_threads()), len(os.sched_getaffinity(0)))

@@ -1,8 +1,8 @@
-"""Loading a model, and one forward pass over a packed row.
+"""Model loading, and the forward pass over a packed row.
 
-Sources are `synthetic:NAME` (random weights, deterministic in the seed) and a local Hugging Face directory of a known
-architecture with full or sliding-window attention. Everything else is refused with the reason, before weights are read
-where possible. What the attention layers hand over is measured with a probe, not derived from the configuration.
+A model is `synthetic:NAME` (random weights, deterministic in the seed) or a local Hugging Face directory of a supported
+architecture with full or sliding-window attention. Unsupported models are rejected with the reason, before weights are
+read where possible. A probe measures the shapes of K and V; they are not derived from the configuration.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvbm import hashing
-from kvbm.embedded.engine import attention, presets, tokenizer
+from kvbm.embedded.engine import attention, synthetic_models, tokenizer
 from kvbm.embedded.engine.attention import Batch, PackedSequence
-from kvbm.embedded.engine.kv import TORCH_DTYPES, KVGeometry, KVPool
-from kvbm.embedded.engine.supported import require_supported
+from kvbm.embedded.engine.kv_pool import TORCH_DTYPES, KVGeometry, KVPool
+from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.errors import EnvironmentProblem, InvariantError, ProfileError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ GEOMETRY_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that attends through our pool. `namespace` names everything that decides the bytes of a block."""
+    """A model that uses paged attention. `namespace` identifies everything that determines the bytes of a block."""
 
     network: torch.nn.Module
     geometry: KVGeometry
@@ -91,7 +91,7 @@ def load(config: EngineConfig) -> LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A network, its tokenizer, and facts that name its weights."""
+    """A network, its tokenizer, and values that identify its weights."""
 
     network: torch.nn.Module
     tokenizer: PreTrainedTokenizerBase | None
@@ -110,10 +110,10 @@ def _synthetic(config: EngineConfig, device: str) -> _Source:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name = config.model.removeprefix(SYNTHETIC_PREFIX)
-    facts = presets.SYNTHETIC.get(name)
+    facts = synthetic_models.SYNTHETIC.get(name)
     if facts is None:
-        known = ", ".join(f"`{SYNTHETIC_PREFIX}{preset}`" for preset in presets.SYNTHETIC)
-        raise ProfileError(f"there is no model `{config.model}`", hint=f"there are {known}")
+        known = ", ".join(f"`{SYNTHETIC_PREFIX}{preset}`" for preset in synthetic_models.SYNTHETIC)
+        raise ProfileError(f"unknown model `{config.model}`", hint=f"known models: {known}")
     hf_config = AutoConfig.for_model(**facts)
     with torch.random.fork_rng(devices=[device] if device != "cpu" else []), torch.device(device):
         torch.manual_seed(config.seed)
@@ -143,7 +143,7 @@ def _directory(config: EngineConfig, device: str) -> _Source:
     absent = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
     if absent:
         raise EnvironmentProblem(
-            f"`{directory}` lacks usable weights for {', '.join(absent[:5])} ({len(absent)} in all)"
+            f"`{directory}` has no usable weights for {', '.join(absent[:5])} ({len(absent)} in total)"
         )
     files = sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     weights = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
@@ -153,8 +153,8 @@ def _directory(config: EngineConfig, device: str) -> _Source:
 def _read_config(directory: Path) -> Mapping[str, object]:
     if not directory.is_dir():
         raise ProfileError(
-            f"there is no directory `{directory}`",
-            hint="a model is a local directory, or `synthetic:tiny`, which needs no download",
+            f"no such directory: `{directory}`",
+            hint="set the model to a local directory, or to `synthetic:tiny`, which needs no download",
         )
     try:
         facts = json.loads((directory / "config.json").read_bytes())
@@ -163,12 +163,12 @@ def _read_config(directory: Path) -> Mapping[str, object]:
     except ValueError as error:
         raise EnvironmentProblem(f"`{directory}/config.json` is not JSON: {error}") from error
     if not isinstance(facts, dict):
-        raise EnvironmentProblem(f"`{directory}/config.json` is not the configuration of a model")
+        raise EnvironmentProblem(f"`{directory}/config.json` is not a model configuration")
     return facts
 
 
 def _max_positions(hf_config: PreTrainedConfig) -> int:
-    """The longest sequence whose KV does not depend on how long it becomes."""
+    """Return the longest sequence whose KV does not depend on its final length."""
     limit = int(hf_config.max_position_embeddings)
     rope = getattr(hf_config, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
@@ -187,7 +187,7 @@ def _stop_token_ids(network: torch.nn.Module) -> frozenset[int]:
 
 
 def _probe(network: torch.nn.Module, dtype: str, device: str) -> KVGeometry:
-    """Run two tokens and look at the K and V that every layer hands to its attention function."""
+    """Run two tokens and record the shapes of K and V that every layer passes to its attention function."""
     from transformers import AttentionInterface
 
     seen: dict[int, tuple[int, int, int]] = {}
@@ -204,7 +204,7 @@ def _probe(network: torch.nn.Module, dtype: str, device: str) -> KVGeometry:
         network(input_ids=torch.tensor([[0, 1]], device=device), use_cache=False)
     shapes = set(seen.values())
     if len(shapes) != 1 or sorted(seen) != list(range(network.config.num_hidden_layers)):
-        raise EnvironmentProblem(f"the model's layers hand over different KV shapes: {seen}")
+        raise EnvironmentProblem(f"the model's layers have different KV shapes: {seen}")
     kv_heads, key_dim, value_dim = shapes.pop()
     return KVGeometry(len(seen), kv_heads, key_dim, value_dim, dtype)
 
@@ -245,8 +245,8 @@ def _verify(model: LoadedModel, config: EngineConfig) -> None:
     similarity = torch.nn.functional.cosine_similarity(own.float(), ours, dim=-1).min().item()
     if not similarity >= VERIFY_LEAST_SIMILARITY[config.dtype]:
         raise EnvironmentProblem(
-            f"`{config.model}` gives other logits with paged attention than with its own: similarity {similarity:.6f}",
-            hint="this version of transformers does not suit the embedded engine; `pip install kvbm-cli[embedded]`",
+            f"`{config.model}` has other logits with paged attention than with its own: similarity {similarity:.6f}",
+            hint="install a supported version of transformers: `pip install 'kvbm-cli[embedded]'`",
         )
 
 

@@ -1,13 +1,13 @@
-"""What goes into the engine and what comes out: SamplingParams, Request and RequestOutput.
+"""Input and output of the engine: SamplingParams, Request and RequestOutput.
 
-A Request belongs to the engine thread from `Engine.submit` until its last output. Its attributes carry vLLM's names,
-because connectors read them. Token positions of one request:
+The engine thread owns a Request from `Engine.submit` until its last output. Its attributes have vLLM's names, because
+connectors read them. Token positions of one request:
 
     0 ............ num_cached_tokens ......... + num_external_tokens ......... num_computed_tokens ........ num_tokens
-    found in G1    brought by the connector     computed here                   not computed yet
+    found in G1    loaded by the connector      computed here                   not computed yet
 
-`num_cached_tokens` and `num_external_tokens` describe the first admission and are not counted again after a preemption;
-`num_disk_tokens` of the latter were on disk.
+`num_cached_tokens` and `num_external_tokens` describe the first admission and are not counted again after a preemption.
+`num_disk_tokens` of the external tokens were on disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvbm import hashing
 
 
 class RequestStatus(enum.Enum):
-    """WAITING_FOR_REMOTE_KVS: blocks are allocated, and the connector is filling them."""
+    """WAITING_FOR_REMOTE_KVS: blocks are allocated, and the connector is loading into them."""
 
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KVS = "waiting for remote kvs"
@@ -41,8 +41,8 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How tokens are chosen. Temperature 0 is greedy; `top_k` 0 keeps the whole vocabulary.
 
-    The same `seed` gives the same tokens whatever else runs beside the request. `stop` belongs to whoever sees text:
-    the engine knows only tokens, and is told to abort. `logprobs` asks for that many alternatives of each token.
+    The same `seed` gives the same tokens, independently of other requests. The engine ignores `stop`, because it sees
+    only tokens: the server finds stop strings and aborts. `logprobs` is the number of alternatives for each token.
     """
 
     max_tokens: int = 16
@@ -58,7 +58,7 @@ class SamplingParams:
     kv_transfer_params: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be meant."""
+        """Raise ValueError for a value out of range."""
         for is_wrong, text in (
             (self.max_tokens < 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
             (not 0.0 <= self.temperature <= 100.0, f"temperature must be 0 or more, not {self.temperature}"),
@@ -73,7 +73,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of a chosen token, before temperature, and of the likeliest ones, best first."""
+    """Log probability of a chosen token, before temperature, and of the most likely tokens, best first."""
 
     token_id: int
     logprob: float
@@ -82,10 +82,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """New tokens of one request. The one with a `finish_reason` is the last, and only it carries the counts below.
+    """New tokens of one request. The last output has a `finish_reason`, and only it has the counts below.
 
-    Times are seconds: `queue_time_s` from arrival until the first forward pass, the wait for a load included;
-    `prefill_time_s` from there to the first token. None where the request did not come that far.
+    `queue_time_s` is the time from arrival to the first forward pass, including a load; `prefill_time_s` from there to
+    the first token. They are None if the request did not reach that point.
     """
 
     request_id: str
@@ -104,8 +104,8 @@ class RequestOutput:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request inside the engine. `block_hashes` names every full block of `all_token_ids`; `block_ids` is its G1
-    table, of which the first `registered_blocks` have been offered to the prefix cache."""
+    """One request inside the engine. `block_hashes` has the hash of every full block of `all_token_ids`. `block_ids` is
+    its G1 block table; the first `registered_blocks` of it were added to the prefix cache."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -133,7 +133,6 @@ class Request:
     registered_blocks: int = 0
     may_register: bool = True
     was_admitted: bool = False
-    was_preempted: bool = False
     failed_block_ids: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -165,7 +164,7 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def append(self, token_id: int) -> None:
-        """Take a sampled token. Its KV is computed by the next forward pass."""
+        """Append a sampled token. The next forward pass computes its KV."""
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
         if len(self.all_token_ids) % self.block_size == 0:
@@ -179,7 +178,7 @@ class Request:
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
     ) -> RequestOutput:
-        """The output that ends this request."""
+        """Return the output that ends this request."""
         started, first = self.first_scheduled_time, self.first_token_time
         return RequestOutput(
             request_id=self.request_id,

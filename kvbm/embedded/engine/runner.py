@@ -1,11 +1,10 @@
-"""The runner: one step's forward pass over the packed row, and the tokens that come of it."""
+"""Runner: the forward pass of one step over the packed row, and sampling of the next tokens."""
 
 from __future__ import annotations
 
 from kvbm.embedded.engine import sampling
 from kvbm.embedded.engine.attention import Batch, PackedSequence
-from kvbm.embedded.engine.connector import WorkerSide
-from kvbm.embedded.engine.kv import KVPool
+from kvbm.embedded.engine.kv_pool import KVPool
 from kvbm.embedded.engine.model import LoadedModel
 from kvbm.embedded.engine.request import TokenLogprobs
 from kvbm.embedded.engine.scheduler import Step
@@ -14,12 +13,11 @@ Sampled = list[tuple[int, TokenLogprobs | None]]
 
 
 class Runner:
-    """Borrows the model, the pool and the connector's worker side; keeps nothing between steps."""
+    """Borrows the model and the KV pool; keeps no state between steps."""
 
-    def __init__(self, model: LoadedModel, pool: KVPool, worker_side: WorkerSide | None) -> None:
+    def __init__(self, model: LoadedModel, pool: KVPool) -> None:
         self._model = model
         self._pool = pool
-        self._worker_side = worker_side
 
     def run(self, step: Step) -> Sampled:
         """Compute the step's tokens; returns the next token of each of `step.sampled`."""
@@ -36,11 +34,5 @@ class Runner:
             positions += range(start, end)
             if end == request.num_tokens:
                 last_rows.append(len(token_ids) - 1)
-        logits = self._model.forward(self._batch(sequences), token_ids, positions, last_rows or [0])
+        logits = self._model.forward(Batch(self._pool, sequences), token_ids, positions, last_rows or [0])
         return sampling.sample(logits, step.sampled, self._model.stop_token_ids) if last_rows else []
-
-    def _batch(self, sequences: list[PackedSequence]) -> Batch:
-        side = self._worker_side
-        if side is None:
-            return Batch(self._pool, sequences)
-        return Batch(self._pool, sequences, side.wait_for_layer_load, side.save_kv_layer)

@@ -1,7 +1,7 @@
-"""From logits to tokens.
+"""Sampling: chooses tokens from logits.
 
-A sampled token depends on its logits, its request's seed and its position alone: the random number is a hash of seed
-and position, so batching, preemption and recomputation do not change what a seed gives.
+A sampled token depends only on its logits, its request's seed and its position. The random number is a hash of seed and
+position, so batching, preemption and recomputation do not change the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sample(
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that looks random and depends on nothing else."""
+    """Return a pseudo-random number in [0, 1) that depends only on the arguments."""
     digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
@@ -47,7 +47,7 @@ def _without_early_stops(logits: torch.Tensor, requests: list[Request], stop_tok
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, number: float) -> int:
-    """Invert the cumulative distribution after temperature, top-k and top-p. Without these two, nothing is sorted."""
+    """Invert the cumulative distribution after temperature, top-k and top-p. Sorts only for top-k and top-p."""
     scaled = logits.double() / params.temperature
     if params.top_k == 0 and params.top_p >= 1.0:
         return _invert(scaled.softmax(dim=-1), number)

@@ -1,20 +1,20 @@
-"""The scheduler: which request computes how many tokens in a step, and who holds which blocks.
+"""Scheduler: decides how many tokens each request computes in a step, and allocates its blocks.
 
-Where a request is, and what it holds there:
+States of a request, and the blocks it holds:
 
     waiting ──────────────▶ running ──▶ finished        waiting: no blocks
-      │  ▲                   ▲   │                      loading: blocks, filled by the connector
+      │  ▲                   ▲   │                      loading: blocks; the connector loads into them
       │  └── preempted ◀─────┼───┤                      loaded:  blocks, KV up to num_computed_tokens
       ▼                      │   ▼                      running: blocks, in the batch
-    loading ──▶ loaded ──────┘  (blocks may stay until the connector lets go)
+    loading ──▶ loaded ──────┘
 
-Requests arrive and run in order of arrival; under pressure the newest gives way. Running requests come first: those
-that decode, then those that prefill, so that a long prompt does not hold up anybody's next token. Loaded requests
-come before waiting ones, because they hold blocks. A request is admitted when all of its tokens fit beside what those
-before it still need, and a block more for each of them to grow into. The oldest request therefore always gets to its
-end.
+Requests run in order of arrival; if blocks run out, the newest request is preempted. Running requests are scheduled
+first: those that decode, then those that prefill, so that a long prompt does not delay the next token of others. Loaded
+requests come before waiting ones, because they hold blocks. A request is admitted if the free blocks suffice for all of
+its tokens, for the missing tokens of admitted requests, and for one more block of each. Therefore the oldest request
+always finishes.
 
-Owned by the engine thread; moves no bytes. Its only time source is `time.monotonic`.
+The engine thread owns it. It copies no bytes, and its only time source is `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from kvbm.embedded.engine.blocks import BlockPool
-from kvbm.embedded.engine.connector import ConnectorOutput, SchedulerOutput, SchedulerSide
+from kvbm.embedded.engine.block_pool import BlockPool
+from kvbm.embedded.engine.connector import ConnectorOutput, SchedulerConnector, SchedulerOutput
 from kvbm.embedded.engine.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
 
 
@@ -42,11 +42,10 @@ class SchedulerLimits:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Counts since the start. Queries and hits are tokens, counted when a request is first admitted; what a failed
-    load did not bring stays a hit here, and is not one in the request's own output.
+    """Counters since the start. Queries and hits are tokens, counted when a request is first admitted. The tokens of a
+    failed load remain hits here; the request's own output does not count them.
     """
 
-    steps: int = 0
     preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -57,12 +56,11 @@ class EngineCounters:
 
 @dataclass(slots=True)
 class Step:
-    """One step while it is put together, and then as it is executed. Insertion order is the order in the batch."""
+    """One step: the scheduled requests in batch order, and the preempted ones."""
 
     budget: int
     scheduled: dict[Request, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
-    resumed: list[Request] = field(default_factory=list)
 
     def add(self, request: Request, token_count: int) -> None:
         self.scheduled[request] = token_count
@@ -73,14 +71,19 @@ class Step:
 
     @property
     def sampled(self) -> list[Request]:
-        """The requests whose last token is in this step, in order: each gets a next token."""
+        """The requests whose last token is in this step, in batch order: each gets a next token."""
         return [request for request, count in self.scheduled.items() if count == request.num_uncomputed_tokens]
+
+    def output(self) -> SchedulerOutput:
+        """Return the step in the form for the connector."""
+        scheduled = [(request.request_id, count) for request, count in self.scheduled.items()]
+        return SchedulerOutput(scheduled, preempted_ids=[request.request_id for request in self.preempted])
 
 
 class Scheduler:
-    """See the module's text. Per step: `schedule`, `output`, the forward pass, `update`."""
+    """Schedules requests. Per step: `schedule`, the forward pass, `update`."""
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits, connector: SchedulerSide | None) -> None:
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, connector: SchedulerConnector | None) -> None:
         self._pool = pool
         self._limits = limits
         self._connector = connector
@@ -89,12 +92,10 @@ class Scheduler:
         self._loading: dict[str, Request] = {}
         self._loaded: list[Request] = []
         self._running: list[Request] = []
-        self._delayed_frees: dict[str, list[int]] = {}
-        self._finished_ids: list[str] = []
         self._arrivals = 0
         self.counters = EngineCounters()
 
-    # -- requests come and go ------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         self._arrivals += 1
@@ -108,22 +109,17 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def finish(self, request: Request) -> None:
-        """End a request in whatever state it is: the connector hears of it once, and then its blocks go."""
+        """End a request in any state: notify the connector once, then free its blocks."""
         self._leave_queue(request)
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
-        block_ids, is_delayed = request.block_ids, False
         if self._connector is not None:
-            self._finished_ids.append(request.request_id)
-            is_delayed = self._connector.request_finished(request, block_ids)
+            self._connector.request_finished(request)
+        self._release(request.block_ids)
         request.block_ids = []
-        if is_delayed:
-            self._delayed_frees[request.request_id] = block_ids
-        else:
-            self._release(block_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every prefix in G1 and in the connector. Requests under way go on, and offer no block any more."""
+        """Clear the prefix cache in G1 and in the connector. Running requests continue and register no more blocks."""
         self._pool.reset()
         for request in self._requests.values():
             request.may_register = not request.block_ids
@@ -134,11 +130,9 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def has_news_for_connector(self) -> bool:
-        """Whether a step is owed although no request is left: ends to report, blocks to get back, transfers to poll."""
-        if self._connector is None:
-            return False
-        return bool(self._finished_ids or self._delayed_frees) or self._connector.has_pending_work()
+    def has_pending_transfers(self) -> bool:
+        """Whether the connector needs steps, even if no request is left."""
+        return self._connector is not None and self._connector.has_pending_work()
 
     @property
     def running_count(self) -> int:
@@ -148,7 +142,7 @@ class Scheduler:
     def waiting_count(self) -> int:
         return len(self._requests) - len(self._running)
 
-    # -- a step is put together ----------------------------------------------------------------------------------------
+    # -- scheduling of a step ------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
         step = Step(self._limits.max_batched_tokens)
@@ -158,18 +152,6 @@ class Scheduler:
         if not step.preempted:
             self._admit_waiting(step)
         return step
-
-    def output(self, step: Step) -> SchedulerOutput:
-        """The step as the connector sees it. Hands out the ends since the last step: call once per step."""
-        self.counters.steps += 1
-        finished_ids, self._finished_ids = self._finished_ids, []
-        return SchedulerOutput(
-            step=self.counters.steps,
-            scheduled=[(request.request_id, count) for request, count in step.scheduled.items()],
-            finished_ids=finished_ids,
-            preempted_ids=[request.request_id for request in step.preempted],
-            resumed_ids=[request.request_id for request in step.resumed],
-        )
 
     def _schedule_running(self, step: Step) -> None:
         decoding = [request for request in self._running if request.num_uncomputed_tokens == 1]
@@ -182,7 +164,7 @@ class Scheduler:
                 step.add(request, count)
 
     def _grow(self, request: Request, token_count: int, step: Step) -> bool:
-        """Give a running request the blocks for its next tokens; the newest gives way, which may be itself."""
+        """Allocate blocks for the next tokens of a running request. Preempts the newest request, possibly this one."""
         while not self._extend_table(request, request.num_computed_tokens + token_count):
             victim = max(chain(self._running, self._loaded), key=lambda other: other.arrival_index)
             self._preempt(victim, step)
@@ -197,12 +179,11 @@ class Scheduler:
         self._release(victim.block_ids)
         self._return_to_waiting(victim)
         victim.status = RequestStatus.PREEMPTED
-        victim.was_preempted = True
         victim.num_preemptions += 1
         self.counters.preemptions += 1
 
     def _return_to_waiting(self, request: Request) -> None:
-        """To its place by arrival, with nothing computed and no blocks."""
+        """Insert the request by order of arrival, without computed tokens or blocks."""
         request.block_ids = []
         request.num_computed_tokens = 0
         request.registered_blocks = 0
@@ -223,7 +204,7 @@ class Scheduler:
             self._run(request, count, step, num_external_tokens=0)
 
     def _grow_loaded(self, request: Request, token_count: int, step: Step) -> bool:
-        """Nobody gives way to a loaded request, unless all that hold blocks are loaded ones: then the newest does."""
+        """Allocate blocks for a loaded request. Preempts the newest loaded one, only if no request is running."""
         while not self._extend_table(request, request.num_computed_tokens + token_count):
             newest = max(self._loaded, key=lambda other: other.arrival_index)
             if self._running or newest is request:
@@ -232,7 +213,7 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, step: Step) -> None:
-        """In order of arrival; a request for which there is no room holds up those behind it, a lookup does not."""
+        """Admit requests in order of arrival. One that lacks free blocks delays those behind it; a lookup does not."""
         unclaimed = self._pool.available_count - sum(self._missing_blocks(request) + 1 for request in self._holders())
         for request in list(self._waiting):
             if self._holder_count() >= self._limits.max_requests or (step.budget == 0 and self._connector is None):
@@ -251,7 +232,7 @@ class Scheduler:
             self._admit(request, local_ids, external, is_async=is_async, step=step)
 
     def _admit(self, request: Request, local_ids: list[int], external: int, *, is_async: bool, step: Step) -> None:
-        """Past here nothing may fail: there is room for all tokens of the request."""
+        """Admit a request. Nothing may fail from here on: there are enough blocks for all of its tokens."""
         local = len(local_ids) * self._limits.block_size
         self._pool.hold(local_ids)
         request.block_ids = list(local_ids)
@@ -262,7 +243,7 @@ class Scheduler:
             request.num_computed_tokens = local
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             self._loading[request.request_id] = request
-            self._tell_allocation(request, external)
+            self._notify_allocation(request, external)
             request.num_computed_tokens = local + external
             return
         request.num_computed_tokens = local + external
@@ -275,27 +256,26 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.monotonic()
-        if request.was_preempted:
-            request.was_preempted = False
-            step.resumed.append(request)
         step.add(request, count)
-        self._tell_allocation(request, num_external_tokens)
+        self._notify_allocation(request, num_external_tokens)
 
-    def _tell_allocation(self, request: Request, num_external_tokens: int) -> None:
+    def _notify_allocation(self, request: Request, num_external_tokens: int) -> None:
         if self._connector is not None:
             self._connector.update_state_after_alloc(request, list(request.block_ids), num_external_tokens)
             if num_external_tokens:
                 request.num_disk_tokens = self._connector.disk_tokens(request)
 
     def _local_hit(self, request: Request) -> list[int]:
-        """Blocks that G1 has of this request, less the one with its last token, which must be computed."""
+        """Return the cached G1 blocks of this request, except the one with its last token, which must be computed."""
         if not self._limits.prefix_caching:
             return []
         return self._pool.match(request.block_hashes[: (request.num_tokens - 1) // self._limits.block_size])
 
     def _external_hit(self, request: Request, local_ids: list[int]) -> tuple[int | None, bool]:
-        """Tokens that the connector can bring beyond the local ones. An asynchronous load may cover the whole request,
-        of which the last token is computed again; a synchronous one leaves the last token's block out.
+        """Return (tokens, whether the load is asynchronous) that the connector can load beyond the local hit.
+
+        An asynchronous load may cover the whole request, whose last token is then computed again. A synchronous load
+        excludes the block of the last token.
         """
         if self._connector is None:
             return 0, False
@@ -318,7 +298,7 @@ class Scheduler:
             self.counters.external_cache_queries += request.num_tokens - local
             self.counters.external_cache_hits += external
 
-    # -- a step has been executed --------------------------------------------------------------------------------------
+    # -- results of a step ---------------------------------------------------------------------------------------------
 
     def update(
         self,
@@ -327,15 +307,15 @@ class Scheduler:
         stop_token_ids: frozenset[int],
         connector_output: ConnectorOutput,
     ) -> list[tuple[Request, RequestOutput]]:
-        """Take the step's results: `sampled[i]` is the token of `step.sampled[i]`. Returns what clients are to be told.
+        """Process the step's results: `sampled[i]` is the token of `step.sampled[i]`. Returns outputs for clients.
 
-        Failed loads come first, so that nothing computed from bad bytes is kept.
+        Failed loads are processed first, so that nothing computed from wrong bytes is kept.
         """
         tokens = dict(zip(step.sampled, sampled, strict=True))
-        spoiled = self._drop_failed_blocks(connector_output.failed_block_ids, step)
+        affected = self._drop_failed_blocks(connector_output.failed_block_ids, step)
         outputs = []
         for request, count in step.scheduled.items():
-            if request in spoiled:
+            if request in affected:
                 continue
             request.num_computed_tokens += count
             self._register_computed(request)
@@ -343,8 +323,6 @@ class Scheduler:
                 outputs.append((request, self._take_token(request, *tokens[request], stop_token_ids)))
         for request_id in sorted(connector_output.finished_recving & self._loading.keys()):
             self._end_load(self._loading.pop(request_id))
-        for request_id in connector_output.finished_sending | connector_output.finished_recving:
-            self._release(self._delayed_frees.pop(request_id, []))
         return outputs
 
     def _take_token(
@@ -361,7 +339,7 @@ class Scheduler:
         return request.last_output(reason, new_token_ids=[token_id], logprobs=details)
 
     def _register_computed(self, request: Request) -> None:
-        """Offer full blocks to the prefix cache: their KV is complete."""
+        """Register full blocks, whose KV is complete, in the prefix cache."""
         full = request.num_computed_tokens // self._limits.block_size
         if self._limits.prefix_caching and request.may_register:
             for index in range(request.registered_blocks, full):
@@ -369,7 +347,7 @@ class Scheduler:
         request.registered_blocks = max(request.registered_blocks, full)
 
     def _end_load(self, request: Request) -> None:
-        """An asynchronous load has ended: keep what came before its first failed block, and compute the rest."""
+        """End an asynchronous load: keep the blocks before the first failed one, and compute the rest."""
         self._keep_computed(request, request.num_tokens - 1)
         failed = request.failed_block_ids
         first_bad = next((i for i, block_id in enumerate(request.block_ids) if block_id in failed), None)
@@ -385,14 +363,14 @@ class Scheduler:
         self._loaded.append(request)
 
     def _drop_failed_blocks(self, failed: set[int], step: Step) -> set[Request]:
-        """Forget what failed blocks hold. Returns the requests of this step that attended to one of them."""
+        """Discard the contents of failed blocks. Returns the requests of this step that read one of them."""
         if not failed:
             return set()
         self.counters.failed_load_blocks += len(failed)
         self._pool.forget(failed)
         for request in self._loading.values():
             request.failed_block_ids |= failed.intersection(request.block_ids)
-        spoiled = set()
+        affected = set()
         for request in chain(self._running, self._loaded):
             read = self._blocks_for(request.num_computed_tokens)
             first_bad = next((i for i, block_id in enumerate(request.block_ids[:read]) if block_id in failed), None)
@@ -400,20 +378,20 @@ class Scheduler:
                 self._pool.forget(request.block_ids[first_bad:])
                 self._cut(request, first_bad)
                 if request in step.scheduled:
-                    spoiled.add(request)
-        return spoiled
+                    affected.add(request)
+        return affected
 
     def _cut(self, request: Request, first_bad_block: int) -> None:
-        """Compute again from this block on. Its table stays: the bad blocks are written over."""
+        """Compute again from this block on. The block table stays: the failed blocks are overwritten."""
         self._keep_computed(request, first_bad_block * self._limits.block_size)
         request.registered_blocks = min(request.registered_blocks, first_bad_block)
 
     def _keep_computed(self, request: Request, token_count: int) -> None:
-        """At most so many tokens count as computed, and what the connector brought beyond them as not brought."""
+        """Limit the computed tokens to `token_count`, and the external tokens with them."""
         request.num_computed_tokens = min(request.num_computed_tokens, token_count)
         if request.first_token_time is None:
-            brought = max(0, request.num_computed_tokens - request.num_cached_tokens)
-            request.num_external_tokens = min(request.num_external_tokens, brought)
+            loaded_tokens = max(0, request.num_computed_tokens - request.num_cached_tokens)
+            request.num_external_tokens = min(request.num_external_tokens, loaded_tokens)
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -438,7 +416,7 @@ class Scheduler:
         assert extended, (request.request_id, token_count, len(request.block_ids), self._pool.available_count)
 
     def _release(self, block_ids: list[int]) -> None:
-        """Tail first: it ages before the head, without which it is worthless."""
+        """Release the tail first: it is evicted before the head, without which it is useless."""
         self._pool.release(reversed(block_ids))
 
     def _holders(self) -> Iterator[Request]:

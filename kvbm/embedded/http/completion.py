@@ -1,10 +1,10 @@
-"""Completion: one request while it is being answered, between the engine's thread and the event loop.
+"""Completion: one request in progress, between the engine thread and the event loop.
 
     engine thread:  Engine -> on_output ──┐ call_soon_threadsafe
-    event loop:                           └─> _arrive -> next_pieces -> HTTP
+    event loop:                           └─> _arrive -> next_parts -> HTTP
 
-Only `_hand_over` runs in the engine's thread, and it touches nothing but the loop. The engine sends exactly one last
-output per request, also after an abort; whoever created a Completion must `close` it.
+Only `_hand_over` runs in the engine thread, and it uses only the event loop. The engine sends exactly one last output
+per request, also after an abort. The creator of a Completion must `close` it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from functools import partial
 from typing import Protocol
 
 from kvbm.embedded.engine.request import FinishReason, RequestOutput, SamplingParams
-from kvbm.embedded.http.codec import TextCodec
 from kvbm.embedded.http.metrics import EngineMetrics
-from kvbm.embedded.http.openai import Piece, Usage
-from kvbm.embedded.http.protocol import Generation
-from kvbm.embedded.http.stream import TextStream
+from kvbm.embedded.http.openai_requests import Generation
+from kvbm.embedded.http.openai_responses import AnswerPart, Usage
+from kvbm.embedded.http.text_codec import TextCodec
+from kvbm.embedded.http.text_stream import TextStream
 
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class ServedEngine(Protocol):
-    """What the server needs of an engine. Everything may be used from the event loop's thread, except that `stop` and
-    `reset_prefix_cache` wait for the engine's. `failure` says why an engine that is not healthy is not.
+    """The engine interface that the server uses. `stop` and `reset_prefix_cache` block until the engine thread has
+    finished them; all others may be called on the event loop. `failure` is the reason why an engine is not healthy.
     """
 
     @property
@@ -54,7 +54,7 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An engine that has started, with what the server needs beside it. Token ids are below `vocabulary_size`."""
+    """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`."""
 
     engine: ServedEngine
     vocabulary_size: int
@@ -63,11 +63,11 @@ class Served:
 
 
 class CompletionFailed(Exception):
-    """The engine could not finish an answer that it had accepted."""
+    """The engine could not finish an accepted request."""
 
 
 class Completion:
-    """One request being answered."""
+    """One request in progress. Collects the outputs of the engine and returns them as parts of an answer."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class Completion:
         self._latest_token: float | None = None
 
     def submit(self, params: SamplingParams) -> None:
-        """Hands the request to the engine. Raises what `Engine.submit` raises."""
+        """Submit the request to the engine. Raises what `Engine.submit` raises."""
         self._engine.submit(self.request_id, self.prompt_token_ids, params, self._hand_over)
 
-    async def next_pieces(self) -> list[Piece]:
-        """What has been generated since the last call; waits for it. Empty once the answer is complete.
+    async def next_parts(self) -> list[AnswerPart]:
+        """Wait for new output and return it. Returns an empty list once the answer is complete.
 
         Raises CompletionFailed.
         """
@@ -108,31 +108,31 @@ class Completion:
             if self._failure is not None:
                 raise CompletionFailed(self._failure)
             outputs, self._outputs = self._outputs, []
-            pieces = [self._piece(output) for output in outputs if not self._is_answered]
-            if pieces:
-                return pieces
+            parts = [self._part(output) for output in outputs if not self._is_answered]
+            if parts:
+                return parts
         return []
 
     async def usage(self) -> Usage:
-        """Waits for the engine's last word on the request, which knows where the prompt came from."""
+        """Wait for the last output of the request, which has the sources of its prompt tokens."""
         await self._ended.wait()
         if self._last is None:
-            raise CompletionFailed(self._failure or "the engine has dropped the request")
+            raise CompletionFailed(self._failure or "the engine dropped the request")
         return Usage.of(self._last, completion_tokens=self._token_count)
 
     def fail(self, message: str) -> None:
-        """Ends the answer with an error, whatever the engine does. The first reason counts."""
+        """End the answer with an error, independently of the engine. Keeps the first reason."""
         self._failure = self._failure or message
         self._news.set()
         self._ended.set()
 
     def close(self) -> None:
-        """Aborts what is still running. Safe to call at any time, and once the engine has ended."""
+        """Abort the request if it is still running. Safe to call at any time, also after the engine has stopped."""
         if self._last is None:
             self._engine.abort(self.request_id)
 
     def _hand_over(self, output: RequestOutput) -> None:
-        """In the engine's thread. A loop that is closed has nobody left who would listen."""
+        """Runs in the engine thread. Outputs that arrive after the loop is closed are dropped."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._arrive, output)
 
@@ -154,35 +154,35 @@ class Completion:
             self._metrics.next_token(now - self._latest_token)
         self._latest_token = now
 
-    def _piece(self, output: RequestOutput) -> Piece:
+    def _part(self, output: RequestOutput) -> AnswerPart:
         if output.finish_reason is not None and output.finish_reason not in ENDED_BY_ITSELF:
-            raise CompletionFailed(output.error or "the engine has dropped the request")
-        piece = Piece()
+            raise CompletionFailed(output.error or "the engine dropped the request")
+        part = AnswerPart()
         for index, token_id in enumerate(output.new_token_ids):
             is_end_token = output.finish_reason is FinishReason.STOP and index == len(output.new_token_ids) - 1
-            self._add_token(piece, output, index, text_of=None if is_end_token else token_id)
+            self._add_token(part, output, index, text_of=None if is_end_token else token_id)
             if self._text.found_stop is not None:
                 break
-        self._end(piece, output)
-        return piece
+        self._end(part, output)
+        return part
 
-    def _add_token(self, piece: Piece, output: RequestOutput, index: int, *, text_of: int | None) -> None:
-        """The token that ends an answer counts, but is not part of its text."""
+    def _add_token(self, part: AnswerPart, output: RequestOutput, index: int, *, text_of: int | None) -> None:
+        """Add one token. The token that ends an answer counts, but is not part of its text."""
         self._token_count += 1
-        piece.token_ids.append(output.new_token_ids[index])
-        piece.offsets.append(self._text.characters)
+        part.token_ids.append(output.new_token_ids[index])
+        part.offsets.append(self._text.characters)
         if output.logprobs is not None:
-            piece.logprobs.append(output.logprobs[index])
+            part.logprobs.append(output.logprobs[index])
         if text_of is not None:
-            piece.text += self._text.add(text_of)
+            part.text += self._text.add(text_of)
 
-    def _end(self, piece: Piece, output: RequestOutput) -> None:
-        """Sets how the answer ended, if it did."""
+    def _end(self, part: AnswerPart, output: RequestOutput) -> None:
+        """Set the finish reason, if the answer has ended."""
         if output.finish_reason is not None and self._text.found_stop is None:
-            piece.text += self._text.finish()
+            part.text += self._text.finish()
         if self._text.found_stop is not None:
-            piece.finish_reason, piece.stop_reason = FinishReason.STOP.value, self._text.found_stop
+            part.finish_reason, part.stop_reason = FinishReason.STOP.value, self._text.found_stop
             self.close()
         elif output.finish_reason is not None:
-            piece.finish_reason = output.finish_reason.value
-        self._is_answered = piece.finish_reason is not None
+            part.finish_reason = output.finish_reason.value
+        self._is_answered = part.finish_reason is not None

@@ -1,7 +1,7 @@
-"""The HTTP endpoints: each reads a request, asks the engine, and writes an answer. All on the event loop.
+"""HTTP endpoints: each one reads a request, calls the engine, and writes a response. They run on the event loop.
 
-Whatever is wrong with a request becomes a `RequestError`, which the middleware turns into a 4xx with OpenAI's error
-object; a failure of the engine becomes a 5xx, or an error event where the stream has begun.
+An invalid request raises `RequestError`, which the middleware turns into a 4xx with OpenAI's error object. An engine
+failure becomes a 5xx, or an error event if the stream has started.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from kvbm.embedded.engine.request import SamplingParams
-from kvbm.embedded.http.answer import stream, whole
 from kvbm.embedded.http.completion import Completion, CompletionFailed, Served
-from kvbm.embedded.http.fields import RequestError, wrong
-from kvbm.embedded.http.openai import (
+from kvbm.embedded.http.openai_requests import (
+    CompletionRequest,
+    Generation,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from kvbm.embedded.http.openai_responses import (
     AnswerFormat,
     ChatFormat,
     CompletionFormat,
@@ -32,14 +38,8 @@ from kvbm.embedded.http.openai import (
     model_list,
 )
 from kvbm.embedded.http.prompt import check_model, check_token_ids, encode, prepare
-from kvbm.embedded.http.protocol import (
-    CompletionRequest,
-    Generation,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
-)
+from kvbm.embedded.http.request_fields import RequestError, wrong
+from kvbm.embedded.http.response_writer import stream_response, whole_body
 from kvbm.embedded.http.service import Service
 from kvbm.errors import EngineError
 
@@ -72,10 +72,10 @@ def create_app(service: Service) -> web.Application:
 
 
 def create_runner(service: Service, *, keepalive_s: float = 75.0, shutdown_timeout_s: float = 2.0) -> web.AppRunner:
-    """The app with the server's options, to be set up and given a site.
+    """Return the app with the server's options; the caller sets it up and adds a site.
 
-    handler_cancellation: a client that hangs up ends its handler, which aborts its request in the engine.
-    auto_decompress off: a compressed body is refused by name, instead of being unpacked to any size.
+    handler_cancellation: a disconnected client cancels its handler, which aborts the request in the engine.
+    auto_decompress off: a compressed body is rejected, instead of being decompressed to any size.
     """
     log = logging.getLogger("kvbm.embedded.http")
     log.addFilter(_is_worth_a_traceback)
@@ -91,7 +91,7 @@ def create_runner(service: Service, *, keepalive_s: float = 75.0, shutdown_timeo
 
 
 def _is_worth_a_traceback(record: logging.LogRecord) -> bool:
-    """What a client sent that is no HTTP gets its 400, and no place in the log."""
+    """Return False for input that is not HTTP: the client gets a 400, and nothing is logged."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
@@ -116,11 +116,11 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 def _http_error_text(request: web.Request, error: web.HTTPException) -> str:
     match error:
         case web.HTTPMethodNotAllowed():
-            return f"{request.path} takes {' or '.join(sorted(error.allowed_methods))}, not {request.method}"
+            return f"{request.path} accepts {' or '.join(sorted(error.allowed_methods))}, not {request.method}"
         case web.HTTPRequestEntityTooLarge():
             return f"the body is longer than {MAX_BODY_BYTES} bytes"
         case web.HTTPNotFound():
-            return f"there is no endpoint {request.path}"
+            return f"unknown endpoint {request.path}"
     return error.text or error.reason
 
 
@@ -150,15 +150,15 @@ class _Endpoints:
         request_id = f"{prefix}-{client_id}-{next(self._number)}"
         completion = Completion(served, request_id, prompt_token_ids, generation)
         answer = create_format(_head(served, f"{prefix}-{client_id}", generation, prompt_token_ids))
-        self._service.ready()  # it may have begun to stop while the body arrived
+        self._service.ready()  # the server may have started to stop while the body arrived
         self._service.running.add(completion)
         try:
             _submit(completion, params)
-            pieces = await completion.next_pieces()
+            parts = await completion.next_parts()
             headers = {REQUEST_ID: client_id}
             if generation.stream:
-                return await stream(request, completion, pieces, answer, generation, headers)
-            return _json(await whole(completion, pieces, answer), headers=headers)
+                return await stream_response(request, completion, parts, answer, generation, headers)
+            return _json(await whole_body(completion, parts, answer), headers=headers)
         finally:
             self._service.running.discard(completion)
             completion.close()
@@ -183,7 +183,7 @@ class _Endpoints:
         served = self._service.ready()
         wanted = parse_tokenize(await _body(request))
         check_model(served.engine, wanted.model)
-        assert not isinstance(wanted.prompt, list), "tokens need no tokenizing"
+        assert not isinstance(wanted.prompt, list), "a prompt of tokens is already tokenized"
         token_ids = await encode(served.codec, wanted.prompt, max_tokens=served.engine.max_model_len)
         texts = (
             [served.codec.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
@@ -201,7 +201,7 @@ class _Endpoints:
         return _json({"prompt": served.codec.decode(token_ids, skip_special_tokens=False)})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
-        """Empties G1, and what the connector keeps as well."""
+        """Clear the prefix cache in G1 and in the connector."""
         served = self._service.ready()
         _check_query(request, "reset_external", "true", "false")
         try:
@@ -209,7 +209,7 @@ class _Endpoints:
         except EngineError as error:
             raise RequestError(error.message, status=503, code="engine_failed") from error
         if not is_reset:
-            raise RequestError("the connector could not empty its cache: try again", status=409, code="in_use")
+            raise RequestError("the connector could not clear its cache: try again", status=409, code="in_use")
         return _json({"reset": True})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -233,12 +233,14 @@ CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
 async def _body(request: web.Request) -> bytes:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        raise RequestError(f"the body is encoded as {encoding}: send it as it is", param="Content-Encoding", status=415)
+        raise RequestError(
+            f"the body has Content-Encoding {encoding}: send it uncompressed", param="Content-Encoding", status=415
+        )
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError:
-        raise RequestError(f"the body has not arrived within {BODY_TIMEOUT_S:g} s", status=408) from None
+        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
 
 
 def _check_query(request: web.Request, name: str, *allowed: str) -> None:
@@ -248,7 +250,7 @@ def _check_query(request: web.Request, name: str, *allowed: str) -> None:
 
 
 def _submit(completion: Completion, params: SamplingParams) -> None:
-    """What the engine refuses for a reason of its own."""
+    """Submit the request; translate a rejection by the engine into a RequestError."""
     try:
         completion.submit(params)
     except ValueError as error:
@@ -258,7 +260,7 @@ def _submit(completion: Completion, params: SamplingParams) -> None:
 
 
 def _request_id(request: web.Request) -> str:
-    """The client's own, or one that is made up."""
+    """Return the request id from the client's header, or a generated one."""
     client_id = request.headers.get(REQUEST_ID)
     if client_id is None:
         return os.urandom(12).hex()

@@ -1,7 +1,7 @@
-"""The engine's Prometheus metrics, under the names that vLLM exports, so that its dashboards and tools read them.
+"""Engine metrics for Prometheus, under the names that vLLM exports, so that vLLM's dashboards and tools work.
 
-Times are taken on the event loop, at the moment an output arrives there; what the engine itself counts is read from
-`Engine.stats()` at each scrape. A connector adds a collector of its own.
+The event loop takes the times when an output arrives. Each scrape reads the engine's own counters from
+`Engine.stats()`. A connector adds its own collector.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvbm.embedded.http.openai import Usage
+from kvbm.embedded.http.openai_responses import Usage
 
 if TYPE_CHECKING:
     from kvbm.embedded.engine.engine import EngineStats
@@ -25,7 +25,7 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 
 
 class EngineMetrics:
-    """Counts what the server sees, and writes everything out for one scrape."""
+    """Collects latencies and token counts, and returns all metrics for one scrape."""
 
     def __init__(
         self,
@@ -41,19 +41,19 @@ class EngineMetrics:
         self._next_token = self._histogram("inter_token_latency_seconds", "from one output to the next", LATENCY_S)
         self._end_to_end = self._histogram("e2e_request_latency_seconds", "from arrival to the last token", LATENCY_S)
         self._queue = self._histogram(
-            "request_queue_time_seconds", "from arrival to the first forward pass, a load of KV included", LATENCY_S
+            "request_queue_time_seconds",
+            "from arrival to the first forward pass, including KV loads",
+            LATENCY_S,
         )
         self._prefill = self._histogram(
             "request_prefill_time_seconds", "from the first forward pass to the first token", LATENCY_S
         )
         self._prompt_size = self._histogram("request_prompt_tokens", "prompt tokens of a request", TOKENS)
         self._output_size = self._histogram("request_generation_tokens", "generated tokens of a request", TOKENS)
-        self._prompt = self._counter("prompt_tokens", "prompt tokens of requests that have ended")
-        self._generated = self._counter("generation_tokens", "generated tokens of requests that have ended")
-        self._sources = self._counters_by(
-            "source", "prompt_tokens_by_source", "prompt tokens by where their KV came from"
-        )
-        self._ended = self._counters_by("finished_reason", "request_success", "requests that have ended, by reason")
+        self._prompt = self._counter("prompt_tokens", "prompt tokens of finished requests")
+        self._generated = self._counter("generation_tokens", "generated tokens of finished requests")
+        self._sources = self._counters_by("source", "prompt_tokens_by_source", "prompt tokens by source of their KV")
+        self._ended = self._counters_by("finished_reason", "request_success", "finished requests by reason")
         for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
             self._sources.labels(*self._labels, source)
         self._registry.register(_StatsCollector(stats, self._labels, cache_config))
@@ -67,7 +67,7 @@ class EngineMetrics:
         self._next_token.observe(seconds)
 
     def request_ended(self, output: RequestOutput, *, seconds: float) -> None:
-        """Takes a request's last output. What a request did not come to is not counted."""
+        """Count a request's last output. Phases that the request did not reach are not counted."""
         assert output.finish_reason is not None, f"not the last output of {output.request_id}"
         self._ended.labels(*self._labels, output.finish_reason.value).inc()
         self._end_to_end.observe(seconds)
@@ -102,7 +102,7 @@ class EngineMetrics:
 
 
 class _StatsCollector(Collector):
-    """`Engine.stats()` as metrics."""
+    """Collector of `Engine.stats()`."""
 
     def __init__(self, stats: Callable[[], EngineStats], labels: tuple[str, str], cache_config: dict[str, str]) -> None:
         self._stats = stats
@@ -113,16 +113,20 @@ class _StatsCollector(Collector):
         stats = self._stats()
         for name, description, value in (
             ("num_requests_running", "requests in the batch", stats.num_requests_running),
-            ("num_requests_waiting", "requests that wait, for a place or for a load", stats.num_requests_waiting),
-            ("kv_cache_usage_perc", "share of G1 blocks that requests hold; 0 to 1", stats.kv_cache_usage),
+            ("num_requests_waiting", "requests waiting to be scheduled or for a load", stats.num_requests_waiting),
+            ("kv_cache_usage_perc", "fraction of G1 blocks in use by requests, 0 to 1", stats.kv_cache_usage),
         ):
             yield self._add(GaugeMetricFamily(f"vllm:{name}", description, labels=LABELS), value)
         for name, description, count in (
-            ("num_preemptions", "times a request lost its blocks to an older one", stats.num_preemptions),
-            ("prefix_cache_queries", "tokens looked for in G1", stats.prefix_cache_queries),
+            (
+                "num_preemptions",
+                "preemptions: a request lost its blocks to an older one",
+                stats.num_preemptions,
+            ),
+            ("prefix_cache_queries", "tokens looked up in G1", stats.prefix_cache_queries),
             ("prefix_cache_hits", "tokens found in G1", stats.prefix_cache_hits),
-            ("external_prefix_cache_queries", "tokens the connector was asked for", stats.external_cache_queries),
-            ("external_prefix_cache_hits", "tokens the connector promised", stats.external_cache_hits),
+            ("external_prefix_cache_queries", "tokens looked up in the connector", stats.external_cache_queries),
+            ("external_prefix_cache_hits", "tokens found by the connector", stats.external_cache_hits),
         ):
             yield self._add(CounterMetricFamily(f"vllm:{name}", description, labels=LABELS), count)
         yield self._cache_config_info()
@@ -133,6 +137,6 @@ class _StatsCollector(Collector):
 
     def _cache_config_info(self) -> Metric:
         names = sorted(self._cache_config)
-        family = GaugeMetricFamily("vllm:cache_config_info", "how the KV cache is set up", labels=["engine", *names])
+        family = GaugeMetricFamily("vllm:cache_config_info", "configuration of the KV cache", labels=["engine", *names])
         family.add_metric([self._labels[1], *(self._cache_config[name] for name in names)], 1)
         return family

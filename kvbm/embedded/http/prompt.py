@@ -1,6 +1,6 @@
-"""From a parsed request to what the engine gets: the prompt's tokens and the sampling parameters.
+"""Prompt preparation: turns a parsed request into prompt tokens and sampling parameters for the engine.
 
-Here stands everything that only a loaded engine can judge: its model's name, its vocabulary, its longest request.
+It makes all checks that need a loaded engine: model name, vocabulary and maximum request length.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import asyncio
 
 from kvbm.embedded.engine.request import SamplingParams
-from kvbm.embedded.http.codec import TextCodec
 from kvbm.embedded.http.completion import Served, ServedEngine
-from kvbm.embedded.http.fields import RequestError, wrong
-from kvbm.embedded.http.protocol import CompletionRequest, Conversation, Generation, Prompt, Text
+from kvbm.embedded.http.openai_requests import ChatPrompt, CompletionRequest, Generation, Prompt, TextPrompt
+from kvbm.embedded.http.request_fields import RequestError, wrong
+from kvbm.embedded.http.text_codec import TextCodec
 
 MAX_CHARACTERS_PER_TOKEN = 128  # far more than any text has on average
-LONG_TEXT_CHARACTERS = 16_384  # above, the tokenizer runs beside the event loop
+LONG_TEXT_CHARACTERS = 16_384  # above, the tokenizer runs in a separate thread
 
 
 async def prepare(served: Served, wanted: CompletionRequest) -> tuple[list[int], SamplingParams]:
-    """The prompt's token ids and the parameters of a request that the engine can serve. RequestError otherwise."""
+    """Return prompt token ids and sampling parameters. Raises RequestError if the engine cannot serve the request."""
     check_model(served.engine, wanted.model)
     if wanted.generation.stop and not served.codec.has_text:
-        raise RequestError("`stop` needs text, and this model has no tokenizer", param="stop")
+        raise RequestError("`stop` requires a tokenizer, and the model has none", param="stop")
     prompt_token_ids = await _token_ids(served, wanted.prompt)
     max_tokens = _max_tokens(served.engine, len(prompt_token_ids), wanted)
     if wanted.generation.min_tokens > max_tokens:
@@ -31,7 +31,7 @@ async def prepare(served: Served, wanted: CompletionRequest) -> tuple[list[int],
 
 def check_model(engine: ServedEngine, name: str | None) -> None:
     if name is not None and name != engine.model_name:
-        error = wrong("model", name, f'"{engine.model_name}", the only model that is served here')
+        error = wrong("model", name, f'"{engine.model_name}", the only model of this server')
         raise RequestError(error.message, param="model", code="model_not_found", status=404)
 
 
@@ -44,7 +44,7 @@ def check_token_ids(served: Served, token_ids: list[int], name: str) -> None:
 
 
 async def _token_ids(served: Served, prompt: Prompt) -> list[int]:
-    """The prompt's tokens, checked for everything but their number."""
+    """Return the prompt's tokens, validated except for their number."""
     if isinstance(prompt, list):
         check_token_ids(served, prompt, "prompt")
         return prompt
@@ -54,15 +54,15 @@ async def _token_ids(served: Served, prompt: Prompt) -> list[int]:
     return token_ids
 
 
-async def encode(codec: TextCodec, prompt: Text | Conversation, *, max_tokens: int) -> list[int]:
-    """The prompt's tokens. RequestError for a text that is far too long for `max_tokens`, before time goes into it."""
-    if isinstance(prompt, Text):
+async def encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, *, max_tokens: int) -> list[int]:
+    """Tokenize a prompt. Raises RequestError before tokenizing if the text is far too long for `max_tokens`."""
+    if isinstance(prompt, TextPrompt):
         text, add_special_tokens = prompt.text, prompt.add_special_tokens
     else:
         text, add_special_tokens = codec.render(prompt), False
     if len(text) > max_tokens * MAX_CHARACTERS_PER_TOKEN:
         raise RequestError(
-            f"the prompt has {len(text)} characters: that cannot be the {max_tokens} tokens that this engine takes",
+            f"the prompt has {len(text)} characters: this is above the limit of {max_tokens} tokens",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -72,12 +72,12 @@ async def encode(codec: TextCodec, prompt: Text | Conversation, *, max_tokens: i
 
 
 def _max_tokens(engine: ServedEngine, prompt_tokens: int, request: CompletionRequest) -> int:
-    """How many tokens may be generated: what the client wants, or the default as far as there is room for it."""
+    """Return how many tokens may be generated: the client's limit, or the default within the remaining length."""
     room = engine.max_model_len - prompt_tokens
     if room < 1:
         raise RequestError(
-            f"the prompt has {prompt_tokens} tokens: with at least one generated token it must fit into the "
-            f"{engine.max_model_len} tokens that this engine takes",
+            f"the prompt has {prompt_tokens} tokens: with at least one generated token it must fit into "
+            f"{engine.max_model_len} tokens",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -86,8 +86,8 @@ def _max_tokens(engine: ServedEngine, prompt_tokens: int, request: CompletionReq
         return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
     if wanted > room:
         raise RequestError(
-            f"`max_tokens` is {wanted}: it must be at most {room}, because the prompt has {prompt_tokens} of the "
-            f"{engine.max_model_len} tokens that this engine takes",
+            f"`max_tokens` is {wanted}: it must be at most {room}, because the prompt uses {prompt_tokens} of "
+            f"{engine.max_model_len} tokens",
             param="max_tokens",
             code="context_length_exceeded",
         )

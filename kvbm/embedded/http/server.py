@@ -1,12 +1,12 @@
-"""Server: the life of the embedded engine's process, from the listening socket to the exit code.
+"""Server: life cycle of the embedded engine's process, from the listening socket to the exit code.
 
     listen ─▶ loading ─▶ serving ─▶ stopping ─▶ exit 0        a signal, at any time
-                 │          └─────▶ dead ────▶ exit 1        the engine's thread has failed
+                 │          └─────▶ dead ────▶ exit 1        the engine thread has failed
                  └─ cannot be loaded ─────────▶ exit 1 or 2
 
-The socket opens before the engine is loaded, in a thread of its own: a port that is taken is known at once, and /health
-tells loading (503 with a `phase`) from dead (the process has ended). On the first signal nothing more is accepted, and
-what is being answered gets `drain_timeout_s` to end; a second signal ends the process on the spot.
+The socket opens first; a separate thread then loads the engine. So a used port fails immediately, and /health
+distinguishes loading (503 with a `phase`) from dead (the process has ended). After the first signal the server accepts
+no more requests, and open requests get `drain_timeout_s` to finish. A second signal ends the process immediately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 1024
 KEEPALIVE_S = 75.0
 WATCH_S = 0.1
-FAREWELL_S = 2.0  # for answers that were just told to end
+FAREWELL_S = 2.0  # for responses that were just ended with an error
 
 Report = Callable[[str], None]
 Load = Callable[[Report], Served]
@@ -48,7 +48,7 @@ class ServerSettings:
 
 
 class Server:
-    """One engine behind one socket. `load` runs in a thread of its own and returns a started engine."""
+    """One engine behind one socket. `load` runs in a separate thread and returns a started engine."""
 
     def __init__(self, settings: ServerSettings, load: Load) -> None:
         self._settings = settings
@@ -59,7 +59,7 @@ class Server:
         self._started = time.monotonic()
 
     def run(self) -> int:
-        """Serves until a signal, and returns the exit code. KvbmError if it cannot start, or if the engine dies."""
+        """Serve until a signal and return the exit code. Raises KvbmError if it cannot start, or if the engine dies."""
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
@@ -75,7 +75,7 @@ class Server:
             await self._stop_engine()
             self._has_ended.set()
         if self._service.failure is not None:
-            raise EngineError(f"the engine has failed: {self._service.failure}")
+            raise EngineError(f"the engine failed: {self._service.failure}")
         return 0
 
     async def _listen(self, runner: web.AppRunner) -> None:
@@ -91,7 +91,7 @@ class Server:
         self._say(f"listening on http://{_authority(address[0], address[1])}")
 
     async def _serve(self) -> None:
-        """Returns when a signal has arrived or the engine has failed."""
+        """Return when a signal has arrived or the engine has failed."""
         await self._load_engine()
         if self._service.served is None:
             return
@@ -99,16 +99,16 @@ class Server:
         self._say(f"serving {engine.model_name} after {time.monotonic() - self._started:.1f} s")
         while not self._stop.is_set():
             if not engine.is_healthy:
-                self._service.failure = str(engine.failure or "its thread has ended")
-                self._service.fail_running(f"the engine has failed: {self._service.failure}")
+                self._service.failure = str(engine.failure or "the engine thread ended")
+                self._service.fail_running(f"the engine failed: {self._service.failure}")
                 return
             await _wait(self._stop, WATCH_S)
 
     async def _load_engine(self) -> None:
-        """Leaves `service.served` None if a signal came first. Raises what loading raised.
+        """Load the engine in a thread. Leaves `service.served` None if a signal came first. Raises what loading raised.
 
-        The thread stays until the server has ended: the kernel kills a connector's worker process, which asks for its
-        parent's death to be its own, as soon as the thread that started it is gone.
+        The thread lives until the server has ended. A connector's worker process sets PR_SET_PDEATHSIG, so the kernel
+        kills it when the thread that started it ends.
         """
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[Served] = loop.create_future()
@@ -138,13 +138,13 @@ class Server:
         self._service.phase = phase
 
     async def _drain(self, runner: web.AppRunner) -> None:
-        """Stops accepting; lets what runs end, up to the deadline; fails the rest."""
+        """Stop accepting, wait for open requests up to the deadline, and fail the rest."""
         self._service.is_stopping = True
         for site in list(runner.sites):
             await site.stop()
         deadline = time.monotonic() + self._settings.drain_timeout_s
         if self._service.running and self._service.failure is None:
-            self._say(f"stopping; open requests: {len(self._service.running)}; a second signal ends them")
+            self._say(f"stopping; open requests: {len(self._service.running)}; a second signal ends them immediately")
         while self._service.running and time.monotonic() < deadline and self._service.failure is None:
             await asyncio.sleep(WATCH_S / 5)
         self._service.fail_running("the server is shutting down")
@@ -157,7 +157,7 @@ class Server:
             await asyncio.to_thread(self._service.served.engine.stop)
 
     def _take_signals(self) -> None:
-        """A signal that the parent had ignored, as `nohup` does with SIGHUP, stays ignored."""
+        """Install handlers. A signal that the parent ignores, such as SIGHUP under `nohup`, stays ignored."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -169,7 +169,7 @@ class Server:
         self._stop.set()
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk under the log is no reason to stop serving
+        with contextlib.suppress(OSError):  # keep serving if the log cannot be written, for example on a full disk
             print(text, file=sys.stderr, flush=True)
 
 

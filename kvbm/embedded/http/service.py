@@ -1,4 +1,4 @@
-"""Service: what the HTTP endpoints share, and what the server's life changes. Only the event loop touches it."""
+"""Service: the state that the HTTP endpoints share and the server changes. Only the event loop accesses it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass, field
 
 from kvbm.embedded.http.completion import Completion, Served
-from kvbm.embedded.http.fields import RequestError
-from kvbm.embedded.http.openai import Json
+from kvbm.embedded.http.openai_responses import Json
+from kvbm.embedded.http.request_fields import RequestError
 
 
 @dataclass(slots=True)
 class Service:
-    """What is served right now. `phase` says in words what a start is at; `failure` is set once the engine is dead."""
+    """Current state of the server. `phase` describes the start-up step; `failure` is set when the engine is dead."""
 
     served: Served | None = None
     phase: str = "starting"
@@ -23,7 +23,7 @@ class Service:
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
 
     def status(self) -> tuple[int, Json]:
-        """HTTP status and body of /health. The pid tells whoever started this process from a stranger on its port."""
+        """Return HTTP status and body of /health. The pid lets the parent verify that it reached this process."""
         if self.failure is not None:
             return 503, {"status": "dead", "error": self.failure}
         if self.is_stopping:
@@ -33,7 +33,7 @@ class Service:
         return 200, {"status": "ok", "pid": os.getpid()}
 
     def ready(self) -> Served:
-        """What serves. RequestError 503 without it."""
+        """Return the started engine. Raises RequestError 503 if there is none."""
         status, state = self.status()
         if status == 200 and self.served is not None:
             return self.served

@@ -93,7 +93,9 @@ class RoundTrip:
         return DeviceCopier(self._layout, [self._device_memory], self._segment)
 
     def _through_disk(self) -> None:
-        from kvbm.disk.storage import DiskSettings, DiskStorage, Namespace
+        from kvbm.disk.orders import Read, Write
+        from kvbm.disk.settings import DiskSettings, Namespace
+        from kvbm.disk.storage import DiskStorage
 
         assert self._request.disk is not None
         given = {**self._request.disk, "directory": Path(self._request.disk["directory"])}
@@ -105,11 +107,12 @@ class RoundTrip:
         try:
             hashes = [block.to_bytes(8, "little") for block in self._near]
             elsewhere = self._far[::-1]
-            tier.write(TICKET, hashes, self._near, elsewhere, [b""] * self._count)
-            _wait(tier)
+            tenants, generations = [b""] * self._count, [0] * self._count
+            tier.submit(Write(TICKET, hashes, elsewhere, self._near, tenants, generations))
+            _wait(tier, "write")
             self._segment.payload[:] = 0
-            tier.read(TICKET, hashes, elsewhere, self._far)
-            _wait(tier)
+            tier.submit(Read(TICKET, hashes, elsewhere, self._far))
+            _wait(tier, "read")
         finally:
             tier.close(DISK_TIMEOUT_S)
         self._compare_host(self._far)
@@ -127,12 +130,12 @@ class RoundTrip:
             raise BytesDiffer("the bytes in host memory differ from those sent")
 
 
-def _wait(tier: Any) -> None:
+def _wait(tier: Any, kind: str) -> None:
     deadline = time.monotonic() + DISK_TIMEOUT_S
     while time.monotonic() < deadline:
         for result in tier.poll():
             if not all(result.is_good):
-                raise BytesDiffer(f"disk {result.kind} failed: {result.error or 'checksums differ'}")
+                raise BytesDiffer(f"disk {kind} failed: {result.error or 'checksums differ'}")
             return
         time.sleep(0.001)
     raise BytesDiffer(f"the disk did not finish within {DISK_TIMEOUT_S:.0f} s")

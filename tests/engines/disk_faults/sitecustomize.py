@@ -23,7 +23,7 @@ if "kvbm.disk.service.server" in sys.orig_argv:
 
     from kvbm.disk import storage
     from kvbm.disk.files import Arena
-    from kvbm.disk.health import Limits
+    from kvbm.disk.health import HealthLimits
     from kvbm.disk.index import BlockIndex
     from kvbm.disk.io.threads import EndOfArena, ThreadsIO
 
@@ -87,4 +87,4 @@ if "kvbm.disk.service.server" in sys.orig_argv:
     storage.ThreadsIO = ObedientIO
     limits = json.loads(FILE.read_text()).get("limits")
     if limits:
-        storage.Limits = lambda: Limits(**limits)
+        storage.HealthLimits = lambda: HealthLimits(**limits)

@@ -1,8 +1,7 @@
-"""What a client may send: JSON bodies of the OpenAI API, turned into plain values or refused with a `RequestError`.
+"""OpenAI requests: parses the JSON bodies of the OpenAI API into plain values, or raises `RequestError`.
 
-Fields that OpenAI clients send by routine and that change nothing about the
-tokens are ignored; fields that would change the tokens and are not built are accepted only with the value that means
-"off". What depends on the engine (its models, its vocabulary, its lengths) is checked by the server.
+Fields that clients commonly send and that do not change the tokens are ignored. Unsupported fields that would change
+the tokens are accepted only with the value that means "off". `prompt.py` makes the checks that depend on the engine.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm.embedded.http.fields import Fields, RequestError, is_unicode, read_json, wrong
+from kvbm.embedded.http.request_fields import Fields, RequestError, is_unicode, read_json, wrong
 
-COMPLETION_TOKENS = 16  # of a completion without `max_tokens`, as the API has it
+COMPLETION_TOKENS = 16  # default of `max_tokens` for completions in the OpenAI API
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
 LOWEST_TEMPERATURE = 1e-5
@@ -31,10 +30,10 @@ ROLES = ("system", "developer", "user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How to generate and how to answer: what both completion endpoints have in common.
+    """Generation and response options that both completion endpoints share.
 
-    `max_tokens` is `None` where the client did not limit it; `logprobs` is the number of alternatives per token, and
-    `None` for no logprobs at all.
+    `max_tokens` is None if the client set no limit. `logprobs` is the number of alternatives per token, None for no
+    logprobs.
     """
 
     max_tokens: int | None
@@ -56,28 +55,28 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A prompt that is still to be tokenized."""
+class TextPrompt:
+    """A prompt as text."""
 
     text: str
     add_special_tokens: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """A prompt that the model's chat template has to write. `variables` are further ones of the template."""
+class ChatPrompt:
+    """A prompt as messages for the model's chat template. `variables` are passed to the template."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
     variables: dict[str, Any]
 
 
-Prompt = Text | Conversation | list[int]
+Prompt = TextPrompt | ChatPrompt | list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """`default_max_tokens` is for a client that did not limit the answer; `None` is all that the model takes."""
+    """`default_max_tokens` applies if the client set no limit; None means up to the model's maximum length."""
 
     model: str | None
     prompt: Prompt
@@ -129,14 +128,14 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
         text = fields.text("prompt")
         if text is None:
             fields.missing("prompt", "the text to tokenize, or `messages`")
-        prompt = Text(text, add_special_tokens=fields.boolean("add_special_tokens", True))
+        prompt = TextPrompt(text, add_special_tokens=fields.boolean("add_special_tokens", True))
     request = TokenizeRequest(model, prompt, fields.boolean("return_token_strs", False))
     fields.finish()
     return request
 
 
 def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
-    """The model's name and the tokens."""
+    """Return the model's name and the tokens."""
     fields = Fields(read_json(body))
     model, tokens = fields.text("model"), fields.take("tokens")
     if not _is_token_list(tokens):
@@ -183,7 +182,7 @@ def _refuse_other_sampling(fields: Fields) -> None:
 
 
 def _stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
-    """(include_usage, continuous_usage_stats)"""
+    """Return (include_usage, continuous_usage_stats)."""
     options = _object(fields, "stream_options")
     if options is None:
         return False, False
@@ -197,7 +196,7 @@ def _stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
 
 
 def _temperature(fields: Fields) -> float:
-    """So low a temperature that logits divided by it may overflow is none at all."""
+    """Return the temperature; one so low that dividing logits by it could overflow counts as 0."""
     value = fields.number(
         "temperature", 1.0, is_right=lambda value: 0 <= value <= 100, right="a number from 0 (greedy) to 100"
     )
@@ -208,7 +207,7 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     value = fields.take("stop")
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop and is_unicode(stop) for stop in stops):
-        raise wrong("stop", value, "a string that is not empty, or a list of such strings")
+        raise wrong("stop", value, "a non-empty string, or a list of such strings")
     if len(stops) > MAX_STOP_STRINGS:
         raise RequestError(f"`stop` has {len(stops)} strings: at most {MAX_STOP_STRINGS} are allowed", param="stop")
     return tuple(stops)
@@ -217,7 +216,7 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 def _cache_salt(fields: Fields) -> str | None:
     salt = fields.text("cache_salt")
     if salt == "":
-        raise wrong("cache_salt", salt, "a string that is not empty")
+        raise wrong("cache_salt", salt, "a non-empty string")
     return salt
 
 
@@ -229,7 +228,7 @@ def _object(fields: Fields, name: str) -> dict[str, Any] | None:
 
 
 def _completion_prompt(fields: Fields) -> Prompt:
-    """A string or a list of token ids; either may come as the only element of a list."""
+    """Parse a string or a list of token ids, each also as the only element of a list."""
     add_special_tokens = fields.boolean("add_special_tokens", True)
     right = "a string or a list of token ids"
     if not fields.has("prompt"):
@@ -242,24 +241,24 @@ def _completion_prompt(fields: Fields) -> Prompt:
             )
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt and is_unicode(prompt):
-        return Text(prompt, add_special_tokens)
+        return TextPrompt(prompt, add_special_tokens)
     if _is_token_list(prompt) and prompt:
         return prompt  # type: ignore[no-any-return]
-    raise wrong("prompt", value, f"{right}, and not empty")
+    raise wrong("prompt", value, f"{right}, not empty")
 
 
 def _is_token_list(value: object) -> bool:
-    """`type` and not `isinstance`: a boolean is no token. A set of types is quick for a long prompt."""
+    """Return whether all elements are integers and none is a boolean. A set of types is fast for a long prompt."""
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
-def _conversation(fields: Fields) -> Conversation:
+def _conversation(fields: Fields) -> ChatPrompt:
     messages = fields.take("messages")
     if messages is None:
         fields.missing("messages", "a list of messages")
     if not isinstance(messages, list) or not messages:
-        raise wrong("messages", messages, "a list of messages, and not empty")
-    return Conversation(
+        raise wrong("messages", messages, "a list of messages, not empty")
+    return ChatPrompt(
         messages=[_message(message, index) for index, message in enumerate(messages)],
         add_generation_prompt=fields.boolean("add_generation_prompt", True),
         variables=_object(fields, "chat_template_kwargs") or {},
@@ -283,7 +282,7 @@ def _message(message: object, index: int) -> dict[str, Any]:
 
 
 def _content(content: object, name: str) -> str:
-    """Text, or a list of text parts."""
+    """Return the text of a string, or of a list of text parts."""
     if isinstance(content, list):
         content = "".join(_text_part(part, f"{name}[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str) or not is_unicode(content):
@@ -294,11 +293,11 @@ def _content(content: object, name: str) -> str:
 def _text_part(part: object, name: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise wrong(name, part, 'an object such as {"type": "text", "text": "..."}; this engine reads text alone')
+    raise wrong(name, part, 'an object such as {"type": "text", "text": "..."}; this engine supports text only')
 
 
 def _chat_max_tokens(fields: Fields) -> int | None:
-    """`max_completion_tokens` is the newer name of `max_tokens`."""
+    """Read `max_tokens` or its newer name `max_completion_tokens`."""
     older = fields.integer("max_tokens", minimum=1)
     newer = fields.integer("max_completion_tokens", minimum=1)
     if older is not None and newer is not None and older != newer:

@@ -1,8 +1,8 @@
-"""The synthetic models: facts of their configuration, under the names of a Hugging Face `config.json`.
+"""Synthetic models: their configurations, with the keys of a Hugging Face `config.json`.
 
 They have random weights, deterministic in the seed, and need no download. Their token ids are bytes, followed by the
-special tokens; `vocab_size` is exactly both together, so that whatever such a model generates can be decoded. Their
-initializer range is wide enough that greedy outputs vary and differ from prompt to prompt.
+special tokens; `vocab_size` is the sum of both, so that every generated token can be decoded. The initializer range is
+wide enough that greedy outputs vary and differ between prompts.
 """
 
 from __future__ import annotations

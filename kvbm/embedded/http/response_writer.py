@@ -1,4 +1,4 @@
-"""Writing an answer: in one piece, or as a stream of server-sent events, each sent as soon as its tokens are there."""
+"""Response writer: sends an answer as one JSON body, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from kvbm.embedded.http.completion import Completion, CompletionFailed
-from kvbm.embedded.http.openai import DONE, AnswerFormat, Json, Piece, error_body, event, token_counts
-from kvbm.embedded.http.protocol import Generation
+from kvbm.embedded.http.openai_requests import Generation
+from kvbm.embedded.http.openai_responses import DONE, AnswerFormat, AnswerPart, Json, error_body, event, token_counts
 
 
-async def whole(completion: Completion, pieces: list[Piece], answer: AnswerFormat) -> Json:
-    whole = Piece()
-    while pieces:
-        for piece in pieces:
-            whole.append(piece)
-        pieces = await completion.next_pieces()
+async def whole_body(completion: Completion, parts: list[AnswerPart], answer: AnswerFormat) -> Json:
+    """Wait for the complete answer. Raises CompletionFailed."""
+    whole = AnswerPart()
+    while parts:
+        for part in parts:
+            whole.append(part)
+        parts = await completion.next_parts()
     return answer.whole(whole, await completion.usage())
 
 
-async def stream(
+async def stream_response(
     request: web.Request,
     completion: Completion,
-    pieces: list[Piece],
+    parts: list[AnswerPart],
     answer: AnswerFormat,
     generation: Generation,
     headers: Mapping[str, str],
 ) -> web.StreamResponse:
-    """One event per piece, each written as soon as it is there. A client that has gone away ends the handler."""
+    """Write each part as an event as soon as it arrives. The handler ends when the client disconnects."""
     response = web.StreamResponse(
         headers={**headers, "Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
     try:
         await response.prepare(request)
-        await _write_events(response, completion, pieces, answer, generation)
+        await _write_events(response, completion, parts, answer, generation)
         await response.write_eof()
     except ConnectionResetError:
         if request.transport is not None:
@@ -45,24 +46,24 @@ async def stream(
 async def _write_events(
     response: web.StreamResponse,
     completion: Completion,
-    pieces: list[Piece],
+    parts: list[AnswerPart],
     answer: AnswerFormat,
     generation: Generation,
 ) -> None:
     usage: Json = {"usage": None} if generation.include_usage else {}
     is_first, token_count = True, 0
     try:
-        while pieces:
+        while parts:
             events = []
-            for piece in pieces:
-                chunk = answer.chunk(piece, is_first=is_first)
-                token_count += len(piece.token_ids)
+            for part in parts:
+                chunk = answer.chunk(part, is_first=is_first)
+                token_count += len(part.token_ids)
                 if generation.continuous_usage:
                     usage = {"usage": token_counts(len(completion.prompt_token_ids), token_count)}
                 events.append(event({**chunk, **usage}))
                 is_first = False
             await response.write(b"".join(events))
-            pieces = await completion.next_pieces()
+            parts = await completion.next_parts()
         last = event(answer.usage_chunk(await completion.usage())) if generation.include_usage else b""
         await response.write(last + DONE)
     except CompletionFailed as error:

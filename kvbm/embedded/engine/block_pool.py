@@ -1,12 +1,12 @@
-"""BlockPool: which G1 blocks are in use, by how many, and which of them hold a prefix that can be found again.
+"""BlockPool: reference counts, eviction order and prefix index of the G1 blocks.
 
-Owned by the engine thread. A block is in exactly one place:
+The engine thread owns it. A block is in exactly one state:
 
-    free         nobody references it and it has no hash
-    evictable    nobody references it, its hash can be found; ordered by age, oldest evicted first
+    free         no references, no hash
+    evictable    no references, its hash can be found; ordered by age, oldest evicted first
     in use       references > 0: request tables, and holds of a connector that copies from or to it
 
-A block gets its hash only after its KV was computed or loaded, and a hash names one block at most.
+A block gets its hash only after its KV was computed or loaded. A hash names at most one block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvbm.errors import InvariantError
 
 
 class BlockPool:
-    """Reference counts, age order and the prefix index of `block_count` blocks."""
+    """Manages `block_count` blocks."""
 
     def __init__(self, block_count: int) -> None:
         self.block_count = block_count
@@ -30,19 +30,15 @@ class BlockPool:
 
     @property
     def available_count(self) -> int:
-        """Blocks that `allocate` can give out now."""
+        """Number of blocks that `allocate` can return now."""
         return len(self._free) + len(self._evictable)
 
     @property
     def used_count(self) -> int:
         return self.block_count - self.available_count
 
-    @property
-    def registered_count(self) -> int:
-        return len(self._block_of)
-
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` blocks with one reference each, all or nothing; evicts the oldest ones where none is free."""
+        """Return `count` blocks with one reference each, or None. Evicts the oldest blocks if too few are free."""
         if count > self.available_count:
             return None
         from_free = min(count, len(self._free))
@@ -53,7 +49,7 @@ class BlockPool:
         return block_ids
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest prefix of `hashes` that can be found. Pure: takes no reference."""
+        """Return the blocks of the longest prefix of `hashes` in the index. Takes no reference."""
         block_ids: list[int] = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
@@ -63,11 +59,11 @@ class BlockPool:
         return block_ids
 
     def unreferenced_count(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks `available_count` still includes."""
+        """Return how many of these blocks `available_count` includes."""
         return sum(1 for block_id in block_ids if not self._references[block_id])
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Take one more reference to each block: it is not reused until `release`, whatever happens to its request."""
+        """Add a reference to each block: it is not reused before `release`, even if its request ends."""
         for block_id in block_ids:
             if not self._references[block_id] and block_id not in self._evictable:
                 raise InvariantError(f"hold of block {block_id}, which is free")
@@ -75,7 +71,7 @@ class BlockPool:
             self._references[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Give back one reference to each block, in the order in which they may be evicted."""
+        """Remove one reference from each block; earlier blocks are evicted first."""
         for block_id in block_ids:
             if self._references[block_id] < 1:
                 raise InvariantError(f"release of block {block_id}, which has no reference")
@@ -88,7 +84,7 @@ class BlockPool:
                 self._evictable[block_id] = None
 
     def register(self, block_id: int, block_hash: bytes) -> None:
-        """Make a block findable. Its KV is complete; a hash that is known already keeps its first block."""
+        """Add a block with complete KV to the prefix index. A known hash keeps its first block."""
         if not self._references[block_id]:
             raise InvariantError(f"register of block {block_id}, which has no reference")
         if block_hash not in self._block_of and self._hash_of[block_id] is None:
@@ -96,7 +92,7 @@ class BlockPool:
             self._hash_of[block_id] = block_hash
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Make these blocks unfindable, because their bytes are wrong. References stay."""
+        """Remove these blocks from the prefix index, because their bytes are wrong. References stay."""
         for block_id in block_ids:
             self._unregister(block_id)
             if block_id in self._evictable:
@@ -104,11 +100,11 @@ class BlockPool:
                 self._free.append(block_id)
 
     def reset(self) -> None:
-        """Forget every prefix. Blocks in use stay with those who use them."""
+        """Clear the prefix index. Blocks in use stay in use."""
         self.forget(list(self._block_of.values()))
 
     def check(self) -> None:
-        """Raise InvariantError unless every block is in exactly one place and the index is a bijection."""
+        """Raise InvariantError unless every block is in exactly one state and the index is a bijection."""
         in_use = [block_id for block_id, count in enumerate(self._references) if count]
         places = sorted([*self._free, *self._evictable, *in_use])
         if places != list(range(self.block_count)):

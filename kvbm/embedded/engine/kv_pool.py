@@ -3,9 +3,9 @@
     block_first    | b0: L0.K L0.V L1.K L1.V ... | b1: ... |       a block is one run
     layer_first    | L0.K: b0 b1 b2 ... | L0.V: b0 b1 ... | ...    a block is two runs per layer
 
-A run holds `block_size` tokens, token by token, `kv_heads` times `key_dim` (or `value_dim`) elements each. On the CPU
-the storage is a memfd, so that a worker in another process can map it; on a GPU it is one tensor. Block ids are
-indexes; who uses which block is BlockPool's matter.
+A run contains `block_size` tokens, each with `kv_heads` times `key_dim` (or `value_dim`) elements. On the CPU the
+storage is a memfd, so that a worker in another process can map it; on a GPU it is one tensor. Block ids are indexes;
+BlockPool manages which blocks are in use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """What a token's KV looks like, the same in every layer."""
+    """Shape of a token's KV, the same in every layer."""
 
     layer_count: int
     kv_heads: int
@@ -62,16 +62,16 @@ class KVPool:
         self._fetched_values = self.values[0].new_empty(0, *self.values[0].shape[1:])
 
     def layout(self) -> BlockLayout:
-        """Where the bytes of each block lie."""
+        """Return the location of the bytes of each block."""
         if self.kv_layout == "block_first":
             return BlockLayout((Piece(0, 0, self.block_bytes, self.block_bytes),), self.block_count)
         return BlockLayout(tuple(self._layer_pieces()), self.block_count)
 
     def fetch(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy K and V of whole blocks side by side: [blocks * block_size, kv_heads, dim].
+        """Gather K and V of whole blocks: [blocks * block_size, kv_heads, dim].
 
-        The next call overwrites them. One buffer serves all layers, because fresh memory costs more page faults than
-        the copy itself.
+        The next call overwrites them. All layers share one buffer, because the page faults of new memory would cost
+        more than the copy.
         """
         count = len(block_ids)
         if count > self._fetched_keys.shape[0]:
@@ -83,7 +83,7 @@ class KVPool:
         return keys.flatten(0, 1), values.flatten(0, 1)
 
     def close(self) -> None:
-        """Give the memory back as soon as the last view is gone. The pool must not be used afterwards."""
+        """Free the memory as soon as the last view is gone. The pool must not be used afterwards."""
         self.keys.clear()
         self.values.clear()
         self.storages.clear()
@@ -95,7 +95,7 @@ class KVPool:
         room = THIS_MACHINE.room()
         if total_bytes > room.available_bytes:
             raise EnvironmentProblem(
-                f"G1 takes {total_bytes} bytes, but there are {room.available_bytes}: {room.limit}",
+                f"G1 requires {total_bytes} bytes, but {room.available_bytes} are available: {room.limit}",
                 hint="lower `engine.arguments.num_blocks`",
             )
         try:
@@ -107,7 +107,7 @@ class KVPool:
                 f"G1 of {total_bytes} bytes cannot be mapped: {error}", hint="lower `engine.arguments.num_blocks`"
             ) from error
         storage = torch.frombuffer(mapping, dtype=torch.uint8)
-        storage.zero_()  # touches every page, so that no request pays for it
+        storage.zero_()  # prefault every page, so that requests do not
         return storage
 
     def _layer_pieces(self) -> list[Piece]:
@@ -140,7 +140,7 @@ def _allocate_on(device: str, total_bytes: int) -> torch.Tensor:
     free_bytes, _ = torch.cuda.mem_get_info(device)
     if total_bytes > free_bytes:
         raise EnvironmentProblem(
-            f"G1 takes {total_bytes} bytes, but `{device}` has {free_bytes} free",
+            f"G1 requires {total_bytes} bytes, but `{device}` has {free_bytes} free",
             hint="lower `engine.arguments.num_blocks`",
         )
     return torch.zeros(total_bytes, dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
-"""TextCodec: a Hugging Face tokenizer as the server uses it, in which nothing a client sends can fail as a bug.
+"""TextCodec: a Hugging Face tokenizer for the server. Invalid input from a client always becomes a RequestError.
 
-Called on the event loop, and for long texts in one thread beside it: encoding is the only part that takes milliseconds.
-A model directory may have no tokenizer; then token ids go in and come out, and everything about text is refused.
+It runs on the event loop; long texts are encoded in a separate thread, because encoding can take milliseconds. Without
+a tokenizer in the model directory, the server accepts and returns token ids only.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbm.embedded.engine.tokenizer import letters_of_bytes
-from kvbm.embedded.http.fields import RequestError
-from kvbm.embedded.http.protocol import Conversation
-from kvbm.embedded.http.stream import REPLACEMENT
+from kvbm.embedded.http.openai_requests import ChatPrompt
+from kvbm.embedded.http.request_fields import RequestError
+from kvbm.embedded.http.text_stream import REPLACEMENT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, Arithmeti
 
 
 class TextCodec:
-    """Text to tokens and back."""
+    """Encodes text to token ids, decodes token ids, and renders chat templates."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
@@ -38,9 +38,9 @@ class TextCodec:
         return token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """U+FFFD for what is no character; no text at all without a tokenizer.
+        """Return the text, with U+FFFD for incomplete characters; an empty text without a tokenizer.
 
-        The Rust tokenizer is asked directly, which takes a fortieth of the time of the Python class around it.
+        This calls the Rust tokenizer directly, in a fortieth of the time of the Python class around it.
         """
         if self._backend is not None:
             return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
@@ -52,7 +52,7 @@ class TextCodec:
         return str(text)
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of one token; None if its text is broken and the tokenizer does not tell."""
+        """Return the bytes of one token, or None if they are unknown."""
         text = self.token_text(token_id)
         if REPLACEMENT not in text:
             return text.encode()
@@ -67,18 +67,18 @@ class TextCodec:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
 
-    def render(self, conversation: Conversation) -> str:
-        """The prompt that the model's chat template makes. Templates are code of the model's author and may refuse."""
+    def render(self, conversation: ChatPrompt) -> str:
+        """Render the prompt with the model's chat template. Raises RequestError if the template fails."""
         from jinja2.exceptions import TemplateError
 
         tokenizer = self._require("messages")
         if not tokenizer.chat_template:
-            raise RequestError("this model has no chat template: use /v1/completions", param="messages")
+            raise RequestError("the model has no chat template: use /v1/completions", param="messages")
         reserved = inspect.signature(tokenizer.apply_chat_template).parameters
         for name in conversation.variables:
             if name in reserved or name == "messages":
                 raise RequestError(
-                    f"`chat_template_kwargs.{name}` is not a variable that a request may set",
+                    f"`chat_template_kwargs.{name}` is reserved: a request cannot set it",
                     param="chat_template_kwargs",
                 )
         try:
@@ -89,12 +89,10 @@ class TextCodec:
                 **conversation.variables,
             )
         except (TemplateError, *TEMPLATE_ERRORS) as error:
-            raise RequestError(f"the model's chat template refuses the messages: {error}", param="messages") from error
+            raise RequestError(f"the model's chat template rejects the messages: {error}", param="messages") from error
         return str(text)
 
     def _require(self, param: str) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
-            raise RequestError(
-                "this model has no tokenizer: send token ids as `prompt` of /v1/completions", param=param
-            )
+            raise RequestError("the model has no tokenizer: send token ids as `prompt` to /v1/completions", param=param)
         return self._tokenizer

@@ -1,8 +1,8 @@
-"""One JSON object of a request, read field by field, and the words of a refusal.
+"""Request fields: reads a JSON object field by field, and builds the errors for invalid ones.
 
-Every field is read exactly once and by name; whatever is left over at the end is refused. A field that is `null` is
-absent. A refusal is a `RequestError`, which names the field, its value and what would be right; nothing that a client
-can send may end as another exception.
+Every field is read once and by name; unknown fields are rejected at the end. A field that is `null` counts as absent.
+An invalid field raises `RequestError` with the name, the value and what is allowed. No client input may raise any
+other exception.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHOWN_CHARACTERS = 80
 
 
 class RequestError(Exception):
-    """A request that cannot be served as it is: becomes an answer with `status` and OpenAI's error object."""
+    """An invalid request: becomes a response with `status` and OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class RequestError(Exception):
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The JSON object that a body holds. Numbers that JSON does not know (NaN, Infinity, 1e999) are refused."""
+    """Parse a body as a JSON object. Rejects numbers that are not JSON (NaN, Infinity) or not finite (1e999)."""
     try:
         values = json.loads(body, parse_constant=_refuse_constant, parse_float=_finite)
     except RequestError:
@@ -46,7 +46,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """The fields of one JSON object, each taken once. `path` is the name of the object that they lie in."""
+    """The fields of one JSON object, each taken once. `path` is the name of the object that contains them."""
 
     def __init__(self, values: dict[str, Any], *, path: str = "") -> None:
         self._left = {name: value for name, value in values.items() if value is not None}
@@ -57,7 +57,7 @@ class Fields:
         return name in self._left
 
     def take(self, name: str) -> Any:
-        """The value as it came, `None` if it is absent."""
+        """Return the raw value, None if it is absent."""
         self._known.append(name)
         return self._left.pop(name, None)
 
@@ -90,11 +90,11 @@ class Fields:
         return float(value)
 
     def only(self, name: str, *allowed: object) -> None:
-        """For what is not built: absent, or a value that asks for nothing."""
+        """Check an unsupported field: it must be absent or have one of the values that change nothing."""
         value = self.take(name)
         if value is not None and not any(type(value) is type(right) and value == right for right in allowed):
             rights = " or ".join(["absent", *(shown(right) for right in allowed)])
-            raise wrong(self._path + name, value, f"{rights}; this engine does not support anything else")
+            raise wrong(self._path + name, value, f"{rights}; this engine supports nothing else")
 
     def ignore(self, *names: str) -> None:
         for name in names:
@@ -104,7 +104,7 @@ class Fields:
         raise RequestError(f"`{self._path}{name}` is missing: it must be {right}", param=self._path + name)
 
     def finish(self) -> None:
-        """Refuses whatever nobody has taken."""
+        """Reject all fields that were not taken."""
         for left in self._left:
             name = left[:SHOWN_CHARACTERS]
             near = get_close_matches(name, self._known, n=1)
@@ -119,7 +119,7 @@ def wrong(name: str, value: object, right: str) -> RequestError:
 
 
 def shown(value: object) -> str:
-    """A value as JSON, short enough for a message."""
+    """Return a value as JSON, shortened for a message."""
     try:
         text = json.dumps(value)
     except RecursionError:
@@ -128,7 +128,7 @@ def shown(value: object) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Half of a surrogate pair is not a character, although JSON can spell one."""
+    """Return False for text with half a surrogate pair, which JSON can encode but which is not a character."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -139,11 +139,11 @@ def _range_text(minimum: int, maximum: int) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise RequestError(f"the body is not JSON: {name} is not a number that JSON knows")
+    raise RequestError(f"the body is not JSON: {name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise RequestError(f"the body holds {text[:SHOWN_CHARACTERS]}: a number too large for this engine")
+        raise RequestError(f"the body contains the number {text[:SHOWN_CHARACTERS]}, which is too large")
     return value

@@ -1,7 +1,7 @@
-"""How an answer looks: the bodies, stream chunks and errors of the OpenAI API, with vLLM's additions.
+"""OpenAI response bodies: whole answers, stream chunks and errors, with vLLM's extensions.
 
-A `Piece` is a part of an answer; a whole answer is one piece. The two formats differ in where its text stands. vLLM's
-additions are `token_ids` and `prompt_token_ids` (asked for with `return_token_ids`) and `stop_reason`; ours is
+An `AnswerPart` is a part of an answer; a whole answer is one part. The two formats differ in where the text is placed.
+vLLM's extensions are `token_ids`, `prompt_token_ids` (requested by `return_token_ids`) and `stop_reason`. kvbm's own is
 `cached_tokens_by_tier`, which splits the cached prompt tokens into device (G1), host (G2) and disk (G3).
 """
 
@@ -23,8 +23,8 @@ Json = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Piece:
-    """A part of an answer. `offsets` are the positions of its tokens in the whole answer's text."""
+class AnswerPart:
+    """A part of an answer. `offsets` are the positions of its tokens in the text of the whole answer."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | None = None
 
-    def append(self, other: Piece) -> None:
+    def append(self, other: AnswerPart) -> None:
         self.text += other.text
         self.token_ids += other.token_ids
         self.offsets += other.offsets
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request. `device_tokens`, `host_tokens` and `disk_tokens` of the prompt came from G1, G2 and G3."""
+    """Token counts of one request. `device_tokens`, `host_tokens`, `disk_tokens`: prompt tokens from G1, G2, G3."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -53,7 +53,7 @@ class Usage:
 
     @classmethod
     def of(cls, output: RequestOutput, *, completion_tokens: int) -> Usage:
-        """From a request's last output. A cache hit that covers the whole prompt is no more than the prompt."""
+        """Compute the usage from a request's last output. A cache hit counts at most the prompt's tokens."""
         prompt_tokens = output.num_prompt_tokens
         device_tokens = min(output.num_cached_tokens, prompt_tokens)
         external_tokens = min(output.num_external_tokens, prompt_tokens - device_tokens)
@@ -81,7 +81,7 @@ class Usage:
 
 
 def token_counts(prompt_tokens: int, completion_tokens: int) -> Json:
-    """As much of the usage as is known before an answer has ended."""
+    """The part of the usage that is known before an answer has ended."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -91,7 +91,7 @@ def token_counts(prompt_tokens: int, completion_tokens: int) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all bodies of one answer carry. `prompt_token_ids` is `None` unless the client wants token ids."""
+    """Fields that all bodies of one answer share. `prompt_token_ids` is None unless the client requested token ids."""
 
     answer_id: str
     model: str
@@ -110,28 +110,28 @@ class Head:
 
 
 class AnswerFormat(Protocol):
-    """One endpoint's way to write an answer."""
+    """Response format of one endpoint."""
 
-    def whole(self, piece: Piece, usage: Usage) -> Json: ...
+    def whole(self, part: AnswerPart, usage: Usage) -> Json: ...
 
-    def chunk(self, piece: Piece, *, is_first: bool) -> Json: ...
+    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json: ...
 
     def usage_chunk(self, usage: Usage) -> Json: ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionFormat:
-    """/v1/completions. `top_logprobs` always has the chosen token, beside as many as were asked for."""
+    """/v1/completions. `top_logprobs` contains the requested alternatives and always the chosen token."""
 
     head: Head
 
-    def whole(self, piece: Piece, usage: Usage) -> Json:
-        return {**self.chunk(piece, is_first=True), "usage": usage.to_json()}
+    def whole(self, part: AnswerPart, usage: Usage) -> Json:
+        return {**self.chunk(part, is_first=True), "usage": usage.to_json()}
 
-    def chunk(self, piece: Piece, *, is_first: bool) -> Json:
-        choice: Json = {"index": 0, "text": piece.text, "logprobs": self._logprobs(piece), **_ending(piece)}
+    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
+        choice: Json = {"index": 0, "text": part.text, "logprobs": self._logprobs(part), **_ending(part)}
         if self.head.wants_token_ids:
-            choice["token_ids"] = piece.token_ids
+            choice["token_ids"] = part.token_ids
             if is_first:
                 choice["prompt_token_ids"] = self.head.prompt_token_ids
         return {**self.head.to_json("text_completion"), "choices": [choice]}
@@ -139,24 +139,24 @@ class CompletionFormat:
     def usage_chunk(self, usage: Usage) -> Json:
         return {**self.head.to_json("text_completion"), "choices": [], "usage": usage.to_json()}
 
-    def _logprobs(self, piece: Piece) -> Json | None:
+    def _logprobs(self, part: AnswerPart) -> Json | None:
         if not self.head.wants_logprobs:
             return None
         return {
-            "text_offset": piece.offsets,
-            "token_logprobs": [_json_logprob(token.logprob) for token in piece.logprobs],
-            "tokens": [self._name(token.token_id) for token in piece.logprobs],
+            "text_offset": part.offsets,
+            "token_logprobs": [_json_logprob(token.logprob) for token in part.logprobs],
+            "tokens": [self._name(token.token_id) for token in part.logprobs],
             "top_logprobs": [
                 {
                     self._name(token_id): _json_logprob(logprob)
                     for token_id, logprob in (*token.top, (token.token_id, token.logprob))
                 }
-                for token in piece.logprobs
+                for token in part.logprobs
             ],
         }
 
     def _name(self, token_id: int) -> str:
-        """The token's text; one that is no whole character is written as its bytes."""
+        """Return the token's text, or its bytes if the token is not a whole character."""
         raw = self.head.token_bytes(token_id)
         text = self.head.token_text(token_id)
         if raw is None or "�" not in text:
@@ -170,14 +170,14 @@ class ChatFormat:
 
     head: Head
 
-    def whole(self, piece: Piece, usage: Usage) -> Json:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        body = {**self.head.to_json("chat.completion"), "choices": [self._choice(piece, "message", message)]}
+    def whole(self, part: AnswerPart, usage: Usage) -> Json:
+        message = {"role": "assistant", "content": part.text, "refusal": None}
+        body = {**self.head.to_json("chat.completion"), "choices": [self._choice(part, "message", message)]}
         return {**body, **self._prompt(), "usage": usage.to_json()}
 
-    def chunk(self, piece: Piece, *, is_first: bool) -> Json:
+    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
         role = {"role": "assistant"} if is_first else {}
-        choice = self._choice(piece, "delta", {**role, "content": piece.text})
+        choice = self._choice(part, "delta", {**role, "content": part.text})
         body = {**self.head.to_json("chat.completion.chunk"), "choices": [choice]}
         return {**body, **self._prompt()} if is_first else body
 
@@ -187,13 +187,13 @@ class ChatFormat:
     def _prompt(self) -> Json:
         return {"prompt_token_ids": self.head.prompt_token_ids} if self.head.wants_token_ids else {}
 
-    def _choice(self, piece: Piece, name: str, content: Json) -> Json:
-        choice: Json = {"index": 0, name: content, "logprobs": self._logprobs(piece), **_ending(piece)}
+    def _choice(self, part: AnswerPart, name: str, content: Json) -> Json:
+        choice: Json = {"index": 0, name: content, "logprobs": self._logprobs(part), **_ending(part)}
         if self.head.wants_token_ids:
-            choice["token_ids"] = piece.token_ids
+            choice["token_ids"] = part.token_ids
         return choice
 
-    def _logprobs(self, piece: Piece) -> Json | None:
+    def _logprobs(self, part: AnswerPart) -> Json | None:
         if not self.head.wants_logprobs:
             return None
         content = [
@@ -201,7 +201,7 @@ class ChatFormat:
                 **self._token(token.token_id, token.logprob),
                 "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in token.top],
             }
-            for token in piece.logprobs
+            for token in part.logprobs
         ]
         return {"content": content, "refusal": None}
 
@@ -236,17 +236,17 @@ def model_list(names: Sequence[str], *, created_unix_s: int, max_model_len: int)
 
 
 def event(body: Json) -> bytes:
-    """A server-sent event. JSON writes every line break as an escape, so that one `data:` line is enough."""
+    """Encode a server-sent event. JSON escapes every line break, so one `data:` line is enough."""
     return b"data: %s\n\n" % dumps(body)
 
 
 def dumps(body: Json) -> bytes:
-    """Compact, pure ASCII, and an exception rather than NaN, which is no JSON."""
+    """Encode as compact ASCII JSON. Raises ValueError for NaN, which is not JSON."""
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _ending(piece: Piece) -> Json:
-    return {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+def _ending(part: AnswerPart) -> Json:
+    return {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
 
 
 def _json_logprob(logprob: float) -> float:

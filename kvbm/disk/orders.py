@@ -1,0 +1,94 @@
+"""Orders and results of the disk tier: the same frozen values from the leader to the storage.
+
+    DiskTier -> DiskSupervisor -> DiskClient -> channel -> server -> DiskStorage      Read, Write, Forget
+    DiskTier <- DiskSupervisor <- DiskClient <- channel <- server <- DiskStorage      DiskResult, FoundBlocks
+
+Every level has `submit(order)`, `poll()`, `recovered()`, `forget(disk_slots)`, `clear()` and `close(timeout_s)`.
+Every submitted order ends as exactly one DiskResult with its ticket.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SLOT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read one block per position from a disk slot into a host slot, and compare its checksum."""
+
+    ticket: int
+    hashes: Sequence[bytes]
+    disk_slots: Sequence[int]
+    host_slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write one block per position from a host slot to a disk slot.
+
+    The disk slots belong to this ticket until `poll` returns it; their previous blocks are deleted first.
+    No block is good unless the host slots still carry `generations` after their payload has been read.
+    """
+
+    ticket: int
+    hashes: Sequence[bytes]
+    disk_slots: Sequence[int]
+    host_slots: Sequence[int]
+    tenants: Sequence[bytes]
+    generations: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Delete the blocks in these slots, in the order of submission with writes."""
+
+    disk_slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskResult:
+    """The end of one ticket. `error` is the first failure other than a checksum mismatch."""
+
+    ticket: int
+    is_good: tuple[bool, ...]
+    error: str | None
+
+    @classmethod
+    def failed(cls, order: Read | Write, error: str) -> DiskResult:
+        return cls(order.ticket, (False,) * len(order.hashes), error)
+
+
+class FoundBlocks(NamedTuple):
+    """Blocks that an instance held when it was opened, oldest first.
+
+    `slots` holds int64 values, `hashes` all hashes concatenated. `is_last` marks the final batch.
+    """
+
+    slots: bytes
+    hashes: bytes
+    is_last: bool
+
+    def parts(self, block_count: int) -> Iterator[FoundBlocks]:
+        """Split into batches of at most `block_count` blocks."""
+        count = len(self.slots) // SLOT_BYTES
+        width = len(self.hashes) // max(1, count)
+        for start in range(0, max(1, count), block_count):
+            end = start + block_count
+            yield FoundBlocks(
+                self.slots[start * SLOT_BYTES : end * SLOT_BYTES],
+                self.hashes[start * width : end * width],
+                self.is_last and end >= count,
+            )
+
+    def lists(self) -> tuple[list[int], list[bytes]]:
+        """(slots, hashes)."""
+        slots = array("q", self.slots).tolist()
+        if not slots:
+            return [], []
+        return slots, [name for (name,) in struct.iter_unpack(f"{len(self.hashes) // len(slots)}s", self.hashes)]

@@ -1,0 +1,138 @@
+"""HostTier: the metadata of G2 and the control words that prove it. The only owner of both.
+
+It joins two things that must agree: the store (which slot holds which hash) and the region (which bytes are proven).
+Each slot has a generation, the number of the transfer that filled it. A block becomes findable in this order:
+
+    reserve      slots and a generation; nothing can be found there
+    (transfer)   a rank writes bytes and then control words; or the disk writes bytes, and `prove` the words
+    register     the slots whose words are proven become findable, pinned by the caller; the others are free again
+
+The leader's thread owns it. `store` and `region` are public for reading: counts, events, lane words. Only HostTier
+changes the store and reads or writes slot words.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvbm.core.store import BlockStore
+from kvbm.types import SlotState, Tier
+
+if TYPE_CHECKING:
+    from kvbm.core.blocks import MutableBlocks, PinnedBlocks
+    from kvbm.host.region import Region
+    from kvbm.metrics import Counters
+
+CHECKED_SLOTS_PER_STEP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """G2 slots that transfer `generation` fills. Consumed by `HostTier.register` or `release`."""
+
+    blocks: MutableBlocks
+    slots: tuple[int, ...]
+    generation: int
+
+    def release(self) -> None:
+        """Give the slots back."""
+        self.blocks.release()
+
+
+class HostTier:
+    """See the module's text. Counts evictions in `counters`."""
+
+    def __init__(self, region: Region, counters: Counters, *, hash_bytes: int = 16) -> None:
+        self.region = region
+        self.store = BlockStore(region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes)
+        self.capacity_blocks = region.slot_count
+        self._counters = counters
+        self._slot_generations = array("Q", bytes(8 * region.slot_count))
+        self._generation = 0
+        self._checked_slots = 0
+
+    # -- what is there -------------------------------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[bytes], start: int) -> int:
+        """Return how many of `hashes[start:]` are registered, up to the first that is not."""
+        return self.store.match(hashes, start)
+
+    def contains(self, sequence_hash: bytes) -> bool:
+        return self.store.contains(sequence_hash)
+
+    def missing(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the positions in `hashes` of those that are not registered."""
+        return self.store.missing(hashes)
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Make those of `hashes` that are registered the most recently used, the first one newest."""
+        self.store.touch(hashes)
+
+    def pin(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
+        """Hold all of `hashes` against eviction; None if one of them is not registered."""
+        return self.store.pin(hashes)
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Make those of `hashes` that are registered unfindable."""
+        self.store.forget(hashes)
+
+    # -- a transfer into G2 --------------------------------------------------------------------------------------------
+
+    def next_generation(self) -> int:
+        """Return a number that no transfer has had."""
+        self._generation += 1
+        return self._generation
+
+    def reserve(self, count: int) -> Reservation | None:
+        """Return `count` slots, free ones first, then those of the least recently used blocks. None without room."""
+        evicted = count - self.store.counts().free
+        blocks = self.store.allocate(count)
+        if blocks is None:
+            return None
+        self._counters.evicted_blocks += max(0, evicted)
+        return Reservation(blocks, tuple(blocks.slots), self.next_generation())
+
+    def unprove(self, target: Reservation) -> None:
+        """Clear the control words of slots that no rank fills."""
+        self.region.write_slots(target.slots, target.generation, SlotState.EMPTY)
+
+    def prove(self, target: Reservation, is_good: Sequence[bool]) -> None:
+        """Write the control words of those slots whose bytes are there, in place of the ranks."""
+        proven = [slot for slot, good in zip(target.slots, is_good, strict=True) if good]
+        if proven:
+            self.region.write_slots(proven, target.generation, SlotState.READY)
+
+    def are_reported(self, targets: Sequence[Reservation]) -> list[bool]:
+        """For many transfers at once: whether `results` may be known. Reads one word per transfer and rank."""
+        return self.region.are_reported([t.slots[0] for t in targets], [t.generation for t in targets])
+
+    def results(self, target: Reservation) -> list[bool] | None:
+        """Return which slots all ranks have proven; None until every rank has reported."""
+        states = self.region.slot_results(target.slots, target.generation)
+        return None if SlotState.EMPTY in states else [state is SlotState.READY for state in states]
+
+    def register(self, target: Reservation, hashes: Sequence[bytes], is_good: Sequence[bool]) -> PinnedBlocks:
+        """Consumes. Make the good blocks findable and return them pinned; `hashes[i]` names `slots[i]`."""
+        proven, failed = target.blocks.split(is_good)
+        failed.release()
+        for slot in proven.slots:
+            self._slot_generations[slot] = target.generation
+        return proven.stage([h for h, good in zip(hashes, is_good, strict=True) if good]).register()
+
+    def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Return the generation that the control word of each registered slot must carry."""
+        return tuple(self._slot_generations[slot] for slot in slots)
+
+    # -- the whole tier ------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget every block. Reservations stay valid, but nothing reserved before becomes findable."""
+        self.store.reset()
+
+    def check_next(self) -> None:
+        """Check the next few slots. Raises InvariantError."""
+        self.store.check(self._checked_slots, CHECKED_SLOTS_PER_STEP)
+        self._checked_slots = (self._checked_slots + CHECKED_SLOTS_PER_STEP) % self.capacity_blocks

@@ -1,0 +1,189 @@
+"""Offloads: copies from G1 to host memory, from the decision which blocks are copied to their registration.
+
+`advance` reserves G2 slots and orders copies, `step` hands the orders out, `settle` registers the blocks that every
+rank has proven. The sources are held in the engine's block pool until every rank has reported, so that an abort or a
+preemption needs no waiting. At most `max_in_flight_blocks` blocks are held at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvbm.plan import Offload
+
+if TYPE_CHECKING:
+    from kvbm.leader.disk_tier import DiskTier
+    from kvbm.leader.host_tier import HostTier, Reservation
+    from kvbm.leader.requests import OffloadProgress
+    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.metrics import Counters
+
+FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
+NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
+
+
+@dataclass(slots=True)
+class _OffloadInFlight:
+    order: Offload
+    target: Reservation
+    hashes: list[bytes]
+    tenant: bytes
+    born_step: int
+    is_void: bool = False
+
+
+class Offloads:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        disk: DiskTier | None,
+        engine: LeaderCallbacks,
+        settings: LeaderSettings,
+        counters: Counters,
+    ) -> None:
+        self._host = host
+        self._disk = disk
+        self._engine = engine
+        self._settings = settings
+        self._counters = counters
+        self._step = 0
+        self._flights: dict[int, _OffloadInFlight] = {}
+        self._departing: set[bytes] = set()
+        self._held_blocks = 0
+        self._orders: list[Offload] = []
+
+    def advance(
+        self,
+        progress: OffloadProgress,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        *,
+        end: int,
+        unwritten: int | None,
+    ) -> None:
+        """Order copies of those of `hashes[:end]` that are missing in G2, as far as there is room.
+
+        `block_ids[i]` is the G1 block of `hashes[i]`, or NO_BLOCK. `unwritten` is the number of G2 blocks that must not
+        be evicted because they still have to be written to disk; None if the whole chain has to fit into G2.
+        """
+        begin = progress.considered
+        fresh = list(hashes[begin:end])
+        if begin == 0:
+            self._host.touch(fresh)
+        sources = block_ids[begin:end]
+        absent = [
+            index
+            for index in self._host.missing(fresh)
+            if fresh[index] not in self._departing and sources[index] != NO_BLOCK
+        ]
+        if unwritten is None and self._evictions_after(len(absent)) > progress.fresh_until:
+            self._make_recent(progress, hashes[:end])  # so that no block is evicted for its own tail
+        room = self._room(unwritten)
+        chosen = absent[:room] if progress.can_wait else absent[::-1][:room]
+        if self._disk is not None:
+            self._disk.evicting(len(chosen) - self._host.store.counts().free, keeps_unwritten=unwritten is not None)
+        for first in range(0, len(chosen), self._settings.batch_blocks):
+            batch = chosen[first : first + self._settings.batch_blocks]
+            self._order([fresh[i] for i in batch], tuple(sources[i] for i in batch), progress.tenant)
+        left_out = len(absent) - len(chosen)
+        if progress.can_wait and left_out:
+            progress.left_out = left_out
+            progress.considered = begin + absent[len(chosen)]
+        else:
+            progress.left_out = 0
+            progress.considered = end
+            self._counters.offload_skipped_blocks += left_out
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def step(self) -> tuple[Offload, ...]:
+        """Return the orders of this step."""
+        self._step += 1
+        orders, self._orders = tuple(self._orders), []
+        return orders
+
+    def overdue(self) -> tuple[Offload, ...]:
+        """Return the orders without a result, each once every `overdue_steps` steps."""
+        ages = ((flight.order, self._step - flight.born_step) for flight in self._flights.values())
+        return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
+
+    def settle(self) -> None:
+        """Read the control words and register what has arrived. Tails first, so that heads end up more recent."""
+        flights = list(self._flights.values())
+        if not flights:
+            return
+        are_reported = self._host.are_reported([flight.target for flight in flights])
+        for flight, is_reported in zip(reversed(flights), reversed(are_reported), strict=True):
+            if is_reported and (is_ready := self._host.results(flight.target)) is not None:
+                self._end(flight, is_ready)
+
+    def is_under_way(self, *, within_steps: int) -> bool:
+        """Whether a copy is in flight that is not older than that."""
+        youngest = next(reversed(self._flights.values()), None)
+        return youngest is not None and self._step - youngest.born_step <= within_steps
+
+    def reset(self) -> None:
+        """Register nothing of what is in flight."""
+        for flight in self._flights.values():
+            flight.is_void = True
+        self._departing.clear()
+
+    def check(self) -> None:
+        """Raise unless the bookkeeping is consistent. For tests."""
+        held = sum(len(flight.order.block_ids) for flight in self._flights.values())
+        assert held == self._held_blocks, (held, self._held_blocks)
+        in_flight = {h for flight in self._flights.values() if not flight.is_void for h in flight.hashes}
+        assert in_flight == self._departing, (len(in_flight), len(self._departing))
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _evictions_after(self, count: int) -> int:
+        """How many blocks will have been evicted when `count` more are in."""
+        return self._counters.evicted_blocks + max(0, count - self._host.store.counts().free)
+
+    def _make_recent(self, progress: OffloadProgress, hashes: Sequence[bytes]) -> None:
+        """Keep the chain from being evicted next, for some time. At every block this would cost the chain's length."""
+        self._host.touch(hashes)
+        progress.fresh_until = self._counters.evicted_blocks + self._host.capacity_blocks // FRESH_SHARE
+
+    def _room(self, unwritten: int | None) -> int:
+        """How many blocks may be ordered now."""
+        counts = self._host.store.counts()
+        in_flight = self._settings.max_in_flight_blocks - self._held_blocks
+        return max(0, min(in_flight, counts.free + counts.inactive - (unwritten or 0)))
+
+    def _order(self, hashes: list[bytes], block_ids: tuple[int, ...], tenant: bytes) -> None:
+        target = self._host.reserve(len(hashes))
+        assert target is not None, (len(hashes), self._host.store.counts())
+        order = Offload(generation=target.generation, block_ids=block_ids, slots=target.slots)
+        self._engine.hold(block_ids)
+        self._flights[order.generation] = _OffloadInFlight(order, target, hashes, tenant, self._step)
+        self._departing.update(hashes)
+        self._held_blocks += len(block_ids)
+        self._orders.append(order)
+
+    def _end(self, flight: _OffloadInFlight, is_ready: Sequence[bool]) -> None:
+        del self._flights[flight.order.generation]
+        self._held_blocks -= len(flight.hashes)
+        self._engine.release(flight.order.block_ids[::-1])
+        if flight.is_void:
+            flight.target.release()
+            return
+        self._departing.difference_update(flight.hashes)
+        blocks = self._host.register(flight.target, flight.hashes, is_ready)
+        self._counters.offload_failed_blocks += len(flight.hashes) - len(blocks.hashes)
+        self._counters.offload_blocks += len(blocks.hashes)
+        self._counters.offload_bytes += len(blocks.hashes) * self._settings.block_bytes
+        if self._disk is not None:
+            self._disk.registered(blocks.hashes, blocks.slots, flight.tenant)
+        blocks.release()
+
+
+def blocks_before_low_priority(priorities: Sequence[int], end: int, *, least: int) -> int:
+    """Return how many of the first `end` blocks come before one whose priority is below `least`; the default is 0."""
+    low = (index for index in range(end) if (priorities[index] if index < len(priorities) else 0) < least)
+    return next(low, end)

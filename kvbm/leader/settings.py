@@ -1,0 +1,135 @@
+"""Settings of the leader: frozen values from the profile and from the engine. Nothing here changes after start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvbm.core.groups import Group
+from kvbm.metrics import WINDOW_REQUESTS
+from kvbm.types import SegmentInfo
+
+if TYPE_CHECKING:
+    from kvbm.config.schema import ConnectorConfig
+
+HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
+
+
+def _no_tenant(request_id: str) -> bytes:
+    return b""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderCallbacks:
+    """Functions that the leader calls.
+
+    `hold(block_ids)` and `release(block_ids)` count references in the engine's block pool: the engine does not reuse a
+    held G1 block, whatever happens to its request. `tenant_of(request_id)` returns the tenant of a live request; it
+    does not change while the request lives. `trace` gets the name and the values of each decision.
+    """
+
+    hold: Callable[[Sequence[int]], None]
+    release: Callable[[Sequence[int]], None]
+    tenant_of: Callable[[str], bytes] = _no_tenant
+    trace: Callable[..., None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """Properties of the engine that the leader depends on.
+
+    `block_tokens` is the number of tokens per block, `hash_bytes` the length of a sequence hash. `groups` are the KV
+    cache groups, those with full attention first; an engine without groups has one. An engine that `gives_up_blocks`
+    of a failed load computes in other blocks, so it need not wait for the end of an overdue load.
+    """
+
+    block_tokens: int
+    hash_bytes: int = 16
+    groups: tuple[Group, ...] = ()
+    gives_up_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPolicy:
+    """Which blocks go to disk and which are read back.
+
+    `to_disk` is `frequency`, `always` or `on_evict`. With `reads_always`, blocks are read even where computing them is
+    faster. With `is_buffer`, host memory is no tier: blocks only pass through it.
+    """
+
+    to_disk: str = "frequency"
+    is_buffer: bool = False
+    frequency_threshold: int = 2
+    frequency_decay_s: float = 600.0
+    frequency_entries: int = 1_000_000
+    reads_always: bool = False
+    timeout_s: float = 30.0
+    batch_blocks: int = 16
+    drain_s: float = 0.0
+
+    @classmethod
+    def of(cls, config: ConnectorConfig) -> DiskPolicy:
+        """Return the policy of a configuration. Without a host tier nothing can be hit there, so every block goes to
+        disk."""
+        return cls(
+            to_disk="always" if config.tiers.host is None else config.offload.to_disk,
+            is_buffer=config.tiers.host is None,
+            frequency_threshold=config.offload.frequency_threshold,
+            frequency_decay_s=config.offload.frequency_decay_s,
+            frequency_entries=config.offload.frequency_entries,
+            reads_always=config.onboard.policy == "always",
+            timeout_s=config.onboard.disk_timeout_s,
+            batch_blocks=config.transfer.batch_blocks,
+            drain_s=config.tiers.disk.drain_s if config.tiers.disk is not None else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderSettings:
+    """Settings of one leader.
+
+    `block_bytes` is the payload of one block over all ranks. Offloads hold at most `max_in_flight_blocks` G1 blocks at
+    a time. The leader asks the workers for the result of a transfer every `overdue_steps` steps; while an onboard is
+    older than that, no further hit is promised. Hit rates cover the last `window_requests` requests.
+    """
+
+    engine: EngineTraits
+    block_bytes: int
+    max_in_flight_blocks: int
+    batch_blocks: int = 64
+    offload_generated: bool = True
+    min_priority: int = 0
+    overdue_steps: int = 2000
+    window_requests: int = WINDOW_REQUESTS
+    disk: DiskPolicy = field(default_factory=DiskPolicy)
+
+    def __post_init__(self) -> None:
+        assert self.overdue_steps > 1, "a transfer is one step old when its order goes out"
+
+    @classmethod
+    def of(
+        cls, config: ConnectorConfig, segments: Sequence[SegmentInfo], engine: EngineTraits, *, g1_blocks: int
+    ) -> LeaderSettings:
+        """Return the settings for an engine with these segments and `g1_blocks` blocks of device memory."""
+        return cls(
+            engine,
+            block_bytes=sum(segment.block_bytes for segment in segments),
+            max_in_flight_blocks=max(1, g1_blocks // HELD_SHARE_OF_G1),
+            batch_blocks=config.transfer.batch_blocks,
+            offload_generated=config.offload.generated,
+            min_priority=config.offload.min_priority,
+            window_requests=config.metrics.window_requests,
+            disk=DiskPolicy.of(config),
+        )
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """KV cache groups of the engine, at least one."""
+        return self.engine.groups or (Group(self.engine.block_tokens),)
+
+    @property
+    def can_cut_loads(self) -> bool:
+        """Whether the engine can use the beginning of a load without the rest."""
+        groups = self.groups
+        return len(groups) == 1 and groups[0].looks_back_over_all
