@@ -69,7 +69,7 @@ def _profile_to_compare(compare: str) -> ResolvedProfile:
 
 
 def _require_one_engine(resolved: ResolvedProfile) -> None:
-    if resolved.profile.disaggregated.is_wanted:
+    if resolved.profile.disaggregated.is_enabled:
         message = f"`{resolved.name}` starts several engines, and `kvbm bench` starts one per arm"
         raise UsageError(message, hint="use the profile that it extends")
 

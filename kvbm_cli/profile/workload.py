@@ -73,7 +73,7 @@ class Workload(Section):
     )
 
     def prompt_tokens(self, turn: int) -> int:
-        """Length of the prompt of turn 1, 2, ..."""
+        """Prompt length of a turn, counted from 1."""
         earlier = (turn - 1) * (self.question_tokens + self.answer_tokens)
         return self.system_tokens + self.history_tokens + earlier + self.question_tokens
 
@@ -95,7 +95,7 @@ class Workload(Section):
 KEYS = keys(Workload)
 _REQUIRED = tuple(key.path for key in KEYS if key.is_required)
 _KIND = FileKind(
-    "workload", KEYS, dict.fromkeys(_REQUIRED, f"a workload needs {', '.join(f'`{name}`' for name in _REQUIRED)}")
+    "workload", KEYS, dict.fromkeys(_REQUIRED, f"a workload requires {', '.join(f'`{name}`' for name in _REQUIRED)}")
 )
 
 
@@ -111,8 +111,8 @@ def load_workload(name_or_path: str) -> Workload:
     names = ", ".join(f"`{name}`" for name in shipped)
     if not path.is_file():
         raise UsageError(
-            f"no workload is named `{name_or_path}`, and there is no such file",
-            hint=f"shipped: {names}; `docs/reference/workload.md` has the keys of a file",
+            f"no workload and no file is named `{name_or_path}`",
+            hint=f"shipped workloads: {names}; docs/reference/workload.md describes the file format",
         )
     return _validated(read_file(path, noun="workload"), path)
 

@@ -58,7 +58,7 @@ MUTANTS = (
         bug="A value where a section belongs takes away what lies below it, and is covered by the next layer.",
         file="kvbm/config/layers.py",
         old="""\
-    take_away(document, findings.add(no_sections(document, _SECTIONS)))
+    remove_mistaken(document, findings.add(not_sections(document, _SECTIONS)))
 """,
         new="",
         fails="tests/config/test_all_mistakes.py",
