@@ -9,8 +9,8 @@ MUTANTS = (
         name="guard-removes-nothing",
         bug="The scratch directory of a killed doctor is not removed.",
         file="kvbm_cli/system/leftovers.py",
-        old="shutil.rmtree(self.directory, ignore_errors=True)",
-        new="os.path.getmtime(self.directory)",
+        old="return self._remove_directories() and are_dead",
+        new="return are_dead",
         fails="tests/cli/test_doctor_program.py -x -k SIGKILL",
     ),
     Mutant(
