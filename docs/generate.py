@@ -255,9 +255,9 @@ def variables_page() -> str:
     honoured = [
         f"| `{one.name}` | `{one.key}` | {one.form.value} | {one.about} | {one.upstream} |"
         for one in VARIABLES
-        if one.is_honoured
+        if one.is_supported
     ]
-    others = [f"| `{one.name}` | {one.about} |" for one in VARIABLES if not one.is_honoured]
+    others = [f"| `{one.name}` | {one.about} |" for one in VARIABLES if not one.is_supported]
     return "\n".join([NOTE, "", VARIABLES_HEAD.rstrip(), *honoured, "", NO_EFFECT_HEAD.rstrip(), *others, ""])
 
 

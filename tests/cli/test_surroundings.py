@@ -66,7 +66,7 @@ ROWS = (
     Row("full .local", SERVE, 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: check `df -h`"),
     Row("full .local", f"{SERVE} --detach", 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: check `df -h`"),
     Row("full .local", "stop", 0, "no engine is running"),
-    Row("full .local", "profile check mine.yaml", 0, "no mistake found"),
+    Row("full .local", "profile check mine.yaml", 0, "no mistakes found"),
     Row("full caches", "cache ls --dir caches", 0, "1 cache,"),
     Row("full caches", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
     Row("full caches", "cache clear --yes --dir caches", 0, "removed 1 cache"),
@@ -83,7 +83,7 @@ ROWS = (
     Row("ulimit -f 0", "cache ls --dir caches", 1, "error: cannot write a temporary file: "),
     Row("ulimit -n 8", SERVE, 1, TOO_MANY),
     Row("ulimit -n 8", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
-    Row(IN_NONE, "profile check demo", 0, "no mistake found"),
+    Row(IN_NONE, "profile check demo", 0, "no mistakes found"),
     Row(IN_NONE, "serve -p ../mine.yaml", 1, NO_CURRENT),
     Row(IN_NONE, "bench -p ../mine.yaml", 1, NO_CURRENT),
     Row("exec >/dev/full", "--help", 1, NO_OUTPUT),
@@ -95,7 +95,7 @@ ROWS = (
     Row("exec 2>/dev/full", "status", 0, ""),
     Row("exec <&- >&- 2>&-", "profile check demo", 0, ""),
     Row("exec <&- >&- 2>&-", f"{SERVE} --detach", 1, ""),
-    Row("exec <&-", "cache clear --dir caches", 2, "error: nobody is there to be asked"),
+    Row("exec <&-", "cache clear --dir caches", 2, "error: cannot ask for confirmation"),
     Row("exec <&- >&- 2>&-", "profile check none.yaml", 2, ""),
 )
 
