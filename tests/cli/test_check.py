@@ -37,7 +37,7 @@ LLAMA = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 256}
 MISTAKES = {
     "model: synthetic:huge": (
         "`engine.model`: unknown model `synthetic:huge`",
-        "there are `synthetic:tiny`, `synthetic:small`, `synthetic:8b`",
+        "use one of `synthetic:tiny`, `synthetic:small`, `synthetic:8b`",
     ),
     "model: synthetic:smal": ("`engine.model`: unknown model `synthetic:smal`", "did you mean `synthetic:small`?"),
     "model: meta-llama/Llama-3-8B": ("there is no directory `meta-llama/Llama-3-8B`", "use a local directory"),
