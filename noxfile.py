@@ -1,4 +1,4 @@
-"""Everything that a change must pass: `nox` runs it all, `nox -l` lists it, `nox -s tests -- tests/core` a part."""
+"""All checks that a change must pass. `nox` runs them, `nox -l` lists them, `nox -s tests -- tests/core` runs some."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import nox
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+EVERYWHERE = ("-o", "testpaths=tests")  # unless paths are given; plain `pytest` runs a part
+ALL_BUT_SOAK = ("-m", "not soak")
 # Of vLLM and torch, most modules are never imported: those that are get compiled then, once, whatever the caller says.
 COMPILED_LATER = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
 
@@ -48,9 +50,9 @@ def imports(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests but the long ones."""
+    """All tests except the soak tests and those with a real vLLM."""
     install(session, "embedded", "nixl", "dev")
-    session.run("pytest", "-q", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "-q", *EVERYWHERE, *ALL_BUT_SOAK, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -60,7 +62,8 @@ def vllm(session: nox.Session) -> None:
     session.install("--no-compile", "--no-deps", "-r", "tests/vllm/requirements.txt")
     session.install("--no-deps", "-e", ".")
     short = ("tests/vllm", "--ignore", "tests/vllm/test_versions.py")  # whose contents test_determinism.py has too
-    session.run("pytest", "-q", *(session.posargs or short), env=COMPILED_LATER)
+    grouped = ("--dist", "loadgroup")  # two workers; tests/vllm/conftest.py says which tests share servers
+    session.run("pytest", "-q", *grouped, *ALL_BUT_SOAK, *(session.posargs or short), env=COMPILED_LATER)
 
 
 @nox.session
@@ -77,7 +80,7 @@ def vllm_versions(session: nox.Session, version: str) -> None:
 def mutants(session: nox.Session) -> None:
     """Plausible bugs, each of which must make a test fail."""
     install(session, "embedded", "dev")
-    session.run("python", "tests/mutants/run.py", *session.posargs, env=ONE_THREAD)
+    session.run("python", "tests/mutants/run.py", "--jobs", "2", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -102,8 +105,8 @@ def smoke(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Long runs that look for leaks and drift, and then those with a real vLLM; not part of `nox`."""
+    """Long runs that look for leaks and drift, first without and then with a real vLLM; not part of `nox`."""
     install(session, "embedded", "dev")
-    long_ones = ("-m", "soak", "--timeout", "0", *session.posargs)
-    session.run("pytest", "-q", *long_ones, env=ONE_THREAD)
-    session.notify("vllm", ("tests/vllm", *long_ones))
+    long_runs = ("-n", "0", "-m", "soak", "--timeout", "0", *session.posargs)
+    session.run("pytest", "-q", *EVERYWHERE, *long_runs, env=ONE_THREAD)
+    session.notify("vllm", ("tests/vllm", *long_runs))

@@ -1,4 +1,4 @@
-"""Every exception that kvbm raises on purpose.
+"""Exceptions of kvbm.
 
 KvbmError(message, *, hint=None)
 ├─ ProfileError          the profile, an override or a variable is wrong             exit 2
@@ -29,13 +29,13 @@ class KvbmError(Exception):
 
 
 class ProfileError(KvbmError):
-    """A profile, an override or an environment variable holds something that cannot be meant."""
+    """A profile, an override or an environment variable is invalid."""
 
     exit_code = 2
 
 
 class ProfileMistakes(ProfileError):
-    """Everything that is wrong with a profile, at least two findings, all known before anything was done with it."""
+    """Several mistakes in one profile, at least two, found before the profile is used."""
 
     def __init__(self, mistakes: Sequence[ProfileError]) -> None:
         shown = [one.message if one.hint is None else f"{one.message}\n  ({one.hint})" for one in mistakes]
@@ -54,7 +54,7 @@ class EnvironmentProblem(KvbmError):
 
 
 class EngineError(KvbmError):
-    """The engine did not start, or ended before it was told to. `exit_code` is the engine's own."""
+    """The engine did not start, or ended unexpectedly. `exit_code` is the engine's own."""
 
     def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 1) -> None:
         super().__init__(message, hint=hint)
@@ -62,8 +62,8 @@ class EngineError(KvbmError):
 
 
 class TransferError(KvbmError):
-    """A copy did not prove its bytes. Caught by the transfer path and turned into a failed result."""
+    """A copy failed. The transfer path catches it and reports a failed result."""
 
 
 class InvariantError(KvbmError):
-    """A broken promise of our own code: the one thing that is allowed to end the engine."""
+    """A bug in kvbm. The only exception that may end the engine."""

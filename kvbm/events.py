@@ -1,8 +1,8 @@
-"""What happened to the findable blocks of a tier, as a list that can be replayed.
+"""Events: the changes of a tier's findable blocks, in an order that can be replayed.
 
-One event per batch operation, in the order in which the operations took effect: replaying the events of a tier from an
-empty set gives exactly the sequence hashes that are registered there. A hash is never stored while it is live and
-never removed while it is not. Whoever publishes events (a router, a log) takes them from the store and owns them then.
+There is one event per batch operation, in the order in which the operations took effect. Replaying the events of a tier
+from an empty set gives exactly the sequence hashes that are registered there. A hash is stored only while it is not
+registered, and removed only while it is. A publisher of events (a router, a log) takes them from the store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class TierCleared:
-    """Nothing is findable in `tier` any more."""
+    """`tier` has no findable blocks any more."""
 
     tier: Tier
 

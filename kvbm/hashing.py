@@ -1,11 +1,11 @@
-"""Sequence hashes: 128 bits that name a block's tokens, everything before them, and the world they were computed in.
+"""Sequence hashes: 128 bits that name a block's tokens, all tokens before them, and how their KV was computed.
 
     namespace(facts) ──▶ root(namespace, salt) ──▶ hash of block 0 ──▶ hash of block 1 ──▶ ...
 
-Each hash covers its parent and the tokens of its own block, so that equal hashes mean equal prefixes. The namespace
-stands for whatever changes the bytes of a block (model, weights, layout, ...), the salt for a tenant: two requests that
-differ in either share nothing. BLAKE2b is used because a collision would hand one tenant's KV cache to another; token
-ids are written as little-endian 32-bit words, so that machines agree.
+Each hash covers its parent and the tokens of its own block, so equal hashes mean equal prefixes. The namespace stands
+for everything that changes the bytes of a block (model, weights, layout, ...), the salt for a tenant: requests that
+differ in either share no blocks. BLAKE2b is used because a collision would give one tenant's KV cache to another. Token
+ids are hashed as little-endian 32-bit words, so that all machines get equal hashes.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ HASH_BYTES = 16
 
 
 def namespace(facts: Mapping[str, object]) -> bytes:
-    """Return the digest of `facts`, independent of their order. Refuses what JSON cannot say exactly."""
+    """Return the digest of `facts`, independent of their order. Raises InvariantError for values that JSON cannot
+    represent exactly."""
     _require_json(facts, "facts")
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return blake2b(text.encode(), digest_size=HASH_BYTES, person=b"kvbm namespace").digest()
 
 
 def root(namespace: bytes, *, salt: str | None = None) -> bytes:
-    """Return the parent of a request's first block. No salt and an empty salt are different worlds."""
+    """Return the parent of a request's first block. No salt and an empty salt give different hashes."""
     if salt is None:
         return blake2b(namespace, digest_size=HASH_BYTES, person=b"kvbm root").digest()
     return blake2b(namespace + _salt_bytes(salt), digest_size=HASH_BYTES, person=b"kvbm salted root").digest()
 
 
 def tenant(salt: str | None) -> bytes:
-    """Kept beside a block on disk, to find a tenant's again; does not give the salt away. Empty without one."""
+    """Return the digest by which the disk tier finds a tenant's blocks, empty without a salt. It hides the salt."""
     return b"" if salt is None else blake2b(_salt_bytes(salt), digest_size=HASH_BYTES, person=b"kvbm tenant").digest()
 
 
 def extend(hashes: list[bytes], token_ids: Sequence[int], *, block_size: int, root: bytes) -> None:
-    """Append to `hashes` the sequence hash of each full block of `token_ids` that it does not have yet.
+    """Append to `hashes` the sequence hashes of the full blocks of `token_ids` that are not in it yet.
 
-    `hashes` holds those of blocks 0 to len(hashes) - 1 of the same tokens; `block_size` is in tokens.
+    `hashes` has the hashes of the first `len(hashes)` blocks of the same tokens; `block_size` is in tokens.
     """
     first_block, end_block = len(hashes), len(token_ids) // block_size
     if first_block >= end_block:
@@ -58,7 +59,7 @@ def extend(hashes: list[bytes], token_ids: Sequence[int], *, block_size: int, ro
 
 
 def _salt_bytes(salt: str) -> bytes:
-    """Salts come from users' requests, where JSON allows a lone surrogate."""
+    """Encode a salt. It comes from a request, where JSON allows a lone surrogate."""
     return salt.encode("utf-8", "surrogatepass")
 
 
@@ -81,4 +82,4 @@ def _require_json(value: object, path: str) -> None:
         for index, item in enumerate(value):
             _require_json(item, f"{path}[{index}]")
     else:
-        raise InvariantError(f"namespace: {path} is {value!r}, which JSON cannot say exactly")
+        raise InvariantError(f"namespace: {path} is {value!r}, which JSON cannot represent exactly")

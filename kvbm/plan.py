@@ -1,11 +1,11 @@
-"""StepPlan: what the leader orders the workers to move in one engine step.
+"""StepPlan: the copies that the leader orders from the workers in one engine step.
 
-It is the only message between the two, small, picklable and without references into either side. Results do not come
-back as messages: a worker writes control words into its segment, and the leader reads them.
+It is the only message from leader to worker: small, picklable and without references into either side. Workers send no
+messages back. They write control words into their segments, and the leader reads them.
 
-Every transfer has a `generation`, unique for the life of the leader and larger than any before it. It names the
-transfer, and it is what the worker stamps into the control word of each slot it has proven, so that a late result of
-an older transfer can never be taken for a newer one.
+Every transfer has a `generation`, a number that increases over the life of the leader. The worker writes it into the
+control word of each slot that it has proven, so that a late result of an older transfer is never mistaken for a newer
+one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Offload:
 class Onboard:
     """Copy G2 slots to G1 blocks before anything reads these: `block_ids[i]` receives `slots[i]`.
 
-    `slot_generations[i]` is the generation that the control word of `slots[i]` must carry, before the copy and still
-    after it; anything else means that the slot holds another block, and the transfer fails. `lane` is the index of the
-    control word in which the worker reports the whole transfer.
+    The control word of `slots[i]` must carry `slot_generations[i]` before and after the copy. Otherwise the slot holds
+    another block, and the transfer fails. `lane` is the index of the control word in which the worker reports the whole
+    transfer.
     """
 
     generation: int
@@ -40,10 +40,10 @@ class Onboard:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step's orders, the same for every rank.
+    """Orders of one engine step, the same for every rank.
 
-    `overdue_offloads` and `overdue_onboards` repeat orders of which the leader has heard nothing for long: a worker
-    that is not running one reports it as failed, because it is the only copier there could be.
+    `overdue_offloads` and `overdue_onboards` repeat orders whose results are late. A worker that does not run such an
+    order reports it as failed, because no other copier could run it.
     """
 
     step: int

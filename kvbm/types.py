@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 
 class Tier(enum.StrEnum):
-    """Where a block lies, from the nearest to the engine to the farthest."""
+    """Tiers of memory, from the nearest to the engine to the farthest."""
 
     DEVICE = "G1"
     HOST = "G2"
     DISK = "G3"
-    OBJECT = "G4"
 
 
 class SlotState(enum.IntEnum):
@@ -25,10 +24,10 @@ class SlotState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """How a leader finds one rank's segment: everything that crosses in an engine's handshake.
+    """How the leader finds one rank's segment; a rank sends it in the engine's handshake.
 
-    `length` bytes of shared memory behind `/proc/<pid>/fd/<fd>`; `slot_count` slots of `slot_stride` bytes, of which
-    `block_bytes` are payload. `layout_digest` names the byte order inside a block.
+    The segment has `length` bytes behind `/proc/<pid>/fd/<fd>`, in `slot_count` slots of `slot_stride` bytes, of which
+    `block_bytes` are payload. `layout_digest` names the order of the bytes inside a block.
     """
 
     rank: int

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.system.filesystem import write_whole
+from kvbm_cli.system.filesystem import write_atomically
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def export_stats(directory: Path | None, profile: str | None, *, form: str, outp
         if output.is_symlink() or (output.exists() and not output.is_file()):  # not a file to be put in its place
             output.write_text(text, encoding="utf-8")
         else:
-            write_whole(output, text)
+            write_atomically(output, text)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise EnvironmentProblem(f"cannot write `{output}`: {reason}") from None

@@ -1,4 +1,6 @@
-"""Set-up that every test shares: modules beside this file are importable, and torch computes in one thread."""
+"""Setup of all tests: modules next to this file are importable, torch computes in one thread, and whole folders run in
+two worker processes (pytest-xdist).
+"""
 
 import os
 import signal
@@ -7,7 +9,8 @@ from pathlib import Path
 
 import hypothesis  # its plugin would load it at the end of a run, where Python 3.11 may fail to compile it
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+WORKERS = 2
+os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, here and in every child process
 hypothesis.settings.register_profile("no_clock", deadline=None)  # an example is not wrong because a machine is busy
 hypothesis.settings.load_profile("no_clock")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,8 +21,9 @@ def pytest_sessionstart(session):
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    try:
-        import torch
-    except ImportError:
-        return
-    torch.set_num_threads(1)
+
+
+def pytest_xdist_auto_num_workers(config):
+    """For `-n auto`: no worker processes for single files, since they take longer to start than a file takes to run."""
+    paths = [Path(argument.partition("::")[0]) for argument in config.args]
+    return 0 if all(path.is_file() for path in paths) else WORKERS

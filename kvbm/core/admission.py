@@ -1,10 +1,10 @@
-"""FrequencyFilter: which blocks have been asked for often enough to be worth a write to disk.
+"""FrequencyFilter: decides which blocks are hit often enough to be worth a write to disk.
 
-A block's count begins at 1 when it is registered in host memory, doubles at each cache hit in any tier and loses 1 per
-decay step; at 0 it is forgotten. A block is let through from `threshold` on. One thread owns a filter; it has no clock:
-whoever owns it says when a decay step is due.
+A block's count starts at 1 when the block is registered in host memory. It doubles at each cache hit in any tier and
+decreases by 1 per decay step; at 0 the block is forgotten. Blocks whose count reaches `threshold` are admitted. One
+thread owns a filter. It has no clock: the owner calls `decay`.
 
-Kept is not a block's count but the decay step at which it will be 0, so that a decay step touches no entry.
+An entry stores the decay step at which its count reaches 0, so that a decay step changes no entry.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ MAX_COUNT = 1 << 20
 
 
 class FrequencyFilter:
-    """Counts for up to `max_entries` blocks; of more, the one that was changed longest ago is forgotten."""
+    """Counts up to `max_entries` blocks. Beyond that, the entry that was changed longest ago is forgotten."""
 
     def __init__(self, *, threshold: int, max_entries: int) -> None:
         self._threshold = threshold
         self._max_entries = max_entries
         self._step = 0
-        self._ends: OrderedDict[bytes, int] = OrderedDict()  # changed longest ago first
+        self._ends: OrderedDict[bytes, int] = OrderedDict()  # the entry changed longest ago is first
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def count(self, sequence_hash: bytes) -> int:
-        """The block's count now, 0 where it is not known."""
+        """Return the current count of the block, 0 if it is unknown."""
         return max(0, self._ends.get(sequence_hash, 0) - self._step)
 
     def register(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Note blocks that have come to host memory; return those that are let through."""
+        """Note blocks that were registered in host memory; return the admitted ones."""
         for sequence_hash in hashes:
             self._set(sequence_hash, max(1, self.count(sequence_hash)))
         self._forget_some()
         return [sequence_hash for sequence_hash in hashes if self.count(sequence_hash) >= self._threshold]
 
     def hit(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Note a cache hit of each; return those that are let through now and were not before."""
+        """Note a cache hit of each block; return those that are admitted because of it."""
         crossed = []
         for sequence_hash in hashes:
             before = self.count(sequence_hash)
@@ -51,7 +51,7 @@ class FrequencyFilter:
         return crossed
 
     def decay(self) -> None:
-        """Take 1 from every count."""
+        """Decrease every count by 1."""
         self._step += 1
 
     def clear(self) -> None:

@@ -1,14 +1,14 @@
-"""Handles: who holds which slots of a store, and what may happen to them next.
+"""Handles: batches of slots that a caller holds, and the state changes they allow.
 
             allocate              stage(hashes)            register
   free ───────────────▶ Mutable ───────────────▶ Complete ───────────▶ Registered: pinned ⇄ inactive (evictable)
    ▲                      │ release                 │ release                              │
    └──────────────────────┴─────────────────────────┴───────────── evict (only in allocate)┘
 
-A handle holds a batch. The method that takes its blocks to the next state consumes it and returns the next handle; a
-transition that is refused leaves it as it was. `release()`, or the end of a `with`, gives back what is still held.
-Using a handle after it was consumed or released is an InvariantError; dropping one that still holds blocks is reported
-by the store as a leak, and nothing else happens, because a finalizer may run in any thread at any time.
+A handle holds a batch. A state change consumes the handle and returns the next one; if it is refused, the handle stays
+as it was. `release()`, or the end of a `with`, gives the blocks back. Use of a consumed or released handle raises
+InvariantError. If a handle is dropped while it holds blocks, the store reports a leak and does nothing else, because a
+finalizer may run in any thread at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """A batch of slots of one store; `epoch` counts the resets that the store had seen when they were allocated."""
+    """A batch of slots of one store. `epoch` is the number of resets of the store before they were allocated."""
 
     __slots__ = ("_epoch", "_slots", "_store")
 
@@ -70,12 +70,12 @@ class Handle:
 
 
 class MutableBlocks(Handle):
-    """Slots whose bytes are undefined and which nobody else may touch."""
+    """Slots whose bytes are undefined. Only the holder may write them."""
 
     __slots__ = ()
 
     def stage(self, hashes: Sequence[bytes]) -> CompleteBlocks:
-        """Consumes. The bytes are written, and `hashes[i]` is the sequence hash of `slots[i]`."""
+        """Consumes. Declare the bytes as written; `hashes[i]` is the sequence hash of `slots[i]`."""
         store = self._holder()
         staged_hashes = tuple(hashes)
         store._stage(self._slots, staged_hashes)
@@ -83,7 +83,7 @@ class MutableBlocks(Handle):
         return CompleteBlocks(store, self._slots, self._epoch, staged_hashes)
 
     def split(self, choice: int | Sequence[bool]) -> tuple[MutableBlocks, MutableBlocks]:
-        """Consumes. Returns the first `choice` blocks and the rest, or those that a mask chooses and the others."""
+        """Consumes. Return the first `choice` blocks and the rest, or the blocks chosen by a mask and the others."""
         count = len(self._slots)
         mask = [position < choice for position in range(count)] if isinstance(choice, int) else list(choice)
         if len(mask) != count or (isinstance(choice, int) and not 0 <= choice <= count):
@@ -99,7 +99,7 @@ class MutableBlocks(Handle):
 
 
 class NamedBlocks(Handle):
-    """A batch whose blocks have sequence hashes: `hashes[i]` is that of `slots[i]`."""
+    """A batch whose blocks have sequence hashes: `hashes[i]` names `slots[i]`."""
 
     __slots__ = ("_hashes",)
 
@@ -115,21 +115,21 @@ class NamedBlocks(Handle):
 
 
 class CompleteBlocks(NamedBlocks):
-    """Slots whose bytes are written and named, but which no one can find yet."""
+    """Slots whose bytes are written and named, but not findable yet."""
 
     __slots__ = ()
 
     def register(self) -> PinnedBlocks:
-        """Consumes. Makes the blocks findable and returns them pinned.
+        """Consumes. Make the blocks findable and return them pinned.
 
-        A hash that is registered already keeps the slot it has: the returned handle holds that slot, and the second one
-        is free again. Slots that were allocated before a reset become pinned without being findable.
+        A hash that is already registered keeps its slot: the returned handle holds that slot, and the new one becomes
+        free. Slots that were allocated before a reset become pinned without being findable.
         """
         store = self._consume()
         return PinnedBlocks(store, store._register(self._slots, self._hashes, self._epoch), self._epoch, self._hashes)
 
     def release(self) -> None:
-        """Give the slots back, nothing was registered; ends the handle."""
+        """Give the slots back without registering them; ends the handle."""
         self._consume()._free_complete(self._slots)
 
 
@@ -139,5 +139,5 @@ class PinnedBlocks(NamedBlocks):
     __slots__ = ()
 
     def release(self) -> None:
-        """Unpin; ends the handle. Blocks that nobody else pins become the most recently used, the first one newest."""
+        """Unpin; ends the handle. Blocks without another pin become the most recently used, the first one newest."""
         self._consume()._unpin(self._slots)

@@ -1,12 +1,12 @@
-"""The order in which slots are taken: a list of free slots and a list of inactive ones, oldest first.
+"""SlotLists: the order in which slots are allocated and evicted, as a list of free and a list of inactive slots.
 
-Both are circular doubly linked lists that share two arrays of ints, with one extra node per list as its two ends. A
-slot is in at most one list, costs eight bytes, and every operation touches only the slots it is given: no heap, no
-clock, no compaction. Exact least recently used order: what is appended last is taken last.
+Both are circular doubly linked lists that share two arrays of ints, with one extra node per list for its two ends. A
+slot is in at most one list and costs eight bytes. Every operation changes only the slots it is given. The order is
+exactly least recently used: slots that are appended last are taken last.
 
        node of the list ──newer──▶ oldest slot ──newer──▶ ... ──newer──▶ newest slot ──newer──▶ node of the list
 
-Only the store calls this. The lists know nothing of states: the store decides which slots belong in them.
+Only the store uses them. It decides from the states which slots belong in which list.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class SlotLists:
         return taken
 
     def remove(self, slots: Sequence[int]) -> None:
-        """Take `slots`, each of which is in a list and which are all different, out of it.
+        """Remove `slots` from their lists. They must be different, and each must be in a list.
 
-        Blocks that were released together stand side by side, tail first, so `slots` is cut into runs in which each
-        slot is the older neighbour of the one before it, and each run is taken out as a whole.
+        Blocks that were released together are neighbours, tail first. So `slots` is cut into runs in which each slot is
+        the older neighbour of the previous one, and each run is removed as a whole.
         """
         if not slots:
             return
@@ -66,7 +66,7 @@ class SlotLists:
         self._join(older[tail], newer[head])
 
     def append_all(self, which: int, source: int) -> None:
-        """Move the whole list `source` to the newest end of `which`, in one step whatever its length."""
+        """Move the whole list `source` to the newest end of `which`, in constant time."""
         if self._newer[source] == source:
             return
         oldest, newest = self._newer[source], self._older[source]
@@ -82,7 +82,7 @@ class SlotLists:
             slot = self._newer[slot]
 
     def is_linked(self, slot: int) -> bool:
-        """Whether both neighbours of `slot` agree that it stands between them."""
+        """Whether both neighbours of `slot` link to it."""
         return self._older[self._newer[slot]] == slot == self._newer[self._older[slot]]
 
     def _join(self, older: int, newer: int) -> None:

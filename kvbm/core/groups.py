@@ -1,11 +1,11 @@
-"""KV cache groups: layers of one model that keep blocks of their own, and how far back each of them looks.
+"""KV cache groups: layers of one model that have their own blocks, and how far back they attend.
 
-Most models have one group, in which a token attends to all before it. In a hybrid model some layers look back only over
-a window, and an engine keeps no blocks before it. What a hit of `end` tokens needs in G2 or G1 then differs by group:
+Most models have one group, in which a token attends to all tokens before it. In a hybrid model some layers attend only
+to a window, and an engine keeps no blocks before it. The blocks that a hit of `end` tokens needs then differ by group:
 
     full attention     |===============================| end
-    window             |                      |========| end     blocks before the window are neither kept nor needed
-    chunk              |                 |=============| end     chunks do not look into each other
+    window             |                      |========| end     blocks before the window are not needed
+    chunk              |                 |=============| end     tokens attend only to their own chunk
 
 A block id belongs to one group at a time and all groups share the engine's pool, so a block of any group fits any slot.
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`block_tokens` tokens per block. At most one of the limits is set: layers that look back over `window_tokens`,
-    the token itself included, or only into their own stretch of `chunk_tokens`."""
+    """A KV cache group with `block_tokens` tokens per block. At most one limit is set: the layers attend to the last
+    `window_tokens` tokens, including the token itself, or only to their own chunk of `chunk_tokens`."""
 
     block_tokens: int
     window_tokens: int | None = None
@@ -31,7 +31,7 @@ class Group:
         return self.window_tokens is None and self.chunk_tokens is None
 
     def first_needed_block(self, end: int) -> int:
-        """The first block that the token at position `end` still looks into."""
+        """Return the first block that the token at position `end` attends to."""
         first_token = 0
         if self.window_tokens is not None:
             first_token = max(0, end - self.window_tokens + 1)
@@ -48,10 +48,10 @@ def longest_hit(
     start: int,
     end: int,
 ) -> int:
-    """How many tokens a request has after the longest hit that every group can serve, `start` if there is none.
+    """Return how many tokens a request has after the longest hit that every group can serve, `start` without a hit.
 
-    `chains[g][i]` names block i of group g. The first `start` tokens are in G1 already; a hit ends at `end` tokens at
-    most, and where a block of every group ends.
+    `chains[g][i]` names block i of group g. The first `start` tokens are in G1 already. A hit ends after at most `end`
+    tokens, at a position where a block of every group ends.
     """
     unit = math.lcm(*(group.block_tokens for group in groups))
     reach = end // unit * unit
@@ -67,7 +67,7 @@ def longest_hit(
 
 
 def _served(is_present: Callable[[bytes], bool], group: Group, chain: Sequence[bytes], start: int, reach: int) -> int:
-    """The longest prefix of at most `reach` tokens that this group may serve; below `reach` it is only a bound."""
+    """Return an upper bound of the prefix that this group can serve; if it is `reach`, it is exact."""
     first = max(start // group.block_tokens, group.first_needed_block(reach))
     blocks = range(first, reach // group.block_tokens)
     for block in blocks if group.looks_back_over_all else reversed(blocks):

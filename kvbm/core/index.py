@@ -1,13 +1,13 @@
-"""Which slot holds a sequence hash, and which hash a slot holds.
+"""HashIndex: maps sequence hashes to slots and slots to hashes.
 
-One dict from hash to slot would do, but for its size: Python rebuilds a dict when its table is used up, and at four
-million entries that is a pause of a quarter of a second with twice the memory. So the entries are spread by hash over
-many dicts of about ten thousand, and a rebuild costs about a millisecond. The way back, from slot to hash, is one flat
-bytearray, which the garbage collector has no need to walk.
+One dict from hash to slot would be too large: Python rebuilds a dict when its table is full, and with four million
+entries that takes 0.25 s and twice the memory. So the entries are distributed by hash over many dicts of about ten
+thousand entries, and a rebuild takes about 1 ms. Slots map to hashes through one flat bytearray, which the garbage
+collector does not walk.
 
-A prefix is found faster than by a lookup per block. Blocks that were registered together mostly lie in consecutive
-slots, so after one lookup the hashes that follow are compared with those slots as bytes, and only where they differ is
-the next lookup made. That is exact: a slot that is registered and holds the bytes of a hash is where that hash is.
+Finding a prefix is faster than one lookup per block. Blocks that were registered together are mostly in consecutive
+slots. So after one lookup the next hashes are compared as bytes with the next slots, and another lookup is made only
+where they differ. The result is exact: if a registered slot holds the bytes of a hash, the hash is in that slot.
 
 Only the store calls this. `states` is the store's; it is read here, never written.
 """
@@ -22,15 +22,15 @@ from struct import Struct
 
 from kvbm.errors import InvariantError
 
-# A dict in which entries come and go settles at a table of at least three times its entries, rounded up to a power of
-# two: up to 10 922 entries that is 2**15, with two-byte indices, or 54 bytes an entry. 5 % are left for uneven spread.
+# The table of a dict whose entries change has at least three times as many places, rounded up to a power of two. Up to
+# 10 922 entries that is 2**15, with two-byte indices, or 54 bytes per entry. 5 % are left for an uneven distribution.
 ENTRIES_PER_DICT = 10_400
-# Comparing bytes pays while the runs of consecutive slots have this many blocks on average.
+# Comparing bytes is faster while runs of consecutive slots have this many blocks on average.
 _WORTHWHILE_RUN = 8
 
 
 class HashIndex:
-    """A bijection between the registered sequence hashes and those slots whose state is in `registered_states`."""
+    """A bijection between the registered sequence hashes and the slots whose state is in `registered_states`."""
 
     def __init__(self, states: bytearray, registered_states: bytes, hash_bytes: int) -> None:
         self._states = states
@@ -72,7 +72,7 @@ class HashIndex:
         return slots
 
     def _run_length(self, joined: bytes, position: int, slot: int, limit: int) -> int:
-        """Return how many hashes from `position` on lie in consecutive registered slots, the first one in `slot`."""
+        """Return how many hashes from `position` on are in consecutive registered slots, the first one in `slot`."""
         size = self._hash_bytes
         length, window = 1, 16
         limit = min(limit, len(self._states) - slot)
@@ -93,7 +93,7 @@ class HashIndex:
         return list(map(dict.get, self._dicts_of(hashes), hashes))
 
     def add(self, hashes: Sequence[bytes], slots: list[int]) -> list[int]:
-        """Register each hash at its slot unless it has one already; return the slot that each hash has afterwards."""
+        """Register each hash at its slot unless it already has a slot; return the slot of each hash."""
         if self._retired:
             self._retired.pop()
         holders = list(map(dict.setdefault, self._dicts_of(hashes), hashes, slots))
@@ -123,12 +123,12 @@ class HashIndex:
         return tuple([item[0] for item in map(self._read, repeat(self._hashes), offsets)])
 
     def clear(self) -> None:
-        """Forget everything at once. Freeing the entries takes long when there are millions: `add` does it in turns."""
+        """Forget everything at once. Millions of entries take long to free, so `add` frees one dict per call."""
         self._retired += self._dicts
         self._make_dicts()
 
     def require_length(self, hashes: Sequence[bytes]) -> None:
-        """Raise InvariantError unless each hash has the length that this index was made for."""
+        """Raise InvariantError unless each hash has the length that this index requires."""
         if hashes and set(map(len, hashes)) != {self._hash_bytes}:
             raise InvariantError(f"sequence hashes of this store have {self._hash_bytes} bytes, got {hashes!r:.200}")
 
@@ -136,7 +136,7 @@ class HashIndex:
         self._dicts: list[dict[bytes, int]] = [{} for _ in range(self._dict_count)]
 
     def _dict_of(self, sequence_hash: bytes) -> dict[bytes, int]:
-        # Python's own hash, which the dict needs anyway, spreads evenly whatever the bytes are: counters, equal ends.
+        # Python's own hash, which the dict needs anyway, distributes evenly for any bytes, even counters or equal ends.
         return self._dicts[hash(sequence_hash) % self._dict_count]
 
     def _dicts_of(self, hashes: Sequence[bytes]) -> Iterator[dict[bytes, int]]:

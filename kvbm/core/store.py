@@ -1,17 +1,18 @@
 """BlockStore: the metadata of one tier, and the only code that changes a block's state.
 
-It owns which slot is free, whose bytes are being written, which hash a slot holds, who pins it, and which block is
-evicted next. One thread owns a store; there is no lock, no clock and no I/O, and equal calls give equal results.
+For each slot it knows whether it is free, being written, or registered with a hash; how often it is pinned; and which
+block is evicted next. One thread owns a store. There is no lock, no clock and no I/O, and equal calls give equal
+results.
 
     state       in list     in index   ends with
     FREE        free        no         allocate -> MUTABLE, restore -> INACTIVE
     MUTABLE     -           no         stage -> COMPLETE, release -> FREE
     COMPLETE    -           no         register -> PINNED, release -> FREE
-    PINNED      -           yes        last release -> INACTIVE, forget or reset -> HIDDEN
+    PINNED      -           yes        last release -> INACTIVE, forget or reset -> ORPHANED
     INACTIVE    inactive    yes        pin -> PINNED, evict (inside allocate) -> MUTABLE, forget or reset -> FREE
-    HIDDEN      -           no         last release -> FREE            (pinned, but no longer findable)
+    ORPHANED    -           no         last release -> FREE            (pinned, but no longer findable)
 
-No Python object exists per block except its hash and the int of its slot inside the index.
+Per block there is no Python object except its hash and the int of its slot inside the index.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from kvbm.types import Tier
 
 
 class BlockState(IntEnum):
-    """What a slot is, one byte each."""
+    """State of a slot, one byte."""
 
     FREE = 0
     MUTABLE = 1
     COMPLETE = 2
     PINNED = 3
     INACTIVE = 4
-    HIDDEN = 5
+    ORPHANED = 5
 
 
 # Plain ints: the loops below run for every block.
-FREE, MUTABLE, COMPLETE, PINNED, INACTIVE, HIDDEN = (int(state) for state in BlockState)
-_AFTER_RESET = bytes.maketrans(bytes((PINNED, INACTIVE)), bytes((HIDDEN, FREE)))
+FREE, MUTABLE, COMPLETE, PINNED, INACTIVE, ORPHANED = (int(state) for state in BlockState)
+_AFTER_RESET = bytes.maketrans(bytes((PINNED, INACTIVE)), bytes((ORPHANED, FREE)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class BlockStore:
         self.capacity_blocks = capacity_blocks
         self.tier = tier
         self._states = bytearray(capacity_blocks)
-        # How often a slot is pinned beyond the first time. Most are not, so this is small.
+        # Pins of a slot after the first one. Few slots have any, so this is small.
         self._extra_pins: dict[int, int] = {}
         self._lists = SlotLists(capacity_blocks)
         self._index = HashIndex(self._states, bytes((PINNED, INACTIVE)), hash_bytes)
@@ -80,7 +81,7 @@ class BlockStore:
     # Allocation
 
     def allocate(self, count: int) -> MutableBlocks | None:
-        """Return `count` slots, or None when not even eviction can serve all of them.
+        """Return `count` slots, or None if there are fewer free and evictable ones.
 
         Free slots are used first, then the least recently used inactive blocks are evicted.
         """
@@ -132,7 +133,7 @@ class BlockStore:
     def _register(self, slots: list[int], hashes: tuple[bytes, ...], epoch: int) -> list[int]:
         self._complete_count -= len(slots)
         if epoch != self._epoch:
-            self._set_states(slots, HIDDEN)
+            self._set_states(slots, ORPHANED)
             return slots
         holders = self._index.add(hashes, slots)
         if holders == slots:
@@ -156,7 +157,7 @@ class BlockStore:
     # Lookup
 
     def match(self, hashes: Sequence[bytes], start: int = 0) -> int:
-        """Return how many of `hashes[start:]` are registered, counted up to the first that is not. Changes nothing."""
+        """Return how many of `hashes[start:]` are registered, up to the first that is not. Changes nothing."""
         return len(self._index.find_prefix(hashes[start:] if start else hashes))
 
     def contains(self, sequence_hash: bytes) -> bool:
@@ -169,7 +170,7 @@ class BlockStore:
     # Pins and recency
 
     def pin(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
-        """Hold all of `hashes` against eviction, or None when one of them is not registered."""
+        """Hold all of `hashes` against eviction; None if one of them is not registered."""
         slots = self._index.find_prefix(hashes)
         if len(slots) < len(hashes):
             return None
@@ -192,7 +193,7 @@ class BlockStore:
         unheld = self._drop_extra_pins(slots) if self._extra_pins else slots[::-1]
         states = self._states
         if [states[slot] for slot in unheld].count(PINNED) < len(unheld):
-            self._free([slot for slot in unheld if states[slot] == HIDDEN])
+            self._free([slot for slot in unheld if states[slot] == ORPHANED])
             unheld = [slot for slot in unheld if states[slot] == PINNED]
         self._set_states(unheld, INACTIVE)
         self._lists.append(self._lists.inactive, unheld)
@@ -201,7 +202,7 @@ class BlockStore:
     def _drop_extra_pins(self, slots: list[int]) -> list[int]:
         """Return those of `slots` that had no extra pin to drop, tail first.
 
-        Of a block that stands several times in one batch, the first place counts: the head of a chain is newest.
+        For a block that occurs several times in a batch, the first position counts: the head of a chain is newest.
         """
         extra_pins, unheld = self._extra_pins, []
         for slot in reversed(slots):
@@ -225,17 +226,17 @@ class BlockStore:
         self._lists.append(self._lists.inactive, reversed(inactive))
 
     def oldest(self, count: int) -> tuple[bytes, ...]:
-        """The hashes of up to `count` blocks that would be evicted first, the first one first."""
+        """Return the hashes of up to `count` blocks that would be evicted first, in that order."""
         return self._index.hashes_of(list(islice(self._lists.walk(self._lists.inactive), count)))
 
     def restore(self, slots: list[int], hashes: Sequence[bytes]) -> None:
-        """Register what an earlier process left in these free slots, the last block most recently used."""
+        """Register the blocks of an earlier process in these free slots, the last one most recently used."""
         if set(map(self._states.__getitem__, slots)) - {FREE} or len(set(slots)) != len(slots):
             raise InvariantError(f"{len(hashes)} blocks restored to {len(slots)} slots: {slots!r:.80}")
         self._index.require_length(hashes)
         if self._index.add(hashes, slots) != slots:
-            raise InvariantError(f"a hash was restored twice, or is registered: {len(hashes)} blocks")
-        self._lists.remove(slots[::-1])  # what was written together was free together, in this order
+            raise InvariantError(f"a hash occurs twice or is registered already: {len(hashes)} blocks restored")
+        self._lists.remove(slots[::-1])  # in this order, blocks that were written together form runs
         self._set_states(slots, INACTIVE)
         self._lists.append(self._lists.inactive, slots)
         self._free_count -= len(slots)
@@ -245,13 +246,13 @@ class BlockStore:
     # Forgetting
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Make `hashes` unfindable at once, those that are registered. Pinned slots are free at their last release."""
+        """Make those of `hashes` that are registered unfindable. Pinned slots become free at their last release."""
         slots = list(dict.fromkeys(slot for slot in self._index.find(hashes) if slot is not None))
         if not slots:
             return
         removed = self._index.remove(slots)
         inactive = [slot for slot in slots if self._states[slot] == INACTIVE]
-        self._set_states([slot for slot in slots if self._states[slot] == PINNED], HIDDEN)
+        self._set_states([slot for slot in slots if self._states[slot] == PINNED], ORPHANED)
         self._lists.remove(inactive)
         self._inactive_count -= len(inactive)
         self._free(inactive)
@@ -259,9 +260,9 @@ class BlockStore:
             self._events.append(BlocksRemoved(self.tier, removed))
 
     def reset(self) -> None:
-        """Forget everything. Handles that are out stay valid and give their slots back when they end.
+        """Forget every block. Existing handles stay valid and give their slots back when they end.
 
-        Nothing that was allocated before can become findable any more.
+        Blocks that were allocated before never become findable.
         """
         self._index.clear()
         self._states[:] = self._states.translate(_AFTER_RESET)
@@ -275,7 +276,7 @@ class BlockStore:
     # Reports
 
     def take_events(self) -> list[Event]:
-        """Return the events since the last call, oldest first. Whoever switches events on must take them."""
+        """Return the events since the last call, oldest first. With events on, call this regularly: they accumulate."""
         events, self._events = self._events, []
         return events
 
@@ -290,7 +291,7 @@ class BlockStore:
         )
 
     def leaked(self) -> list[str]:
-        """Return what was said of each handle that was dropped while it held blocks, since the last call."""
+        """Return a description of each handle that was dropped while it held blocks, since the last call."""
         reports = []
         while self._leaks:
             reports.append(self._leaks.popleft())
@@ -307,9 +308,9 @@ class BlockStore:
     # Invariants
 
     def check(self, start: int = 0, count: int | None = None) -> None:
-        """Raise InvariantError, naming slots, states and counts, when something that must hold does not.
+        """Raise InvariantError, with slots, states and counts, if the metadata is inconsistent.
 
-        Without arguments everything is verified. With them, only the `count` slots from `start` on, in as many steps.
+        Without arguments the whole store is checked; with them, only the `count` slots from `start` on.
         """
         end = self.capacity_blocks if count is None else min(start + count, self.capacity_blocks)
         self._check_slots(start, end)
@@ -324,24 +325,24 @@ class BlockStore:
             if (holder == slot) != (state in (PINNED, INACTIVE)):
                 raise InvariantError(f"slot {slot} is {BlockState(state).name}, but its hash is found at slot {holder}")
             if state in (FREE, INACTIVE) and not self._lists.is_linked(slot):
-                raise InvariantError(f"slot {slot} is {BlockState(state).name}, but its neighbours do not list it")
-            if slot in self._extra_pins and (state not in (PINNED, HIDDEN) or self._extra_pins[slot] < 1):
+                raise InvariantError(f"slot {slot} is {BlockState(state).name}, but no list contains it")
+            if slot in self._extra_pins and (state not in (PINNED, ORPHANED) or self._extra_pins[slot] < 1):
                 raise InvariantError(
                     f"slot {slot} is {BlockState(state).name} with {self._extra_pins[slot]} extra pins"
                 )
 
     def _check_whole(self) -> None:
         counts, states = self.counts(), self._states
-        pinned, hidden = states.count(PINNED), states.count(HIDDEN)
+        pinned, orphaned = states.count(PINNED), states.count(ORPHANED)
         counted = StoreCounts(
             free=states.count(FREE),
             mutable=states.count(MUTABLE),
             complete=states.count(COMPLETE),
-            pinned=pinned + hidden,
+            pinned=pinned + orphaned,
             inactive=states.count(INACTIVE),
         )
         if counts != counted:
-            raise InvariantError(f"counts are {counts}, the slots say {counted}")
+            raise InvariantError(f"counts are {counts}, counted in the slots: {counted}")
         if len(self._index) != counts.inactive + pinned:
             raise InvariantError(f"{len(self._index)} hashes for {counts.inactive} inactive and {pinned} pinned slots")
         self._check_list(self._lists.free, FREE, counts.free)

@@ -1,13 +1,14 @@
-"""DeviceCopier: whole blocks between G1, the engine's storages, and the slots of this rank's segment.
+"""DeviceCopier: copies whole blocks between G1, the engine's storages, and the slots of this rank's segment.
 
-`offload` and `onboard` are called by copying threads, several at a time for different blocks and slots. They return
-when every byte is at its destination, or raise TransferError when it may not be; in both cases nothing of theirs is
-still reading or writing. Who owns the blocks and slots is decided elsewhere.
+Copying threads call `offload` and `onboard`, several at a time for different blocks and slots. The calls return when
+every byte is at its destination, and raise TransferError if that is uncertain. In both cases the copy has stopped
+reading and writing. The leader decides who owns the blocks and slots.
 
-Here are the checks and the CPU's way; `cuda` has the other one. A copying thread that takes the GIL back beside a busy
-engine thread may wait 5 ms for it each time, longer than most copies take. So there are few calls that release it,
-and these are long. One side of a copy is whole slots: numpy gathers into, or scatters from, each run of consecutive
-slots in one call. numpy, because it copies in this thread alone; torch would start threads beside the engine's.
+This module has the checks and the copies on the CPU; `cuda` has those on CUDA devices. A copying thread that reacquires
+the GIL while the engine thread is busy may wait 5 ms each time, longer than most copies take. So few calls release the
+GIL, and these are long. One side of a copy is whole slots: numpy gathers into, or scatters from, each run of
+consecutive slots in one call. numpy copies in the calling thread; torch would start threads that compete with the
+engine's.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Moves = Sequence[tuple[int, int]]  # (slot, block) in the order of the slots, wh
 
 
 class DeviceCopier:
-    """Copies between `storages`, as `layout` describes them, and `segment`. See the module's text."""
+    """Copies between `storages`, which have this `layout`, and `segment`. See the module's text."""
 
     def __init__(self, layout: BlockLayout, storages: Sequence[torch.Tensor], segment: Segment) -> None:
         _check_storages(layout, storages, segment)
@@ -54,7 +55,7 @@ class DeviceCopier:
             self._path = _CpuPath(layout, [storage.numpy() for storage in storages], segment.payload)
 
     def fence(self) -> object | None:
-        """Mark what the engine's thread has submitted to the device so far; a copy that gets the fence waits for it."""
+        """Mark the work submitted to the device by the engine's thread so far. A copy with this fence waits for it."""
         return self._path.fence()
 
     def offload(self, block_ids: Sequence[int], slots: Sequence[int], fence: object | None) -> None:
@@ -68,7 +69,7 @@ class DeviceCopier:
             self._path.onboard(moves, fence)
 
     def _checked(self, block_ids: Sequence[int], slots: Sequence[int]) -> Moves:
-        """A number that does not exist would hit another block, or memory that is not ours."""
+        """Return (slot, block) pairs in slot order. A number out of range would overwrite other blocks or memory."""
         if len(block_ids) != len(slots):
             raise TransferError(f"copy of {len(block_ids)} blocks and {len(slots)} slots")
         for name, numbers, count in (("block", block_ids, self._block_count), ("slot", slots, self._slot_count)):
@@ -78,7 +79,7 @@ class DeviceCopier:
 
 
 class _Path(Protocol):
-    """How one kind of device is reached."""
+    """Copies on one kind of device."""
 
     def fence(self) -> object | None: ...
     def offload(self, moves: Moves, fence: object | None) -> None: ...
@@ -86,14 +87,14 @@ class _Path(Protocol):
 
 
 class _CpuPath:
-    """Whole runs of slots where these are long enough, and else piece by piece."""
+    """Copies on the CPU: whole runs of slots if they are long enough, else piece by piece."""
 
     def __init__(self, layout: BlockLayout, storages: Sequence[NDArray[np.uint8]], payload: NDArray[np.uint8]) -> None:
         self._pieces = _Pieces(layout, storages, payload)
         self._rows = _Rows.of(layout, storages, payload)
 
     def fence(self) -> None:
-        """The forward pass ran in the engine's thread; whoever got this order came after it."""
+        """No fence: the forward pass ran in the engine's thread before it passed this order."""
 
     def offload(self, moves: Moves, fence: object | None) -> None:
         if self._rows is None or (runs := self._rows.runs(moves)) is None:
@@ -112,9 +113,9 @@ class _CpuPath:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """G1, if it is one storage, as equal rows of which a block takes some; and slots as runs of such rows.
+    """G1, if it is one storage, as rows of equal length; a block and a slot are several rows each.
 
-    Rows are int64: numpy holds the GIL while it scatters opaque ones.
+    The elements are int64, because numpy holds the GIL while it scatters elements of opaque types.
     """
 
     g1: NDArray[np.int64]
@@ -125,7 +126,7 @@ class _Rows:
 
     @classmethod
     def of(cls, layout: BlockLayout, storages: Sequence[NDArray[np.uint8]], payload: NDArray[np.uint8]) -> _Rows | None:
-        """None where the pieces have no common measure."""
+        """Return None if the pieces have no common row length."""
         strides = {piece.block_stride for piece in layout.pieces}
         row_bytes = gcd(*(number for p in layout.pieces for number in (p.offset, p.block_stride, p.length)))
         if len(storages) != 1 or len(strides) != 1 or row_bytes < MIN_ROW_BYTES or row_bytes % 8:
@@ -141,15 +142,15 @@ class _Rows:
         )
 
     def runs(self, moves: Moves) -> list[tuple[int, int]] | None:
-        """The runs of slots, one call each; None where calls would be too short to be worth it."""
+        """Return the runs of slots, one call each; None if the calls would be too short."""
         if self.block_bytes == self.payload.shape[1]:
             runs = consecutive([slot for slot, _ in moves])
-        else:  # padding parts the slots
+        else:  # padding separates the slots
             runs = [(index, index + 1) for index in range(len(moves))]
         return runs if len(moves) * self.block_bytes >= MIN_GATHER_BYTES * len(runs) else None
 
     def spans(self, moves: Moves, runs: list[tuple[int, int]]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """(row numbers in G1, the rows of the slots that they belong to), per run of slots."""
+        """Yield (row numbers in G1, rows of the slots), per run of slots."""
         for begin, end in runs:
             blocks = np.array([block for _, block in moves[begin:end]])
             rows = blocks[:, None] * self.rows_per_stride + self.rows_of_block_0
@@ -159,13 +160,13 @@ class _Rows:
 
 
 class _Pieces:
-    """Pieces at addresses, moved one by one: any layout.
+    """Copies piece by piece with memmove, for any layout.
 
-    A short move would spend its time waiting for the GIL, so up to HELD_BYTES are moved before it is released once.
+    After a short move a thread would mostly wait for the GIL, so it is released only once per HELD_BYTES.
     """
 
     def __init__(self, layout: BlockLayout, storages: Sequence[NDArray[np.uint8]], payload: NDArray[np.uint8]) -> None:
-        self._kept = (storages, payload)  # we hold their addresses
+        self._kept = (storages, payload)  # keeps the memory behind the addresses alive
         self._slots, self._slot_stride = payload.ctypes.data, layout.slot_stride
         self._pieces = [
             (storages[p.storage].ctypes.data + p.offset, p.block_stride, p.length, at)
@@ -176,7 +177,7 @@ class _Pieces:
         self._move_holding = _memmove(ctypes.PyDLL(None))
 
     def copy(self, moves: Moves, *, is_offload: bool) -> None:
-        """Every piece of each block, to or from its slot."""
+        """Copy every piece of each block to or from its slot."""
         held = 0
         for g1, g2, length in self._runs(moves) if self._is_dense else self._each(moves):
             held += length
@@ -188,14 +189,14 @@ class _Pieces:
                 held = 0
 
     def _each(self, moves: Moves) -> Iterator[tuple[int, int, int]]:
-        """(address in G1, address in the segment, length) of every piece."""
+        """Yield (address in G1, address in the segment, length) of every piece."""
         for slot, block in moves:
             at = self._slots + slot * self._slot_stride
             for start, stride, length, slot_offset in self._pieces:
                 yield start + block * stride, at + slot_offset, length
 
     def _runs(self, moves: Moves) -> Iterator[tuple[int, int, int]]:
-        """The same where blocks and slots lie without gaps, so that neighbours on both sides move together."""
+        """Like `_each`, for blocks and slots without gaps: neighbours on both sides are one move."""
         start, stride, length, _ = self._pieces[0]
         for begin, end in consecutive([slot for slot, _ in moves], [block for _, block in moves]):
             slot, block = moves[begin]
@@ -214,7 +215,8 @@ def _check_storages(layout: BlockLayout, storages: Sequence[torch.Tensor], segme
         raise InvariantError(f"{len(storages)} storages for a layout of {layout.storage_count}")
     for index, storage in enumerate(storages):
         if storage.dim() != 1 or storage.element_size() != 1 or not storage.is_contiguous():
-            raise InvariantError(f"storage {index}: {storage.dtype} of shape {tuple(storage.shape)}, not plain bytes")
+            shape = tuple(storage.shape)
+            raise InvariantError(f"storage {index} is not contiguous bytes: {storage.dtype} of shape {shape}")
         if storage.device != storages[0].device or storage.numel() < layout.storage_bytes(index):
             raise InvariantError(
                 f"storage {index}: {storage.numel()} bytes on {storage.device}, the layout needs "

@@ -1,11 +1,12 @@
-"""The CUDA way between G1 and page-locked slots; `device` checks the numbers and calls it.
+"""CudaPath: copies between G1 on a CUDA device and page-locked slots. `copier` checks the numbers and calls it.
 
-One stream per direction: it waits for the fence, everything is enqueued, then a copying thread waits for the device.
-Pieces of layer-separate caches pass through a staging buffer on the device (`index_select` out of G1, `index_copy_`
-into it), so that what crosses the link is whole blocks, consecutive slots together. A block of one piece goes directly.
+There is one stream per direction. It waits for the fence, all copies are enqueued, then the copying thread waits for
+the device. Pieces of layer-separate caches pass through a staging buffer on the device (`index_select` out of G1,
+`index_copy_` into it), so that whole blocks cross the link, consecutive slots in one copy. A block of one piece is
+copied directly.
 
-torch releases the GIL in each call and a copying thread may wait long to get it back, so the copies of a batch are one
-call. Nothing here waits inside the stream's lock.
+torch releases the GIL in each call, and a copying thread may wait long to reacquire it. So the copies of a batch are
+one call. No thread waits for the device while it holds the stream's lock.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STAGING_BYTES = 64 << 20
 
 
 class CudaPath:
-    """One CUDA device. The segment should be page-locked: from pageable memory copies are right, and slow."""
+    """Copies on one CUDA device. The segment should be page-locked: copies from pageable memory are slow."""
 
     def __init__(self, layout: BlockLayout, storages: Sequence[torch.Tensor], payload: NDArray[np.uint8]) -> None:
         import torch
@@ -94,7 +95,7 @@ class CudaPath:
     def _direct_runs(
         self, blocks: Sequence[int], slots: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(pieces of G1, pieces of slots), each contiguous; neighbours on both sides together."""
+        """Return (pieces of G1, pieces of slots), each contiguous; neighbours on both sides are one piece."""
         g1, size = self._sheets[0].g1[:, 0], self._block_size
         is_dense = g1.is_contiguous() and self._slots.shape[1] == size
         runs = consecutive(blocks, slots) if is_dense else [(i, i + 1) for i in range(len(blocks))]
@@ -106,7 +107,7 @@ class CudaPath:
     def _staged_runs(
         self, direction: _Direction, slots: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(runs of whole slots, padding included, and their places in the staging buffer)."""
+        """Return (runs of whole slots with padding, their parts of the staging buffer)."""
         runs = consecutive(slots)
         return (
             [self._slots[slots[begin] : slots[begin] + end - begin] for begin, end in runs],
@@ -114,7 +115,7 @@ class CudaPath:
         )
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Through page-locked memory, since a copy from pageable memory would wait here for the whole stream."""
+        """Copy numbers through page-locked memory: a copy from pageable memory would wait for the whole stream."""
         import torch
 
         return torch.tensor(numbers).pin_memory().to(self._device, non_blocking=True)
@@ -122,7 +123,7 @@ class CudaPath:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceSheet:
-    """A sheet as a view [blocks, pieces, elements] of G1, and the columns that it takes in a slot."""
+    """A sheet as a view [blocks, pieces, elements] of G1, and its columns in a slot."""
 
     g1: torch.Tensor
     begin: int
@@ -139,12 +140,12 @@ class _DeviceSheet:
         return cls(words.as_strided(shape, strides, first.offset // size), begin, begin + sheet.slot_bytes // size)
 
     def inside(self, rows: torch.Tensor) -> torch.Tensor:
-        """The part of staged blocks that belongs to this sheet, shaped as the sheet."""
+        """Return the columns of this sheet in staged blocks, in the shape of the sheet."""
         return rows[:, self.begin : self.end].unflatten(1, tuple(self.g1.shape[1:]))
 
 
 class _Direction:
-    """A stream and its staging buffer. Copies of one direction share the link anyway, so they are enqueued in turn."""
+    """A stream and its staging buffer. Copies of one direction share the link, so they are enqueued one by one."""
 
     def __init__(self, device: torch.device, slots: torch.Tensor, staging_blocks: int) -> None:
         import torch
@@ -154,12 +155,12 @@ class _Direction:
         self.staging = torch.empty((staging_blocks, slots.shape[1]), dtype=slots.dtype, device=device)
 
     def batches(self, block_count: int) -> Iterator[tuple[int, int]]:
-        """As many blocks at a time as the staging buffer holds; the stream keeps batches from overtaking each other."""
+        """Return index ranges that fit into the staging buffer. The stream runs them in order."""
         size = len(self.staging)
         return ((begin, min(begin + size, block_count)) for begin in range(0, block_count, size))
 
     def run(self, fence: Any, enqueue: Callable[[], None]) -> None:
-        """Enqueue behind the fence and wait for the device. Raises TransferError, then too after it is done."""
+        """Enqueue after the fence and wait for the device. Raises TransferError, also only when the device is done."""
         import torch
 
         done = torch.cuda.Event(blocking=True)
@@ -175,13 +176,13 @@ class _Direction:
             raise TransferError(f"copy on {self._stream.device} failed: {error}") from error
 
     def _drain(self) -> None:
-        """What was enqueued before the failure must not land later. A context that is lost copies nothing more."""
+        """Wait for copies that were enqueued before the failure. A lost context copies nothing any more."""
         with suppress(RuntimeError):
             self._stream.synchronize()
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Enqueue the copies, in one call that releases the GIL once."""
+    """Enqueue the copies in one call, which releases the GIL once."""
     import torch
 
     if targets:
@@ -189,7 +190,7 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def numa_node_of(storage: torch.Tensor) -> int | None:
-    """The NUMA node that the device of `storage` hangs on; None for CPU memory and where nobody knows."""
+    """Return the NUMA node of the device of `storage`; None for CPU memory, or if it is unknown."""
     if not storage.is_cuda:
         return None
     import torch
@@ -197,6 +198,6 @@ def numa_node_of(storage: torch.Tensor) -> int | None:
     facts = torch.cuda.get_device_properties(storage.device)
     try:
         address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    except AttributeError:  # torch before 2.8 does not tell
+    except AttributeError:  # torch before 2.8 lacks these properties
         return None
     return node_of_pci_device(address)

@@ -1,16 +1,16 @@
-"""The worker: one per rank, beside the G1 memory that it copies from and to.
+"""Worker: copies blocks on one rank, between the rank's G1 memory and its segment.
 
-It owns the rank's segment, the copier and the threads that copy. It decides nothing: it carries out a StepPlan and
-proves each result in a control word. One thread owns it and calls, per engine step,
+It owns the rank's segment, the copier and the copying threads. It decides nothing: it executes a StepPlan and proves
+each result in a control word. One thread owns it and calls, per engine step,
 
-    start(plan)     before the forward pass: onboards begin
-    finish(plan)    after the forward pass: offloads begin, since their sources are computed now
-    poll()          write the control words of the copies that have ended
+    start(plan)     before the forward pass: start onboards
+    finish(plan)    after the forward pass: start offloads, whose sources are computed by then
+    poll()          write the control words of ended copies
 
-None of them waits. Onboards and offloads have threads of their own, so that a stuck offload delays no request.
+None of them waits. Onboards and offloads have separate threads, so that a hung offload delays no request.
 
-The order that the promise rests on: payload bytes first, control word last; and an onboard reads the words of its
-source slots before the copy and again after it, so that a slot which changed hands meanwhile is noticed.
+Correctness depends on an order: payload bytes first, control word last. An onboard reads the words of its source slots
+before the copy and after it, to detect a slot that was reused meanwhile.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from kvbm.host.layout import BlockLayout
 
 WARNING_INTERVAL_S = 60.0
-CPU_PARTS = 2  # one core alone does not use all of the memory's bandwidth
-MIN_PART_BYTES = 4 << 20  # what is worth a thread of its own
+CPU_PARTS = 2  # one core does not use all memory bandwidth
+MIN_PART_BYTES = 4 << 20  # smaller parts are not worth a thread
 
 log = logging.getLogger(__name__)
 
@@ -47,21 +47,21 @@ _Order = TypeVar("_Order", Onboard, Offload)
 
 @dataclass(slots=True)
 class _Running(Generic[_Order]):
-    """An order, the tickets of its parts that have not ended, and what went wrong with any of them."""
+    """An order, the tickets of its parts that have not ended, and the first error of a part."""
 
     order: _Order
     tickets: set[int]
     error: BaseException | None = None
 
     def end(self, ticket: int, error: BaseException | None) -> bool:
-        """Take note of one part's end; tell whether it was the last one."""
+        """Note the end of one part; return whether it was the last one."""
         self.tickets.discard(ticket)
         self.error = self.error or error
         return not self.tickets
 
 
 class Copier(Protocol):
-    """Moves whole blocks between G1 and a segment; the device copier, or one that fails on purpose around it."""
+    """Copies whole blocks between G1 and a segment: DeviceCopier, or a wrapper with faults."""
 
     def fence(self) -> object | None: ...
     def offload(self, block_ids: Sequence[int], slots: Sequence[int], fence: object | None) -> None: ...
@@ -69,9 +69,9 @@ class Copier(Protocol):
 
 
 class Pool(Protocol):
-    """Threads, or a test that steps them by hand."""
+    """Runs copies: TransferPool, or a pool that a test steps."""
 
-    def submit(self, kind: str, run: Callable[[], None]) -> int: ...
+    def submit(self, run: Callable[[], None]) -> int: ...
     def poll(self) -> list[Finished]: ...
     def is_outstanding(self, ticket: int) -> bool: ...
     def withdraw(self, ticket: int) -> bool: ...
@@ -80,7 +80,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostCapacity:
-    """Size of G2 for one engine: bytes as the sum over its ranks, or a block count, which wins."""
+    """Size of G2 for one engine: bytes as the sum over its ranks, or a block count, which takes precedence."""
 
     capacity_bytes: int | None = None
     block_count: int | None = None
@@ -99,10 +99,10 @@ class HostCapacity:
 
 
 class Worker:
-    """Carries out plans on one rank. See the module's text for the order of calls.
+    """Executes plans on one rank. See the module's text for the order of calls.
 
-    An onboard, which a request waits for, is copied in up to `onboard_parts` parts of at least `min_part_bytes` by as
-    many threads.
+    An onboard, for which a request waits, is copied by up to `onboard_parts` threads, in parts of at least
+    `min_part_bytes`.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class Worker:
         binds_memory: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> Worker:
-        """Allocate, touch and pin this rank's segment and start its threads; `binds_memory` to the NUMA node of the
-        device, where that is known and there are several. Raises EnvironmentProblem."""
+        """Allocate, prefault and pin this rank's segment and start its threads. `binds_memory`: allocate on the NUMA
+        node of the device, if it is known and there are several. Raises EnvironmentProblem."""
         slot_count = capacity.slot_count(layout.slot_stride, rank_count)
         pin = storages[0].is_cuda
         node = numa_node_of(storages[0]) if binds_memory else None
@@ -150,16 +150,16 @@ class Worker:
             DeviceCopier(layout, storages, segment),
             onboard_pool=TransferPool(thread_count, name=f"kvbm-onboard-{rank}"),
             offload_pool=TransferPool(thread_count, name=f"kvbm-offload-{rank}"),
-            onboard_parts=1 if storages[0].is_cuda else CPU_PARTS,  # a device's copies share one link
+            onboard_parts=1 if storages[0].is_cuda else CPU_PARTS,  # the copies of a device share one link
         )
 
     @property
     def info(self) -> SegmentInfo:
-        """What the leader needs to map this rank's segment."""
+        """Return what the leader needs to map this rank's segment."""
         return self._segment.info
 
     def start(self, plan: StepPlan) -> None:
-        """Begin the plan's onboards. The G1 blocks they write belong to no running request."""
+        """Start the plan's onboards. The G1 blocks they write belong to no running request."""
         for offload in plan.overdue_offloads:
             self._deny_offload(offload)
         for onboard in plan.overdue_onboards:
@@ -168,18 +168,18 @@ class Worker:
             fence = self._copier.fence()
             for order in plan.onboards:
                 parts = [partial(self._run_onboard, order, part, fence) for part in self._parts(order)]
-                _submit(order, "onboard", parts, self._onboard_pool, self._onboards)
+                _submit(order, parts, self._onboard_pool, self._onboards)
 
     def finish(self, plan: StepPlan) -> None:
-        """Begin the plan's offloads. The forward pass that computes their sources has been submitted."""
+        """Start the plan's offloads. The forward pass that computes their sources has been submitted."""
         if plan.offloads:
             fence = self._copier.fence()
             for order in plan.offloads:
                 whole = partial(self._run_offload, order, fence)
-                _submit(order, "offload", [whole], self._offload_pool, self._offloads)
+                _submit(order, [whole], self._offload_pool, self._offloads)
 
     def poll(self) -> bool:
-        """Write the control words of all copies that have ended since the last call; tell whether one is new."""
+        """Write the control words of copies that have ended since the last call; return whether there were any."""
         onboards = self._onboard_pool.poll() if self._onboards else []
         offloads = self._offload_pool.poll() if self._offloads else []
         for finished in onboards:
@@ -190,17 +190,17 @@ class Worker:
         return has_denied or bool(onboards or offloads)
 
     def is_busy(self) -> bool:
-        """True while a copy is queued, running, or ended without its word written."""
+        """Whether a copy is queued, running, or ended without its word written."""
         return bool(self._onboards or self._offloads)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Stop the threads. The segment stays: it is freed when no process maps it any more."""
+        """Stop the threads. The segment remains until no process maps it."""
         self._onboard_pool.close(timeout_s)
         self._offload_pool.close(timeout_s)
         self.poll()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the threads and free the segment, unless a copier still runs: then the process's end frees it."""
+        """Stop the threads and free the segment. If a copy still runs, the end of the process frees it."""
         self.stop(timeout_s)
         if not self.is_busy():
             self._segment.close()
@@ -222,7 +222,7 @@ class Worker:
     # -- in the owner's thread -----------------------------------------------------------------------------------------
 
     def _parts(self, order: Onboard) -> list[slice]:
-        """The order's blocks in runs of equal length, each long enough for a thread."""
+        """Split the order's blocks into parts of equal length, each large enough for a thread."""
         count = len(order.slots)
         worth = count * self._segment.info.block_bytes // self._min_part_bytes
         size = -(-count // max(1, min(self._onboard_parts, worth)))
@@ -241,7 +241,7 @@ class Worker:
             self._segment.write_slots(order.slots, order.generation, self._state(running.error))
 
     def _deny_onboard(self, order: Onboard) -> None:
-        """Report an overdue onboard that nobody runs here as failed, unless this rank has proven its part."""
+        """Report an overdue onboard that does not run here as failed, unless this rank has proven its part."""
         is_proven = self._segment.lane_carries(order.lane, order.generation)
         if not is_proven and not _is_running(self._onboards, order.generation, self._onboard_pool):
             self._segment.write_lane(order.lane, order.generation, SlotState.FAILED)
@@ -254,25 +254,23 @@ class Worker:
             self._has_denied = True
 
     def _state(self, error: BaseException | None) -> SlotState:
-        """What the word says. The log has the reason of a failure, though not of each: they come in crowds."""
+        """Return the state for the control word. Logs one failure per WARNING_INTERVAL_S: many may come together."""
         if error is None:
             return SlotState.READY
         if time.monotonic() - self._warned_s > WARNING_INTERVAL_S:
             self._warned_s = time.monotonic()
-            log.warning("rank %d: a copy failed, more may have: %r", self._segment.info.rank, error)
+            log.warning("kvbm: rank %d: a copy failed, others may have failed too: %r", self._segment.info.rank, error)
         return SlotState.FAILED
 
 
-def _submit(
-    order: _Order, kind: str, parts: Sequence[Callable[[], None]], pool: Pool, into: dict[int, _Running[_Order]]
-) -> None:
-    running = _Running(order, {pool.submit(kind, part) for part in parts})
+def _submit(order: _Order, parts: Sequence[Callable[[], None]], pool: Pool, into: dict[int, _Running[_Order]]) -> None:
+    running = _Running(order, {pool.submit(part) for part in parts})
     into.update(dict.fromkeys(running.tickets, running))
 
 
 def _is_running(orders: dict[int, _Running[_Order]], generation: int, pool: Pool) -> bool:
-    """Whether a copier may be at this order. A part that the pool has lost, or has not begun and now gives up, is not
-    copied, so that the order fails when the others have ended."""
+    """Whether a copy of this order may still run. A part that the pool has lost, or cancels now because it has not
+    started, is not copied, and the order fails when the other parts have ended."""
     running = next((running for running in orders.values() if running.order.generation == generation), None)
     if running is None:
         return False

@@ -1,4 +1,4 @@
-"""The cores that threads beside an engine's own may run on."""
+"""Cores for kvbm's threads in an engine's process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from contextlib import suppress
 
 
 def allowed_cores() -> set[int]:
-    """The cores that this process or its parent may use. An engine binds itself to those it computes on, and leaves its
-    parent as it is: a thread that inherited the engine's would wait for the very thread that waits for it."""
+    """Return the cores that this process or its parent may use.
+
+    An engine binds its process, but not its parent, to the cores it computes on. A thread that inherited this binding
+    would compete for a core with the engine thread that waits for it.
+    """
     cores = os.sched_getaffinity(0)
     with suppress(OSError):  # a parent in another namespace, or none
         cores |= os.sched_getaffinity(os.getppid())

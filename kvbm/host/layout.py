@@ -1,4 +1,4 @@
-"""BlockLayout: where the bytes of a block lie, in G1 and inside a G2 slot.
+"""BlockLayout: where the bytes of a block are, in G1 and inside a G2 slot.
 
 A block's KV is a list of pieces. In G1 piece p of block b is the run of `length` bytes at `offset + b * block_stride`
 of one storage; in G2 the pieces of a block follow each other without gaps from the start of its slot:
@@ -7,8 +7,8 @@ of one storage; in G2 the pieces of a block follow each other without gaps from 
     G1, block-contiguous    storage: | b0: L0 L1 ... | b1: L0 L1 ... | ...            one piece
     G2                      slot s:  | L0 L1 ... | padding up to `slot_stride` |
 
-Nothing here knows tokens, heads or dtypes: pages are opaque and move whole. A layout is made once, when the engine
-hands over its KV cache, and it is refused if any two pieces of any blocks share a byte.
+A layout does not know tokens, heads or dtypes: it only describes bytes. It is created once, when the engine passes its
+KV cache, and it is refused if two pieces of any blocks share a byte.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One run of bytes of every block: block b's lies at `storages[storage][offset + b * block_stride :][:length]`."""
+    """One run of bytes of every block: for block b, `storages[storage][offset + b * block_stride :][:length]`."""
 
     storage: int
     offset: int
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """Pieces that one strided view covers: `count` of them, `piece_stride` bytes apart, side by side in the slot."""
+    """Pieces that one strided view covers: `count` pieces, `piece_stride` bytes apart in G1, contiguous in the slot."""
 
     first: Piece
     count: int
@@ -84,12 +84,11 @@ class BlockLayout:
     def from_tensors(
         cls, tensors: Sequence[torch.Tensor], *, block_count: int, block_dim: int, shared: bool = False
     ) -> BlockLayout:
-        """The layout of an engine's KV tensors: views of any strides into the storages that `storages_of` returns.
+        """Return the layout of an engine's KV tensors: views of any strides into the storages of `storages_of`.
 
-        `block_dim` is the dimension that counts blocks; its size may be a multiple of `block_count`, when the engine's
-        kernels use smaller blocks. With `shared`, tensors may overlay each other block by block, as those of KV cache
-        groups do; their common bytes are one piece then. Raises EnvironmentProblem for a tensor whose blocks are not
-        whole runs of bytes.
+        `block_dim` is the dimension that counts blocks. Its size may be a multiple of `block_count` if the engine's
+        kernels use smaller blocks. With `shared`, tensors may overlap block by block, as tensors of KV cache groups do;
+        their common bytes become one piece. Raises EnvironmentProblem for a tensor whose blocks are not runs of bytes.
         """
         indexes: dict[int, int] = {}
         pieces: list[Piece] = []
@@ -105,7 +104,7 @@ class BlockLayout:
 
     @property
     def slot_stride(self) -> int:
-        """Distance of two slots: `block_bytes` rounded up to whole pages, as direct I/O wants it."""
+        """Distance of two slots: `block_bytes` rounded up to whole pages, as direct I/O requires."""
         return -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
@@ -118,14 +117,14 @@ class BlockLayout:
         return 1 + max(piece.storage for piece in self.pieces)
 
     def storage_bytes(self, storage: int) -> int:
-        """How long a storage must at least be."""
+        """Return the minimum length of a storage."""
         ends = (
             p.offset + (self.block_count - 1) * p.block_stride + p.length for p in self.pieces if p.storage == storage
         )
         return max(ends, default=0)
 
     def sheets(self) -> tuple[Sheet, ...]:
-        """The pieces grouped, in slot order, into as few strided views as they allow: one for a regular cache."""
+        """Return the pieces, in slot order, as few strided views: one for a regular cache."""
         sheets: list[Sheet] = []
         for piece, slot_offset in zip(self.pieces, self.slot_offsets, strict=True):
             if sheets and (grown := _grow(sheets[-1], piece)) is not None:
@@ -135,7 +134,7 @@ class BlockLayout:
         return tuple(sheets)
 
     def digest(self) -> str:
-        """Names the division of a slot into pieces; the number of blocks and their place in G1 do not count."""
+        """Return a name of the order of bytes in a slot. It is independent of the blocks' number and position in G1."""
         lengths = ",".join(str(piece.length) for piece in self.pieces)
         return hashlib.blake2b(lengths.encode(), digest_size=16).hexdigest()
 
@@ -144,7 +143,7 @@ class BlockLayout:
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The distinct storages behind `tensors`, each as one 1-D uint8 tensor, in the order that `from_tensors` counts."""
+    """Return the distinct storages of `tensors` as 1-D uint8 tensors, in the order in which `from_tensors` counts."""
     import torch
 
     distinct = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
@@ -155,14 +154,14 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def consecutive(*columns: Sequence[int]) -> list[tuple[int, int]]:
-    """Index ranges (begin, end) in which the numbers of each column count up by one."""
+    """Return index ranges (begin, end) in which the numbers of each column increase by one."""
     breaks = {i for numbers in columns for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1}
     bounds = [0, *sorted(breaks), len(columns[0])]
     return list(pairwise(bounds)) if columns[0] else []
 
 
 def _pieces_of(tensor: torch.Tensor, storage: int, block_count: int, block_dim: int) -> Iterator[Piece]:
-    """One piece per run of bytes of a block, outermost dimension first."""
+    """Yield one piece per run of bytes of a block, outermost dimension first."""
     dimensions = list(zip(tensor.shape, tensor.stride(), strict=True))
     rows, stride = dimensions.pop(block_dim)
     if rows % block_count:
@@ -176,7 +175,7 @@ def _pieces_of(tensor: torch.Tensor, storage: int, block_count: int, block_dim: 
 
 
 def _split_run(dimensions: list[tuple[int, int]], tensor: torch.Tensor) -> tuple[list[tuple[int, int]], int]:
-    """(dimensions outside the innermost contiguous run, length of that run in elements)."""
+    """Return (dimensions outside the innermost contiguous run, length of that run in elements)."""
     run = 1
     left = sorted(((size, stride) for size, stride in dimensions if size != 1), key=lambda dimension: dimension[1])
     while left and left[0][1] == run:
@@ -199,7 +198,7 @@ def _starts(outer: list[tuple[int, int]]) -> Iterator[int]:
 
 
 def _join(pieces: list[Piece], *, overlaid: bool) -> Iterator[Piece]:
-    """Pieces that touch in G1, or overlap where they may, become one: a block-first cache is a single run per block."""
+    """Join pieces that are adjacent in G1, or `overlaid`. A block-first cache becomes one run per block."""
     ordered = sorted(pieces, key=lambda piece: (piece.storage, piece.offset))
     joined = ordered[0]
     for piece in ordered[1:]:
@@ -216,7 +215,7 @@ def _join(pieces: list[Piece], *, overlaid: bool) -> Iterator[Piece]:
 
 
 def _grow(sheet: Sheet, piece: Piece) -> Sheet | None:
-    """The sheet with one piece more, if that piece continues its pattern."""
+    """Return the sheet extended by one piece, if that piece continues its pattern."""
     first = sheet.first
     if (piece.storage, piece.block_stride, piece.length) != (first.storage, first.block_stride, first.length):
         return None
@@ -239,7 +238,7 @@ def _refuse_overlap(layout: BlockLayout) -> None:
 
 
 def _intervals(piece: Piece, block_count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the bytes that all blocks' pieces take; one interval where they follow each other."""
+    """Return starts and lengths of the bytes of one piece of all blocks; one interval if they are contiguous."""
     if piece.block_stride == piece.length:
         return np.array([piece.offset], np.int64), np.array([block_count * piece.length], np.int64)
     starts = piece.offset + piece.block_stride * np.arange(block_count, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""LIBC: the C library, for what Python does not offer; a call that fails leaves its error number behind."""
+"""LIBC: the C library, for calls that Python lacks. After a failed call, `last_error` returns its error."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def last_error() -> OSError:
-    """What went wrong in this thread's last call."""
+    """Return the error of this thread's last call."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))

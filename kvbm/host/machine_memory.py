@@ -1,8 +1,7 @@
-"""What this machine's kernel says about memory: room, huge pages, NUMA nodes.
+"""HostMemory: available memory, huge pages and NUMA nodes of this machine, read from /proc and /sys.
 
-All facts are read from /proc and /sys under two roots, so that a test can put files there. Nothing is assumed:
-transparent huge pages apply to shared memory only where the kernel says so, and the room is the least of what the
-machine, the NUMA node and every control group above this process have left.
+Both roots can be replaced for tests. Transparent huge pages apply to shared memory only where the kernel reports so.
+The available memory is the minimum over the machine, the NUMA node and all control groups of this process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvbm.errors import EnvironmentProblem
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """`available_bytes` can be had, and `limit` is what stops there."""
+    """`available_bytes` of memory can be allocated; `limit` names what limits it."""
 
     available_bytes: int
     limit: str
@@ -31,24 +30,24 @@ class HostMemory:
     sys: Path = Path("/sys")
 
     def room(self, node: int | None = None) -> Room:
-        """The tightest limit on memory that this process can take, on one NUMA node or anywhere."""
+        """Return the tightest limit on memory for this process, on one NUMA node or on any."""
         return min(self.rooms(node), key=lambda room: room.available_bytes)
 
     def rooms(self, node: int | None = None) -> list[Room]:
-        """Every limit on memory that this process can take."""
+        """Return all limits on memory for this process."""
         rooms = [Room(self._meminfo(self.proc / "meminfo")["MemAvailable"], "free memory of this machine")]
         if node is not None:
             rooms.append(self._node_room(node))
         return [*rooms, *self._control_group_rooms()]
 
     def huge_pages(self) -> tuple[int, int]:
-        """(bytes of one huge page, bytes in reserved huge pages that nobody has taken)."""
+        """Return (bytes of one huge page, bytes in reserved and unused huge pages)."""
         facts = self._meminfo(self.proc / "meminfo")
         page_bytes = facts.get("Hugepagesize", 0)
         return page_bytes, page_bytes * (facts.get("HugePages_Free", 0) - facts.get("HugePages_Rsvd", 0))
 
     def advises_huge_pages(self) -> bool:
-        """Whether shared memory gets transparent huge pages for the asking."""
+        """Whether shared memory gets transparent huge pages after madvise."""
         try:
             text = (self.sys / "kernel/mm/transparent_hugepage/shmem_enabled").read_text()
         except OSError:
@@ -69,7 +68,7 @@ class HostMemory:
 
     @staticmethod
     def _meminfo(path: Path) -> dict[str, int]:
-        """Name to bytes, or to a plain count where the line has no unit."""
+        """Return name to bytes, or to a plain count if the line has no unit."""
         lines = re.findall(r"^(?:Node +\d+ +)?([^\s:]+): +(\d+)( kB)?$", path.read_text(), re.MULTILINE)
         return {name: int(value) * (1024 if unit else 1) for name, value, unit in lines}
 
@@ -87,7 +86,8 @@ class HostMemory:
 
     @staticmethod
     def _rooms_above(mount: Path, path: str, files: _ControlGroupFiles) -> Iterator[Room]:
-        """A container often sees its own group at the mount itself, under a path that only the host knows."""
+        """Yield the limits of a control group and its parents. In a container, the group is often at the mount itself,
+        and its path exists only on the host."""
         group = mount / path.lstrip("/")
         for directory in (group, *group.parents):
             if (room := files.room(directory)) is not None:
@@ -105,7 +105,7 @@ class _ControlGroupFiles:
     reclaimable: str
 
     def room(self, group: Path) -> Room | None:
-        """What a group has left: its limit less its use, of which unused file pages would be given up first."""
+        """Return the room of a group: its limit minus its usage, where inactive file pages count as free."""
         try:
             limit = (group / self.limit).read_text().strip()
             usage = int((group / self.usage).read_text())
@@ -126,7 +126,7 @@ THIS_MACHINE = HostMemory()
 
 
 def node_of_pci_device(address: str, memory: HostMemory = THIS_MACHINE) -> int | None:
-    """NUMA node of a PCI device such as `0000:1b:00.0`; None where the kernel does not say."""
+    """Return the NUMA node of a PCI device such as `0000:1b:00.0`; None if the kernel does not report it."""
     try:
         node = int((memory.sys / "bus/pci/devices" / address.lower() / "numa_node").read_text())
     except (OSError, ValueError):

@@ -1,18 +1,18 @@
-"""Segments, the host memory of G2: one per rank, and the Region in which a leader maps them all.
+"""Segment and Region: the host memory of G2. Each rank owns a segment; the leader maps all of them as a region.
 
-A segment is a memfd: no name, no port, nothing in /dev/shm; it is gone with the last process that maps it, however that
-ends. Slot s of all segments together is block s.
+A segment is a memfd: it has no name, is not in /dev/shm, and disappears with the last process that maps it. Slot s of
+all segments together is block s.
 
     | slot 0 | slot 1 | ... | slot n-1 | word of slot 0..n-1 | word of lane 0..LANES-1 | padding to a page |
 
-A control word is `generation << 8 | state`, 64 bits, aligned, written by one store. It is how whoever wrote a slot
-proves its bytes: the rank that copied them out of device memory, or the leader for those that were read from disk. The
-leader decides who may write a slot, never two at a time. The order is payload first, word last, and a reader looks at
-the word first. On x86 that is enough: stores appear to everyone in program order, and libc ends copies that bypass
-the cache with a fence. Elsewhere (ARM) a memory barrier is made before words are written and after they are read.
+A control word is `generation << 8 | state`: 64 bits, aligned, written by one store instruction. It proves the bytes of
+its slot. The rank writes it after a copy from device memory, the leader after a read from disk. The leader decides who
+may write a slot, one writer at a time. A writer writes the payload first and the word last; a reader reads the word
+first. On x86 this order is enough: stores become visible in program order, and libc ends copies that bypass the cache
+with a fence. On other machines (ARM) a memory barrier precedes each write of words and follows each read.
 
-`Segment` is the rank's side: its owner thread writes words, and copying threads read and write slots. `Region` is the
-leader's side, in whose process disk threads read and write slots too.
+A rank uses `Segment`: its owner thread writes words, and copying threads read and write slots. The leader uses
+`Region`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STATES = tuple(SlotState)
 
 @dataclass(frozen=True, slots=True)
 class _Geometry:
-    """Where things lie in a segment."""
+    """Offsets and sizes in a segment."""
 
     slot_count: int
     slot_stride: int
@@ -64,7 +64,7 @@ class _Geometry:
 
 
 class Segment:
-    """One rank's share of G2. `payload[s]` is slot s; `close` gives the memory back."""
+    """One rank's part of G2. `payload[s]` is slot s; `close` frees the memory."""
 
     def __init__(self, memory: SharedMemory, info: SegmentInfo) -> None:
         self.info = info
@@ -86,10 +86,10 @@ class Segment:
         progress: Callable[[int, int], None] | None = None,
         memory: HostMemory = THIS_MACHINE,
     ) -> Segment:
-        """Allocate, touch and, with `pin`, page-lock the segment; on NUMA node `node` where there are several.
+        """Allocate and prefault the segment on NUMA node `node`, if there are several; page-lock it with `pin`.
 
-        `progress(done_bytes, total_bytes)` is called from this thread. Raises EnvironmentProblem when the memory is
-        not there, before any is taken; and also later, should somebody else take it meanwhile.
+        `progress(done_bytes, total_bytes)` is called from this thread. Raises EnvironmentProblem if there is too little
+        memory: before any is allocated, or later if another process takes it meanwhile.
         """
         if slot_count < 1:
             raise InvariantError(f"rank {rank}: segment of {slot_count} slots")
@@ -116,13 +116,13 @@ class Segment:
         return cls(shared, info)
 
     def write_slots(self, slots: Sequence[int], generation: int, state: SlotState) -> None:
-        """Prove (or deny) that these slots hold what transfer `generation` was to bring. The bytes came before."""
+        """Report the result of transfer `generation` for these slots. Their bytes must be written before."""
         word = _word(generation, state)
         _order_memory()
         self._slot_words[_indexes(slots, self.info.slot_count)] = word
 
     def write_lane(self, lane: int, generation: int, state: SlotState) -> None:
-        """Report the end of a transfer that has no slot of its own to mark."""
+        """Report the result of a transfer that fills no slot."""
         word = _word(generation, state)
         _order_memory()
         self._lane_words[_indexes([lane], LANES)] = word
@@ -138,12 +138,13 @@ class Segment:
         return bool(self._lane_words[_indexes([lane], LANES)][0] == _word(generation, SlotState.READY))
 
     def close(self) -> None:
-        """Give the memory back at once; views of it that live on then read zeros. May be called twice."""
+        """Free the memory at once; views of it that still exist read zeros. May be called twice."""
         self._memory.close()
 
 
 class Region:
-    """Every rank's segment, as the leader maps it. The leader's thread owns it; `shards[r][s]` is slot s of rank r."""
+    """The segments of all ranks, mapped into the leader's process and owned by its thread. `shards[r][s]` is slot s of
+    rank r."""
 
     def __init__(self, segments: Sequence[_MappedSegment]) -> None:
         self.slot_count = min(segment.info.slot_count for segment in segments)
@@ -159,33 +160,33 @@ class Region:
 
     @classmethod
     def map(cls, infos: Sequence[SegmentInfo]) -> Region:
-        """Map the segments of all ranks. The smallest decides how many slots there are: ranks of a pipeline keep
-        different layers. Raises EnvironmentProblem."""
+        """Map the segments of all ranks. The smallest one decides the number of slots: with pipeline parallelism, ranks
+        have different layers. Raises EnvironmentProblem."""
         ranks = [info.rank for info in infos]
         if not infos or len(set(ranks)) != len(ranks):
             raise InvariantError(f"segments of ranks {ranks}")
         return cls([_MappedSegment.open(info) for info in infos])
 
     def write_slots(self, slots: Sequence[int], generation: int, state: SlotState) -> None:
-        """Prove (or deny, or open) slots in the place of every rank: for what comes from elsewhere than G1."""
+        """Write the words of these slots for every rank. For blocks that do not come from G1."""
         word, indexes = _word(generation, state), _indexes(slots, self.slot_count)
         _order_memory()
         for words in self._slot_words:
             words[indexes] = word
 
     def slots_carry(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
-        """Whether every slot is READY with exactly its generation on every rank. Any thread may ask. Memory that a rank
-        has given back reads as zeros, its words too."""
+        """Whether every slot is READY with exactly its generation on every rank. Any thread may call it. In a closed
+        segment all bytes read as zeros, including the words."""
         wanted, indexes = _ready_words(generations), _indexes(slots, self.slot_count)
         found = [words[indexes] for words in self._slot_words]
         _order_memory()
         return bool(found) and all(bool(np.array_equal(words, wanted)) for words in found)
 
     def slot_results(self, slots: Sequence[int], generation: int) -> list[SlotState]:
-        """What transfer `generation` did to each slot.
+        """Return the result of transfer `generation` for each slot.
 
-        EMPTY until every rank has reported, because a rank that has not may still be copying; then READY if all ranks
-        are, and FAILED if any is not. A lost rank, which copies nothing any more, has FAILED what it had not proven.
+        EMPTY until every rank has reported, because a rank that has not reported may still be copying. Then READY if
+        all ranks are READY, else FAILED. For a lost rank, which copies no more, everything unproven has FAILED.
         """
         indexes = _indexes(slots, self.slot_count)
         found = np.array([words[indexes] for words in self._slot_words])
@@ -193,11 +194,11 @@ class Region:
         return _combine(found, generation, self._is_lost)
 
     def are_lanes_reported(self, lanes: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """For many transfers at once: whether `lane_result` may know the end of each."""
+        """For many transfers at once: whether `lane_result` may have a result."""
         return self._are_reported(self._lane_words, _indexes(lanes, LANES), generations)
 
     def are_reported(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """For many transfers at once, each named by one of its slots: whether `slot_results` may know its end."""
+        """For many transfers at once, each named by one of its slots: whether `slot_results` may have a result."""
         return self._are_reported(self._slot_words, _indexes(slots, self.slot_count), generations)
 
     def _are_reported(
@@ -212,14 +213,14 @@ class Region:
         return reported
 
     def lane_result(self, lane: int, generation: int) -> SlotState:
-        """The same for a transfer that reports in a lane."""
+        """Return the result of a transfer that reports in a lane."""
         indexes = _indexes([lane], LANES)
         found = np.array([words[indexes] for words in self._lane_words])
         _order_memory()
         return _combine(found, generation, self._is_lost)[0]
 
     def has_lost_rank(self) -> bool:
-        """Whether the process of a rank has ended; from then on its results are known. Costs one system call."""
+        """Whether the process of a rank has ended; its missing results count as FAILED then. Takes one system call."""
         for fd, _ in self._poll.poll(0) if self._process_fds else ():
             self._is_lost[self._process_fds[fd]] = True
         return any(self._is_lost)
@@ -237,7 +238,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class _MappedSegment:
-    """One rank's memory, and a descriptor that turns readable when its process ends (None: our own)."""
+    """One rank's memory, and a descriptor that becomes readable when its process ends; None for this process."""
 
     info: SegmentInfo
     payload: NDArray[np.uint8]
@@ -259,7 +260,7 @@ class _MappedSegment:
                 os.close(fd)
             process_fd = None if info.pid == os.getpid() else os.pidfd_open(info.pid)
         except OSError as error:
-            raise EnvironmentProblem(f"the segment of rank {info.rank} cannot be mapped: {error}") from error
+            raise EnvironmentProblem(f"cannot map the segment of rank {info.rank}: {error}") from error
         geometry = _Geometry(info.slot_count, info.slot_stride)
         slot_words, lane_words = geometry.words(mapping)
         payload = np.frombuffer(mapping, np.uint8, geometry.payload_bytes)
@@ -277,14 +278,14 @@ def _ready_words(generations: Sequence[int]) -> NDArray[np.uint64]:
 
 
 def _indexes(numbers: Sequence[int], count: int) -> NDArray[np.int64]:
-    """As an array; a negative number would silently mean another slot."""
+    """Return the numbers as an array. A number out of range is refused: it would silently name another slot."""
     if numbers and not 0 <= min(numbers) <= max(numbers) < count:
         raise InvariantError(f"control words {min(numbers)}..{max(numbers)} of {count}")
     return np.array(numbers, np.int64)
 
 
 def _combine(found: NDArray[np.uint64], generation: int, is_lost: Sequence[bool]) -> list[SlotState]:
-    """The state of each slot over all ranks; `found` is one row of words per rank."""
+    """Return the state of each slot over all ranks; `found` has one row of words per rank."""
     is_ready = found == _word(generation, SlotState.READY)
     is_reported = is_ready | (found == _word(generation, SlotState.FAILED)) | np.array(is_lost)[:, None]
     states = np.where(is_ready.all(axis=0), int(SlotState.READY), int(SlotState.FAILED))
@@ -301,6 +302,6 @@ def _enable_barrier() -> None:
 
 
 def _order_memory() -> None:
-    """Between payload and word; see the module's text. The reader's side calls it after it has read the words."""
+    """Order payload and words, see the module's text. Call it before writing words, or after reading them."""
     if not STORES_ARE_ORDERED:
         KERNEL.barrier()

@@ -1,8 +1,8 @@
-"""Shared memory without a name: a memfd, every page taken at once, page-locked on request.
+"""SharedMemory: a memfd whose pages are all allocated at once, page-locked on request.
 
-`region` is the only user. It is gone with the last process that maps it, however that ends. Asking for too much is an
-error before anything is taken, and says how much was asked and how much there is; taking it in parallel at start-up is
-what makes every later copy free of page faults.
+It has no name and disappears with the last process that maps it. If it does not fit into memory, the request fails
+before any page is allocated, with the requested and the available size. All pages are prefaulted in parallel at
+start-up, so that later copies cause no page faults. Only `region` uses it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvbm.host.layout import PAGE_BYTES
 from kvbm.host.libc import LIBC, last_error
 from kvbm.host.machine_memory import HostMemory
 
-TOUCH_BYTES = 64 << 20
-MAX_TOUCH_THREADS = 16
+PREFAULT_BYTES = 64 << 20
+MAX_PREFAULT_THREADS = 16
 PIN_BYTES = 64 << 30
 CAPACITY_HINT = "lower `tiers.host.capacity`"
 
@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 
 class SharedMemory:
-    """One memfd and its mapping. `close` gives the memory back although views of it may live on; they read zeros."""
+    """One memfd and its mapping. `close` frees the memory; views of it that still exist read zeros."""
 
     def __init__(self, fd: int, mapping: mmap.mmap) -> None:
         self.fd = fd
@@ -55,7 +55,7 @@ class SharedMemory:
     def allocate(
         cls, name: str, payload_bytes: int, *, who: str, node: int | None, memory: HostMemory, progress: Progress | None
     ) -> SharedMemory:
-        """Whole pages for `payload_bytes`: reserved huge ones where there are enough, on `node` if there are several.
+        """Allocate whole pages for `payload_bytes`: reserved huge pages if there are enough, on NUMA node `node`.
 
         `progress(done_bytes, total_bytes)` is called from this thread. Raises EnvironmentProblem.
         """
@@ -71,14 +71,14 @@ class SharedMemory:
                 KERNEL.advise_huge_pages(shared.address, length)
             if node is not None:
                 _bind(who, shared.address, length, node)
-            _touch(who, shared.address, length, check, progress)
+            _prefault(who, shared.address, length, check, progress)
         except BaseException:
-            shared.close()  # a traceback may keep the mapping itself for long
+            shared.close()  # a traceback may keep the mapping alive
             raise
         return shared
 
     def pin(self, who: str) -> None:
-        """Page-lock for DMA, which is quick once all pages are there; one call locks at most PIN_BYTES."""
+        """Page-lock the memory for DMA, PIN_BYTES per call. Fast, since all pages are prefaulted."""
         import torch
 
         runtime = torch.cuda.cudart()
@@ -87,7 +87,7 @@ class SharedMemory:
             error = runtime.cudaHostRegister(self.address + self._pinned_bytes, size, 0)
             if int(error) != 0:
                 raise EnvironmentProblem(
-                    f"{who}: {self.length} bytes of host memory cannot be page-locked: "
+                    f"{who}: cannot page-lock {_shown(self.length)} of host memory: "
                     f"{runtime.cudaGetErrorString(error)}",
                     hint=CAPACITY_HINT,
                 )
@@ -112,9 +112,9 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class _RoomCheck:
-    """Asks before memory is taken, and again while it is: several ranks may allocate side by side.
+    """Checks the available memory before and during allocation, since several ranks may allocate in parallel.
 
-    `memory` is None for reserved huge pages, which nobody else can take once they are mapped.
+    `memory` is None for reserved huge pages: once mapped, no other process can take them.
     """
 
     who: str
@@ -129,8 +129,8 @@ class _RoomCheck:
         if self.length - done_bytes > room.available_bytes:
             available = room.available_bytes + done_bytes
             raise EnvironmentProblem(
-                f"{self.who} asks for {_shown(self.length)} of host memory, and {_shown(available)} are available: "
-                f"{room.limit}",
+                f"{self.who} requests {_shown(self.length)} of host memory, but only {_shown(available)} are "
+                f"available ({room.limit})",
                 hint=CAPACITY_HINT,
             )
 
@@ -143,42 +143,40 @@ def _map_new(name: str, length: int, *, is_huge: bool) -> tuple[int, mmap.mmap]:
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_HUGETLB if is_huge else 0))
     except OSError as error:
-        raise EnvironmentProblem(f"no shared memory: {error}") from error
+        raise EnvironmentProblem(f"cannot create shared memory: {error}") from error
     try:
         os.ftruncate(fd, length)
         return fd, mmap.mmap(fd, length)
     except OSError as error:
         os.close(fd)
-        raise EnvironmentProblem(
-            f"{length} bytes of host memory cannot be mapped: {error}", hint=CAPACITY_HINT
-        ) from error
+        raise EnvironmentProblem(f"cannot map {_shown(length)} of host memory: {error}", hint=CAPACITY_HINT) from error
 
 
 def _bind(who: str, address: int, length: int, node: int) -> None:
     try:
         KERNEL.bind(address, length, node)
     except OSError as error:
-        raise EnvironmentProblem(f"{who}: memory cannot be bound to NUMA node {node}: {error}") from error
+        raise EnvironmentProblem(f"{who}: cannot bind memory to NUMA node {node}: {error}") from error
 
 
-def _touch(who: str, address: int, length: int, check: Callable[[int], None], progress: Progress | None) -> None:
-    """Take every page now, in parallel, so that a shortage shows at start-up and no copy waits for a page."""
-    chunks = [(start, min(TOUCH_BYTES, length - start)) for start in range(0, length, TOUCH_BYTES)]
-    thread_count = min(MAX_TOUCH_THREADS, len(os.sched_getaffinity(0)), len(chunks))
+def _prefault(who: str, address: int, length: int, check: Callable[[int], None], progress: Progress | None) -> None:
+    """Allocate every page now, in parallel, so that a shortage shows at start-up and no copy waits for a page."""
+    chunks = [(start, min(PREFAULT_BYTES, length - start)) for start in range(0, length, PREFAULT_BYTES)]
+    thread_count = min(MAX_PREFAULT_THREADS, len(os.sched_getaffinity(0)), len(chunks))
     done_bytes = 0
-    with ThreadPoolExecutor(thread_count, thread_name_prefix="kvbm-touch") as executor:
-        touched = executor.map(lambda chunk: KERNEL.populate(address + chunk[0], chunk[1]), chunks)
+    with ThreadPoolExecutor(thread_count, thread_name_prefix="kvbm-prefault") as executor:
+        prefaulted = executor.map(lambda chunk: KERNEL.populate(address + chunk[0], chunk[1]), chunks)
         try:
-            for (_, size), _ in zip(chunks, touched, strict=True):
+            for (_, size), _ in zip(chunks, prefaulted, strict=True):
                 done_bytes += size
                 if progress is not None:
                     progress(done_bytes, length)
-                check(min(length, done_bytes + thread_count * TOUCH_BYTES))  # others may be that far ahead
+                check(min(length, done_bytes + thread_count * PREFAULT_BYTES))  # other threads may be that far ahead
         except BaseException as error:
             executor.shutdown(cancel_futures=True)
             if isinstance(error, OSError):
                 raise EnvironmentProblem(
-                    f"{who}: host memory ran out after {done_bytes} of {length} bytes: {error}",
+                    f"{who}: host memory ran out after {_shown(done_bytes)} of {_shown(length)}: {error}",
                     hint=CAPACITY_HINT,
                 ) from error
             raise
@@ -189,7 +187,7 @@ def _round_up(length: int, unit: int) -> int:
 
 
 class Kernel:
-    """Calls on address ranges. Each releases the GIL for its whole length."""
+    """System calls on address ranges. Each releases the GIL while it runs."""
 
     def __init__(self) -> None:
         self._libc = LIBC
@@ -198,11 +196,11 @@ class Kernel:
         self._libc.memset.restype = ctypes.c_void_p
 
     def advise_huge_pages(self, address: int, length: int) -> None:
-        """Best effort: a refusal leaves small pages."""
+        """Request huge pages. If the kernel refuses, small pages are used."""
         self._libc.madvise(address, length, MADV_HUGEPAGE)
 
     def populate(self, address: int, length: int) -> None:
-        """Give every page of a fresh range its memory. Raises OSError, on kernels that can, not SIGBUS later."""
+        """Allocate every page of a fresh range. Without memory, raises OSError; kernels before 5.14 send SIGBUS."""
         if self._libc.madvise(address, length, MADV_POPULATE_WRITE) == 0:
             return
         if ctypes.get_errno() != errno.EINVAL:
@@ -210,24 +208,24 @@ class Kernel:
         self._libc.memset(address, 0, length)
 
     def bind(self, address: int, length: int, node: int) -> None:
-        """Take the pages of a shared range from one NUMA node, whoever touches them. Raises OSError."""
+        """Allocate the pages of a shared range on one NUMA node. Raises OSError."""
         mask = (ctypes.c_ulong * (node // BITS_PER_LONG + 1))()
         mask[node // BITS_PER_LONG] = 1 << (node % BITS_PER_LONG)
         bits = len(mask) * BITS_PER_LONG + 1
         self._system_call(SYSCALL_MBIND, address, length, MPOL_BIND, ctypes.addressof(mask), bits, 0)
 
     def enable_barrier(self) -> None:
-        """Once per process, before the first `barrier`. Raises OSError."""
+        """Call once per process before the first `barrier`. Raises OSError."""
         self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_REGISTER_PRIVATE_EXPEDITED, 0, 0)
 
     def barrier(self) -> None:
-        """A full memory barrier, in every thread of this process that runs. Raises OSError."""
+        """Execute a full memory barrier in every running thread of this process. Raises OSError."""
         self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_PRIVATE_EXPEDITED, 0, 0)
 
     def _system_call(self, numbers: dict[str, int], *arguments: int) -> None:
         number = numbers.get(platform.machine())
         if number is None:
-            raise OSError(errno.ENOSYS, f"system call not known on {platform.machine()}")
+            raise OSError(errno.ENOSYS, f"system call number unknown on {platform.machine()}")
         if self._libc.syscall(*(ctypes.c_ulong(argument) for argument in (number, *arguments))) != 0:
             raise last_error()
 

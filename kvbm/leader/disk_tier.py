@@ -1,18 +1,19 @@
-"""DiskSide: the leader's part that decides about G3: what is written there, what is read back, and what is forgotten.
+"""DiskTier: the metadata of G3. It decides which blocks are written to disk, read back, and deleted.
 
-It owns the metadata of G3 and moves no bytes: a `LastingDisk` does. The leader's thread owns both and calls
+It moves no bytes: a `Disk` does. The leader's thread owns both and calls
 
-    registered, hit, touch      what happens to blocks in host memory, from which follows what goes to disk
-    match, contains, fetch      what is on disk, and bringing it to host memory
-    step                        begin the writes that are due
-    settle                      what has ended: written blocks become findable, read ones are registered in G2
+    registered, hit, touch      blocks were registered, hit or used; decides what is written to disk
+    match, contains, fetch      find blocks on disk and start to read them into host memory
+    step                        start the writes that are due
+    settle                      register what has ended: written blocks in G3, read blocks in G2
 
-Where the process for disk I/O has ended, the disk is off, and what was on it is forgotten here; when the next one is
-there, what that has found is taken over step by step, and then it is on again.
+When the disk I/O process ends, the disk is off and all metadata of G3 is dropped. When the next process has started,
+the blocks that it found are registered over several steps; then the disk is on again.
 
-A block on its way to disk is pinned in G2, and is not registered in G3 unless the control words of its slot were still
-right when all of it had been written: a rank may have ended meanwhile. One on its way back is pinned in G3 and has a G2
-slot of its own that nobody finds before its bytes are proven. A G2 slot whose read overruns stays taken until it ends.
+A block on its way to disk is pinned in G2. It is registered in G3 only if the control words of its slot were still
+valid after the write, because a rank may have ended meanwhile. A block on its way back is pinned in G3 and has its own
+G2 slot, which is registered only when its bytes are proven. The slot of an abandoned read stays reserved until the read
+ends.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ if TYPE_CHECKING:
     from kvbm.types import SegmentInfo
 
 WRITES_AT_A_TIME = 2
-TAKEN_AT_A_TIME = 8  # batches in a step: one that has left host memory meanwhile is only dropped, but takes time too
-PINNED_SHARE = 4  # of G2 that writes may pin
-CLEANED_AHEAD = 256  # blocks at the old end of G2 that `on_evict` keeps written
-FILL_S = 0.002  # of a step, for taking over what the next process has found
-SAY_INTERVAL_S = 2.0  # between two lines about what is written at the end
-AWAKE_S = 5.0  # that an engine without requests waits for the next process
+TAKEN_AT_A_TIME = 8  # batches per step; dropping a batch that has left host memory takes time too
+PINNED_SHARE = 4  # writes pin at most this part of G2
+CLEANED_AHEAD = 256  # `on_evict` keeps this many of the next evicted blocks written
+FILL_S = 0.002  # time per step to register what the next process found
+LOG_INTERVAL_S = 2.0  # between progress lines of the final write
+AWAKE_S = 5.0  # how long an idle engine waits for the next process
 
 log = logging.getLogger(__name__)
 
 
 class Disk(Protocol):
-    """What moves the bytes: a `LastingDisk`, or a test that holds them in memory."""
+    """Moves the bytes: a DiskSupervisor, or a fake of a test."""
 
     @property
     def slot_count(self) -> int: ...
@@ -84,7 +85,7 @@ class Disk(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks on their way from disk to host memory. `blocks` holds them, pinned in G2, when they have come."""
+    """A read of blocks from disk into host memory. `blocks` holds them, pinned in G2, when they have arrived."""
 
     source: PinnedBlocks
     target: Reservation
@@ -102,13 +103,13 @@ class _Write:
 
 @dataclass(slots=True)
 class _Queue:
-    """Hashes that are due for a write, first come, first written, each once."""
+    """Hashes that are due for a write, each once, in order of arrival."""
 
     limit: int
     hashes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
     def add(self, hashes: Sequence[bytes]) -> int:
-        """How many found no place."""
+        """Append hashes; return how many were dropped because the queue is full."""
         room = self.limit - len(self.hashes)
         fresh = [sequence_hash for sequence_hash in hashes if sequence_hash not in self.hashes]
         self.hashes.update(dict.fromkeys(fresh[: max(0, room)]))
@@ -127,10 +128,10 @@ def open_disk(
     hash_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> DiskSupervisor | None:
-    """The disk of an engine, None where none is configured. Raises EnvironmentProblem.
+    """Open the disk of an engine; None if none is configured. Raises EnvironmentProblem.
 
-    `identity` is whatever decides the bytes and the hashes of a block, beside how the ranks lay it out, and has the
-    `model` for people; where that is not stable from start to start, nothing is kept.
+    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the ranks. Its `model`
+    is shown to users. If the identity is not stable across starts, blocks are not kept for the next start.
     """
     section = config.tiers.disk
     if section is None:
@@ -153,7 +154,7 @@ def open_disk(
         reclaim=section.reclaim,
     )
     if section.persist and not is_stable:
-        log.warning("kvbm: blocks on disk are not kept for the next start: their names change from start to start")
+        log.warning("kvbm: blocks on disk are not kept for the next start: block hashes change with every start")
     name = Namespace(namespace(facts), facts)
     disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
     log.info("kvbm: room for %d blocks in %s, moved by %s", disk.slot_count, settings.directory, disk.io_name)
@@ -179,16 +180,16 @@ class DiskTier:
         self._clock = clock
         self.store = BlockStore(disk.slot_count, tier=Tier.DISK, hash_bytes=settings.engine.hash_bytes, events=False)
         self._losses = disk.losses
-        self._is_filled = False  # with all that a process has found
+        self._is_filled = False  # all blocks that the process found are registered
         self._awake_until_s = 0.0
         self._fill(math.inf, waits=True)
-        log.info("kvbm: %d blocks on disk are of an earlier engine", self.store.counts().inactive)
+        log.info("kvbm: found %d blocks of an earlier engine on disk", self.store.counts().inactive)
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
         self._decay_s = clock() + policy.frequency_decay_s
         self._queue = _Queue(host.capacity_blocks)
-        self._cleaned = 0  # how much had come and gone when the old end of host memory was last looked at
+        self._cleaned = 0  # number of offloads and evictions at the last `_clean`
         self._departing: set[bytes] = set()
-        self._tenants: dict[int, bytes] = {}  # of the G2 slots whose blocks belong to one
+        self._tenants: dict[int, bytes] = {}  # per G2 slot, if its block has one
         self._writes: dict[int, _Write] = {}
         self._fetches: dict[int, Fetch] = {}
         self._tickets = itertools.count(1)
@@ -199,7 +200,7 @@ class DiskTier:
     # -- what happens in host memory -----------------------------------------------------------------------------------
 
     def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
-        """These blocks of a tenant have come to these slots of host memory from device memory."""
+        """Note that blocks of a tenant were registered in these slots of host memory."""
         self._note_tenant(slots, tenant)
         if self._policy.to_disk == "always":
             self._enqueue(hashes)
@@ -209,17 +210,17 @@ class DiskTier:
             self._admit(admitted)
 
     def hit(self, hashes: Sequence[bytes]) -> None:
-        """A request has found these blocks, in whichever tier. Those that it makes worth keeping are written, if they
-        are in host memory."""
+        """Note a cache hit of these blocks in any tier. Blocks admitted because of it are written, if they are in host
+        memory."""
         if self._policy.to_disk == "frequency":
             self._admit(self._filter.hit(hashes))
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """These blocks are in use; what is used in any tier is not evicted from disk."""
+        """Make these blocks the most recently used on disk. Blocks that are used in any tier stay on disk."""
         self.store.touch(hashes)
 
     def evicting(self, count: int, *, keeps_unwritten: bool = False) -> None:
-        """So many blocks are about to be evicted from host memory; if wanted, not those that are due for the disk."""
+        """Prepare for the eviction of `count` blocks of host memory; `keeps_unwritten` spares the unwritten ones."""
         if count <= 0:
             return
         if keeps_unwritten:
@@ -231,24 +232,24 @@ class DiskTier:
 
     @property
     def is_on(self) -> bool:
-        """Whether blocks are found there, read and written."""
+        """Whether blocks on disk are found, read and written."""
         return self._is_filled and self._disk.is_on
 
     def refresh(self) -> None:
-        """Before something is looked for: take over what the next process has found while the engine rested."""
+        """Detect a process that was replaced while the engine was idle. Call before a lookup."""
         if not (self.is_on or self._writes or self._fetches):
-            self.settle()  # tells the end of one process
-            self.settle()  # and the beginning of another
+            self.settle()  # notes the end of one process
+            self.settle()  # and the start of the next one
 
     def contains(self, sequence_hash: bytes) -> bool:
         return self.is_on and self.store.contains(sequence_hash)
 
     def match(self, hashes: Sequence[bytes], start: int) -> int:
-        """How many of `hashes[start:]` are on disk, up to the first that is not."""
+        """Return how many of `hashes[start:]` are on disk, up to the first that is not."""
         return self.store.match(hashes, start) if self.is_on else 0
 
     def worthwhile(self, spans: Sequence[tuple[bool, int]]) -> int:
-        """How many blocks of a chain to load, whose spans are (are on disk, blocks)."""
+        """Return how many blocks of a chain to load; `spans` are its parts as (is on disk, blocks)."""
         if self._policy.reads_always:
             return sum(count for _, count in spans)
         wanted = self.rates.worthwhile(spans)
@@ -256,23 +257,23 @@ class DiskTier:
         return wanted
 
     def is_hopeless(self, waited_s: float, blocks: int, of_blocks: int) -> bool:
-        """Whether a request that has waited so long, and has got `blocks` of its `of_blocks`, had better compute."""
+        """Whether a request that has waited `waited_s` and got `blocks` of its `of_blocks` should compute the rest."""
         return not self._policy.reads_always and self.rates.is_hopeless(
             waited_s=waited_s, blocks=blocks, of_blocks=of_blocks
         )
 
     def give_up(self, blocks: int, missing: int, waited_s: float) -> None:
-        """A request computes `missing` blocks after all, having got `blocks` in so long."""
+        """Note that a request gave up: it got `blocks` in `waited_s` and computes the `missing` ones."""
         self.rates.note_read(blocks, waited_s)
         self._counters.disk_late_blocks += missing
 
     def pin(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
-        """Keep these blocks on disk until they have been fetched; None if one has gone."""
+        """Hold all of `hashes` against eviction from disk; None if one of them is missing."""
         return self.store.pin(hashes) if self.is_on else None
 
     def fetch(self, hashes: Sequence[bytes], tenant: bytes) -> Fetch | None:
-        """Begin to read blocks that are held, and are a tenant's, into host memory; None while there is no room, or the
-        disk is off. `settle` tells the end."""
+        """Start to read pinned blocks of a tenant into host memory; `settle` returns the end. None while there is no
+        room or the disk is off."""
         if not self.is_on:
             return None
         self.evicting(len(hashes) - self._host.store.counts().free)
@@ -289,13 +290,13 @@ class DiskTier:
         return fetch
 
     def abandon(self, fetch: Fetch) -> None:
-        """No request waits for it any more: `settle` releases its blocks when the read has ended."""
+        """Drop the result of a read: `settle` releases its blocks when the read has ended."""
         fetch.is_abandoned = True
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Begin the writes that are due, as many as may run at a time."""
+        """Start the writes that are due."""
         if self._clock() >= self._decay_s:
             self._decay_s = self._clock() + self._policy.frequency_decay_s
             self._filter.decay()
@@ -306,7 +307,7 @@ class DiskTier:
         self._begin_writes()
 
     def settle(self) -> list[Fetch]:
-        """Take note of what has ended; return the fetches among it, which are the caller's now."""
+        """Register what has ended. Return the ended fetches; the caller owns their blocks."""
         ended = []
         for result in self._disk.poll():
             if (write := self._writes.pop(result.ticket, None)) is not None:
@@ -322,23 +323,25 @@ class DiskTier:
         return ended
 
     def is_writing(self) -> bool:
-        """Whether something is on its way to a disk that works, or due for it."""
+        """Whether blocks are being written or due for it, and the disk is on."""
         return self.is_on and bool(self._writes or self._queue.hashes)
 
     def is_returning(self) -> bool:
-        """Whether it is to be expected within seconds that a disk is on again whose process has ended."""
+        """Whether the disk I/O process has ended and the disk may be on again within seconds."""
         return not self._is_filled and self._clock() < self._awake_until_s
 
-    def must_be_waited_for(self, end: int) -> int | None:
-        """How many blocks a chain of `end` blocks may not evict, as they are still to be written: it passes through
-        host memory, since the disk takes everything. None if it does not, and has to fit in."""
+    def unwritten_blocks(self, end: int) -> int | None:
+        """Return how many blocks a chain of `end` blocks must not evict, because they still have to be written.
+
+        None if the chain does not pass through host memory to the disk, so that it has to fit into host memory.
+        """
         is_larger = end > self._host.capacity_blocks
         if self._policy.to_disk != "always" or not self.is_on or not (is_larger or self._policy.is_buffer):
             return None
         return len(self._queue.hashes)
 
     def wear(self) -> dict[str, float]:
-        """By the names of metrics, what is known of it."""
+        """Return the known wear metrics by name."""
         wear = self._disk.wear()
         found = {
             "kvbm_disk_write_amplification": wear.write_amplification,
@@ -349,8 +352,8 @@ class DiskTier:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every block, durably, and what is on its way too. Raises EnvironmentProblem where the disk does not
-        answer: then it stays off until it has forgotten."""
+        """Forget every block durably, including those in flight. Raises EnvironmentProblem if the disk does not answer;
+        it stays off until it has forgotten them."""
         self.store.reset()
         self._filter.clear()
         self._queue.hashes.clear()
@@ -362,24 +365,24 @@ class DiskTier:
         self._disk.clear()
 
     def close(self) -> None:
-        """Write what host memory has and the disk has not, the most recently used first, while there is time."""
+        """Write blocks that are only in host memory, most recently used first, for at most `drain_s`; then close."""
         deadline_s = self._clock() + self._policy.drain_s
         counts = self._host.store.counts()
         newest_first = self._host.store.oldest(counts.inactive)[::-1]
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
         self._queue.hashes.clear()
         self._queue.add([sequence_hash for sequence_hash in absent if sequence_hash not in self._departing])
-        said_s = self._clock()
+        logged_s = self._clock()
         while self.is_writing() and self._clock() < deadline_s:
             self._begin_writes()
             time.sleep(0.001)
             self.settle()
-            if self._clock() - said_s > SAY_INTERVAL_S:
-                said_s = self._clock()
+            if self._clock() - logged_s > LOG_INTERVAL_S:
+                logged_s = self._clock()
                 done = len(absent) - len(self._queue.hashes)
                 log.info("kvbm: writing host memory to disk, %d of %d blocks", done, len(absent))
         left = len(self._queue.hashes)
-        log.info("kvbm: %d blocks were written to disk at the end, %d not", len(absent) - left, left)
+        log.info("kvbm: wrote %d blocks of host memory to disk before exit, %d are lost", len(absent) - left, left)
         self._disk.close(max(0.1, deadline_s - self._clock()))
 
     def check(self) -> None:
@@ -391,7 +394,7 @@ class DiskTier:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _follow_process(self) -> None:
-        """Forget what was on disk when its process has ended, and take over what the next one has found."""
+        """Drop all metadata when the process has ended, and register what the next one found."""
         if self._disk.losses != self._losses:
             tickets = self._writes.keys() | self._fetches.keys()
             assert not tickets, f"{tickets} have not ended, and their process has"
@@ -403,7 +406,7 @@ class DiskTier:
             self._fill(FILL_S)
 
     def _fill(self, limit_s: float, *, waits: bool = False) -> None:
-        """Take over what a process has found, as much as the time allows, once nobody holds a slot from before."""
+        """Register what a process found, for `limit_s`. Waits until no slot from before is held."""
         counts = self.store.counts()
         if counts.free + counts.inactive < self.store.capacity_blocks:
             return
@@ -416,7 +419,7 @@ class DiskTier:
             self._is_filled = found.is_last
             self._awake_until_s = self._clock() + AWAKE_S
         if self._is_filled and self._losses:
-            log.warning("kvbm: the disk tier has a process again, and %d blocks", self.store.counts().inactive)
+            log.warning("kvbm: the disk tier is on again with %d blocks", self.store.counts().inactive)
 
     def _note_tenant(self, slots: Sequence[int], tenant: bytes) -> None:
         if tenant:
@@ -443,7 +446,7 @@ class DiskTier:
         counters.disk_off = int(not self.is_on)
 
     def _clean(self) -> None:
-        """Keep the old end of host memory written, once blocks are about to be evicted."""
+        """Queue the blocks that would be evicted next, if there are few free slots."""
         changes = self._counters.offload_blocks + self._counters.evicted_blocks
         if changes != self._cleaned and not self._queue.hashes and self._host.store.counts().free < CLEANED_AHEAD:
             self._cleaned = changes

@@ -179,7 +179,7 @@ class Leader:
         request.has_blocks = True
         progress = request.offloads[group]
         end = min(computed_blocks, len(hashes), len(block_ids))
-        unwritten = None if self._disk is None else self._disk.must_be_waited_for(end)
+        unwritten = None if self._disk is None else self._disk.unwritten_blocks(end)
         if unwritten is None:
             end = min(end, self._host.capacity_blocks)
         if not self._settings.offload_generated:
@@ -255,7 +255,7 @@ class Leader:
     # -- a request ends ------------------------------------------------------------------------------------------------
 
     def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
-        """Forget a request that ended, was aborted or was preempted. Its transfers go on and settle by themselves.
+        """Forget a request that ended, was aborted or was preempted. Its transfers continue.
 
         The whole chain of each group becomes recent, tail first: eviction then takes the tail before the head, without
         which the tail would be useless.
@@ -378,8 +378,8 @@ class Leader:
         self._report_load(request, load.block_ids, left_out)
 
     def _fail_load(self, request: LiveRequest, block_ids: tuple[int, ...], *, by_disk: bool = False) -> None:
-        """Report a failed load. The request recomputes and gets no other load, so that nothing can loop. Only after a
-        failure of the disk it may load once more, from host memory."""
+        """Report a failed load. The request recomputes and gets no other load, so that it cannot loop. Only after a
+        failure of the disk, it may load from host memory one time."""
         self.counters.onboard_failed_blocks += len(block_ids)
         request.may_onboard &= by_disk and request.may_read_disk
         request.may_read_disk = False

@@ -135,7 +135,7 @@ class Rates:
 class RatesFile:
     """The rates in a file, for the next engine. `clock` returns seconds.
 
-    A thread writes it, so that a hanging disk delays nobody. It is written in place: a truncated or unreadable file
+    A thread writes it, so that a hanging disk delays no step. It is written in place: a truncated or unreadable file
     counts as no file.
     """
 

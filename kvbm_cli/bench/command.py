@@ -66,7 +66,7 @@ def measure(
     from kvbm_cli.bench.arms import ProfileEngines
     from kvbm_cli.bench.experiment import run_experiment
     from kvbm_cli.bench.output_directory import OutputDirectory
-    from kvbm_cli.bench.progress import ShownProgress
+    from kvbm_cli.bench.progress import BenchProgress
     from kvbm_cli.bench.report import WIDTH, show
     from kvbm_cli.bench.summary import interrupted_summary, summarise
     from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict
@@ -78,7 +78,7 @@ def measure(
         if handler is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:
-        with ShownProgress(Console(stderr=True)) as progress:
+        with BenchProgress() as progress:
             engines = engines or ProfileEngines(resolved.profile, workload, directory)
             experiment = run_experiment(workload, engines, directory, progress)
         summary = summarise(

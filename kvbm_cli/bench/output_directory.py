@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.system.filesystem import write_whole
+from kvbm_cli.system.filesystem import write_atomically
 
 DEFAULT_PARENT = Path("kvbm-runs")
 
@@ -49,7 +49,7 @@ class OutputDirectory:
 
     def write_json(self, name: str, content: dict[str, Any], *, indent: int | None = 2) -> None:
         """Whole or not at all: written beside and renamed."""
-        write_whole(self.path / name, json.dumps(content, indent=indent) + "\n")
+        write_atomically(self.path / name, json.dumps(content, indent=indent) + "\n")
 
     def close(self) -> None:
         self._requests.close()

@@ -1,1 +1,1 @@
-"""Disaggregated prefill: engines that prefill, engines that decode, and the proxy in front of them."""
+"""Disaggregated serving: prefill engines, decode engines, and the proxy in front of them."""

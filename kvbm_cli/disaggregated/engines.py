@@ -1,8 +1,8 @@
-"""DisaggregatedEngines: several engines and their proxy, handled like the one engine that they are to their clients.
+"""DisaggregatedEngines: several engines and their proxy, with the interface of one engine.
 
-It has the methods of EngineProcess that `kvbm serve` uses. The proxy starts when every engine is healthy, so that an
-answer of the proxy means that all serve. None goes on without the others: the end of one ends the whole, and its name
-and the end of its log are the report.
+It has the methods of EngineProcess that `kvbm serve` uses. The proxy starts when every engine is healthy, so an answer
+of the proxy means that all are ready. If one process exits, all are stopped; the error has its name and the end of its
+log.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
 from kvbm_cli.engine.process import NO_TIME, POLL_S, STOP_TIMEOUT_S, EngineProcess
-from kvbm_cli.terminal.progress import Progress
 
-ENDED_EARLY = "the engine ended before it was healthy"
+ENDED_EARLY = "the engine exited before it was healthy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +28,26 @@ class _Member:
     process: EngineProcess
 
     def ended_error(self, message: str) -> EngineError:
-        return self.as_ours(self.process.ended_error(message))
+        return self.with_name(self.process.ended_error(message))
 
-    def as_ours(self, error: EngineError) -> EngineError:
+    def with_name(self, error: EngineError) -> EngineError:
         return EngineError(f"{self.name}: {error.message}", hint=error.hint, exit_code=error.exit_code)
 
 
 class DisaggregatedEngines:
-    """Started engines. As a context manager they are stopped at the end, whatever happened."""
+    """Started engines. As a context manager, it stops them at the end."""
 
     def __init__(self, plan: DisaggregatedPlan, log_path: Path) -> None:
         self._plan = plan
         self._members: list[_Member] = []
         self._first_ended: _Member | None = None
-        self._is_told_to_end = False
+        self._is_stopping = False
         self._started = time.monotonic()
         self.log_path = log_path
 
     @classmethod
     def start(cls, plan: DisaggregatedPlan, *, log_path: Path) -> DisaggregatedEngines:
-        """Starts the engines, returns at once. `log_path` is the proxy's; an engine's has its name in it."""
+        """Starts the engines and returns immediately. `log_path` is the proxy's log; engines append their names."""
         engines = cls(plan, log_path)
         try:
             for name, engine_plan in plan.engines:
@@ -82,14 +81,14 @@ class DisaggregatedEngines:
         }
 
     def phase(self) -> str:
-        """Which of them still run."""
+        """Returns which processes are still running."""
         running = [member.name for member in self._members if member.process.poll() is None]
         return f"waiting for {', '.join(running)}" if running else ""
 
     def poll(self) -> int | None:
-        """None while one runs and none has ended by itself. When one has, the others are killed, and the code is its
-        own, or 1 where that says that all went well; otherwise it is the highest."""
-        if self._first_ended is None and not self._is_told_to_end:
+        """Returns None while they run. If one exits unexpectedly, kills the others and returns its exit code, or 1 in
+        place of 0. After a stop, returns the highest exit code."""
+        if self._first_ended is None and not self._is_stopping:
             self._first_ended = next((member for member in self._members if member.process.poll() is not None), None)
             if self._first_ended is not None:
                 self.kill()
@@ -99,47 +98,48 @@ class DisaggregatedEngines:
         ended = [code for code in codes if code is not None]
         return max(ended, default=0) if len(ended) == len(codes) else None
 
-    def wait_healthy(self, timeout_s: float, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
-        """Returns when the proxy serves. EngineError as soon as one has ended, or after `timeout_s`; then all are dead.
+    def wait_healthy(self, timeout_s: float, on_progress: Callable[[str], None] = lambda phase: None) -> None:
+        """Returns when the proxy is healthy. Raises EngineError as soon as one has ended, or after `timeout_s`; then
+        all are killed.
 
-        `on_progress` is called a few times per second and may stop the engines.
+        Calls `on_progress` with the phase of the start a few times per second. It may stop the engines.
         """
         for member in list(self._members):
             self._wait_for(member, timeout_s, on_progress)
         self._wait_for(self._start("proxy", self._plan.proxy, self.log_path), timeout_s, on_progress)
 
     def ended_error(self, message: str) -> EngineError:
-        """The report of the one that ended by itself."""
-        assert self.poll() is not None, "the engines still run"
+        """Returns the error for the one that exited unexpectedly."""
+        assert self.poll() is not None, "the engines are still running"
         return (self._first_ended or self._members[0]).ended_error(message)
 
     def late_error(self, message: str, *, hint: str = NO_TIME) -> EngineError:
-        """Kills engines whose proxy does not become ready, and returns the report with the proxy's log."""
+        """Kills engines whose proxy does not become ready and returns the error with the proxy's log."""
         error = self._members[-1].process.late_error(message, hint=hint)
         self.kill()
         return error
 
     def signal(self, signal_number: int) -> None:
-        """To every one. From here on an end is no mishap."""
-        self._is_told_to_end = True
+        """Sends a signal to all. Afterwards an exit is expected."""
+        self._is_stopping = True
         for member in self._members:
             member.process.signal(signal_number)
 
     def kill(self) -> int:
-        """Ends all of them and all that they started, now. Returns the exit code."""
+        """Kills all of them and all processes that they started. Returns the exit code."""
         return self.stop(timeout_s=0)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """SIGTERM to every one, up to `timeout_s` of patience with all, then SIGKILL. Returns the exit code."""
+        """Sends SIGTERM to all, waits up to `timeout_s` in total, then kills. Returns the exit code."""
         deadline = time.monotonic() + timeout_s
-        self._is_told_to_end = True
+        self._is_stopping = True
         if timeout_s > 0:
             self.signal(signal.SIGTERM)
-        while self._is_one_running() and time.monotonic() < deadline:
+        while self._is_any_running() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return max((member.process.kill() for member in self._members), default=0)
 
-    def _is_one_running(self) -> bool:
+    def _is_any_running(self) -> bool:
         return any(member.process.poll() is None for member in self._members)
 
     def _start(self, name: str, plan: LaunchPlan, log_path: Path) -> _Member:
@@ -147,23 +147,23 @@ class DisaggregatedEngines:
         self._members.append(member)
         return member
 
-    def _wait_for(self, member: _Member, timeout_s: float, on_progress: Callable[[Progress], None]) -> None:
-        def watch(progress: Progress) -> None:
-            on_progress(Progress(self.elapsed_s, f"{member.name}: {progress.phase}"))
+    def _wait_for(self, member: _Member, timeout_s: float, on_progress: Callable[[str], None]) -> None:
+        def watch(phase: str) -> None:
+            on_progress(f"{member.name}: {phase}")
             self.poll()  # kills this one too, when another has ended
 
         try:
             member.process.wait_healthy(timeout_s, watch)
         except EngineError as error:
-            culprit = self._first_ended or member
+            failed = self._first_ended or member
             self.kill()
-            if culprit is member:
-                raise member.as_ours(error) from None
-            raise culprit.ended_error(ENDED_EARLY) from None
+            if failed is member:
+                raise member.with_name(error) from None
+            raise failed.ended_error(ENDED_EARLY) from None
 
 
 def log_of(log_path: Path, name: str) -> Path:
-    """`serve.log` and `prefill 0` make `serve-prefill-0.log`; what is no file, as `/dev/null`, is for all."""
+    """Returns `serve-prefill-0.log` for `serve.log` and `prefill 0`. A path that is no regular file is used by all."""
     if log_path.exists() and not log_path.is_file():
         return log_path
     return log_path.with_name(f"{log_path.stem}-{name.replace(' ', '-')}{log_path.suffix}")

@@ -1,8 +1,8 @@
-"""What it takes to serve a profile with `disaggregated`: a command line for each engine and one for the proxy.
+"""Launch plans of a profile with `disaggregated`: one for each engine and one for the proxy.
 
-Engines that prefill get PdConnector, which is DynamoConnector and NixlConnector together; engines that decode get
-NixlConnector alone, because what they hold came from an engine that keeps it. All engines listen on this machine only,
-the proxy where the profile says.
+Prefill engines get PdConnector, which combines DynamoConnector and NixlConnector. Decode engines get NixlConnector
+only: their blocks come from a prefill engine, which keeps them. Engines listen on this machine only, the proxy on
+`server.host`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 ENGINE_HOST = "127.0.0.1"
 INSTALL = f"{INSTALL_VLLM} nixl"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-HINT = "`pip install nixl` in that environment"
-# NIXL alone. A prompt whose blocks cannot be fetched is computed where it is decoded.
+HINT = "run `pip install nixl` in that environment"
+# A prompt whose blocks cannot be fetched is computed by the decode engine.
 DECODE_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
 
 
 @dataclass(frozen=True, slots=True)
 class DisaggregatedPlan:
-    """`engines` have names such as `prefill 0`; `proxy` is where clients ask."""
+    """`engines` are pairs of a name such as `prefill 0` and a plan; clients connect to `proxy`."""
 
     engines: tuple[tuple[str, LaunchPlan], ...]
     proxy: LaunchPlan
@@ -49,14 +49,14 @@ def plan(
     ports: Iterator[int] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> DisaggregatedPlan:
-    """How to start the engines of `profile` and, on `port`, their proxy.
+    """Returns how to start the engines of `profile` and, on `port`, their proxy.
 
-    `ports` are those that the engines take, `environment` is that of the caller.
+    `ports` yields the ports of the engines, `environment` is the caller's.
     """
-    wanted = profile.disaggregated
-    assert wanted.is_wanted, "a plan of several engines for a profile of one"
+    counts = profile.disaggregated
+    assert counts.is_wanted, "the profile has one engine"
     ports = ports if ports is not None else free_ports()
-    devices = _devices(profile, wanted.prefill + wanted.decode, environment)
+    devices = _devices(profile, counts.prefill + counts.decode, environment)
 
     def engines(kind: str, connectors: Sequence[Mapping[str, object]]) -> dict[str, LaunchPlan]:
         return {
@@ -64,21 +64,21 @@ def plan(
             for number, connector in enumerate(connectors)
         }
 
-    prefill = engines("prefill", [prefill_connector(profile, number) for number in range(wanted.prefill)])
-    decode = engines("decode", [DECODE_CONNECTOR] * wanted.decode)
+    prefill = engines("prefill", [prefill_connector(profile, number) for number in range(counts.prefill)])
+    decode = engines("decode", [DECODE_CONNECTOR] * counts.decode)
     proxy = _proxy(profile, port, prefill=list(prefill.values()), decode=list(decode.values()))
     return DisaggregatedPlan(tuple({**prefill, **decode}.items()), proxy)
 
 
 def prefill_connector(profile: Profile, number: int = 0) -> dict[str, object]:
-    """PdConnector: ours, which has the host tier, and NIXL, which hands blocks to an engine that decodes. Each of the
-    engines that prefill has a port of its own for metrics, if there is to be one."""
+    """Returns the flags of PdConnector: DynamoConnector for the tiers, NixlConnector to send blocks to a decode engine.
+    Each prefill engine has its own metrics port, if metrics are served."""
     from kvbm.vllm_integration.launch import transfer_config
 
     metrics = profile.metrics
     port = metrics.port + number if metrics.port and metrics.serve else metrics.port
     profile = profile.model_copy(update={"metrics": metrics.model_copy(update={"port": port})})
-    assert isinstance(profile.engine, VllmEngine), "only vLLM can prefill apart"
+    assert isinstance(profile.engine, VllmEngine), "only vLLM supports disaggregated prefill"
     ours = transfer_config(profile, profile.engine.arguments)
     return {
         "kv_connector": "PdConnector",
@@ -92,19 +92,17 @@ def prefill_connector(profile: Profile, number: int = 0) -> dict[str, object]:
 
 
 def require_nixl(profile: Profile) -> None:
-    """EnvironmentProblem if the engines' interpreter has no NIXL; vLLM would say so only after half a minute."""
+    """Raises EnvironmentProblem if the engines' interpreter has no NIXL. vLLM would fail only after half a minute."""
     python = profile.engine.python or sys.executable
     environment = {**os.environ, **profile.engine.environment}
-    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nixl') is None)"
-    asked = subprocess.run([python, "-c", question], env=environment, stdin=subprocess.DEVNULL, capture_output=True)
-    if asked.returncode:
-        raise EnvironmentProblem(
-            f"engines that hand blocks to each other need nixl, which `{python}` has not", hint=HINT
-        )
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nixl') is None)"
+    probed = subprocess.run([python, "-c", program], env=environment, stdin=subprocess.DEVNULL, capture_output=True)
+    if probed.returncode:
+        raise EnvironmentProblem(f"disaggregated engines require nixl, which `{python}` does not have", hint=HINT)
 
 
 def free_ports() -> Iterator[int]:
-    """Ports of this machine on which nobody listens, each once."""
+    """Yields free ports of this machine, each once."""
     seen = set()
     while True:
         port = choose_port(ENGINE_HOST, 0)
@@ -114,23 +112,24 @@ def free_ports() -> Iterator[int]:
 
 
 def _devices(profile: Profile, engine_count: int, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Each engine's share of the GPUs that the caller sees, in order; nothing on a CPU or where the profile says it.
+    """Yields the variables that give each engine its GPUs, in order. They are empty on a CPU, and if the profile sets
+    CUDA_VISIBLE_DEVICES.
 
-    EnvironmentProblem if the caller sees too few.
+    Raises EnvironmentProblem if the caller sees too few GPUs.
     """
     installation = vllm_of(profile)
     if VISIBLE_DEVICES in profile.engine.environment or (installation is not None and installation.is_cpu):
         yield from [{}] * engine_count
         return
-    assert isinstance(profile.engine, VllmEngine), "only vLLM can prefill apart"
+    assert isinstance(profile.engine, VllmEngine), "only vLLM supports disaggregated prefill"
     arguments = profile.engine.arguments
     ranks = (arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1)
     needed, listed = ranks * engine_count, environment.get(VISIBLE_DEVICES)
     visible = listed.split(",") if listed else [str(index) for index in range(needed)]
     if len(visible) < needed:
-        hint = f"`engine.environment.{VISIBLE_DEVICES}` gives all engines the same GPUs"
+        hint = f"set `engine.environment.{VISIBLE_DEVICES}` to give all engines the same GPUs"
         raise EnvironmentProblem(
-            f"the engines take {needed} GPUs, and {VISIBLE_DEVICES} names {len(visible)}", hint=hint
+            f"the engines need {needed} GPUs, but {VISIBLE_DEVICES} lists {len(visible)}", hint=hint
         )
     for first in range(0, needed, ranks):
         yield {VISIBLE_DEVICES: ",".join(visible[first : first + ranks])}
@@ -139,7 +138,7 @@ def _devices(profile: Profile, engine_count: int, environment: Mapping[str, str]
 def _engine(
     profile: Profile, connector: Mapping[str, object], devices: dict[str, str], port: int, side_channel_port: int
 ) -> LaunchPlan:
-    """A plan without connector, to which this one is added; on the side channel engines ask where blocks lie."""
+    """Returns the plan of one engine with this connector. Engines exchange block addresses on the side channel."""
     server = profile.server.model_copy(update={"host": ENGINE_HOST})
     alone = launch_plan(profile.model_copy(update={"server": server}), connector=False, port=port)
     side_channel = {

@@ -1,14 +1,15 @@
-"""The proxy in front of engines that prefill and engines that decode: one OpenAI server to its clients.
+"""Proxy in front of prefill and decode engines: one OpenAI-compatible server for clients.
 
 `python -m kvbm_cli.disaggregated.proxy --host H --port N --prefill URL... --decode URL...`
 
-A request goes to an engine that prefills, asked for one token and for the address of its blocks, and then with that
-address to an engine that decodes, whose answer is passed on as it arrives. Engines of a kind take turns. An engine's
-refusal is passed on as it is. An engine that cannot be reached is a 502; one that breaks off in its answer breaks off
-ours too, so that no client takes half an answer for a whole one.
+- The proxy sends a request to a prefill engine with a limit of one token, and gets the address of its blocks.
+- It sends the request with this address to a decode engine and streams the answer to the client.
+- It uses the engines of a kind in turn and forwards an engine's error unchanged.
+- If an engine is not reachable, it answers 502. If an engine's answer breaks off, it closes the client's connection, so
+  that no client accepts half an answer.
 
-The address of the blocks is one per request. A request with several prompts or several answers would read the blocks of
-its first prompt for all of them: such a request is computed wholly by an engine that decodes.
+There is one address of blocks for a request. With several prompts or answers, all of them would read the blocks of the
+first prompt. A decode engine computes such requests alone.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ _ASK_FOR_BLOCKS = {
 
 
 class EngineProblem(Exception):
-    """An engine did not answer, or its answer makes no sense: 502 to the client."""
+    """An engine did not answer, or its answer is invalid. The client gets 502."""
 
 
 class Refusal(Exception):
-    """The answer to a request that goes no further: an engine's own, or ours to what is no request."""
+    """The final answer to a rejected request: an engine's error, or the proxy's for an invalid request."""
 
     def __init__(self, status: int, content_type: str, body: bytes) -> None:
         super().__init__(status)
@@ -62,7 +63,7 @@ class Refusal(Exception):
 
 @dataclass(slots=True)
 class Engines:
-    """The base URLs of both kinds, each kind in turn."""
+    """Base URLs of both kinds, each an endless cycle."""
 
     prefill: Iterator[str]
     decode: Iterator[str]
@@ -78,7 +79,7 @@ ENGINES = web.AppKey("ENGINES", Engines)
 
 
 def make_app(prefill: list[str], decode: list[str]) -> web.Application:
-    """The proxy as an application; its connections to the engines live as long as it runs."""
+    """Returns the proxy as an application. It keeps its connections to the engines while it runs."""
 
     async def open_session(app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
@@ -97,7 +98,7 @@ def make_app(prefill: list[str], decode: list[str]) -> web.Application:
 
 
 def prefill_request(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request for one token, which nobody reads, and for the address of its blocks."""
+    """Returns the request for one token, which is discarded, and for the address of its blocks."""
     left_out = ("stream", "stream_options", "min_tokens", "max_completion_tokens")
     body = {name: value for name, value in request.items() if name not in left_out}
     body["max_tokens"] = 1
@@ -106,7 +107,7 @@ def prefill_request(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_one_answer(request: Mapping[str, Any]) -> bool:
-    """Whether a request has one prompt and wants one answer, so that one address of blocks serves it."""
+    """Whether a request has one prompt and one answer, so that one address of blocks is sufficient."""
     prompt = request.get("prompt")
     several_prompts = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(item, int) for item in prompt)
     several_answers = any(request.get(name) not in (None, 1) for name in ("n", "best_of"))
@@ -119,23 +120,23 @@ async def _health(request: web.Request) -> web.Response:
 
 async def _models(request: web.Request) -> web.StreamResponse:
     engines = request.app[ENGINES]
-    async with engines.session.get(next(engines.decode) + request.path, headers=_passed_on(request.headers)) as answer:
-        return await _pass_on(request, answer)
+    async with engines.session.get(next(engines.decode) + request.path, headers=_end_to_end(request.headers)) as answer:
+        return await _forward(request, answer)
 
 
 async def _generate(request: web.Request) -> web.StreamResponse:
-    engines, headers = request.app[ENGINES], _passed_on(request.headers)
+    engines, headers = request.app[ENGINES], _end_to_end(request.headers)
     headers[hdrs.CONTENT_TYPE] = "application/json"
     body = await _json_object(request)
     if is_one_answer(body):
         blocks = await _prefill(engines, request.path, headers, prefill_request(body))
         body["kv_transfer_params"] = {**(body.get("kv_transfer_params") or {}), **blocks}
     async with engines.post(next(engines.decode) + request.path, headers, body) as answer:
-        return await _pass_on(request, answer)
+        return await _forward(request, answer)
 
 
 async def _prefill(engines: Engines, path: str, headers: CIMultiDict[str], body: Mapping[str, Any]) -> dict[str, Any]:
-    """The address of the blocks. Refusal if the engine answers anything but 200."""
+    """Returns the address of the blocks. Raises Refusal for any status except 200."""
     base_url = next(engines.prefill)
     async with engines.post(base_url + path, headers, body) as answer:
         content = await answer.read()
@@ -143,18 +144,18 @@ async def _prefill(engines: Engines, path: str, headers: CIMultiDict[str], body:
             raise Refusal(answer.status, answer.content_type, content)
         blocks = (await answer.json()).get("kv_transfer_params")
     if not isinstance(blocks, dict):
-        raise EngineProblem(f"the engine at {base_url} prefilled and told no address of its blocks")
+        raise EngineProblem(f"the prefill engine at {base_url} returned no `kv_transfer_params`")
     return blocks
 
 
-async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    """The engine's answer, each piece as it comes."""
-    response = web.StreamResponse(status=answer.status, headers=_passed_on(answer.headers))
+async def _forward(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Streams the engine's answer to the client."""
+    response = web.StreamResponse(status=answer.status, headers=_end_to_end(answer.headers))
     await response.prepare(request)
     try:
         async for piece in answer.content.iter_any():
             await response.write(piece)
-    except aiohttp.ClientError:  # the answer has begun: only a broken connection can still say that it is not whole
+    except aiohttp.ClientError:  # the status is sent; only closing the connection signals the error
         if request.transport is not None:
             request.transport.abort()
         return response
@@ -186,7 +187,7 @@ async def _answer_for_problems(request: web.Request, handler: Any) -> web.Stream
         return web.Response(status=502, content_type="application/json", body=body)
 
 
-def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
+def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in PER_HOP)
 
 
@@ -199,8 +200,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvbm_cli.disaggregated.proxy", description=__doc__)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--prefill", nargs="+", required=True, metavar="URL", help="engines that prefill")
-    parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="engines that decode")
+    parser.add_argument("--prefill", nargs="+", required=True, metavar="URL", help="base URLs of prefill engines")
+    parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="base URLs of decode engines")
     arguments = parser.parse_args()
     app = make_app(arguments.prefill, arguments.decode)
     web.run_app(app, host=arguments.host, port=arguments.port, handler_cancellation=True, print=None)

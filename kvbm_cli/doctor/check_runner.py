@@ -12,8 +12,9 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvbm_cli.doctor.display import Progress, show_check, show_group
+from kvbm_cli.doctor.display import show_check, show_group
 from kvbm_cli.doctor.result import Check, skipped
+from kvbm_cli.terminal.progress import ProgressDisplay
 
 QUICK_S = 20.0
 TIME_IS_UP = f"the {QUICK_S:.0f} s of --quick are over"
@@ -28,7 +29,7 @@ class _TimeIsUp(BaseException):
 class CheckRunner:
     """Runs groups of checks. `groups` maps the name of each group to its checks; `format_remedy` rewrites remedies."""
 
-    def __init__(self, progress: Progress, *, as_json: bool, format_remedy: Callable[[str], str] = str) -> None:
+    def __init__(self, progress: ProgressDisplay, *, as_json: bool, format_remedy: Callable[[str], str] = str) -> None:
         self._progress = progress
         self._as_json = as_json
         self._format_remedy = format_remedy
@@ -76,7 +77,7 @@ class CheckRunner:
         if not self._as_json:
             self._progress.clear()
             show_group(name, about, is_first=len(self.groups) == 1)
-        self._progress.say(name)
+        self._progress.report(name)
         while (check := self.in_time(lambda: _next(checks))) is not None:
             if isinstance(check, _GeneratorEnd):
                 returned: Returned = check.value

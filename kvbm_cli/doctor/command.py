@@ -17,12 +17,13 @@ from kvbm.errors import ProfileError, UsageError
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
 from kvbm_cli.doctor.check_runner import TIME_IS_UP, CheckRunner
 from kvbm_cli.doctor.context import DoctorContext
-from kvbm_cli.doctor.display import Progress, as_data, summary
+from kvbm_cli.doctor.display import as_data, summary
 from kvbm_cli.doctor.machine import Machine
 from kvbm_cli.doctor.result import Check, CheckState, failure, skipped
 from kvbm_cli.doctor.variable_remedy import with_variables
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.terminal.console import print_data, print_json, print_note
+from kvbm_cli.terminal.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 QUICK_WORK_S = 14.0  # of QUICK_S; the rest is for cleanup
 FAILED = 1
+PROGRESS_AFTER_S = 2.0
 DIRECTORY_KEY = "tiers.disk.directory"
 
 
@@ -56,14 +58,14 @@ def doctor(
         configured_tiers, mistakes = environment.tiers(variables)
     else:
         configured_tiers, mistakes = resolved.profile.tiers, environment.check_with_profile(resolved)
-    with Progress() as progress:
+    with ProgressDisplay("checking", delay_s=PROGRESS_AFTER_S) as progress:
         runner = CheckRunner(progress, as_json=as_json, format_remedy=_remedy_format(resolved, configured_tiers))
         with runner.at_most(QUICK_WORK_S if is_quick else None):
             runner.group("environment", _each(environment.or_all_valid([*found, *mistakes], len(variables))))
             sizing, unsized = runner.in_time(partial(_size, resolved)) or (None, [skipped("size", TIME_IS_UP)])
             place = _directory(configured_tiers, directory)
             context = DoctorContext(
-                machine, place, resolved, configured_tiers, sizing, is_quick=is_quick, on_phase=progress.say
+                machine, place, resolved, configured_tiers, sizing, is_quick=is_quick, on_phase=progress.report
             )
             settings = runner.group("disk", disk.checks(context), about=_shown(context.directory))
             runner.group("memory", memory.checks(context))

@@ -1,4 +1,4 @@
-"""EngineLog: what an engine prints, read for what a start is at and for the story of one that failed."""
+"""EngineLog: the output of an engine, read for the phase of a start and for the report of a failure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LONGEST_LINE = 300
 
 @dataclass(frozen=True, slots=True)
 class EngineLog:
-    """The file `path` from the byte `start` on: what lies before it is of an earlier engine."""
+    """The file `path` from byte `start` on. Earlier bytes come from an earlier engine."""
 
     path: Path
     start: int
 
     def lines(self) -> list[str]:
-        """The last lines that say something; none when somebody has removed the file."""
+        """Returns the last non-empty lines, none if the file was removed."""
         try:
             with self.path.open("rb") as log:
                 log.seek(max(self.start, os.fstat(log.fileno()).st_size - TAIL_BYTES))
@@ -32,29 +32,29 @@ class EngineLog:
         return [line.rstrip() for line in text.splitlines() if line.strip()]
 
     def from_here(self) -> EngineLog:
-        """The same file, from its present end on."""
+        """Returns the same log from its current end on."""
         try:
             return EngineLog(self.path, self.path.stat().st_size)
         except FileNotFoundError:
             return EngineLog(self.path, 0)
 
     def phase(self) -> str | None:
-        """The last line in words for what a starting engine is at."""
+        """Returns the last line that describes a phase of the start."""
         return next(filter(None, map(readable_phase, reversed(self.lines()))), None)
 
     def silent_s(self) -> float:
-        """Seconds since anything was written, 0 where nobody can tell."""
+        """Returns seconds since the last write, 0 if unknown."""
         try:
             return max(0.0, time.time() - self.path.stat().st_mtime)
         except FileNotFoundError:
             return 0.0
 
-    def tail(self, *, told: Collection[str] = ()) -> str:
-        """The last lines, and the first error shortly before them: what several processes say at their end is long.
+    def tail(self, *, without: Collection[str] = ()) -> str:
+        """Returns the last lines, and the first error shortly before them: several processes may end with long output.
 
-        Lines that are `told` already are left out.
+        Omits the lines in `without`, which are already part of the error.
         """
-        lines = [line for line in self.lines() if line not in told]
+        lines = [line for line in self.lines() if line not in without]
         shown = lines[-TAIL_LINES:]
         error = next(filter(_ERROR.search, lines[:-TAIL_LINES]), None)
         report = [f"  {self.path}, last lines:" if lines else f"  {self.path} is empty"]
@@ -73,9 +73,9 @@ _NOT_A_PHASE = re.compile(r"\s|WARNING|ERROR|\[?[WE]\d{4} |/|.*Warning: |.*\w\("
 
 
 def readable_phase(line: str) -> str | None:
-    """A log line as words for what a starting engine is at, without who wrote it, when and where; None if it has none.
+    """Returns a log line without its prefix (process, level, time, place) as a phase of the start, None if it is none.
 
-    Warnings, their continuation lines and drawings say nothing of how far the start is.
+    Warnings, their continuation lines and drawings are not phases.
     """
     text = _PROGRESS_BAR.sub("", _LOG_PREFIX.sub("", _TERMINAL_CODE.sub("", line), count=1))
     return text if _WORDS.search(text) and not _NOT_A_PHASE.match(text) else None

@@ -1,4 +1,4 @@
-"""What differs between the kinds of engines for the command: how one is launched, and what its arguments are called."""
+"""Differences between the kinds of engines: launch plans, names of arguments, installed versions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def launch_plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
-    """How to start the engine of `profile`; without `connector`, the same engine and no block manager.
+    """Returns the launch plan of a profile's engine; without `connector`, of the same engine without block manager.
 
-    The plan is right whether or not the engine's interpreter holds what it needs, and before `make_model`.
+    Does not require the engine to be installed, nor `make_model` to have run.
     """
     if profile.engine.kind == "embedded":
         from kvbm.embedded import launch as embedded
@@ -41,7 +41,7 @@ def launch_plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
 
 
 def _with_local_model(profile: Profile) -> Profile:
-    """The same profile with a directory in the place of `synthetic:...`, served under the name that the profile has."""
+    """Returns the profile with a directory in place of `synthetic:...`, served under the name in the profile."""
     model, arguments = profile.engine.model, profile.engine.arguments
     preset = _preset(profile)
     if preset is None:
@@ -56,23 +56,23 @@ def _with_local_model(profile: Profile) -> Profile:
 
 
 def _preset(profile: Profile) -> str | None:
-    """The name of a model that has to be made, None for one that exists or that the engine makes itself."""
+    """Returns the name of a model to generate, None for one that exists or that the engine generates itself."""
     if profile.engine.kind == "embedded" or not profile.engine.model.startswith(SYNTHETIC_PREFIX):
         return None
     return profile.engine.model.removeprefix(SYNTHETIC_PREFIX)
 
 
 def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: None) -> None:
-    """Makes a synthetic model of vLLM in the user's cache if it is not there yet, which takes some seconds.
+    """Generates a synthetic model for vLLM in the user's cache if it is missing. This takes several seconds.
 
-    EnvironmentProblem if neither this interpreter nor the engine's can make it.
+    Raises EnvironmentProblem if neither this interpreter nor the engine's can generate it.
     """
     from kvbm_cli.make_model import directory_of, materialise
 
     preset = _preset(profile)
     if preset is None or directory_of(preset).is_dir():
         return
-    say(f"making {profile.engine.model} in {directory_of(preset)}, once")
+    say(f"generating {profile.engine.model} in {directory_of(preset)} (once)")
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
         materialise(preset)
     else:
@@ -80,7 +80,7 @@ def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: No
 
 
 def how_to_make_model(profile: Profile) -> list[str] | None:
-    """The command that makes a model which `make_model` would make, None where there is nothing to make."""
+    """Returns the command line that does what `make_model` would do, None if the model exists."""
     from kvbm_cli.make_model import directory_of
 
     preset = _preset(profile)
@@ -98,11 +98,13 @@ def _make_elsewhere(preset: str, directory: Path, python: str) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise EnvironmentProblem(f"`{python}` cannot make the model {preset}: {last}", hint="check `engine.python`")
+        raise EnvironmentProblem(
+            f"`{python}` cannot generate the model `{preset}`: {last}", hint="check `engine.python`"
+        )
 
 
 def versions(profile: Profile) -> dict[str, str]:
-    """What a run is made of, as far as this interpreter can tell without importing it."""
+    """Returns the versions of the packages of a run, without importing them."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -117,7 +119,7 @@ def versions(profile: Profile) -> dict[str, str]:
 
 
 def vllm_of(profile: Profile) -> VllmInstallation | None:
-    """vLLM in the interpreter of the profile's engine, None if there is none or no such interpreter."""
+    """Returns vLLM in the interpreter of the profile's engine, None if it or the interpreter is missing."""
     from kvbm_cli.engine.python_probe import find_vllm
 
     try:
@@ -127,7 +129,7 @@ def vllm_of(profile: Profile) -> VllmInstallation | None:
 
 
 def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
-    """Why vLLM of the profile's interpreter cannot be relied on, None if it can."""
+    """Returns why vLLM in the profile's interpreter is not usable or not tested, None if it is."""
     from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, is_known, shown
     from kvbm_cli.engine.python_probe import find_vllm
 
@@ -137,24 +139,24 @@ def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
     except EnvironmentProblem as error:
         return error
     if found is None:
-        hint = f"`{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has it"
+        hint = f"run `{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has vLLM"
         return EnvironmentProblem(f"`{python}` has no vLLM", hint=hint)
     if found.rival is not None:
-        hint = (
-            f"`{python} -m pip uninstall kvbm`, then install kvbm-cli there again, with `--force-reinstall --no-deps`"
+        hint = f"run `{python} -m pip uninstall kvbm`, then reinstall kvbm-cli there with `--force-reinstall --no-deps`"
+        return EnvironmentProblem(
+            f"`{python}` has NVIDIA's kvbm {found.rival}, which replaces the modules of kvbm-cli", hint=hint
         )
-        return EnvironmentProblem(f"`{python}` has NVIDIA's kvbm {found.rival}, whose modules hide ours", hint=hint)
     if not found.has_kvbm:
-        hint = f"`{python} -m pip install` with the path of this checkout; vLLM loads the connector from there"
-        return EnvironmentProblem(f"`{python}` has vLLM {found.version}, but not this kvbm", hint=hint)
+        hint = f"vLLM loads the connector from there: run `{python} -m pip install` with the path of this checkout"
+        return EnvironmentProblem(f"`{python}` has vLLM {found.version}, but not kvbm-cli", hint=hint)
     if not is_known(found.version):
         message = f"`{python}` has vLLM {found.version}; kvbm is tested with {shown(CONTRACT_TESTED)}"
-        return EnvironmentProblem(message, hint="`kvbm serve --force` goes on all the same")
+        return EnvironmentProblem(message, hint="`kvbm serve --force` starts it anyway")
     return None
 
 
 def has_prefix_caching(profile: Profile) -> bool:
-    """Whether the engine itself finds prompts again that are still in G1."""
+    """Whether the engine reuses blocks of earlier prompts in G1."""
     from kvbm.config.engine import EmbeddedArguments
 
     arguments = profile.engine.arguments
@@ -164,7 +166,7 @@ def has_prefix_caching(profile: Profile) -> bool:
 
 
 def block_tokens(profile: Profile) -> int:
-    """Tokens in a block of the engine; vLLM's own choice depends on the platform that it was built for."""
+    """Returns the tokens per block. vLLM's default depends on the platform of its build."""
     from kvbm.config.engine import EmbeddedArguments
     from kvbm.sizing.vllm import block_tokens as block_tokens_of_vllm
 
@@ -175,12 +177,12 @@ def block_tokens(profile: Profile) -> int:
 
 
 def knows_block_tokens(profile: Profile) -> bool:
-    """Whether `block_tokens` is more than a guess about a vLLM that is not there."""
+    """Whether `block_tokens` is certain. It is a guess if vLLM is not installed."""
     return profile.engine.arguments.block_size is not None or vllm_of(profile) is not None
 
 
 def runs_on_cpu(profile: Profile) -> bool:
-    """Whether vLLM in the profile's interpreter is a build for CPUs; without one, whether its variables say so."""
+    """Whether vLLM in the profile's interpreter is a CPU build; if it is missing, whether the variables indicate it."""
     installation = vllm_of(profile)
     if installation is not None:
         return installation.is_cpu
@@ -188,7 +190,7 @@ def runs_on_cpu(profile: Profile) -> bool:
 
 
 def copy_count(profile: Profile) -> int:
-    """How many engines, each with tiers of its own, the profile's command line starts."""
+    """Returns how many engines with their own tiers the profile starts."""
     from kvbm.config.engine import VllmArguments
 
     arguments = profile.engine.arguments
@@ -197,7 +199,7 @@ def copy_count(profile: Profile) -> int:
 
 
 def with_device_blocks(profile: Profile, block_count: int) -> Profile:
-    """The same engine with its prefix cache on and room for at least `block_count` blocks in G1."""
+    """Returns the profile with prefix caching enabled and at least `block_count` blocks in G1."""
     from kvbm.config.engine import EmbeddedArguments
 
     arguments = profile.engine.arguments

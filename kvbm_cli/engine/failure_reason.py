@@ -1,7 +1,7 @@
-"""Why an engine ended or did not start, in a few words: from its exit code, the kernel's counters and its own log.
+"""FailureReason: why an engine exited or did not start, from its exit code, the kernel's counters and its log.
 
-The engine's own words are always shown beside it; a reason is given only where one of them is certain. Our embedded
-engine says `error:` and `hint:` itself.
+The error also shows the last lines of the log. A reason is given only if it is certain. The embedded engine prints
+`error:` and `hint:` itself.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ VMSTAT = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class FailureReason:
     text: str
     hint: str | None = None
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory since it was started; 0 where it does not count."""
+    """Returns how many processes the kernel's OOM killer has killed since boot, 0 if unknown."""
     try:
         found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE)
     except OSError:
@@ -30,115 +30,122 @@ def oom_kills() -> int:
     return int(found[1]) if found else 0
 
 
-def reason_of(lines: Sequence[str], exit_code: int, *, oom_kill_count: int = 0) -> Reason | None:
-    """`lines` are the last ones of the log, `oom_kill_count` is how many the kernel killed in the engine's time."""
+def reason_of(lines: Sequence[str], exit_code: int, *, oom_kill_count: int = 0) -> FailureReason | None:
+    """Returns the reason, None if it is not certain. `lines` are the last ones of the log, `oom_kill_count` counts OOM
+    kills during the run."""
     if oom_kill_count and exit_code != 0:
-        return Reason("the kernel's OOM killer ended a process: memory ran out", LESS_MEMORY)
-    return _own_words(lines) or _known(lines) or _signal(exit_code)
+        return FailureReason("out of memory: the kernel's OOM killer killed a process", LESS_MEMORY)
+    return _own_error(lines) or _known(lines) or _signal(exit_code)
 
 
-LESS_MEMORY = "`tiers.host.capacity` is the memory for blocks; `kvbm status` shows what else runs"
+LESS_MEMORY = "lower `tiers.host.capacity`; `kvbm status` lists the running engines"
 _HINT = re.compile(r"^hint: (.+)")
 _OWN = re.compile(r"^error: (.+)")
 
 
-def _own_words(lines: Sequence[str]) -> Reason | None:
-    """The last `error:` of our own engine, with its `hint:`."""
+def _own_error(lines: Sequence[str]) -> FailureReason | None:
+    """Returns the last `error:` of the embedded engine with its `hint:`."""
     for index in range(len(lines) - 1, -1, -1):
         if found := _OWN.match(lines[index]):
             hints = filter(None, map(_HINT.match, lines[index + 1 :]))
-            return Reason(found[1], next((hint[1] for hint in hints), None))
+            return FailureReason(found[1], next((hint[1] for hint in hints), None))
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Sign:
+class _Pattern:
     pattern: re.Pattern[str]
     text: Callable[[re.Match[str]], str]
     hint: str | None = None
 
 
-def _sign(pattern: str, text: str, hint: str | None = None) -> _Sign:
-    return _Sign(re.compile(pattern), lambda found: text.format(*(group or "" for group in found.groups())), hint)
+def _pattern(pattern: str, text: str, hint: str | None = None) -> _Pattern:
+    return _Pattern(re.compile(pattern), lambda found: text.format(*(group or "" for group in found.groups())), hint)
 
 
-_SIGNS = (
-    _sign(r"Address already in use|EADDRINUSE", "its port is taken", "`--port 0` chooses a free one"),
-    _sign(r"No space left on device|\[Errno 28\]", "a disk is full", "`df -h`, and `tiers.disk.directory`"),
-    _sign(r"Disk quota exceeded|\[Errno 122\]", "a disk quota is used up", "`quota -s`, and `tiers.disk.directory`"),
-    _sign(
-        r"(?:CUDA|HIP) out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory",
-        "the GPU's memory ran out",
-        "lower `engine.arguments.gpu_memory_utilization` or `max_model_len`; `nvidia-smi` shows who else uses it",
+_PATTERNS = (
+    _pattern(r"Address already in use|EADDRINUSE", "its port is in use", "choose a free port with `--port 0`"),
+    _pattern(r"No space left on device|\[Errno 28\]", "a disk is full", "check `df -h` and `tiers.disk.directory`"),
+    _pattern(
+        r"Disk quota exceeded|\[Errno 122\]", "a disk quota is exceeded", "check `quota -s` and `tiers.disk.directory`"
     ),
-    _sign(
+    _pattern(
+        r"(?:CUDA|HIP) out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory",
+        "out of GPU memory",
+        "lower `engine.arguments.gpu_memory_utilization` or `max_model_len`; `nvidia-smi` lists other users of the GPU",
+    ),
+    _pattern(
         r"Free memory on device.*is less than desired GPU memory utilization",
         "another program uses the GPU's memory",
-        "`nvidia-smi`, or lower `engine.arguments.gpu_memory_utilization`",
+        "check `nvidia-smi`, or lower `engine.arguments.gpu_memory_utilization`",
     ),
-    _sign(
+    _pattern(
         r"No available memory for the cache blocks|larger than the available KV cache memory"
         r"|larger than the maximum number of tokens",
-        "G1 has too little memory for one request of the greatest length",
-        "lower `engine.arguments.max_model_len`, or give G1 more",
+        "G1 is too small for one request of the maximum length",
+        "lower `engine.arguments.max_model_len`, or give G1 more memory",
     ),
-    _sign(r"[Cc]annot allocate memory|can't allocate memory|std::bad_alloc|MemoryError", "memory ran out", LESS_MEMORY),
-    _sign(
+    _pattern(
+        r"[Cc]annot allocate memory|can't allocate memory|std::bad_alloc|MemoryError", "out of memory", LESS_MEMORY
+    ),
+    _pattern(
         r"ModuleNotFoundError: No module named '([^']+)'",
-        "its interpreter has no module `{0}`",
+        "its Python has no module `{0}`",
         "install it there, or set `engine.python` to another interpreter",
     ),
-    _sign(
+    _pattern(
         r"(?:^|\] ?)ImportError: (.+)",
         "a library cannot be imported: {0}",
-        "`engine.python` is the interpreter that was used",
+        "check the interpreter in `engine.python`",
     ),
-    _sign(
-        r"GatedRepoError|Cannot access gated repo", "the model has a licence to accept on its hub", "`hf auth login`"
+    _pattern(
+        r"GatedRepoError|Cannot access gated repo",
+        "the model requires accepting its licence on Hugging Face",
+        "accept it there, then run `hf auth login`",
     ),
-    _sign(
+    _pattern(
         r"Repository Not Found|RepositoryNotFoundError|is not a local folder and is not a valid model identifier",
-        "no such model was found",
-        "`engine.model` is a local directory or a name on the hub",
+        "the model was not found",
+        "set `engine.model` to a local directory or a name on Hugging Face",
     ),
-    _sign(
+    _pattern(
         r"LocalEntryNotFoundError|OfflineModeIsEnabled|We couldn't connect to|couldn't find them in the cached files",
-        "the model is not on this machine, and its hub was not reached",
+        "the model is not on this machine, and Hugging Face is not reachable",
         "set `engine.model` to a local directory",
     ),
-    _sign(
-        r"Model architectures \[?'?([\w]+)'?\]? .*not supported", "the engine does not know models of the kind `{0}`"
+    _pattern(
+        r"Model architectures \[?'?([\w]+)'?\]? .*not supported", "the engine does not support the architecture `{0}`"
     ),
-    _sign(
+    _pattern(
         r"error: unrecognized arguments: (.+)",
-        "it does not know {0}",
-        "keys of `engine.arguments` are flags of the engine",
+        "unknown arguments: {0}",
+        "check `engine.arguments`: its keys are flags of the engine",
     ),
-    _sign(r"error: argument (\S+): (.+)", "{0}: {1}", "keys of `engine.arguments` are flags of the engine"),
-    _sign(r"PermissionError: .*: '([^']+)'", "`{0}` may not be used by this user", "`ls -ld` shows whose it is"),
+    _pattern(r"error: argument (\S+): (.+)", "{0}: {1}", "check `engine.arguments`: its keys are flags of the engine"),
+    _pattern(r"PermissionError: .*: '([^']+)'", "no permission to use `{0}`", "check its owner with `ls -ld`"),
 )
 
 
-def _known(lines: Sequence[str]) -> Reason | None:
-    """What the latest line tells that has a sign of the table."""
+def _known(lines: Sequence[str]) -> FailureReason | None:
+    """Returns the reason of the last line that matches a pattern of the table."""
     for line in reversed(lines):
-        for sign in _SIGNS:
-            if found := sign.pattern.search(line):
-                return Reason(sign.text(found), sign.hint)
+        for known in _PATTERNS:
+            if found := known.pattern.search(line):
+                return FailureReason(known.text(found), known.hint)
     return None
 
 
 _SIGNALS = {
-    signal.SIGKILL: "killed by SIGKILL: by somebody, or by the kernel for want of memory",
-    signal.SIGBUS: "killed by SIGBUS: memory or a file that it had mapped was not there, as when /dev/shm is full",
+    signal.SIGKILL: "killed by SIGKILL, by a user or by the kernel's OOM killer",
+    signal.SIGBUS: "killed by SIGBUS: a mapped page was not available, for example because /dev/shm is full",
     signal.SIGILL: "killed by SIGILL: a library was built for another processor",
 }
 
 
-def _signal(exit_code: int) -> Reason | None:
+def _signal(exit_code: int) -> FailureReason | None:
     try:
         number = signal.Signals(exit_code - 128)
     except ValueError:
         return None
     text = _SIGNALS.get(number, f"killed by {number.name}")
-    return Reason(text, "`dmesg | tail` has what the kernel says" if number in _SIGNALS else None)
+    return FailureReason(text, "check the kernel's messages with `dmesg | tail`" if number in _SIGNALS else None)

@@ -1,7 +1,7 @@
-"""The configuration of the model that a profile names: a synthetic preset, a local directory, or a name on a hub.
+"""Configuration of a profile's model: a synthetic preset, a local directory, or a name on Hugging Face.
 
-Whatever is wrong is a ProfileError about `engine.model`; `size_of` adds where that was written. A hub is never asked:
-of a name, what vLLM has downloaded before is known, and otherwise the answer is SizeUnknown.
+Every mistake is a ProfileError about `engine.model`; `size_of` adds its place in the profile. Nothing is downloaded: a
+name is looked up in the local Hugging Face cache, and if it is missing there, SizeUnknown is raised.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from kvbm.errors import ProfileError
 
 SYNTHETIC_PREFIX = "synthetic:"
-_CONTENTS = "the directory of a model holds `config.json`, weights and a tokenizer, as Hugging Face has them"
+_CONTENTS = "a model directory contains `config.json`, weights and a tokenizer in the Hugging Face format"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def model_facts(model: str, *, kind: str = "embedded") -> Mapping[str, object]:
-    """Facts under the names of a Hugging Face config.json, for that kind of engine.
+    """Returns the content of a Hugging Face config.json for that kind of engine.
 
-    ProfileError for a model that is absent or not supported, SizeUnknown for one that only the engine can find.
+    Raises ProfileError for a missing or unsupported model, SizeUnknown for one that only the engine can find.
     """
     return _of_embedded(model) if kind == "embedded" else _of_vllm(model)
 
@@ -36,7 +36,7 @@ def _of_embedded(model: str) -> Mapping[str, object]:
         return SYNTHETIC[_preset(model, SYNTHETIC)]
     directory = _directory(model)
     if directory is None:
-        raise _no_directory(model, "a model is a local directory, or `synthetic:tiny`, which needs no download")
+        raise _no_directory(model, "use a local directory, or `synthetic:tiny`, which requires no download")
     facts = _read_config(directory / "config.json")
     require_supported(directory, facts)
     return facts
@@ -53,11 +53,11 @@ def _of_vllm(model: str) -> Mapping[str, object]:
         return _read_config(directory / "config.json")
     if not _HUB_NAME.fullmatch(model):
         raise _no_directory(
-            model, "a model is a local directory, a name on a hub, or `synthetic:vllm-81m`, which needs no download"
+            model, "use a local directory, a name on Hugging Face, or `synthetic:vllm-81m`, which requires no download"
         )
     raise SizeUnknown(
-        f"`{model}` is not on this machine yet, so its blocks have no known size",
-        hint="`kvbm serve` starts it all the same; vLLM downloads it, and then the sizes are known",
+        f"`{model}` is not on this machine yet, so the size of its blocks is unknown",
+        hint="`kvbm serve` starts it anyway: vLLM downloads the model, and the sizes are known afterwards",
     )
 
 
@@ -66,8 +66,8 @@ def _preset(model: str, presets: Iterable[str]) -> str:
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=1)
         shown = ", ".join(f"`{SYNTHETIC_PREFIX}{name}`" for name in names)
-        hint = f"did you mean `{SYNTHETIC_PREFIX}{nearest[0]}`?" if nearest else f"there are {shown}"
-        raise ProfileError(f"`engine.model`: there is no `{model}`", hint=hint)
+        hint = f"did you mean `{SYNTHETIC_PREFIX}{nearest[0]}`?" if nearest else f"use one of {shown}"
+        raise ProfileError(f"`engine.model`: unknown model `{model}`", hint=hint)
     return name
 
 
@@ -81,7 +81,7 @@ def _no_directory(model: str, hint: str) -> ProfileError:
 
 
 def _downloaded(model: str) -> Path | None:
-    """The snapshot that the Hugging Face cache has of a name's main branch."""
+    """Returns the snapshot of the main branch in the Hugging Face cache, None if there is none."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
     repository = cache / f"models--{model.replace('/', '--')}"
@@ -101,5 +101,5 @@ def _read_config(path: Path) -> Mapping[str, object]:
     except ValueError as error:
         raise ProfileError(f"`engine.model`: `{path}` is not JSON: {error}", hint=_CONTENTS) from None
     if not isinstance(facts, dict):
-        raise ProfileError(f"`engine.model`: `{path}` is not the configuration of a model", hint=_CONTENTS)
+        raise ProfileError(f"`engine.model`: `{path}` is not a model configuration", hint=_CONTENTS)
     return facts

@@ -38,18 +38,17 @@ from kvbm_cli.system import die_with_parent
 from kvbm_cli.system.guard_process import GuardProcess
 from kvbm_cli.system.leftovers import Leftovers, shared_files
 from kvbm_cli.system.socket_owner import is_served_by
-from kvbm_cli.terminal.progress import Progress
 
 POLL_S = 0.05
 STOP_TIMEOUT_S = 30.0
 GUARD_TIMEOUT_S = 30.0
-LONGEST_TMPDIR = 50  # a UNIX socket's path has room for 107 characters, and engines put names of 36 and more below it
+LONGEST_TMPDIR = 50  # a UNIX socket's path has at most 107 characters; engines append 36 and more
 
-NO_TIME = "`transfer.init_timeout_s` is how long a start may take"
+NO_TIME = "raise `transfer.init_timeout_s`, the time limit of a start"
 
 
 class EngineProcess:
-    """A started engine. As a context manager it is stopped at the end, whatever happened."""
+    """A started engine. As a context manager, it stops the engine at the end."""
 
     def __init__(
         self, child: subprocess.Popen[bytes], plan: LaunchPlan, leftovers: Leftovers, log: BinaryIO, log_start: int
@@ -59,7 +58,7 @@ class EngineProcess:
         self._guard = GuardProcess(leftovers, log=log)
         self._leftovers = leftovers
         self._log = EngineLog(Path(log.name), log_start)
-        self._log_at_end: EngineLog | None = None
+        self._stop_log: EngineLog | None = None
         self._started = time.monotonic()
         self._oom_kills_before = oom_kills()
         self._is_removed = False
@@ -67,10 +66,11 @@ class EngineProcess:
 
     @classmethod
     def start(cls, plan: LaunchPlan, *, log_path: Path) -> EngineProcess:
-        """Starts the engine, returns at once. EnvironmentProblem if its program, a library or its log is missing."""
+        """Starts the engine and returns immediately. Raises EnvironmentProblem if its program or a library is
+        missing, or if its log cannot be written."""
         _check_program(plan)
         with _open_log(log_path) as log:
-            log_start = log.tell()  # before the engine starts: what it writes moves the position, which is shared
+            log_start = log.tell()  # before the start: the engine shares the file position
             existing_files = set(shared_files())
             directory = _make_directory(plan)
             try:
@@ -113,8 +113,8 @@ class EngineProcess:
         return {"engine": self.pid, "guard": self.guard_pid}
 
     def phase(self) -> str:
-        """What the engine's log has said last since it was told to end."""
-        return (self._log_at_end.phase() if self._log_at_end is not None else None) or ""
+        """Returns the last message in the engine's log since it was signalled to stop."""
+        return (self._stop_log.phase() if self._stop_log is not None else None) or ""
 
     @property
     def log_path(self) -> Path:
@@ -125,9 +125,9 @@ class EngineProcess:
         return time.monotonic() - self._started
 
     def poll(self) -> int | None:
-        """The exit code once the engine has ended (128 + n for signal n), and by then nothing of it is left.
+        """Returns the exit code once the engine has ended (128 + n for signal n) and its leftovers are removed.
 
-        What it had started is killed before it is reaped: as long as its process id is not free, nobody else gets it.
+        Removes the leftovers before it reaps the engine: until then no other process can get its process id.
         """
         if self._child.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -138,59 +138,60 @@ class EngineProcess:
         code = self._child.returncode
         return code if code >= 0 else 128 - code
 
-    def wait_healthy(self, timeout_s: float, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
-        """Returns when the engine answers 200 at its health address. EngineError as soon as it has ended, or when
-        `timeout_s` have passed since its start; then it is dead.
+    def wait_healthy(self, timeout_s: float, on_progress: Callable[[str], None] = lambda phase: None) -> None:
+        """Returns when the engine answers 200 at its health address. Raises EngineError as soon as it has ended, or
+        `timeout_s` after its start; then it is killed.
 
-        `on_progress` is called a few times per second and may stop the engine.
+        Calls `on_progress` with the phase of the start a few times per second. It may stop the engine.
         """
         readiness = Readiness(self.plan, self._log, self._listens_at)
         while self.poll() is None:
-            if readiness.ask():
+            if readiness.probe():
                 self._guard.scan()
                 return
             if self.elapsed_s > timeout_s:
-                raise self.late_error(f"the engine was not healthy after {timeout_s:g} s\n  {readiness.waited_for()}")
-            on_progress(Progress(self.elapsed_s, readiness.phase()))
+                raise self.late_error(f"the engine was not healthy after {timeout_s:g} s\n  {readiness.delay()}")
+            on_progress(readiness.phase())
             time.sleep(POLL_S)
-        raise self.ended_error("the engine ended before it was healthy")
+        raise self.ended_error("the engine exited before it was healthy")
 
     def ended_error(self, message: str) -> EngineError:
-        """The report of an engine that ended by itself."""
+        """Returns the error for an engine that exited unexpectedly."""
         code = self.poll()
-        assert code is not None, "the engine still runs"
+        assert code is not None, "the engine is still running"
         reason = reason_of(self._log.lines(), code, oom_kill_count=oom_kills() - self._oom_kills_before)
-        because = f"\n  {reason.text}" if reason is not None else ""
-        told = () if reason is None else (f"error: {reason.text}", f"hint: {reason.hint}")
+        reason_line = f"\n  {reason.text}" if reason is not None else ""
+        reported = () if reason is None else (f"error: {reason.text}", f"hint: {reason.hint}")
+        tail = self._log.tail(without=reported)
         return EngineError(
-            f"{message}, with exit code {code} after {self.elapsed_s:.1f} s{because}\n{self._log.tail(told=told)}",
-            hint=(reason and reason.hint) or f"the whole log: `less {self.log_path}`",
+            f"{message}, with exit code {code} after {self.elapsed_s:.1f} s{reason_line}\n{tail}",
+            hint=(reason and reason.hint) or f"see the whole log with `less {self.log_path}`",
             exit_code=code or 1,
         )
 
     def late_error(self, message: str, *, hint: str = NO_TIME) -> EngineError:
-        """Kills an engine that does not become ready, and returns the report."""
+        """Kills an engine that does not become ready and returns the error."""
         self.kill()
         return EngineError(f"{message}\n{self._log.tail()}", hint=hint)
 
     def signal(self, signal_number: int) -> None:
-        """Delivers a signal to the engine itself, which passes on what its own processes need to know."""
+        """Sends a signal to the engine process, which notifies its own processes."""
         if self.poll() is None:
-            self._log_at_end = self._log_at_end or self._log.from_here()
+            self._stop_log = self._stop_log or self._log.from_here()
             os.kill(self.pid, signal_number)
 
     def kill(self) -> int:
-        """Ends the engine and all that it started, now. Returns its exit code."""
+        """Kills the engine and all processes that it started. Returns its exit code."""
         return self.stop(timeout_s=0)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """SIGTERM, up to `timeout_s` of patience, then SIGKILL to the whole group. Returns the exit code."""
+        """Sends SIGTERM, waits up to `timeout_s`, then kills all its processes. Returns the exit code."""
         deadline = time.monotonic() + timeout_s
         if timeout_s > 0:
             self.signal(signal.SIGTERM)
         while (code := self.poll()) is None:
             if time.monotonic() >= deadline:
-                self._remove_leftovers()  # the engine itself is among what it kills
+                self._remove_leftovers()  # kills the engine too
             time.sleep(POLL_S / 5)
         return code
 
@@ -204,7 +205,7 @@ class EngineProcess:
                 self._guard = GuardProcess(self._leftovers, log=log)
 
     def _remove_leftovers(self) -> None:
-        """Lets the guard do it, which has scanned the engine all along."""
+        """Uses the guard, which has recorded the engine's files and processes."""
         if self._is_removed:
             return
         self._is_removed = True
@@ -217,39 +218,39 @@ class EngineProcess:
         return is_served_by(self._leftovers.members(), address=address, port=port)
 
 
-OWN_ADDRESS = "`server.host` is an address of this machine: `127.0.0.1`, or `0.0.0.0` for all that it has"
+OWN_ADDRESS = "set `server.host` to an address of this machine: `127.0.0.1`, or `0.0.0.0` for all of them"
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FIRST_CHOICE = 20_000  # below lie ports that services are known by
-CHOICES = 64  # so many are tried before the kernel chooses
+FIRST_CHOICE = 20_000  # lower ports are often well known
+CHOICES = 64  # attempts before the kernel chooses
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 
 
 def engine_environment(plan: LaunchPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """What the engine sees: the caller's variables without ours, then the profile's, and output without delay."""
+    """Returns the engine's environment: the caller's without DYN_KVBM_*, the profile's, and unbuffered output."""
     kept = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
     return {**kept, **additions(plan)}
 
 
 def additions(plan: LaunchPlan) -> dict[str, str]:
-    """The variables that an engine gets besides the caller's, but for its temporary directory."""
+    """Returns the variables that kvbm adds to the caller's, without TMPDIR."""
     return {"PYTHONUNBUFFERED": "1", **plan.environment}
 
 
 def choose_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0. EnvironmentProblem if something listens there or the address is not ours.
+    """Returns `port`, or a free port for 0. Raises EnvironmentProblem if the port is in use or `host` is not local.
 
-    The free one is outside the range from which the kernel takes ports for connections: it must still be free when the
-    engine listens, which may be a minute from now.
+    A free port is outside of the kernel's ephemeral range: it must still be free when the engine listens, possibly a
+    minute later.
     """
     bound = _bound_port(host, port)
-    for lasting in random.sample(_lasting_ports(), k=CHOICES) if port == 0 else ():
+    for candidate in random.sample(_stable_ports(), k=CHOICES) if port == 0 else ():
         with contextlib.suppress(EnvironmentProblem):
-            return _bound_port(host, lasting)
+            return _bound_port(host, candidate)
     return bound
 
 
-def _lasting_ports() -> Sequence[int]:
-    """Ports that no connection out of this machine gets by itself."""
+def _stable_ports() -> Sequence[int]:
+    """Returns ports outside of the kernel's ephemeral range."""
     first, last = map(int, EPHEMERAL_PORTS.read_text().split())
     ports = [port for port in range(FIRST_CHOICE, 1 << 16) if not first <= port <= last]
     return ports if len(ports) >= CHOICES else range(FIRST_CHOICE, 1 << 16)
@@ -261,29 +262,29 @@ def _bound_port(host: str, port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except UnicodeError:  # what is too long or too odd to be looked up
-            raise EnvironmentProblem(f"cannot listen on {host}: not a name of a host", hint=OWN_ADDRESS) from None
+        except UnicodeError:  # too long or invalid for a name lookup
+            raise EnvironmentProblem(f"cannot listen on `{host}`: not a valid host name", hint=OWN_ADDRESS) from None
         except OSError as error:
             where = f"{host} port {port}" if port else host
-            hint = "`--port 0` chooses a free port" if error.errno in _PORT_ERRORS else OWN_ADDRESS
+            hint = "choose a free port with `--port 0`" if error.errno in _PORT_ERRORS else OWN_ADDRESS
             reason = (error.strerror or str(error)).lower()
             raise EnvironmentProblem(f"cannot listen on {where}: {reason}", hint=hint) from None
         return int(probe.getsockname()[1])
 
 
 def _make_directory(plan: LaunchPlan) -> str:
-    """The engine's TMPDIR, in the profile's or the caller's, or in /tmp where a name is too long for sockets."""
-    wanted = plan.environment.get("TMPDIR") or tempfile.gettempdir()
-    parent = wanted if len(wanted) <= LONGEST_TMPDIR else "/tmp"
+    """Creates the engine's TMPDIR below the profile's or the caller's, or below /tmp if their name is too long."""
+    preferred = plan.environment.get("TMPDIR") or tempfile.gettempdir()
+    parent = preferred if len(preferred) <= LONGEST_TMPDIR else "/tmp"
     try:
         return tempfile.mkdtemp(prefix="kvbm-", dir=parent)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise EnvironmentProblem(f"cannot make a temporary directory in `{parent}`: {reason}") from None
+        raise EnvironmentProblem(f"cannot create a temporary directory in `{parent}`: {reason}") from None
 
 
 def _check_program(plan: LaunchPlan) -> None:
-    """Libraries can be looked for only in this interpreter; another one reports in its log what it lacks."""
+    """Checks libraries only in this interpreter. Another one reports missing libraries in its log."""
     if shutil.which(plan.argv[0]) is None:
         raise EnvironmentProblem(f"`{plan.argv[0]}` is not a program", hint="check `engine.python`")
     if plan.argv[0] == sys.executable:
@@ -296,7 +297,7 @@ def _open_log(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not (path.is_file() or path.is_dir()) and path.resolve() != Path(os.devnull):
-            raise OSError(errno.EINVAL, "is no regular file")
+            raise OSError(errno.EINVAL, "not a regular file")
         return path.open("ab")
     except OSError as error:
         raise EnvironmentProblem(

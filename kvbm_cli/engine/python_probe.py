@@ -1,6 +1,6 @@
-"""What the interpreter of an engine holds, found by asking it, because it need not be the one that runs `kvbm`.
+"""Detects vLLM in the interpreter of an engine, which may differ from the one that runs `kvbm`.
 
-One short subprocess, which reads the metadata of installed packages and imports nothing of them.
+Runs one short subprocess, which reads the metadata of installed packages and does not import them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvbm.errors import EnvironmentProblem
 if TYPE_CHECKING:
     from kvbm.vllm_integration.versions import VllmInstallation
 
-ASK_TIMEOUT_S = 30
+PROBE_TIMEOUT_S = 30
 
-_QUESTION = """
+_PROGRAM = """
 import importlib.metadata as metadata, importlib.util, json, os, sys, sysconfig
 sys.path = [entry for entry in sys.path if entry]
 found = None
@@ -44,23 +44,21 @@ print(json.dumps(found))
 
 @cache
 def find_vllm(python: str) -> VllmInstallation | None:
-    """vLLM as `python` has it, None if it has none. EnvironmentProblem if it does not answer like a Python."""
+    """Returns vLLM as installed in `python`, None without it. Raises EnvironmentProblem if `python` does not work."""
     from kvbm.vllm_integration.versions import VllmInstallation
 
-    found = _ask(python)
+    found = _probe(python)
     return VllmInstallation(**found) if found is not None else None
 
 
-def _ask(python: str) -> dict[str, Any] | None:
+def _probe(python: str) -> dict[str, Any] | None:
     try:
         done = subprocess.run(
-            [python, "-c", _QUESTION], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_TIMEOUT_S
+            [python, "-c", _PROGRAM], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
         )
         answer = json.loads(done.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError):
         answer = ...
     if not isinstance(answer, dict | None):
-        raise EnvironmentProblem(
-            f"`{python}` does not answer like an interpreter of Python", hint="check `engine.python`"
-        )
+        raise EnvironmentProblem(f"`{python}` is not a working Python interpreter", hint="check `engine.python`")
     return answer

@@ -1,4 +1,4 @@
-"""Readiness: whether a starting engine answers at its health address, and in words what is being waited for."""
+"""Readiness: whether a starting engine answers at its health address, and why it is not ready yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SILENCE_S = 20.0
 
 
 class Readiness:
-    """Asks a starting engine whether it is healthy. `is_own` says of an address whether the engine listens there."""
+    """Probes the health address of a starting engine. `is_own` tells whether the engine listens at an address."""
 
     def __init__(self, plan: LaunchPlan, log: EngineLog, is_own: Callable[[str], bool]) -> None:
         self._url = plan.health_url
@@ -26,8 +26,8 @@ class Readiness:
         self._since = time.monotonic()
         self._reported_phase: str | None = None
 
-    def ask(self) -> bool:
-        """True when the engine answers 200. The answer of a stranger, who took the port before it could, is none."""
+    def probe(self) -> bool:
+        """Returns True if the engine answers 200. Ignores the answer of another program that took the port."""
         answer = get(self._url, timeout_s=HEALTH_TIMEOUT_S)
         if answer.status == http.HTTPStatus.OK and self._is_own(answer.address):
             return True
@@ -37,13 +37,13 @@ class Readiness:
         return False
 
     def phase(self) -> str:
-        """What the engine says that it is at, at its health address or in its log."""
+        """Returns the phase of the start, from the health address or from the log."""
         return self._reported_phase or self._log.phase() or "starting"
 
-    def waited_for(self) -> str:
-        """What keeps the engine from being healthy, for how long, and when its log last grew."""
-        said = f"; it was at `{self._reported_phase}`" if self._reported_phase else ""
-        return f"{self._state} for {time.monotonic() - self._since:.0f} s{said}{silence(self._log)}"
+    def delay(self) -> str:
+        """Returns why the engine is not healthy, for how long, and when its log last grew."""
+        phase = f"; its last phase was `{self._reported_phase}`" if self._reported_phase else ""
+        return f"{self._state} for {time.monotonic() - self._since:.0f} s{phase}{silence(self._log)}"
 
     def _enter(self, state: str) -> None:
         if state != self._state:
@@ -52,13 +52,13 @@ class Readiness:
     def _state_of(self, answer: HttpAnswer) -> str:
         where = f"{urlsplit(self._url).hostname} port {urlsplit(self._url).port}"
         if answer.status == 0:
-            return f"nobody has answered on {where}"
+            return f"no answer on {where}"
         if answer.status == http.HTTPStatus.OK:
-            return f"another program has answered on {where}"
-        return f"{urlsplit(self._url).path} has answered {answer.status}"
+            return f"another program answers on {where}"
+        return f"{urlsplit(self._url).path} answers {answer.status}"
 
 
 def silence(log: EngineLog) -> str:
-    """That the log has not grown, where that is worth a word."""
+    """Returns how long the log has not grown, empty for a short time."""
     silent_s = log.silent_s()
-    return f"; nothing in its log for {silent_s:.0f} s" if silent_s >= SILENCE_S else ""
+    return f"; no new log line for {silent_s:.0f} s" if silent_s >= SILENCE_S else ""

@@ -1,4 +1,4 @@
-"""`kvbm logs`: what the engine of a run has printed, and what it goes on to print."""
+"""`kvbm logs`: prints the log of a run's engine, and with `--follow` new lines until the run ends."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvbm.errors import EnvironmentProblem
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.runs.status import log_paths
 
-LOOK_S = 0.2
+POLL_S = 0.2
 CHUNK_BYTES = 1 << 16
 
 
 def show_logs(reference: str | None, *, follow: bool, line_count: int | None) -> None:
-    """Lines of several engines have the engine's name in front. UsageError if it is not clear which run is meant."""
+    """Prints logs, of several engines with their names as prefixes. Raises UsageError for an ambiguous reference."""
     run = Runs.of_user().one(reference)
     paths = log_paths(run)
     width = max(map(len, paths)) if len(paths) > 1 else 0
     tails = [_Tail(path, f"{name:<{width}} | ".encode() if width else b"", line_count) for name, path in paths.items()]
     if not any(tail.is_there for tail in tails) and not run.is_living:
-        raise EnvironmentProblem(f"the log of `{run.facts.name}` is not there any more: {tails[-1].path}")
+        raise EnvironmentProblem(f"the log of `{run.facts.name}` was removed: `{tails[-1].path}`")
     _print(tails)
     while follow and run.is_living:
-        time.sleep(LOOK_S)
-        run = run.again()  # before the last look at the files
+        time.sleep(POLL_S)
+        run = run.again()  # before the files are read for the last time
         _print(tails)
     for tail in tails:
         tail.finish()
@@ -40,7 +40,7 @@ def _print(tails: Iterable[_Tail]) -> None:
 
 
 class _Tail:
-    """One file, from its last lines on. An engine that starts later has its file later."""
+    """Reads one file from its last lines on. The file of an engine that starts later may not exist yet."""
 
     def __init__(self, path: Path, prefix: bytes, line_count: int | None) -> None:
         self.path = path
@@ -65,21 +65,21 @@ class _Tail:
             self._write(whole)
 
     def finish(self) -> None:
-        """A last line without an end is printed too."""
+        """Prints an incomplete last line too."""
         if self._rest:
             self._write([self._rest])
         if self._file is not None:
             self._file.close()
 
     def _write(self, lines: Iterable[bytes]) -> None:
-        """Bytes as they are: an engine's output need not be text."""
+        """Writes unchanged bytes: an engine's output may not be valid text."""
         sys.stdout.flush()
         sys.stdout.buffer.write(b"".join(b"%s%s\n" % (self._prefix, line) for line in lines))
         sys.stdout.buffer.flush()
 
 
 def start_of_last_lines(file: BinaryIO, line_count: int) -> int:
-    """Where the last lines begin. Reads no more of the file than they take."""
+    """Returns the offset of the last `line_count` lines. Reads only these lines."""
     end = file.seek(0, os.SEEK_END)
     if line_count == 0:
         return end

@@ -1,4 +1,4 @@
-"""`kvbm status`: which engines of this user run, as their run directories say and as they answer themselves."""
+"""`kvbm status`: lists the engines of this user, from their run directories and from their own HTTP answers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbm_cli.runs.run_directory import PROFILE, Run, Runs, State
+from kvbm_cli.runs.run_directory import PROFILE, EngineRun, Runs
+from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.http_client import get
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
 from kvbm_cli.terminal.show_error import show_warning
 
-ASK_TIMEOUT_S = 1.0
-ASKED_AT_ONCE = 16
+PROBE_TIMEOUT_S = 1.0
+PARALLEL_PROBES = 16
 TIERS = {"host": "G2", "disk": "G3"}
 FREE = "free"
 UNREACHABLE = "no answer"
@@ -24,10 +25,10 @@ _BLOCKS = re.compile(r'^kvbm_(host|disk)_blocks\{.*?state="(\w+)".*?\} (\S+)$', 
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A run, and what its engine answered: whether it is healthy (None: not asked) and blocks of each tier by state."""
+class RunStatus:
+    """A run with the answer of its engine: `is_healthy` (None if not probed), and blocks of each tier by state."""
 
-    run: Run
+    run: EngineRun
     is_healthy: bool | None
     blocks: dict[str, dict[str, int]]
 
@@ -76,34 +77,34 @@ def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> No
         found = runs.find(reference, ended=True)
     else:
         found = [run for run in every if run.is_living or with_ended]
-    with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
-        seen = list(threads.map(_see, found))
+    with ThreadPoolExecutor(PARALLEL_PROBES) as threads:
+        status = list(threads.map(_probe, found))
     if as_json:
-        print_json([one.as_data() for one in seen])
+        print_json([one.as_data() for one in status])
     elif reference is not None:
-        print_data("\n\n".join(_page(one) for one in seen))
-    elif seen:
-        print_data(_table(seen, with_start=with_ended))
+        print_data("\n\n".join(_page(one) for one in status))
+    elif status:
+        print_data(_table(status, with_start=with_ended))
     else:
-        more = f"; `kvbm status --all` shows {len(every)} that did" if every and not with_ended else ""
-        print_note(f"nothing runs{more}")
+        more = f"; `kvbm status --all` also lists ended runs ({len(every)})" if every and not with_ended else ""
+        print_note(f"no engine is running{more}")
     if reference is None and not as_json and not with_ended:
-        for run in {run.facts.profile: run for run in every}.values():  # the last of each profile
-            if (end := _bad_end(run)) is not None:
+        for run in {run.facts.profile: run for run in every}.values():  # the last run of each profile
+            if (end := _failure(run)) is not None:
                 print_note(f"{run.facts.name} {end}; `kvbm logs {run.facts.name}`")
 
 
-def _bad_end(run: Run) -> str | None:
-    """Of a run that nobody has stopped."""
-    if run.state is State.DEAD:
+def _failure(run: EngineRun) -> str | None:
+    """Returns how a run failed, None for one that runs or was stopped."""
+    if run.state is RunState.DEAD:
         return f"died, {_death(run)}"
-    if run.state is State.ENDED and run.facts.exit_code and run.facts.message:
+    if run.state is RunState.ENDED and run.facts.exit_code and run.facts.message:
         return f"ended at {_when(run.facts.ended_s)}: {run.facts.message.splitlines()[0]}"
     return None
 
 
-def _death(run: Run) -> str:
-    return f"last seen at {_when(run.last_sign_s())}: its launcher was killed, or the machine was restarted"
+def _death(run: EngineRun) -> str:
+    return f"last seen at {_when(run.last_sign_s())}: its launcher was killed or the machine was restarted"
 
 
 def _when(seconds: float | None) -> str:
@@ -112,42 +113,42 @@ def _when(seconds: float | None) -> str:
 
 def warn_of_unreadable(runs: Runs) -> None:
     for path in runs.unreadable():
-        show_warning(f"`{path}` is damaged, or of another version: whether something runs there is not known")
+        show_warning(f"`{path}` is damaged or has the format of another version; an engine may be running there")
 
 
-def _see(run: Run) -> Seen:
-    """Only an engine that says that it is healthy is asked: another one has nothing to say, or another's port."""
-    if run.state is not State.HEALTHY or run.is_elsewhere:
-        return Seen(run, None, {})
-    is_healthy = get(f"{run.facts.url}/health", timeout_s=ASK_TIMEOUT_S).status == 200
+def _probe(run: EngineRun) -> RunStatus:
+    """Probes the engine if its run is healthy. Before and after, its port may belong to another program."""
+    if run.state is not RunState.HEALTHY or run.is_elsewhere:
+        return RunStatus(run, None, {})
+    is_healthy = get(f"{run.facts.url}/health", timeout_s=PROBE_TIMEOUT_S).status == 200
     blocks: dict[str, dict[str, int]] = {}
     if is_healthy:
-        text = get(f"{run.facts.url}/metrics", timeout_s=ASK_TIMEOUT_S).text()
+        text = get(f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
         for tier, state, count in _BLOCKS.findall(text):
             states = blocks.setdefault(tier, {})
             states[state] = states.get(state, 0) + int(float(count))
-    return Seen(run, is_healthy, blocks)
+    return RunStatus(run, is_healthy, blocks)
 
 
-def _table(seen: Sequence[Seen], *, with_start: bool) -> str:
-    rows = [("run", "state", "launcher", "up", "address", "used"), *map(_row, seen)]
+def _table(status: Sequence[RunStatus], *, with_start: bool) -> str:
+    rows = [("run", "state", "launcher", "up", "address", "used"), *map(_row, status)]
     if with_start:
-        starts = ["started", *(_when(one.run.facts.started_s) for one in seen)]
+        starts = ["started", *(_when(one.run.facts.started_s) for one in status)]
         rows = [(*row, start) for row, start in zip(rows, starts, strict=True)]
     return table(rows, right=(2, 3))
 
 
-def _row(seen: Seen) -> tuple[str, ...]:
-    run = seen.run
-    state = f"{seen.state} ({run.facts.exit_code})" if run.state is State.ENDED else seen.state
+def _row(status: RunStatus) -> tuple[str, ...]:
+    run = status.run
+    state = f"{status.state} ({run.facts.exit_code})" if run.state is RunState.ENDED else status.state
     pid = str(run.facts.launcher.pid) if run.is_living else "-"
-    return run.facts.name, state, pid, _age(run), run.facts.url if run.is_living else "-", seen.tiers()
+    return run.facts.name, state, pid, _age(run), run.facts.url if run.is_living else "-", status.tiers()
 
 
-def _age(run: Run) -> str:
-    """How long it has run, or ran; a dash where its end is not known."""
+def _age(run: EngineRun) -> str:
+    """Returns how long it has run or ran, a dash if its end is unknown."""
     facts = run.facts
-    if run.state is State.DEAD:
+    if run.state is RunState.DEAD:
         return "-"
     return duration((facts.ended_s or time.time()) - facts.started_s)
 
@@ -159,17 +160,17 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.0f} d"
 
 
-def _page(seen: Seen) -> str:
-    run, facts = seen.run, seen.run.facts
+def _page(status: RunStatus) -> str:
+    run, facts = status.run, status.run.facts
     processes = ", ".join(f"{name} {one.pid}" for name, one in {"launcher": facts.launcher, **facts.processes}.items())
     lines = [
         ("run", facts.name),
-        ("state", _state_text(seen)),
+        ("state", _state_text(status)),
         ("profile", f"{facts.profile} ({run.path / PROFILE})"),
         ("engine", f"{facts.engine}, {facts.model}"),
         ("url", facts.url),
         *([("processes", processes)] if run.is_living else []),
-        *([("used", seen.tiers())] if seen.blocks else []),
+        *([("used", status.tiers())] if status.blocks else []),
         ("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items())),
         *(("log", path if len(facts.logs) == 1 else f"{path} ({name})") for name, path in facts.logs.items()),
     ]
@@ -177,19 +178,19 @@ def _page(seen: Seen) -> str:
     return "\n".join([*(f"{label:<9}  {text}" for label, text in lines), *message])
 
 
-def _state_text(seen: Seen) -> str:
-    run, facts = seen.run, seen.run.facts
-    if run.state is State.DEAD:
+def _state_text(status: RunStatus) -> str:
+    run, facts = status.run, status.run.facts
+    if run.state is RunState.DEAD:
         return f"dead, {_death(run)}"
-    if run.state is State.ENDED:
+    if run.state is RunState.ENDED:
         return f"ended at {_when(facts.ended_s)} with exit code {facts.exit_code}, after {_age(run)}"
-    where = f", on {facts.launcher.host}, where this machine cannot see it" if run.is_elsewhere else ""
-    return f"{seen.state} for {_age(run)}{where}" if not where else f"{seen.state}{where}"
+    where = f", on {facts.launcher.host} or in another container" if run.is_elsewhere else ""
+    return f"{status.state} for {_age(run)}{where}" if not where else f"{status.state}{where}"
 
 
-def names(runs: Sequence[Run]) -> list[str]:
+def names(runs: Sequence[EngineRun]) -> list[str]:
     return [run.facts.name for run in runs]
 
 
-def log_paths(run: Run) -> dict[str, Path]:
+def log_paths(run: EngineRun) -> dict[str, Path]:
     return {name: Path(path) for name, path in run.facts.logs.items()}

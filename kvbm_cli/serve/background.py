@@ -1,9 +1,9 @@
-"""Background: the process that `kvbm serve --detach` leaves behind, and the one that waits until it is ready.
+"""Background: the process that `kvbm serve --detach` leaves running, and the parent that waits until it is ready.
 
-The command forks before it has done anything. The child, in a session of its own, goes on as `kvbm serve` would, on the
-same terminal, so that everything is said as it always is; when the engine is ready it puts its output into a file and
-tells the parent, which ends with 0. A child that ends before that gives the parent its exit code. A signal to the
-parent is passed on to the child, which then stops what it has started.
+The command forks first. The child, in its own session, continues like `kvbm serve` and prints to the same terminal.
+When the engine is ready, the child redirects its output to a file and notifies the parent, which exits with 0. If the
+child exits earlier, the parent exits with the same code. The parent forwards signals to the child, which then stops
+its engine.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from types import FrameType
 
 READY = b"r"
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """`child` is 0 in the child itself. `pipe` carries one byte, from the child to the parent."""
+    """`child` is the process id, 0 in the child itself. `pipe` carries one byte from the child to the parent."""
 
     child: int
     pipe: int
@@ -46,10 +46,10 @@ class Background:
         return self.child != 0
 
     def wait(self) -> int:
-        """In the parent: 0 when the child is ready, else the exit code that it ended with."""
-        for number in PASSED_ON:
+        """In the parent: returns 0 when the child is ready, otherwise the exit code of the child."""
+        for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._pass_on)
+                signal.signal(number, self._forward)
         if os.read(self.pipe, 1) == READY:
             return 0
         _, status = os.waitpid(self.child, 0)
@@ -57,16 +57,16 @@ class Background:
         return code if code >= 0 else 128 - code
 
     def release(self, output: Path) -> None:
-        """In the child: the terminal is not ours any more, and the parent may end."""
+        """In the child: redirects output to a file and lets the parent exit."""
         sys.stdout.flush()
         sys.stderr.flush()
         with open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed the parent
+        with contextlib.suppress(BrokenPipeError):  # the parent was killed
             os.write(self.pipe, READY)
         os.close(self.pipe)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """The child is not waited for before it has ended, so its process id is still its own."""
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """The child was not waited for yet, so its process id still belongs to it."""
         os.kill(self.child, number)

@@ -1,8 +1,8 @@
-"""`kvbm serve`: checks a profile, prints what it amounts to, and hands its plan to the launcher (launcher.py).
+"""`kvbm serve`: checks a profile, prints the resulting plan, and passes it to the launcher (launcher.py).
 
-From the look at what other engines have taken to the run directory that says what this one takes, nobody else starts
-one. With `--detach` all this happens in a process of its own (background.py), which speaks to the same terminal until
-the engine is ready.
+Other `kvbm serve` commands wait from the check of reservations until the run directory records those of this engine.
+With `--detach` all this happens in a child process (background.py), which prints to the same terminal until the engine
+is ready.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from kvbm_cli.profile.preflight import (
 )
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import as_data, block_line, tier_table
-from kvbm_cli.runs.run_directory import Facts, RunDirectory, Runs
+from kvbm_cli.runs.run_directory import RunDirectory, Runs
+from kvbm_cli.runs.run_facts import RunFacts
 from kvbm_cli.serve.reservations import living_runs, require_memory, require_port, taken_ports
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import print_data, print_json, print_note
-from kvbm_cli.terminal.progress import Waiting
+from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.show_error import show_warning
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from kvbm.config.schema import Profile
     from kvbm.sizing import SizeUnknown, Sizing
     from kvbm_cli.disaggregated.plan import DisaggregatedPlan
-    from kvbm_cli.runs.run_directory import Run
+    from kvbm_cli.runs.run_directory import EngineRun
     from kvbm_cli.serve.background import Background
 
 
@@ -59,18 +60,18 @@ def serve(
     as_json: bool,
     log: Path | None,
 ) -> int:
-    """Runs the engine of a profile and returns its exit code; with `detach`, 0 when it is ready."""
+    """Runs the engine of a profile and returns its exit code; with `detach`, returns 0 when it is ready."""
     from kvbm_cli.serve.background import Background
 
     if detach and dry_run:
-        raise UsageError("`--dry-run` starts nothing that `--detach` could leave running", hint="leave one of them out")
+        raise UsageError("`--dry-run` and `--detach` cannot be combined", hint="omit one of them")
     if log is not None:
         require_log(log)
     if not detach:
         return _serve(
             reference, overrides, port=port, dry_run=dry_run, force=force, background=None, as_json=as_json, log=log
         )
-    _runs(is_detached=True)  # a mistake that needs no second process
+    _runs(is_detached=True)  # fails here, before the fork
     background = Background.fork()
     if background.is_parent:
         return background.wait()
@@ -109,7 +110,8 @@ def _serve(
     _free_port(resolved, living_runs())
     require_metrics_ports(resolved)
     if how_to_make_model(resolved.profile) is not None:
-        with Waiting("making", f"{resolved.profile.engine.model}, once"):
+        with ProgressDisplay("making", delay_s=0.5) as display:
+            display.report(f"{resolved.profile.engine.model}, once")
             make_model(resolved.profile, say=print_note)
     runs = _runs(is_detached=background is not None)
     with runs.starting() as living:
@@ -122,7 +124,7 @@ def _serve(
         except BaseException:
             run.remove()
             raise
-    print_note(f"{_plan_text(resolved, sizing, _asked(plan))}\n")
+    print_note(f"{_plan_text(resolved, sizing, _endpoint(plan))}\n")
     return launch(plan, run, log or run.log, resolved.profile.transfer.init_timeout_s, background, as_json=as_json)
 
 
@@ -130,15 +132,15 @@ def _runs(*, is_detached: bool) -> Runs:
     runs = Runs.writable()
     if runs is not None:
         return runs
-    problem = "no run directory can be made in ~/.local/state/kvbm, by which an engine is found again"
+    problem = "cannot create a run directory in ~/.local/state/kvbm"
     if is_detached:
-        raise EnvironmentProblem(problem, hint="set XDG_STATE_HOME to a directory that can be written to")
-    show_warning(f"{problem}: `kvbm status`, `logs` and `stop` will not know this one")
+        raise EnvironmentProblem(problem, hint="set `XDG_STATE_HOME` to a writable directory")
+    show_warning(f"{problem}; `kvbm status`, `logs` and `stop` will not find this engine")
     return Runs.temporary()
 
 
-def _free_port(resolved: ResolvedProfile, living: Sequence[Run]) -> int:
-    """The port of the profile, or one that nobody has and that no starting engine is about to take."""
+def _free_port(resolved: ResolvedProfile, living: Sequence[EngineRun]) -> int:
+    """Returns the port of the profile, or a free one that no starting engine has reserved."""
     server, taken = resolved.profile.server, taken_ports(living)
     require_port(server.host, server.port, living)
     require_free_port(resolved)
@@ -148,7 +150,7 @@ def _free_port(resolved: ResolvedProfile, living: Sequence[Run]) -> int:
 
 
 def _memory_bytes(profile: Profile, sizing: Sizing | SizeUnknown) -> int:
-    """Host memory for blocks (G2) of all engines of the profile, as far as it is known."""
+    """Returns the host memory for blocks (G2) of all engines of the profile, 0 if unknown."""
     from kvbm_cli.engine.engines import copy_count
 
     host = profile.tiers.host
@@ -166,23 +168,23 @@ def _describe(
     *,
     is_detached: bool,
 ) -> None:
-    """Writes down what is known before the engine starts."""
+    """Writes the run directory's facts before the engine starts."""
     from kvbm_cli.engine.engines import versions
 
-    profile, asked, named = resolved.profile, _asked(plan), _named(plan)
+    profile, endpoint, named = resolved.profile, _endpoint(plan), _named(plan)
     disk = profile.tiers.disk
     logs = {name: str(log_of(log or run.log, name)) for name in named}
     launcher = ProcessIdentity.of(os.getpid())
-    assert launcher is not None, "we live"
+    assert launcher is not None, "this process is alive"
     run.begin(
-        Facts(
+        RunFacts(
             name=run.name,
             profile=resolved.name,
             profile_path=str(resolved.path.absolute()),
             engine=profile.engine.kind,
-            model=asked.model,
-            url=asked.base_url,
-            ports=tuple(urlsplit(one.base_url).port or 0 for one in (asked, *named.values())),
+            model=endpoint.model,
+            url=endpoint.base_url,
+            ports=tuple(urlsplit(one.base_url).port or 0 for one in (endpoint, *named.values())),
             logs={**logs, "proxy" if named else "engine": str((log or run.log).absolute())},
             launcher=launcher,
             memory_bytes=_memory_bytes(profile, sizing),
@@ -196,10 +198,10 @@ def _describe(
         )
     )
     content = profile.model_dump(mode="json", exclude_none=True)
-    run.write_profile(content, f"# {run.name}: `{resolved.path}` with all that was laid over it at {time.ctime()}.")
+    run.write_profile(content, f"# {run.name}: `{resolved.path}` with all overrides, resolved at {time.ctime()}.")
 
 
-def _plan(profile: Profile, port: int, living: Sequence[Run] = ()) -> LaunchPlan | DisaggregatedPlan:
+def _plan(profile: Profile, port: int, living: Sequence[EngineRun] = ()) -> LaunchPlan | DisaggregatedPlan:
     if profile.disaggregated.is_wanted:
         from kvbm_cli.disaggregated.plan import free_ports, plan
 
@@ -211,12 +213,12 @@ def _plan(profile: Profile, port: int, living: Sequence[Run] = ()) -> LaunchPlan
 
 
 def _named(plan: LaunchPlan | DisaggregatedPlan) -> dict[str, LaunchPlan]:
-    """The engines behind a proxy by their names; none where clients ask the engine itself."""
+    """Returns the engines behind a proxy by name, empty without a proxy."""
     return {} if isinstance(plan, LaunchPlan) else dict(plan.engines)
 
 
-def _asked(plan: LaunchPlan | DisaggregatedPlan) -> LaunchPlan:
-    """What clients ask."""
+def _endpoint(plan: LaunchPlan | DisaggregatedPlan) -> LaunchPlan:
+    """Returns the server that clients use: the engine, or the proxy."""
     return plan if isinstance(plan, LaunchPlan) else plan.proxy
 
 
@@ -227,16 +229,18 @@ def _print_dry_run(
     *,
     as_json: bool,
 ) -> None:
-    asked, named = _asked(plan), _named(plan)
+    endpoint, named = _endpoint(plan), _named(plan)
     if as_json:
-        data = {"profile": {"name": resolved.name, "path": str(resolved.path)}, **_as_data(asked)}
+        data = {"profile": {"name": resolved.name, "path": str(resolved.path)}, **_as_data(endpoint)}
         engines = {"engines": {name: _as_data(one) for name, one in named.items()}} if named else {}
         sizes = {"sizes": str(sizing)} if isinstance(sizing, Exception) else as_data(sizing)
         print_json({**data, **engines, **sizes})
         return
-    commands = [f"# {name}\n{_command(one)}" for name, one in {**named, "proxy": asked}.items()]
+    commands = [f"# {name}\n{_command(one)}" for name, one in {**named, "proxy": endpoint}.items()]
     first = [shlex.join(making)] if (making := how_to_make_model(resolved.profile)) else []
-    print_data("\n\n".join([_plan_text(resolved, sizing, asked), *first, *(commands if named else [_command(asked)])]))
+    print_data(
+        "\n\n".join([_plan_text(resolved, sizing, endpoint), *first, *(commands if named else [_command(endpoint)])])
+    )
 
 
 def _as_data(plan: LaunchPlan) -> dict[str, object]:
@@ -244,7 +248,7 @@ def _as_data(plan: LaunchPlan) -> dict[str, object]:
 
 
 def _command(plan: LaunchPlan) -> str:
-    """What an engine sees when `kvbm serve` starts it, but for the temporary directory of its own."""
+    """Returns the command that starts the engine like `kvbm serve`, except for its temporary directory."""
     unset = [word for name in sorted(os.environ) if name.startswith(PREFIX) for word in ("-u", name)]
     assignments = [f"{name}={value}" for name, value in additions(plan).items()]
     return shlex.join(["env", *unset, *assignments, *plan.argv])
@@ -252,7 +256,7 @@ def _command(plan: LaunchPlan) -> str:
 
 def _plan_text(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, launch_plan: LaunchPlan) -> str:
     engine = resolved.profile.engine
-    address = launch_plan.base_url if not launch_plan.base_url.endswith(":0") else "a free port is chosen at the start"
+    address = launch_plan.base_url if not launch_plan.base_url.endswith(":0") else "a free port, chosen at the start"
     dtype = f" in {engine.arguments.dtype}" if engine.arguments.dtype else ""
     blocks = "" if isinstance(sizing, Exception) else f"; {block_line(sizing)}"
     lines = [
@@ -268,7 +272,5 @@ def _plan_text(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, launch_p
 
 def _disaggregated_line(resolved: ResolvedProfile) -> list[str]:
     wanted = resolved.profile.disaggregated
-    text = (
-        f"engines  {wanted.prefill} to prefill, each with the tiers below, and {wanted.decode} to decode, with G1 alone"
-    )
+    text = f"engines  {wanted.prefill} for prefill, each with the tiers below; {wanted.decode} for decode, with G1 only"
     return [text] if wanted.is_wanted else []

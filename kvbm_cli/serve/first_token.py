@@ -1,6 +1,6 @@
-"""Waits for an engine's first token. A healthy engine may still compile its kernels, or have no memory for a request.
+"""Waits for an engine's first token. A healthy engine may still compile kernels, or lack memory for a request.
 
-The request runs in a thread of its own, so that whoever waits can go on watching the engine and the signals.
+The request runs in its own thread, so that the launcher continues to watch the engine and the signals.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm_cli.engine.process import POLL_S
 from kvbm_cli.system.http_client import HttpAnswer, request
-from kvbm_cli.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from kvbm_cli.disaggregated.engines import DisaggregatedEngines
@@ -28,12 +27,12 @@ NOT_NOW = (0, http.HTTPStatus.TOO_MANY_REQUESTS, http.HTTPStatus.SERVICE_UNAVAIL
 
 
 def wait_first_token(
-    engine: EngineProcess | DisaggregatedEngines, timeout_s: float, on_progress: Callable[[Progress], None]
+    engine: EngineProcess | DisaggregatedEngines, timeout_s: float, on_progress: Callable[[str], None]
 ) -> str | None:
-    """Returns when a healthy engine has answered, with its refusal where it takes no such request at all (a 4xx: it
-    embeds, or wants another kind of prompt).
+    """Returns when a healthy engine has answered: None for a token, the error text for a 4xx status. An engine that
+    serves embeddings or requires another kind of prompt answers 4xx.
 
-    EngineError as soon as it has ended or failed, or when `timeout_s` have passed since its start; then it is dead.
+    Raises EngineError as soon as the engine has ended or failed, or `timeout_s` after its start; then it is killed.
     """
     token = FirstToken(engine.plan)
     while engine.poll() is None:
@@ -44,50 +43,50 @@ def wait_first_token(
             return f"{answer.status}: {answer.error()}"
         if answer is not None:
             said = f"{answer.status}: {answer.error()}"
-            hint = f"the whole log: `less {engine.log_path}`"
-            raise engine.late_error(f"the engine is healthy, but its first answer was an error\n  {said}", hint=hint)
+            hint = f"see the whole log with `less {engine.log_path}`"
+            raise engine.late_error(f"the engine is healthy, but its first answer is an error\n  {said}", hint=hint)
         if engine.elapsed_s > timeout_s:
             raise engine.late_error(f"the engine was not ready after {timeout_s:g} s\n  {token.waited_for()}")
-        on_progress(Progress(engine.elapsed_s, PHASE))
+        on_progress(PHASE)
         time.sleep(POLL_S)
-    raise engine.ended_error("the engine ended before its first token")
+    raise engine.ended_error("the engine exited before its first token")
 
 
 class FirstToken:
-    """A completion of one token, asked for at once."""
+    """Requests a completion of one token, immediately."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
         self._started = time.monotonic()
         self._answer = HttpAnswer()
-        self._thread = self._ask_beside()
+        self._thread = self._start()
 
     def poll(self) -> HttpAnswer | None:
-        """The answer when it is there. What is no more than a refusal for now is asked again."""
+        """Returns the answer, None while there is none. Repeats a request that the engine refused temporarily."""
         if self._thread.is_alive():
             return None
         if self._answer.status in NOT_NOW:
-            self._thread = self._ask_beside()
+            self._thread = self._start()
             return None
         return self._answer
 
     def waited_for(self) -> str:
-        last = f"; it has answered {self._answer.status}: {self._answer.error()}" if self._answer.status else ""
-        return f"it is healthy, but no token has come for {time.monotonic() - self._started:.0f} s{last}"
+        last = f"; its last answer: {self._answer.status}: {self._answer.error()}" if self._answer.status else ""
+        return f"it is healthy, but has generated no token for {time.monotonic() - self._started:.0f} s{last}"
 
-    def _ask_beside(self) -> threading.Thread:
-        thread = threading.Thread(target=self._ask, name="first token", daemon=True)
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._send, name="first token", daemon=True)
         thread.start()
         return thread
 
-    def _ask(self) -> None:
+    def _send(self) -> None:
         content = {"model": self._plan.model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
         url = f"{self._plan.base_url}/v1/completions"
         self._answer = request("POST", url, content=content, headers=_authorization(self._plan), timeout_s=None)
 
 
 def _authorization(plan: LaunchPlan) -> dict[str, str]:
-    """The key that the engine asks its clients for, where its command line or environment has one."""
+    """Returns the API key header if the engine's command line or environment sets a key."""
     given = re.search(r"(?:^|\0)--api-key[\0=]([^\0]+)", "\0".join(plan.argv))
     key = given[1] if given else plan.environment.get("VLLM_API_KEY", os.environ.get("VLLM_API_KEY"))
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,8 +1,8 @@
-"""The launcher: starts the engine of a plan, stays in front of it until it ends, and keeps its run directory right.
+"""Launcher: starts the engine of a plan, watches it until it ends, and updates its run directory.
 
-It serves when it is healthy and has given a first token. The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) is passed on
-to the engine, which then has the run's stop timeout to finish what it serves; a second one kills it. The exit code is
-the engine's own, or 128 + n where signal n came before it served.
+The engine is ready when it is healthy and has generated a first token. The launcher forwards the first SIGINT, SIGTERM
+or SIGHUP (as SIGTERM). The engine then has the run's stop timeout to finish its requests; a second signal kills it. The
+exit code is that of the engine, or 128 + n if signal n arrived before the engine was ready.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, KvbmError
 from kvbm_cli.engine.process import EngineProcess
-from kvbm_cli.runs.run_directory import OWN_LOG, RunDirectory, State
+from kvbm_cli.runs.run_directory import OWN_LOG, RunDirectory
+from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.serve.first_token import wait_first_token
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
 from kvbm_cli.terminal.crash_report import A_BUG
-from kvbm_cli.terminal.progress import Progress, ProgressLine
+from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.show_error import show_warning
 from kvbm_cli.terminal.streams import BROKEN_PIPE
 
@@ -46,7 +47,7 @@ def launch(
     *,
     as_json: bool,
 ) -> int:
-    """Runs the engine to its end, and writes down what that was. Returns its exit code, or raises EngineError."""
+    """Runs the engine until it ends and records the result. Returns its exit code or raises EngineError."""
     try:
         code = _run(plan, run, log_path, init_timeout_s, background, as_json=as_json)
     except KvbmError as error:
@@ -56,7 +57,7 @@ def launch(
         run.end(128 + signal.SIGINT, "")
         raise
     except BrokenPipeError:
-        run.end(BROKEN_PIPE, "nobody reads what it prints")
+        run.end(BROKEN_PIPE, "standard output was closed")
         raise
     except BaseException as error:
         problem = problem_of(error)
@@ -77,11 +78,12 @@ def _run(
 ) -> int:
     with _Signals(run) as signals, _start(plan, log_path) as engine:
         try:
-            with ProgressLine("starting") as show:
+            with ProgressDisplay("starting") as display:
 
-                def on_progress(progress: Progress) -> None:
-                    _note_processes(run, engine)
-                    _show(show, signals, engine, progress)
+                def on_progress(phase: str) -> None:
+                    _record_processes(run, engine)
+                    if not _forward_signals(display, signals, engine):
+                        display.report(phase)
 
                 engine.wait_healthy(init_timeout_s, on_progress)
                 refusal = wait_first_token(engine, init_timeout_s, on_progress)
@@ -89,11 +91,11 @@ def _run(
             if not signals.received:
                 raise
             engine.stop()
-            signals.say_stopped()
+            signals.print_stopped()
             return 128 + signals.received[0]
         if refusal is not None:
             show_warning(f"the engine is healthy, but a completion of one token was refused: {refusal}")
-        run.enter(State.HEALTHY)
+        run.enter(RunState.HEALTHY)
         _print_ready(engine, run, plan, is_detached=background is not None, as_json=as_json)
         if background is not None:
             background.release(run.path / OWN_LOG)
@@ -101,28 +103,25 @@ def _run(
 
 
 def _watch(engine: EngineProcess | DisaggregatedEngines, run: RunDirectory, signals: _Signals) -> int:
-    with ProgressLine("stopping") as show:
+    with ProgressDisplay() as display:
         while (code := engine.poll()) is None:
-            _note_processes(run, engine)
-            _show(show, signals, engine, None)
+            _record_processes(run, engine)
+            _forward_signals(display, signals, engine)
             time.sleep(WATCH_S)
     if not signals.received:
-        raise engine.ended_error("the engine ended by itself")
-    signals.say_stopped()
+        raise engine.ended_error("the engine exited unexpectedly")
+    signals.print_stopped()
     return code
 
 
-def _show(
-    show: ProgressLine, signals: _Signals, engine: EngineProcess | DisaggregatedEngines, start: Progress | None
-) -> None:
-    """Passes signals on, and shows how far the start is, or from the first signal on how long the stop takes."""
+def _forward_signals(display: ProgressDisplay, signals: _Signals, engine: EngineProcess | DisaggregatedEngines) -> bool:
+    """Forwards signals. Returns True once one has arrived, and then shows the progress of the stop."""
+    if signals.forward(engine):
+        display.restart("stopping")
+        print_note("stopping; press Ctrl-C again to kill the engine")
     if signals.received:
-        show.verb = "stopping"
-        show.clear()
-    signals.pass_on(engine)
-    progress = start if signals.stopping_s is None else Progress(signals.stopping_s, engine.phase())
-    if progress is not None:
-        show(progress)
+        display.report(engine.phase())
+    return bool(signals.received)
 
 
 def _start(plan: LaunchPlan | DisaggregatedPlan, log_path: Path) -> EngineProcess | DisaggregatedEngines:
@@ -133,8 +132,8 @@ def _start(plan: LaunchPlan | DisaggregatedPlan, log_path: Path) -> EngineProces
     return DisaggregatedEngines.start(plan, log_path=log_path)
 
 
-def _note_processes(run: RunDirectory, engine: EngineProcess | DisaggregatedEngines) -> None:
-    """Those of the engine whose end is waited for by whoever stops it; another guard may take the place of one."""
+def _record_processes(run: RunDirectory, engine: EngineProcess | DisaggregatedEngines) -> None:
+    """Records the processes that `kvbm stop` waits for. The guard may be replaced by another one."""
     pids = engine.pids()
     if pids != {name: one.pid for name, one in run.processes.items()}:
         found = {name: ProcessIdentity.of(pid) for name, pid in pids.items()}
@@ -142,49 +141,46 @@ def _note_processes(run: RunDirectory, engine: EngineProcess | DisaggregatedEngi
 
 
 class _Signals:
-    """Collects the signals that arrive, and passes them on from the main loop: handlers themselves only take note."""
+    """Records signals in their handlers and forwards them to the engine from the main loop."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.received: list[signal.Signals] = []
         self._run = run
-        self._passed_on = 0
+        self._forwarded_count = 0
         self._has_killed = False
-        self._began = 0.0
+        self._signalled = 0.0
         self._deadline = float("inf")
         self._previous = {number: signal.getsignal(number) for number in FORWARDED}
 
     def __enter__(self) -> _Signals:
         for number, handler in self._previous.items():
             if handler is not signal.SIG_IGN:  # as under `nohup`
-                signal.signal(number, self._note)
+                signal.signal(number, self._record)
         return self
 
     def __exit__(self, *ended: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    @property
-    def stopping_s(self) -> float | None:
-        """Seconds since the engine was told to stop."""
-        return time.monotonic() - self._began if self._passed_on else None
-
-    def pass_on(self, engine: EngineProcess | DisaggregatedEngines) -> None:
-        """The first signal goes to the engine. The second, or the end of its patience, kills it."""
+    def forward(self, engine: EngineProcess | DisaggregatedEngines) -> bool:
+        """Sends the first signal to the engine and returns True. A second one, or the stop timeout, kills it."""
         if len(self.received) > 1 or time.monotonic() > self._deadline:
             self._has_killed = True
             engine.kill()
-        elif len(self.received) > self._passed_on:
-            self._passed_on = len(self.received)
-            self._began = time.monotonic()
-            self._deadline = self._began + self._run.stop_timeout_s()
-            self._run.enter(State.STOPPING)
-            print_note("stopping; once more kills the engine")
+        elif len(self.received) > self._forwarded_count:
+            self._forwarded_count = len(self.received)
+            self._signalled = time.monotonic()
+            self._deadline = self._signalled + self._run.stop_timeout_s()
+            self._run.enter(RunState.STOPPING)
             engine.signal(FORWARDED[self.received[0]])
+            return True
+        return False
 
-    def say_stopped(self) -> None:
-        print_note(stopped_text(self._run.name, self.stopping_s or 0.0, was_killed=self._has_killed))
+    def print_stopped(self) -> None:
+        took_s = time.monotonic() - self._signalled if self._forwarded_count else 0.0
+        print_note(stopped_text(self._run.name, took_s, was_killed=self._has_killed))
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
 
 
@@ -196,19 +192,19 @@ def _print_ready(
     is_detached: bool,
     as_json: bool,
 ) -> None:
-    asked, named = engine.plan, _urls(plan)
+    endpoint, named = engine.plan, _urls(plan)
     if as_json:
-        ready = {"run": run.name, "url": asked.base_url, "model": asked.model, "log": str(engine.log_path)}
+        ready = {"run": run.name, "url": endpoint.base_url, "model": endpoint.model, "log": str(engine.log_path)}
         print_json({**ready, **({"engines": named} if named else {})})
         return
-    body = f'{{"model": "{asked.model}", "prompt": "Once upon a time", "max_tokens": 16}}'
-    curl = ["curl", f"{asked.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    body = f'{{"model": "{endpoint.model}", "prompt": "Once upon a time", "max_tokens": 16}}'
+    curl = ["curl", f"{endpoint.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
     addresses = "".join(f"\n{name:<9}  {url}" for name, url in named.items())
-    ending = f"`kvbm stop {run.name}` stops it" if is_detached else "Ctrl-C stops it"
+    ending = f"stop it with `kvbm stop {run.name}`" if is_detached else "press Ctrl-C to stop it"
     print_note(f"{run.name} is ready after {engine.elapsed_s:.1f} s; {ending}\nlog {engine.log_path}{addresses}\n")
-    print_data(f"{asked.base_url}\n\n{shlex.join(curl)}")
+    print_data(f"{endpoint.base_url}\n\n{shlex.join(curl)}")
 
 
 def _urls(plan: LaunchPlan | DisaggregatedPlan) -> Mapping[str, str]:
-    """Of the engines behind a proxy; none where clients ask the engine itself."""
+    """Returns the URLs of the engines behind a proxy, empty without a proxy."""
     return {} if isinstance(plan, LaunchPlan) else {name: one.base_url for name, one in plan.engines}

@@ -1,6 +1,6 @@
-"""What other engines of this user that live on this machine have taken, or will: their ports, and host memory.
+"""Reservations: ports and host memory that other engines of this user on this machine use or will use.
 
-An engine that still starts has neither yet, so that the kernel does not know of them; its run directory does.
+An engine that is still starting has not taken them yet, so the kernel does not know them. Its run directory does.
 """
 
 from __future__ import annotations
@@ -14,66 +14,67 @@ from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import reachable
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.runs.run_directory import Run, Runs, State
+from kvbm_cli.runs.run_directory import EngineRun, Runs
+from kvbm_cli.runs.run_facts import RunState
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.host.machine_memory import HostMemory
 
 
-def living_runs() -> list[Run]:
+def living_runs() -> list[EngineRun]:
     try:
         return Runs.of_user().living()
-    except (RuntimeError, OSError):  # there is no home, or it cannot be read
+    except (RuntimeError, OSError):  # no home directory, or it is not readable
         return []
 
 
-def require_port(host: str, port: int, living: Sequence[Run]) -> None:
-    """EnvironmentProblem, with the run's name, if one of the living has the port at this address."""
+def require_port(host: str, port: int, living: Sequence[EngineRun]) -> None:
+    """Raises EnvironmentProblem if a living run uses the port at this address."""
     for run in living:
         if port and port in run.facts.ports and urlsplit(run.facts.url).netloc.startswith(f"{reachable(host)}:"):
-            hint = f"`--port 0` chooses a free port; `kvbm stop {run.facts.name}` stops the other"
-            raise EnvironmentProblem(f"port {port} is that of `{run.facts.name}`, which is {run.state}", hint=hint)
+            hint = f"choose a free port with `--port 0`, or stop the other engine with `kvbm stop {run.facts.name}`"
+            raise EnvironmentProblem(f"port {port} is used by `{run.facts.name}` ({run.state})", hint=hint)
 
 
-def taken_ports(living: Sequence[Run]) -> set[int]:
+def taken_ports(living: Sequence[EngineRun]) -> set[int]:
     return {port for run in living for port in run.facts.ports}
 
 
 def require_memory(
-    resolved: ResolvedProfile, needed_bytes: int, living: Sequence[Run], *, memory: HostMemory | None = None
+    resolved: ResolvedProfile, needed_bytes: int, living: Sequence[EngineRun], *, memory: HostMemory | None = None
 ) -> None:
-    """EnvironmentProblem if this engine, with those that live beside it, does not fit into memory."""
+    """Raises EnvironmentProblem if this engine does not fit into memory together with the living runs."""
     from kvbm.config.sizes import format_size
     from kvbm.host.machine_memory import THIS_MACHINE
     from kvbm_cli.profile.preflight import too_much_memory
     from kvbm_cli.profile.size import size_key
 
-    room, owed = (memory or THIS_MACHINE).room(), sum(map(owed_bytes, living))
-    left_bytes = room.available_bytes - owed
+    room, pending = (memory or THIS_MACHINE).room(), sum(map(pending_bytes, living))
+    left_bytes = room.available_bytes - pending
     if needed_bytes <= left_bytes:
         return
     if not living:
-        hint = f"lower `{size_key(resolved)}`; `--force` starts it all the same"
+        hint = f"lower `{size_key(resolved)}`; `--force` starts it anyway"
         raise EnvironmentProblem(too_much_memory(resolved, needed_bytes, room).message, hint=hint)
     key, needed, left = size_key(resolved), format_size(needed_bytes), format_size(max(0, left_bytes))
-    lines = [f"`{key}` takes {needed}, and the engines that run leave {left}"]
-    lines += [f"  {run.facts.name}, {run.state}, takes {format_size(run.facts.memory_bytes)}" for run in living]
-    hint = f"`kvbm stop {living[-1].facts.name}`, or lower `{key}`; `--force` starts it all the same"
+    lines = [f"`{key}` needs {needed}, and the running engines leave {left}"]
+    lines += [f"  {run.facts.name} ({run.state}) uses {format_size(run.facts.memory_bytes)}" for run in living]
+    hint = f"run `kvbm stop {living[-1].facts.name}`, or lower `{key}`; `--force` starts it anyway"
     raise EnvironmentProblem("\n".join(lines), hint=hint)
 
 
-def owed_bytes(run: Run) -> int:
-    """Host memory that a starting run has not taken yet; one that is healthy has all that it will have."""
-    if run.state is not State.STARTING:
+def pending_bytes(run: EngineRun) -> int:
+    """Returns the host memory that a starting run will still allocate. A healthy run has allocated all of it."""
+    if run.state is not RunState.STARTING:
         return 0
     has_bytes = 0 if run.is_elsewhere else _shared_memory_bytes(run)
     return max(0, run.facts.memory_bytes - has_bytes)
 
 
-def _shared_memory_bytes(run: Run) -> int:
-    """What the run's processes have of shared memory, where a segment is mapped by more than one of them."""
-    return max(map(_shared_bytes_of, _family(run)), default=0)
+def _shared_memory_bytes(run: EngineRun) -> int:
+    """Returns the largest shared memory of one process of the run: several processes map the same segment."""
+    return max(map(_shared_bytes_of, _processes_of(run)), default=0)
 
 
 def _shared_bytes_of(pid: int) -> int:
@@ -83,8 +84,8 @@ def _shared_bytes_of(pid: int) -> int:
     return 0
 
 
-def _family(run: Run) -> Iterator[int]:
-    """Living processes of the run, by descent from its launcher."""
+def _processes_of(run: EngineRun) -> Iterator[int]:
+    """Yields the living processes of the run: its launcher and all descendants."""
     known = [run.facts.launcher.pid]
     for pid in known:
         yield pid

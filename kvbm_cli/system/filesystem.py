@@ -1,4 +1,4 @@
-"""Where things lie: a directory that may not exist yet, what the command itself keeps, and a machine that refuses."""
+"""Files and directories of the command, and errors of the operating system as EnvironmentProblem."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from kvbm.errors import EnvironmentProblem, UsageError
 
 
 def nearest_existing(directory: Path) -> Path:
-    """The directory, or the nearest above it that exists."""
+    """Returns the directory, or its nearest existing parent."""
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def state_directory() -> Path:
-    """Where runs and reports are kept. RuntimeError where the user has no home."""
+    """Returns the directory of runs and crash reports. Raises RuntimeError if the user has no home."""
     given = os.environ.get("XDG_STATE_HOME")
     directory = Path(given) if given and os.path.isabs(given) else Path("~/.local/state").expanduser()
-    if not directory.is_absolute():  # HOME is not: another one from each directory
+    if not directory.is_absolute():  # HOME is relative
         raise RuntimeError(NO_HOME)
     return directory / "kvbm"
 
 
 HINTS = {
-    errno.ENOSPC: "`df -h` and `df -i` show what is full",
-    errno.EDQUOT: "`quota` shows what is used up",
-    errno.EFBIG: "`ulimit -f` is how large a file may become",
-    errno.EMFILE: "`ulimit -n` is how many files a process may have open",
-    errno.ENFILE: "too many files are open on this machine",
-    errno.EAGAIN: "`ulimit -u` is how many processes and threads a user may have",
-    errno.ENOMEM: "`free -h` shows what memory is left, `ulimit -v` what a process may take",
+    errno.ENOSPC: "check `df -h` and `df -i`",
+    errno.EDQUOT: "check `quota`",
+    errno.EFBIG: "check the maximum file size with `ulimit -f`",
+    errno.EMFILE: "check the limit of open files with `ulimit -n`",
+    errno.ENFILE: "close files of other processes: the machine's limit is reached",
+    errno.EAGAIN: "check the limit of processes and threads with `ulimit -u`",
+    errno.ENOMEM: "check free memory with `free -h` and the limit of a process with `ulimit -v`",
 }
-REFUSALS = {
+TRANSLATED = {
     *HINTS,
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
@@ -44,26 +44,28 @@ NO_MAPPING = "failed to map segment from shared object"
 
 
 def problem_of(error: BaseException) -> EnvironmentProblem | None:
-    """What this machine refused, where that is what has ended a command; None for anything else, which is a bug."""
+    """Returns an error of the operating system as EnvironmentProblem, None for any other exception, which is a bug."""
     is_of_memory = isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MAPPING in str(error))
     number = errno.ENOMEM if is_of_memory else getattr(error, "errno", None)
     if isinstance(error, RuntimeError) and NO_HOME in str(error):
-        return EnvironmentProblem("you have no home directory, and what is looked for lies in it", hint="set `HOME`")
+        return EnvironmentProblem("no home directory", hint="set `HOME`")
     if isinstance(error, RuntimeError) and NO_THREAD in str(error):
         number = errno.EAGAIN
     if isinstance(error, OSError) and NO_TEMPORARY in (error.strerror or ""):
         return no_temporary_file(error)
-    if number not in REFUSALS:
+    if number not in TRANSLATED:
         return None
-    hint = HINTS.get(number, "`kvbm --debug ...` shows where")
+    hint = HINTS.get(number, "see where with `kvbm --debug ...`")
     if number == errno.ENOENT and not _has_current_directory():
-        return EnvironmentProblem("the current directory has been removed", hint="`cd` to one that is there")
+        return EnvironmentProblem("the current directory has been removed", hint="`cd` to an existing directory")
     reason, file = os.strerror(number).lower(), getattr(error, "filename", None)
     if isinstance(file, bytes):
         file = os.fsdecode(file)
     if file and number in (errno.EACCES, errno.EPERM):
-        hint = f"`namei -l {file}` shows who may"
-    return EnvironmentProblem(f"cannot use `{file}`: {reason}" if file else f"this machine says: {reason}", hint=hint)
+        hint = f"check the permissions with `namei -l {file}`"
+    return EnvironmentProblem(
+        f"cannot use `{file}`: {reason}" if file else f"the operating system reports: {reason}", hint=hint
+    )
 
 
 def _has_current_directory() -> bool:
@@ -78,12 +80,12 @@ def no_temporary_file(error: OSError) -> EnvironmentProblem:
     reason = (error.strerror or str(error)).lower()
     return EnvironmentProblem(
         f"cannot write a temporary file: {reason}",
-        hint="`df -h /tmp` shows whether there is room; `TMPDIR` names another directory",
+        hint="check free space with `df -h /tmp`, or set `TMPDIR` to another directory",
     )
 
 
-def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """All of it, in the place of what was there, or nothing: written beside and renamed. Raises OSError."""
+def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replaces a file atomically: writes a temporary file and renames it. Raises OSError."""
     draft = path.with_name(f".{path.name}")
     try:
         with open(
@@ -99,7 +101,7 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def write_new(file: Path, text: str) -> None:
-    """All of it or nothing. UsageError if there is such a file already, EnvironmentProblem if it cannot be written."""
+    """Writes a new file completely or not at all. Raises UsageError if it exists, EnvironmentProblem on failure."""
     try:
         with open(file, "x", encoding="utf-8") as opened:
             try:
@@ -110,6 +112,6 @@ def write_new(file: Path, text: str) -> None:
                     file.unlink()
                 raise
     except FileExistsError:
-        raise UsageError(f"`{file}` is there already", hint="give another name, or remove it first") from None
+        raise UsageError(f"`{file}` already exists", hint="choose another name, or remove it first") from None
     except OSError as error:
         raise EnvironmentProblem(f"cannot write `{file}`: {(error.strerror or str(error)).lower()}") from None

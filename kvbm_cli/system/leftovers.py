@@ -143,11 +143,10 @@ class Leftovers:
     def _remove_directories(self) -> bool:
         """Retries: FUSE keeps files that a dying process still has open, under other names."""
         deadline = time.monotonic() + REMOVAL_TIMEOUT_S
-        while is_there := os.path.lexists(self.directory):
-            shutil.rmtree(self.directory, ignore_errors=True)
-            if time.monotonic() > deadline:
-                break
+        shutil.rmtree(self.directory, ignore_errors=True)
+        while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
             time.sleep(REMOVAL_INTERVAL_S)
+            shutil.rmtree(self.directory, ignore_errors=True)
         for parent in self.parents:
             with contextlib.suppress(OSError):  # in use by another process
                 os.rmdir(parent)

@@ -1,7 +1,7 @@
-"""Identity: one process for good. A process id is given to another process later; with its start time it never is.
+"""ProcessIdentity: identifies one process permanently. Process ids are reused, but not with the same start time.
 
-The start time counts from the boot of this machine, and process ids belong to a namespace (a container), so both are
-part of it: a process of another machine, container or boot is never taken for one of ours, and never signalled.
+The start time counts from boot, and process ids belong to a namespace (a container), so both are part of the identity.
+A process of another machine, container or boot is never confused with a local one, and never signalled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEAD_STATES = ("Z", "X")
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """`started` is in clock ticks since the boot `boot`; `namespace` is that of process ids."""
+    """`started` is in clock ticks since the boot `boot`; `namespace` is the namespace of process ids."""
 
     pid: int
     started: int
@@ -31,20 +31,20 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """None where no such process lives."""
+        """Returns None if no such process is alive."""
         started = _start_of(pid)
         return None if started is None else cls(pid, started, *_surroundings())
 
     def is_here(self) -> bool:
-        """Whether it ran, or runs, where this process can see it."""
+        """Whether it runs or ran on this machine and in this container, since the last boot."""
         return (self.boot, self.namespace, self.host) == _surroundings()
 
     def is_alive(self) -> bool:
         return self.is_here() and _start_of(self.pid) == self.started
 
     def signal(self, number: signal.Signals) -> bool:
-        """False if it does not live. Nobody else is ever signalled: a descriptor of the process is taken first, and
-        then it is looked at."""
+        """Sends a signal. Returns False if the process is not alive. Never signals another process: opens a descriptor
+        of the process first, then checks its identity."""
         with self._descriptor() as descriptor:
             if descriptor is None:
                 return False
@@ -53,7 +53,7 @@ class ProcessIdentity:
             return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within `timeout_s`."""
+        """Waits up to `timeout_s`. Returns whether the process has ended."""
         with self._descriptor() as descriptor:
             return descriptor is None or bool(select.select([descriptor], [], [], timeout_s)[0])
 

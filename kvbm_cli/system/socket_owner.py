@@ -1,4 +1,4 @@
-"""Who accepts connections at an address: the kernel's table of sockets, and the files that processes hold open."""
+"""Finds which processes listen at an address, from the kernel's socket tables and the open files of processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_served_by(pids: Iterable[int], *, address: str, port: int) -> bool:
-    """Whether these processes, and nobody else, accept what connects to `address` and `port`."""
+    """Whether these processes, and no others, accept connections to `address` and `port`."""
     listening = _listening_sockets(ipaddress.ip_address(address), port)
     return bool(listening) and listening <= set(_sockets_of(pids))
 
 
 def _listening_sockets(address: Address, port: int) -> set[int]:
-    """Inodes of the sockets that are bound to this very address, else of those bound to every address."""
+    """Returns inodes of the sockets bound to exactly this address, else of those bound to all addresses."""
     exact, every = set(), set()
     for bound, inode in _bound_to(port):
         if bound == address:
@@ -34,9 +34,9 @@ def _listening_sockets(address: Address, port: int) -> set[int]:
 
 
 def _bound_to(port: int) -> Iterator[tuple[Address, int]]:
-    """Address and inode of every listening socket of a port."""
+    """Yields address and inode of every listening socket of a port."""
     for table in TABLES:
-        with contextlib.suppress(FileNotFoundError):  # tcp6 of a machine without IPv6
+        with contextlib.suppress(FileNotFoundError):  # no tcp6 on a machine without IPv6
             for line in table.read_text().splitlines()[1:]:
                 fields = line.split()
                 address, _, local_port = fields[1].partition(":")
@@ -45,7 +45,7 @@ def _bound_to(port: int) -> Iterator[tuple[Address, int]]:
 
 
 def _address(hexadecimal: str) -> Address:
-    """The table has words of four bytes, each as the machine stores it."""
+    """Parses an address of the table: words of four bytes in the machine's byte order."""
     words = (hexadecimal[start : start + WORD_DIGITS] for start in range(0, len(hexadecimal), WORD_DIGITS))
     raw = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
     address = ipaddress.ip_address(raw)

@@ -1,7 +1,7 @@
-"""What bash, zsh and fish are answered when Tab is pressed: whole words, or that the shell is to look for files.
+"""Completion for bash, zsh and fish: answers with whole words, or lets the shell complete file names.
 
-A shell hands over the line up to the cursor. What begins with an option's name and `=` is completed behind that. Bash
-takes `=` and `:` for the ends of words, and replaces only what follows them.
+A shell passes the line up to the cursor. A word that starts with an option name and `=` is completed after the `=`.
+Bash treats `=` and `:` as ends of words and replaces only the text after them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typer._completion_classes import ZshComplete
 from typer._completion_shared import get_completion_script
 
 PROGRAM = "kvbm"
-FILES = "files"  # what stands beside a word that any file may complete
+FILES = "files"  # help text of a word that any file name may complete
 BASH_ENDS = ("=", ":")
 
 
@@ -39,7 +39,7 @@ complete -F _kvbm_completion {PROGRAM}"""
 
 
 def script(shell: str, variable: str) -> str:
-    """What the shell evaluates once. Later it asks `kvbm` with `variable` set whenever Tab is pressed."""
+    """Returns the script that the shell evaluates once. On Tab it then runs `kvbm` with `variable` set."""
     if shell == "bash":
         return bash_script(variable)
     return get_completion_script(prog_name=PROGRAM, complete_var=variable, shell=shell)
@@ -53,7 +53,7 @@ def answer_shells() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """`word` is what stands before the cursor, `option` the beginning of it that is an option's name with its `=`."""
+    """`word` is the text before the cursor, `option` its start if that is an option name with `=`."""
 
     word: str
     option: str
@@ -62,7 +62,7 @@ class _Found:
 
 
 class _Shell(ZshComplete):
-    """Takes the line as the scripts for zsh and fish hand it over."""
+    """Parses the line as the scripts for zsh and fish pass it."""
 
     def found(self) -> _Found:
         arguments, word = self.get_completion_args()
@@ -100,8 +100,8 @@ class _Fish(_Shell):
         found = self.found()
         if os.environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
             sys.exit(1 if found.wants_files else 0)
-        return "\n".join(f"{found.option}{item.value}{_beside(item)}" for item in found.items)
+        return "\n".join(f"{found.option}{item.value}{_help_column(item)}" for item in found.items)
 
 
-def _beside(item: Any) -> str:
+def _help_column(item: Any) -> str:
     return f"\t{' '.join(item.help.split())}" if item.help else ""

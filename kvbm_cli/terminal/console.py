@@ -1,4 +1,4 @@
-"""What commands print: data to stdout, everything else to stderr, the same words with and without a terminal."""
+"""Output of commands: data to stdout, everything else to stderr, with the same text on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TextIO
 
 WIDTH = 80
-PHASE_INTERVAL_S = 2.0
 
 
 def print_data(text: str) -> None:
@@ -26,7 +25,7 @@ def print_note(text: str) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Columns of equal width, two spaces apart; those whose index is in `right` are aligned to the right."""
+    """Formats rows with two spaces between columns. Columns with an index in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
     def cell(text: str, column: int) -> str:
@@ -36,12 +35,12 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
 
 
 def columns(stream: TextIO | None = None) -> int | None:
-    """Of the terminal that a stream (stdout) is, or COLUMNS; None in a pipe or a file, where nothing is wrapped."""
+    """Returns the width of the terminal, or COLUMNS. None in a pipe or a file, where nothing is wrapped."""
     return shutil.get_terminal_size((WIDTH, 24)).columns if (stream or sys.stdout).isatty() else None
 
 
 def labelled(label: str, text: str, *, label_width: int) -> list[str]:
-    """Lines with `text` beside `label`, or below it, at the right, where one of them is too long for its place."""
+    """Formats `text` next to `label`, or right-aligned below it if one of them is too long."""
     width = columns()
     if width is None:
         return [f"{label.ljust(label_width)}  {text}"]
@@ -54,7 +53,7 @@ def labelled(label: str, text: str, *, label_width: int) -> list[str]:
 
 
 def noted(line: str, note: str, *, separator: str = "  ") -> str:
-    """`line` with `note` behind it, or below it, at the right, where the line has no room for it."""
+    """Formats `note` after `line`, or right-aligned below it if the line is too long."""
     whole, width = f"{line}{separator}{note}", columns()
     if width is None or len(whole) <= width:
         return whole
@@ -68,5 +67,5 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def stopped_text(name: str, took_s: float, *, was_killed: bool) -> str:
-    """How a run ended that was told to."""
+    """Formats the result of a stop."""
     return f"{name} {'was killed' if was_killed else 'stopped'} after {took_s:.1f} s"

@@ -1,4 +1,4 @@
-"""What an unexpected exception leaves: its traceback in a file of the state directory, instead of on the screen."""
+"""Crash reports: the traceback of an unexpected exception goes to a file in the state directory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-A_BUG = 70  # the exit code: EX_SOFTWARE of sysexits.h
+A_BUG = 70  # exit code EX_SOFTWARE of sysexits.h
 KEPT_REPORTS = 20
 
 
 def save_report(error: BaseException, arguments: Sequence[str]) -> Path | None:
-    """The file, readable by its user alone; None where none can be written. The oldest reports go."""
+    """Writes a report that only the user can read and removes the oldest ones. None if it cannot write."""
     from importlib.metadata import version
 
     head = f"kvbm {version('kvbm-cli')}, Python {sys.version}\n$ {shlex.join(['kvbm', *arguments])}\n\n"
     text = head + "".join(traceback.format_exception(error))
     name = time.strftime("%Y%m%d-%H%M%S-") + f"{os.getpid()}.txt"
     for find in (_usual_directory, _temporary_directory):
-        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory
             directory = find()
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = directory / name

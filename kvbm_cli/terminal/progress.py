@@ -1,4 +1,4 @@
-"""What a command shows while something takes longer than two seconds: the phase, the time, the rate, the time left."""
+"""ProgressDisplay: what a command shows on stderr while something takes long: the phase, the time, the rate."""
 
 from __future__ import annotations
 
@@ -6,86 +6,96 @@ import re
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
-from kvbm_cli.terminal.console import PHASE_INTERVAL_S, WIDTH, columns, print_note
+from kvbm_cli.terminal.console import WIDTH, columns
 
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a starting engine is at: seconds since its start, and its own words for it."""
-
-    elapsed_s: float
-    phase: str
+REDRAW_S = 0.25
+PHASE_INTERVAL_S = 2.0
 
 
-class ProgressLine:
-    """Shows what an engine is at while it starts or stops: one live line on a terminal, a line per phase anywhere else.
+class ProgressDisplay:
+    """One live line on a terminal, a line per phase anywhere else.
 
-    A phase that counts (`12 of 256 MiB`) gets its rate and the time that is left.
+    Any thread may call `report`. A thread redraws the line, so that the time advances while the command waits. Nothing
+    is shown before the first report, nor within `delay_s` of the start or the last `clear`. Outside of a terminal,
+    lines are at least `interval_s` apart. A phase that counts (`12 of 256 MiB`) gets its rate and the time left.
     """
 
-    def __init__(self, verb: str) -> None:
-        self.verb = verb
-        self._live = sys.stderr.isatty()
-        self._phase = ""
-        self._printed = -PHASE_INTERVAL_S
+    def __init__(self, verb: str = "", *, delay_s: float = 0.0, interval_s: float = PHASE_INTERVAL_S) -> None:
+        self.is_live = sys.stderr.isatty()
+        self._verb = verb
+        self._delay_s = delay_s
+        self._interval_s = interval_s
+        self._started = time.monotonic()
+        self._phase: str | None = None
+        self._printed_phase, self._printed = "", -interval_s
+        self._has_line = False
         self._pace = Pace()
+        self._lock = threading.Lock()  # of everything above
+        self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
 
-    def __enter__(self) -> ProgressLine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
         self.clear()
 
+    def report(self, phase: str) -> None:
+        """Sets what the command is doing now."""
+        with self._lock:
+            if phase != self._phase:
+                self._phase = phase
+                self._draw()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._redraw, name="progress", daemon=True)
+            self._thread.start()
+
     def clear(self) -> None:
-        """Before something else is printed."""
-        if self._live:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        """Removes the line and starts the clock again; to be called before something else is printed."""
+        with self._lock:
+            self._started = time.monotonic()
+            if self._has_line:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
+                self._has_line = False
 
-    def __call__(self, progress: Progress) -> None:
-        phase = progress.phase
-        line = f"{self.verb}  {progress.elapsed_s:5.1f} s  {self._pace.of(phase)}"[: (columns(sys.stderr) or WIDTH) - 1]
-        if self._live:
+    def restart(self, verb: str) -> None:
+        """Begins another activity. Nothing is shown until its first report."""
+        with self._lock:
+            self._verb, self._phase = verb, None
+        self.clear()
+
+    def line(self, phase: str, elapsed_s: float, width: int) -> str:
+        """Returns the text to show, shorter than `width`: some terminals wrap after the last column."""
+        return f"{self._verb}  {elapsed_s:5.1f} s  {phase}"[: width - 1]
+
+    def _redraw(self) -> None:
+        while not self._is_over.wait(REDRAW_S):
+            with self._lock:
+                self._draw()
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        if self._phase is None or now - self._started < self._delay_s:
+            return
+        line = self.line(self._pace.of(self._phase), now - self._started, columns(sys.stderr) or WIDTH)
+        if self.is_live:
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-        elif phase not in ("", self._phase) and time.monotonic() - self._printed >= PHASE_INTERVAL_S:
-            self._phase, self._printed = phase, time.monotonic()
-            print_note(line)
-
-
-class Waiting:
-    """Shows that something which says nothing of its progress goes on, and for how long."""
-
-    def __init__(self, verb: str, what: str) -> None:
-        self._line = ProgressLine(verb)
-        self._what = what
-        self._started = time.monotonic()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _show(self) -> None:
-        with self._line as show:
-            while not self._is_over.wait(WAITING_INTERVAL_S):
-                show(Progress(time.monotonic() - self._started, self._what))
-
-
-WAITING_INTERVAL_S = 0.5
+            self._has_line = True
+        elif self._phase not in ("", self._printed_phase) and now - self._printed >= self._interval_s:
+            self._printed_phase, self._printed = self._phase, now
+            print(line, file=sys.stderr, flush=True)
 
 
 class Pace:
-    """Rate and time left of what is counted in words: `taking host memory, 12 of 256 MiB`."""
+    """Rate and time left of a counted phase: `taking host memory, 12 of 256 MiB`."""
 
     def __init__(self) -> None:
         self._what = ""

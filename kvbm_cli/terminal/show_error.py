@@ -1,6 +1,6 @@
-"""How a failure looks: `error:` what failed, the chain of causes, an empty line, `hint:` what to type.
+"""Format of errors: `error:` what failed, the chain of causes, an empty line, `hint:` what to type.
 
-Everything goes to stderr and reads the same without colour.
+Everything goes to stderr. The text is the same without colour.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ from collections.abc import Iterator
 
 from kvbm.errors import KvbmError, ProfileMistakes
 
+RED, YELLOW, CYAN = "1;31", "1;33", "1;36"
+
 
 def show_error(message: str, *, cause: BaseException | None = None, hint: str | None = None) -> None:
-    lines = [f"{_red('error:')} {message}"]
+    lines = [f"{coloured('error:', RED)} {message}"]
     lines += [f"  caused by: {text}" for text in _causes(cause)]
     if hint:
-        lines += ["", f"{_cyan('hint:')} {hint}"]
+        lines += ["", f"{coloured('hint:', CYAN)} {hint}"]
     print("\n".join(lines), file=sys.stderr)
 
 
 def show_warning(message: str) -> None:
-    print(f"{_yellow('warning:')} {message}", file=sys.stderr)
+    print(f"{coloured('warning:', YELLOW)} {message}", file=sys.stderr)
 
 
 def show_kvbm_error(error: KvbmError) -> None:
-    """Of several mistakes each with its hint, and behind the last how many there are."""
+    """Prints an error. Several mistakes of a profile are printed each with its hint, followed by their number."""
     if not isinstance(error, ProfileMistakes):
         show_error(error.message, cause=error.__cause__, hint=error.hint)
         return
@@ -40,23 +42,12 @@ def _causes(cause: BaseException | None) -> Iterator[str]:
         cause = cause.__cause__
 
 
-def _coloured(code: int, text: str) -> str:
-    return f"\033[1;{code}m{text}\033[0m" if _wants_colour() else text
+def coloured(text: str, code: str) -> str:
+    """Returns the text in an ANSI colour or style, plain if stderr is no terminal or the user wants no colour."""
+    return f"\033[{code}m{text}\033[0m" if text and _is_coloured() else text
 
 
-def _wants_colour() -> bool:
+def _is_coloured() -> bool:
     import os
 
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def _red(text: str) -> str:
-    return _coloured(31, text)
-
-
-def _yellow(text: str) -> str:
-    return _coloured(33, text)
-
-
-def _cyan(text: str) -> str:
-    return _coloured(36, text)

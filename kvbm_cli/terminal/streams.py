@@ -1,7 +1,6 @@
-"""The command's own output: closed, cut off, on a full disk, or in an encoding that lacks a character.
+"""Standard streams that are closed, cut off, on a full disk, or in an encoding that lacks a character.
 
-What goes to stderr is for people who read along: where it cannot be written, the command goes on. What goes to stdout
-is what was asked for: where it cannot be written, that is the failure, told once.
+Failed writes to stderr are ignored. A failed write to stdout is an error of the command, reported once.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ BROKEN_PIPE = 141  # the exit code: 128 + SIGPIPE
 
 
 def repair() -> None:
-    """Input that was closed is empty, output that was closed (`2>&-`) goes nowhere; a character that the terminal's
-    encoding lacks becomes `?`."""
+    """Replaces a closed stream (`2>&-`) by /dev/null. Replaces characters that the encoding lacks by `?`."""
     _fill_descriptors()
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = _on(sys.stdout, _Output)
@@ -26,7 +24,7 @@ def repair() -> None:
 
 
 def _fill_descriptors() -> None:
-    """What is opened next would take the place of a stream that was closed, and be written to in its name."""
+    """Opens /dev/null for closed descriptors. Otherwise the next opened file would get the number of a stream."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -41,12 +39,12 @@ def _on(stream: TextIO | None, kind: type[io.FileIO]) -> TextIO:
         io.BufferedWriter(kind(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
         errors="replace",
-        line_buffering=stream.line_buffering or kind is _Notes,  # before the data that it is about, in a file too
+        line_buffering=stream.line_buffering or kind is _Notes,  # notes precede the data that follows, in a file too
     )
 
 
 class _Output(io.FileIO):
-    """Raises EnvironmentProblem or BrokenPipeError once, and swallows what comes after it: nobody gets the rest."""
+    """Raises EnvironmentProblem or BrokenPipeError once. Later writes are discarded: the rest would be incomplete."""
 
     _has_failed = False
 
@@ -67,5 +65,5 @@ class _Notes(io.FileIO):
     def write(self, data: bytes) -> int | None:  # type: ignore[override]
         try:
             return super().write(data)
-        except OSError:  # there is nowhere to say so
+        except OSError:  # there is no stream left to report it
             return len(data)

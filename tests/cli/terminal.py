@@ -36,7 +36,7 @@ FILTERS = (
     (r"(127\.0\.0\.1[: ](?:port )?)\d{5}\b", r"\1[PORT]"),
     (r"\b\d+\.\d s\b", "[TIME] s"),
     (r"\bfor \d+ s\b", "for [TIME] s"),
-    (r"/tmp/\S*?pytest-\d+/[^/\s]+", "[TMP]"),
+    (r"/tmp/\S*?pytest-\d+/(?:popen-gw\d+/)?[^/\s]+", "[TMP]"),
 )
 
 

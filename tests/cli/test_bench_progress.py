@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import time
 
 import pytest
-from rich.console import Console
 
-from kvbm_cli.bench.progress import ShownProgress, duration
+from kvbm_cli.bench.progress import BenchProgress, duration
 from kvbm_cli.bench.request_record import RequestRecord
 
 
@@ -15,37 +15,57 @@ def row(ttft_ms: float | None, error: str | None = None) -> RequestRecord:
     return RequestRecord("kvbm", 0, 0, 1, intended_ms=0.0, first_token_ms=ttft_ms, error=error)
 
 
-def test_elsewhere_than_on_a_terminal_a_phase_is_a_line():
-    shown = io.StringIO()
-    with ShownProgress(Console(file=shown, width=200)) as progress:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *, columns: int = 120) -> Terminal:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    return terminal
+
+
+def test_elsewhere_than_on_a_terminal_a_phase_is_a_line(capsys):
+    with BenchProgress() as progress:
         progress.phase("recording: starting the engine")
         progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
         progress.row(row(12.0))
-    assert shown.getvalue() == "recording: starting the engine\nkvbm: 24 requests (1 min 30 s left)\n"
+    assert capsys.readouterr().err == "recording: starting the engine\nkvbm: 24 requests (1 min 30 s left)\n"
 
 
-def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left():
-    shown = io.StringIO()
-    with ShownProgress(Console(file=shown, width=120, force_terminal=True)) as progress:
+def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    with BenchProgress() as progress:
         progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
         progress.row(row(12.0))
         progress.row(row(None, "HTTP 503"))
         time.sleep(0.6)  # two refreshes of the live line
-    text = shown.getvalue()
-    assert "kvbm: 24 requests · 1 answered, 1 failed · first token 12 ms · 1 min" in text
+    text = terminal.getvalue()
+    assert "━  kvbm: 24 requests · 1 answered, 1 failed · first token 12 ms · 1 min" in text
     assert " left" in text
 
 
+def test_the_bar_is_green_where_colours_are_wanted(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    monkeypatch.delenv("NO_COLOR")
+    with BenchProgress() as progress:
+        progress.phase("kvbm: 24 requests", expected_s=0.6, remaining_s=0.6)
+        time.sleep(0.6)
+    assert "\033[32m━" in terminal.getvalue()
+
+
 @pytest.mark.parametrize("width", [30, 60, 80, 100])
-def test_the_live_line_never_wraps(width):
-    shown = io.StringIO()
-    with ShownProgress(Console(file=shown, width=width, force_terminal=True, color_system=None)) as progress:
+def test_the_live_line_never_wraps(width, monkeypatch):
+    terminal = on_a_terminal(monkeypatch, columns=width)
+    with BenchProgress() as progress:
         progress.phase("baseline, kvbm, floor: 72 requests", expected_s=600.0, remaining_s=30.0)
         for _ in range(14):
             progress.row(row(1234.0))
         progress.row(row(None, "HTTP 503"))
         time.sleep(0.6)  # two refreshes of the live line
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", shown.getvalue()).replace("\n", "\r").split("\r")
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", terminal.getvalue()).split("\r")
     assert max(len(line) for line in lines) < width
     last = next(line for line in reversed(lines) if line.strip())
     assert "baseline, kvbm" in last
@@ -54,12 +74,12 @@ def test_the_live_line_never_wraps(width):
 
 
 def test_time_left_shrinks_and_never_falls_below_what_comes_after_the_phase():
-    progress = ShownProgress(Console(file=io.StringIO()))
-    assert progress.left_s() is None
-    progress.phase("x", expected_s=0.0, remaining_s=30.0)
-    assert progress.left_s() == 30.0
-    progress.phase("x", expected_s=100.0, remaining_s=30.0)
-    assert 129.0 < progress.left_s() <= 130.0
+    with BenchProgress() as progress:
+        assert progress.left_s() is None
+        progress.phase("x", expected_s=0.0, remaining_s=30.0)
+        assert progress.left_s() == 30.0
+        progress.phase("x", expected_s=100.0, remaining_s=30.0)
+        assert 129.0 < progress.left_s() <= 130.0
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (185, "3 min 05 s")])

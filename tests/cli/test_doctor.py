@@ -15,11 +15,12 @@ import pytest
 from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
 from terminal import Kvbm, Outcome, assert_entry, assert_snapshot, stored_entries, ways
 
-from kvbm_cli.doctor import command, display
+from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.disk_probe import DirectIO, DiskReport, Mount, ProbeOutcome, RecommendedSettings
 from kvbm_cli.doctor.quota import Quota
 from kvbm_cli.doctor.variable_remedy import with_variables
+from kvbm_cli.terminal import progress
 
 PROFILE = """\
 engine:
@@ -92,7 +93,7 @@ FAILING = {"poor_disk", "quota", "hanging_disk", "little_memory", "broken_engine
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine would be told of as one that takes long."""
-    monkeypatch.setattr(display, "SILENCE_S", 60.0)
+    monkeypatch.setattr(command, "PROGRESS_AFTER_S", 60.0)
 
 
 @pytest.fixture
@@ -309,8 +310,8 @@ def test_caches_that_are_there_count_as_space(
 def test_what_takes_long_is_named_on_stderr(
     tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(display, "SILENCE_S", 0.2)
-    monkeypatch.setattr(display, "TICK_S", 0.05)
+    monkeypatch.setattr(command, "PROGRESS_AFTER_S", 0.2)
+    monkeypatch.setattr(progress, "REDRAW_S", 0.05)
 
     def slow(directory: Path, *, on_phase: Callable[[str], None], **ignored: object) -> DiskReport:
         on_phase("random reads")

@@ -10,30 +10,30 @@ from kvbm_cli.engine import failure_reason
 from kvbm_cli.engine.failure_reason import oom_kills, reason_of
 
 WORDS = {
-    "OSError: [Errno 98] Address already in use": "its port is taken",
+    "OSError: [Errno 98] Address already in use": "its port is in use",
     "RuntimeError: No space left on device": "a disk is full",
-    "OSError: [Errno 122] Disk quota exceeded": "a disk quota is used up",
+    "OSError: [Errno 122] Disk quota exceeded": "a disk quota is exceeded",
     "(EngineCore pid=7) ERROR 11-21 18:03:38 [core.py:3] torch.OutOfMemoryError: CUDA out of memory. Tried": (
-        "the GPU's memory ran out"
+        "out of GPU memory"
     ),
     "ValueError: Free memory on device cuda:0 (3.1/79.1 GiB) on startup is less than desired GPU memory utilization": (
         "another program uses the GPU's memory"
     ),
     "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`": (
-        "G1 has too little memory for one request of the greatest length"
+        "G1 is too small for one request of the maximum length"
     ),
-    "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory": "memory ran out",
-    "ModuleNotFoundError: No module named 'nixl'": "its interpreter has no module `nixl`",
+    "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory": "out of memory",
+    "ModuleNotFoundError: No module named 'nixl'": "its Python has no module `nixl`",
     "ImportError: libcudart.so.13: cannot open shared object file": (
         "a library cannot be imported: libcudart.so.13: cannot open shared object file"
     ),
-    "huggingface_hub.errors.RepositoryNotFoundError: 401 Client Error": "no such model was found",
+    "huggingface_hub.errors.RepositoryNotFoundError: 401 Client Error": "the model was not found",
     "OSError: We couldn't connect to 'https://huggingface.co' to load the files": (
-        "the model is not on this machine, and its hub was not reached"
+        "the model is not on this machine, and Hugging Face is not reachable"
     ),
-    "api_server.py: error: unrecognized arguments: --colour red": "it does not know --colour red",
+    "api_server.py: error: unrecognized arguments: --colour red": "unknown arguments: --colour red",
     "api_server.py: error: argument --dtype: invalid choice: 'float7'": "--dtype: invalid choice: 'float7'",
-    "PermissionError: [Errno 13] Permission denied: '/data/model'": "`/data/model` may not be used by this user",
+    "PermissionError: [Errno 13] Permission denied: '/data/model'": "no permission to use `/data/model`",
 }
 
 
@@ -47,7 +47,7 @@ def test_last_words_tell(line: str) -> None:
 
 def test_own_error_comes_with_its_hint() -> None:
     reason = reason_of(["error: no room: 3 of 5 GiB", "  caused by: x", "", "hint: lower it"], 1)
-    assert reason == failure_reason.Reason("no room: 3 of 5 GiB", "lower it")
+    assert reason == failure_reason.FailureReason("no room: 3 of 5 GiB", "lower it")
 
 
 def test_the_latest_word_counts() -> None:
@@ -58,7 +58,7 @@ def test_the_latest_word_counts() -> None:
 
 @pytest.mark.parametrize(
     ("code", "text"),
-    [(137, "killed by SIGKILL: by somebody, or by the kernel for want of memory"), (139, "killed by SIGSEGV")],
+    [(137, "killed by SIGKILL, by a user or by the kernel's OOM killer"), (139, "killed by SIGSEGV")],
 )
 def test_signal_is_a_reason(code: int, text: str) -> None:
     reason = reason_of(["loading"], code)
@@ -80,5 +80,5 @@ def test_kill_for_want_of_memory_is_known_by_the_kernels_counter(
     assert oom_kills() == 3
     reason = reason_of(["MemoryError"], 1, oom_kill_count=1)
     assert reason is not None
-    assert reason.text == "the kernel's OOM killer ended a process: memory ran out"
+    assert reason.text == "out of memory: the kernel's OOM killer killed a process"
     assert reason_of([], 0, oom_kill_count=1) is None

@@ -16,7 +16,6 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
 from kvbm_cli.disaggregated.engines import DisaggregatedEngines, log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports
-from kvbm_cli.terminal.progress import Progress
 
 
 def plan_of(*modes: str, proxy: LaunchPlan | None = None) -> DisaggregatedPlan:
@@ -36,7 +35,7 @@ def pids_of(engines: DisaggregatedEngines) -> list[int]:
 
 
 def test_all_are_healthy_before_the_proxy_serves_and_all_end_when_stopped(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[str] = []
     with DisaggregatedEngines.start(plan_of("", "", ""), log_path=tmp_path / "serve.log") as engines:
         engines.wait_healthy(DEADLINE_S, seen.append)
         assert urllib.request.urlopen(engines.plan.health_url).status == 200
@@ -46,7 +45,7 @@ def test_all_are_healthy_before_the_proxy_serves_and_all_end_when_stopped(tmp_pa
     assert engines.poll() == 0
     assert all(map(is_gone, pids))
     assert len(pids) == 4
-    assert {progress.phase.partition(":")[0] for progress in seen} <= {"prefill 0", "prefill 1", "decode 0", "proxy"}
+    assert {phase.partition(":")[0] for phase in seen} <= {"prefill 0", "prefill 1", "decode 0", "proxy"}
     logs = {path.name for path in tmp_path.iterdir()}
     assert logs == {"serve.log", "serve-prefill-0.log", "serve-prefill-1.log", "serve-decode-0.log"}
 
@@ -69,9 +68,9 @@ def test_the_end_of_one_ends_the_whole_and_names_it(tmp_path: Path, index: int) 
         eventually(lambda: engines.poll() is not None)
         assert engines.poll() == 137
         assert all(map(is_gone, pids))
-        error = engines.ended_error("the engine ended by itself")
+        error = engines.ended_error("the engine exited unexpectedly")
     name = ("prefill 0", "decode 0", "proxy")[index]
-    assert error.message.startswith(f"{name}: the engine ended by itself, with exit code 137")
+    assert error.message.startswith(f"{name}: the engine exited unexpectedly, with exit code 137")
     assert error.exit_code == 137
     assert str(tmp_path / ("log" if name == "proxy" else log_of(Path("log"), name))) in error.message
 
@@ -83,7 +82,7 @@ def test_a_crash_at_the_start_is_reported_while_another_still_starts(
     engines = DisaggregatedEngines.start(plan_of(*modes), log_path=tmp_path / "log")
     with pytest.raises(EngineError) as caught:
         engines.wait_healthy(DEADLINE_S)
-    assert caught.value.message.startswith(f"{culprit}: the engine ended before it was healthy, with exit code 1")
+    assert caught.value.message.startswith(f"{culprit}: the engine exited before it was healthy, with exit code 1")
     assert "MemoryError: not enough of it" in caught.value.message
     assert all(map(is_gone, pids_of(engines)))
 

@@ -142,7 +142,7 @@ def test_prefill_without_an_address_is_a_bad_gateway(answer):
         decode = Recorder("decode")
         async with Rig([Recorder("prefill", pieces=[answer])], [decode]) as rig, rig.post({"prompt": "a"}) as got:
             assert got.status == 502
-            assert "told no address of its blocks" in (await got.json())["error"]["message"]
+            assert "returned no `kv_transfer_params`" in (await got.json())["error"]["message"]
         assert decode.requests == []
 
     run(scenario)

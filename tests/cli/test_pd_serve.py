@@ -74,7 +74,7 @@ def test_the_death_of_one_is_reported_with_its_name(home: Path) -> None:
         decode = next(one for one in engines if "PdConnector" not in one.cmdline()[-1])
         os.kill(decode.pid, signal.SIGKILL)
         assert program.wait(timeout=30) == 137
-        assert "error: decode 0: the engine ended by itself, with exit code 137" in program.stderr.read()
+        assert "error: decode 0: the engine exited unexpectedly, with exit code 137" in program.stderr.read()
     eventually(lambda: all(is_gone(one.pid) for one in engines))
 
 
@@ -85,5 +85,5 @@ def test_an_interpreter_without_nixl_is_refused_before_anything_starts(home: Pat
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     outcome = kvbm("serve", "-p", "./mine.yaml", "--set", f"engine.python={python}", home=home)
     assert outcome.exit_code == 1
-    assert "engines that hand blocks to each other need nixl" in outcome.stderr
-    assert "hint: `pip install nixl` in that environment" in outcome.stderr
+    assert "disaggregated engines require nixl" in outcome.stderr
+    assert "hint: run `pip install nixl` in that environment" in outcome.stderr

@@ -27,7 +27,6 @@ from kvbm_cli.engine.engine_log import readable_phase
 from kvbm_cli.engine.process import (
     EPHEMERAL_PORTS,
     EngineProcess,
-    Progress,
     choose_port,
     engine_environment,
 )
@@ -59,13 +58,13 @@ def is_gone(pid: int) -> bool:
 
 
 def test_healthy_engine_is_stopped_by_sigterm(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[str] = []
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S, seen.append)
         assert engine.poll() is None
         assert engine.stop() == 0
     assert engine.poll() == 0
-    assert {progress.phase for progress in seen} <= {"starting", "loading the weights"}
+    assert set(seen) <= {"starting", "loading the weights"}
 
 
 class Stranger(http.server.BaseHTTPRequestHandler):
@@ -101,7 +100,7 @@ def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
     with EngineProcess.start(fake_plan("crash"), log_path=log_path) as engine, pytest.raises(EngineError) as caught:
         engine.wait_healthy(DEADLINE_S)
     assert caught.value.message.splitlines()[1:] == [
-        "  memory ran out",
+        "  out of memory",
         f"  {log_path}, last lines:",
         "    loading the weights",
         "    Traceback (most recent call last):",
@@ -255,7 +254,7 @@ def test_address_of_another_machine_is_named() -> None:
     with pytest.raises(EnvironmentProblem, match="cannot assign requested address") as caught:
         choose_port("192.0.2.1", 8000)
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith("`server.host` is an address of this machine")
+    assert caught.value.hint.startswith("set `server.host` to an address of this machine")
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 70, "..", "[::1]"])

@@ -154,7 +154,9 @@ def test_temporary_directory_lies_in_that_of_the_profile(tmp_path: Path) -> None
 
 def test_a_place_without_room_for_temporary_files_is_a_problem_of_the_environment(tmp_path: Path) -> None:
     plan = replace(fake_plan(), environment={"TMPDIR": "/no/such/place"})
-    with pytest.raises(EnvironmentProblem, match="cannot make a temporary directory in `/no/such/place`: no such file"):
+    with pytest.raises(
+        EnvironmentProblem, match="cannot create a temporary directory in `/no/such/place`: no such file"
+    ):
         EngineProcess.start(plan, log_path=tmp_path / "log")
 
 

@@ -14,16 +14,17 @@ from kvbm.config.load import ResolvedProfile, load
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import HostMemory
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.runs.run_directory import Run, State
-from kvbm_cli.serve.reservations import owed_bytes, require_memory, require_port, taken_ports
+from kvbm_cli.runs.run_directory import EngineRun
+from kvbm_cli.runs.run_facts import RunState
+from kvbm_cli.serve.reservations import pending_bytes, require_memory, require_port, taken_ports
 from kvbm_cli.system.process_identity import ProcessIdentity
 
 MIB = 1 << 20
 TOUCHER = "import mmap, sys; m = mmap.mmap(-1, 64 << 20); m.write(bytes(64 << 20)); print(flush=True); sys.stdin.read()"
 
 
-def run(name: str, launcher: ProcessIdentity | None = None, **changes: object) -> Run:
-    return Run(Path("/none"), facts(name, launcher, **changes), is_living=True)
+def run(name: str, launcher: ProcessIdentity | None = None, **changes: object) -> EngineRun:
+    return EngineRun(Path("/none"), facts(name, launcher, **changes), is_living=True)
 
 
 @pytest.fixture
@@ -38,48 +39,48 @@ def resolved() -> ResolvedProfile:
 
 
 def test_an_engine_that_starts_owes_what_it_has_not_taken() -> None:
-    assert owed_bytes(run("a-1", state=State.HEALTHY, memory_bytes=99 * MIB)) == 0
-    elsewhere = run("a-1", NOBODY, state=State.STARTING, memory_bytes=99 * MIB)
-    assert owed_bytes(elsewhere) == 99 * MIB
+    assert pending_bytes(run("a-1", state=RunState.HEALTHY, memory_bytes=99 * MIB)) == 0
+    elsewhere = run("a-1", NOBODY, state=RunState.STARTING, memory_bytes=99 * MIB)
+    assert pending_bytes(elsewhere) == 99 * MIB
     with subprocess.Popen([sys.executable, "-c", TOUCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        seen = run("a-1", ProcessIdentity.of(child.pid), state=State.STARTING, memory_bytes=99 * MIB)
-        assert 30 * MIB <= owed_bytes(seen) <= 40 * MIB
+        seen = run("a-1", ProcessIdentity.of(child.pid), state=RunState.STARTING, memory_bytes=99 * MIB)
+        assert 30 * MIB <= pending_bytes(seen) <= 40 * MIB
         child.kill()
 
 
 def test_engines_that_do_not_fit_together_are_refused(memory: HostMemory, resolved: ResolvedProfile) -> None:
-    starting = run("other-1", NOBODY, state=State.STARTING, memory_bytes=700 * MIB)
+    starting = run("other-1", NOBODY, state=RunState.STARTING, memory_bytes=700 * MIB)
     require_memory(resolved, 300 * MIB, [starting], memory=memory)
     with pytest.raises(EnvironmentProblem) as caught:
         require_memory(resolved, 400 * MIB, [starting], memory=memory)
     assert caught.value.message.splitlines() == [
-        "`tiers.host.capacity` takes 400.0 MiB, and the engines that run leave 324.0 MiB",
-        "  other-1, starting, takes 700.0 MiB",
+        "`tiers.host.capacity` needs 400.0 MiB, and the running engines leave 324.0 MiB",
+        "  other-1 (starting) uses 700.0 MiB",
     ]
 
 
 def test_one_that_is_healthy_counts_in_what_the_kernel_says(memory: HostMemory, resolved: ResolvedProfile) -> None:
-    healthy = run("other-1", state=State.HEALTHY, memory_bytes=700 * MIB)
+    healthy = run("other-1", state=RunState.HEALTHY, memory_bytes=700 * MIB)
     require_memory(resolved, 1000 * MIB, [healthy], memory=memory)
     with pytest.raises(EnvironmentProblem):
         require_memory(resolved, 1025 * MIB, [healthy], memory=memory)
 
 
-def test_one_without_neighbours_is_refused_at_its_key(memory: HostMemory, resolved: ResolvedProfile) -> None:
+def test_one_without_reservations_is_refused_at_its_key(memory: HostMemory, resolved: ResolvedProfile) -> None:
     require_memory(resolved, 1024 * MIB, [], memory=memory)
     with pytest.raises(EnvironmentProblem) as caught:
         require_memory(resolved, 1025 * MIB, [], memory=memory)
     told = "`tiers.host.capacity` takes 1.0 GiB, more than the free memory of this machine, 1.0 GiB"
     assert caught.value.message.splitlines()[0] == told
-    assert caught.value.hint == "lower `tiers.host.capacity`; `--force` starts it all the same"
+    assert caught.value.hint == "lower `tiers.host.capacity`; `--force` starts it anyway"
 
 
 def test_a_port_is_that_of_an_address() -> None:
     other = run("other-1", ports=(8000, 9000))
     for host in ("127.0.0.1", "0.0.0.0"):
-        with pytest.raises(EnvironmentProblem, match="port 8000 is that of `other-1`, which is starting"):
+        with pytest.raises(EnvironmentProblem, match=r"port 8000 is used by `other-1` \(starting\)"):
             require_port(host, 8000, [other])
     require_port("192.0.2.1", 8000, [other])
     require_port("127.0.0.1", 8001, [other])

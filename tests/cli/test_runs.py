@@ -16,7 +16,8 @@ import pytest
 
 from kvbm.errors import UsageError
 from kvbm_cli.runs import run_directory as module
-from kvbm_cli.runs.run_directory import FACTS, Facts, Run, RunDirectory, Runs, State
+from kvbm_cli.runs.run_directory import FACTS, EngineRun, RunDirectory, Runs
+from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.process_identity import ProcessIdentity
 
 NOBODY = ProcessIdentity(2**22 + 1, 7, "another boot", "pid:[1]", "another host")
@@ -28,8 +29,8 @@ def own() -> ProcessIdentity:
     return found
 
 
-def facts(name: str, launcher: ProcessIdentity | None = None, **changes: object) -> Facts:
-    made = Facts(
+def facts(name: str, launcher: ProcessIdentity | None = None, **changes: object) -> RunFacts:
+    made = RunFacts(
         name=name,
         profile=name.rpartition("-")[0],
         profile_path="/p.yaml",
@@ -69,13 +70,13 @@ def begin(runs: Runs, profile: str, launcher: ProcessIdentity | None = None, **c
 
 
 def test_facts_survive_the_way_through_the_file() -> None:
-    written = facts("demo-1", processes={"engine": own()}, state=State.HEALTHY, exit_code=3, ended_s=1.5)
-    assert Facts.from_json(written.to_json()) == written
+    written = facts("demo-1", processes={"engine": own()}, state=RunState.HEALTHY, exit_code=3, ended_s=1.5)
+    assert RunFacts.from_json(written.to_json()) == written
 
 
 def test_what_a_later_version_adds_is_passed_over() -> None:
     content = {**json.loads(facts("demo-1").to_json()), "colour": "red"}
-    assert Facts.from_json(json.dumps(content)).name == "demo-1"
+    assert RunFacts.from_json(json.dumps(content)).name == "demo-1"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"name": 1}', '{"launcher": {}}', '{"state": "odd"}'])
@@ -99,13 +100,13 @@ def test_a_run_is_for_its_user_alone(runs: Runs) -> None:
 
 
 def test_states_as_others_see_them(runs: Runs) -> None:
-    run, lost = begin(runs, "demo"), begin(runs, "lost", NOBODY, state=State.HEALTHY)
+    run, lost = begin(runs, "demo"), begin(runs, "lost", NOBODY, state=RunState.HEALTHY)
     lost.close()  # as the kernel does for a launcher that is killed
-    assert [seen.state for seen in runs.all()] == [State.STARTING, State.DEAD]
-    run.enter(State.HEALTHY)
+    assert [seen.state for seen in runs.all()] == [RunState.STARTING, RunState.DEAD]
+    run.enter(RunState.HEALTHY)
     assert [seen.facts.name for seen in runs.living()] == ["demo-1"]
     run.end(0, "")
-    assert [seen.state for seen in runs.all()] == [State.ENDED, State.DEAD]
+    assert [seen.state for seen in runs.all()] == [RunState.ENDED, RunState.DEAD]
 
 
 def test_a_reused_process_id_is_another_process() -> None:
@@ -146,7 +147,7 @@ def test_which_run_is_meant(runs: Runs) -> None:
     assert names("demo-1", ended=True) == ["demo-1"]
     assert names("demo-1", ended=False) == []
     assert names(None, ended=False) == ["demo-2", "other-1"]
-    with pytest.raises(UsageError, match="more than one engine runs: `demo-2`, `other-1`"):
+    with pytest.raises(UsageError, match="several engines are running: `demo-2`, `other-1`"):
         runs.one(None)
     second.end(1, "")
     assert runs.one("demo").facts.name == "demo-2", "the last one"
@@ -175,14 +176,14 @@ def test_a_run_directory_that_vanishes_does_not_end_its_launcher(runs: Runs) -> 
     run = begin(runs, "demo")
     (seen,) = runs.all()
     run.remove()
-    run.enter(State.HEALTHY)
+    run.enter(RunState.HEALTHY)
     assert not seen.again().is_living
 
 
 def test_what_stop_asks_for_wins_over_the_profile(runs: Runs) -> None:
     run = begin(runs, "demo")
     assert run.stop_timeout_s() == 30.0
-    module.ask_to_stop_within(Run(run.path, facts("demo-1"), is_living=True), 2.5)
+    module.write_stop_timeout(EngineRun(run.path, facts("demo-1"), is_living=True), 2.5)
     assert run.stop_timeout_s() == 2.5
     (run.path / module.STOP).write_text("{")
     assert run.stop_timeout_s() == 30.0

@@ -197,5 +197,5 @@ def test_taken_port_is_an_error_before_anything_starts(home: Path) -> None:
         outcome = kvbm("serve", "-p", "./mine.yaml", "--port", str(port), home=home)
     assert outcome.exit_code == 1
     assert f"error: cannot listen on 127.0.0.1 port {port}: address already in use\n" in outcome.stderr
-    assert "hint: `--port 0` chooses a free port" in outcome.stderr
+    assert "hint: choose a free port with `--port 0`" in outcome.stderr
     assert not (home / ".local").exists()

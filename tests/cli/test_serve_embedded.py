@@ -111,7 +111,7 @@ def test_killed_engine_is_reported_and_leaves_no_process(home: Path, number: sig
         os.kill(engine.pid, number)
         assert program.wait(timeout=20) == 128 + number
         eventually(lambda: all(is_gone(child.pid) for child in children))
-    assert f"the engine ended by itself, with exit code {128 + number}" in (home / "stderr").read_text()
+    assert f"the engine exited unexpectedly, with exit code {128 + number}" in (home / "stderr").read_text()
 
 
 def test_parent_killed_while_the_engine_loads_leaves_no_process(home: Path) -> None:
@@ -129,7 +129,7 @@ def test_too_little_memory_is_an_error_that_says_how_much_there_is(home: Path) -
     outcome = kvbm("serve", "-p", "./tiny.yaml", *too_much, home=home, timeout_s=120)
     assert outcome.exit_code == 1
     assert outcome.stdout == ""
-    assert "the engine ended before it was healthy, with exit code 1" in outcome.stderr
+    assert "the engine exited before it was healthy, with exit code 1" in outcome.stderr
     assert "899,999," in outcome.stderr or "818" in outcome.stderr, outcome.stderr
 
 

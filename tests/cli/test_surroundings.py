@@ -23,7 +23,8 @@ from test_runs import facts
 from test_serve import MODEL
 
 from kvbm_cli.app import run
-from kvbm_cli.runs.run_directory import FACTS, Runs, State
+from kvbm_cli.runs.run_directory import FACTS, Runs
+from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.filesystem import NO_HOME, problem_of
 from kvbm_cli.terminal.streams import BROKEN_PIPE
 
@@ -52,19 +53,19 @@ NEW = "profile new work/new.yaml --extends demo"
 SERVE = "serve -p mine.yaml"
 NO_SPACE, READ_ONLY = "no space left on device", "read-only file system"
 NO_OUTPUT = f"error: cannot write to standard output: {NO_SPACE}\n"
-NO_CURRENT = "error: the current directory has been removed\n\nhint: `cd` to one that is there"
-TOO_MANY = "too many open files\n\nhint: `ulimit -n`"
+NO_CURRENT = "error: the current directory has been removed\n\nhint: `cd` to an existing directory"
+TOO_MANY = "too many open files\n\nhint: check the limit of open files with `ulimit -n`"
 IN_NONE = "mkdir gone; cd gone; rmdir ../gone"
 ROWS = (
     Row("full work", NEW, 1, f"error: cannot write `work/new.yaml`: {NO_SPACE}\n"),
     Row("full work", "profile new work/old.yaml --force --extends demo", 1, f"`work/old.yaml`: {NO_SPACE}\n"),
     Row("full work", "profile import-env --output work/new.yaml", 1, f"`work/new.yaml`: {NO_SPACE}\n"),
     Row("full work", "cache export-stats --dir caches --output work/x.json", 1, f"`work/x.json`: {NO_SPACE}\n"),
-    Row("full work", "bench -p mine.yaml --output work/run", 1, "the engine ended before it was healthy"),
-    Row("full work", f"{SERVE} --log work/log", 1, "the engine ended before it was healthy"),
-    Row("full .local", SERVE, 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: `df -h`"),
-    Row("full .local", f"{SERVE} --detach", 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: `df -h`"),
-    Row("full .local", "stop", 0, "nothing runs"),
+    Row("full work", "bench -p mine.yaml --output work/run", 1, "the engine exited before it was healthy"),
+    Row("full work", f"{SERVE} --log work/log", 1, "the engine exited before it was healthy"),
+    Row("full .local", SERVE, 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: check `df -h`"),
+    Row("full .local", f"{SERVE} --detach", 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: check `df -h`"),
+    Row("full .local", "stop", 0, "no engine is running"),
     Row("full .local", "profile check mine.yaml", 0, "no mistake found"),
     Row("full caches", "cache ls --dir caches", 0, "1 cache,"),
     Row("full caches", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
@@ -78,7 +79,7 @@ ROWS = (
     Row("frozen caches", "cache verify --dir caches", 1, "Read-only file system"),
     Row("frozen caches", "cache clear --yes --dir caches", 1, "Read-only file system"),
     Row("ulimit -f 0", NEW, 1, "error: cannot write `work/new.yaml`: file too large\n"),
-    Row("ulimit -f 0", SERVE, 1, "profile.yaml`: file too large\n\nhint: `ulimit -f`"),
+    Row("ulimit -f 0", SERVE, 1, "profile.yaml`: file too large\n\nhint: check the maximum file size with `ulimit -f`"),
     Row("ulimit -f 0", "cache ls --dir caches", 1, "error: cannot write a temporary file: "),
     Row("ulimit -n 8", SERVE, 1, TOO_MANY),
     Row("ulimit -n 8", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
@@ -161,7 +162,7 @@ def test_names_that_are_no_text_are_used_or_refused(home: Path) -> None:
     for name in ("mine.yaml", "caches"):
         (home / name).rename(home / f"{odd}{name}")
     for arguments, exit_code, said in (
-        (["serve", "-p", f"{odd}mine.yaml"], 1, "the engine ended before it was healthy"),
+        (["serve", "-p", f"{odd}mine.yaml"], 1, "the engine exited before it was healthy"),
         (["serve", "-p", "demo", "--set", f"description={odd}"], 2, "`description` must be text in UTF-8"),
         (["serve", "-p", "demo", "--set", f"engine.environment.A={odd}"], 2, "`engine.environment.A` must be text"),
         (["cache", "export-stats", "--dir", f"{odd}caches", "--format", "csv", "--output", "stats.csv"], 0, ""),
@@ -192,7 +193,7 @@ def test_no_home_is_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("pwd.getpwuid", nobody)
     for command in ("status", "stop", "logs", "cache ls"):
         assert run(command.split()) == 1
-        assert capsys.readouterr().err.startswith("error: you have no home directory")
+        assert capsys.readouterr().err.startswith("error: no home directory")
     assert run(["profile", "check", "demo"]) == 0
 
 
@@ -271,6 +272,6 @@ def written_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(home))
     (home / "kvbm" / "runs").mkdir(parents=True)
     made = Runs(home / "kvbm").create("demo")
-    made.begin(facts(made.name, state=State.ENDED, ended_s=1.0, exit_code=0))
+    made.begin(facts(made.name, state=RunState.ENDED, ended_s=1.0, exit_code=0))
     made.close()
     return made.path / FACTS

@@ -46,7 +46,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_four_million_blocks_stay_under_200_bytes_each():
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     measured = json.loads(result.stdout)

@@ -10,6 +10,7 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("script", ["bench/micro/copy_bandwidth.py", "bench/gpu/check_and_measure.py"])
 def test_the_script_checks_and_measures_on_the_cpu(script, tmp_path):
     arguments = ["--quick", "--output", str(tmp_path / "result.json")]

@@ -6,8 +6,9 @@ import threading
 from functools import partial
 
 import pytest
+from manual_pool import ManualPool
 
-from kvbm.device.pool import ManualPool, TransferPool
+from kvbm.device.pool import TransferPool
 from kvbm.errors import TransferError
 
 LIMIT_S = 30.0
@@ -39,8 +40,8 @@ class ManualHands:
         self.pool = ManualPool()
 
     def ended(self, count):
-        while self.pool.waiting("copy"):
-            self.pool.run_next("copy")
+        while self.pool.waiting():
+            self.pool.run_next()
         finished = self.pool.poll()
         assert len(finished) == count
         return finished
@@ -61,19 +62,19 @@ def fail(error):
 
 
 def test_a_copy_that_returns_has_no_error(hands):
-    ticket = hands.pool.submit("copy", lambda: None)
+    ticket = hands.pool.submit(lambda: None)
     (end,) = hands.ended(1)
-    assert (end.ticket, end.kind, end.error) == (ticket, "copy", None)
+    assert (end.ticket, end.error) == (ticket, None)
 
 
 def test_tickets_are_unique_and_each_is_reported_exactly_once(hands):
-    tickets = [hands.pool.submit("copy", lambda: None) for _ in range(20)]
+    tickets = [hands.pool.submit(lambda: None) for _ in range(20)]
     assert sorted(end.ticket for end in hands.ended(20)) == sorted(set(tickets))
     assert hands.pool.poll() == []
 
 
 def test_a_ticket_is_outstanding_until_it_has_been_polled(hands):
-    ticket = hands.pool.submit("copy", lambda: None)
+    ticket = hands.pool.submit(lambda: None)
     assert hands.pool.is_outstanding(ticket)
     hands.ended(1)
     assert not hands.pool.is_outstanding(ticket)
@@ -85,15 +86,15 @@ def test_a_ticket_is_outstanding_until_it_has_been_polled(hands):
     [TransferError("short"), ValueError("odd"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError()],
 )
 def test_whatever_a_copy_raises_ends_its_ticket_and_the_next_copy_runs(hands, error):
-    failed = hands.pool.submit("copy", lambda: fail(error))
-    after = hands.pool.submit("copy", lambda: None)
+    failed = hands.pool.submit(lambda: fail(error))
+    after = hands.pool.submit(lambda: None)
     assert {end.ticket: end.error for end in hands.ended(2)} == {failed: error, after: None}
     assert hands.pool.poll() == []
 
 
 def test_what_is_submitted_after_close_ends_as_failed(hands):
     hands.pool.close(LIMIT_S)
-    ticket = hands.pool.submit("copy", lambda: None)
+    ticket = hands.pool.submit(lambda: None)
     (end,) = hands.pool.poll()
     assert end.ticket == ticket
     assert isinstance(end.error, TransferError)
@@ -120,10 +121,10 @@ def test_copies_begin_in_the_order_in_which_they_were_submitted():
     for hands in (ThreadHands(), ManualHands()):
         gate, order = Gate(), []
         if isinstance(hands, ThreadHands):
-            hands.pool.submit("copy", gate)
+            hands.pool.submit(gate)
             assert gate.entered.wait(LIMIT_S)
         for number in range(5):
-            hands.pool.submit("copy", partial(order.append, number))
+            hands.pool.submit(partial(order.append, number))
         gate.opened.set()
         hands.ended(5 + isinstance(hands, ThreadHands))
         assert order == [0, 1, 2, 3, 4]
@@ -132,9 +133,9 @@ def test_copies_begin_in_the_order_in_which_they_were_submitted():
 
 def test_closing_fails_what_waits_and_waits_for_what_runs():
     hands, gate = ThreadHands(), Gate()
-    running = hands.pool.submit("copy", gate)
+    running = hands.pool.submit(gate)
     assert gate.entered.wait(LIMIT_S)
-    waiting = hands.pool.submit("copy", lambda: None)
+    waiting = hands.pool.submit(lambda: None)
     closing = threading.Thread(target=hands.close)
     closing.start()
     (end,) = hands.ended(1)
@@ -149,7 +150,7 @@ def test_closing_fails_what_waits_and_waits_for_what_runs():
 
 def test_closing_gives_up_on_a_copy_that_never_ends():
     hands, gate = ThreadHands(), Gate()
-    ticket = hands.pool.submit("copy", gate)
+    ticket = hands.pool.submit(gate)
     assert gate.entered.wait(LIMIT_S)
     hands.pool.close(0.01)
     assert hands.pool.is_outstanding(ticket)
@@ -159,9 +160,9 @@ def test_closing_gives_up_on_a_copy_that_never_ends():
 
 def test_submit_and_poll_do_not_wait_for_a_copy():
     hands, gate = ThreadHands(), Gate()
-    hands.pool.submit("copy", gate)
+    hands.pool.submit(gate)
     assert gate.entered.wait(LIMIT_S)
-    hands.pool.submit("copy", lambda: None)
+    hands.pool.submit(lambda: None)
     assert hands.pool.poll() == []
     gate.opened.set()
     hands.ended(2)
@@ -172,7 +173,7 @@ def test_copies_run_in_as_many_threads_as_were_asked_for():
     hands = ThreadHands(3)
     together = threading.Barrier(3)
     for _ in range(3):
-        hands.pool.submit("copy", lambda: together.wait(LIMIT_S))
+        hands.pool.submit(lambda: together.wait(LIMIT_S))
     assert [end.error for end in hands.ended(3)] == [None] * 3
     hands.close()
 
@@ -185,7 +186,7 @@ def test_copies_may_run_where_the_parent_may_though_the_engine_bound_itself():
     os.sched_setaffinity(0, one)
     try:
         hands = ThreadHands()
-        hands.pool.submit("copy", lambda: seen.append(os.sched_getaffinity(0)))
+        hands.pool.submit(lambda: seen.append(os.sched_getaffinity(0)))
         assert [end.error for end in hands.ended(1)] == [None]
         hands.close()
         assert os.sched_getaffinity(0) == one
@@ -204,11 +205,11 @@ def test_a_thread_that_died_while_it_waited_is_replaced():
     hands = ThreadHands()
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "test")
     raise_in(thread, SystemExit)
-    hands.pool.submit("copy", lambda: None)  # wakes it, and it dies before or after it has taken the copy
+    hands.pool.submit(lambda: None)  # wakes it, and it dies before or after it has taken the copy
     hands.ended(1)
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-    after = hands.pool.submit("copy", lambda: None)
+    after = hands.pool.submit(lambda: None)
     (end,) = hands.ended(1)
     assert (end.ticket, end.error) == (after, None)
     hands.close()
@@ -216,7 +217,7 @@ def test_a_thread_that_died_while_it_waited_is_replaced():
 
 def test_a_thread_that_is_killed_inside_a_copy_fails_the_ticket():
     hands, gate = ThreadHands(), Gate()
-    hands.pool.submit("copy", gate)
+    hands.pool.submit(gate)
     assert gate.entered.wait(LIMIT_S)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "test")
     raise_in(thread, SystemExit)
@@ -226,20 +227,18 @@ def test_a_thread_that_is_killed_inside_a_copy_fails_the_ticket():
     hands.close()
 
 
-def test_the_manual_pool_runs_kinds_apart_and_counts_what_waits():
+def test_the_manual_pool_runs_in_order_and_counts_what_waits():
     pool, order = ManualPool(), []
-    for kind in ("offload", "onboard", "offload"):
-        pool.submit(kind, lambda kind=kind: order.append(kind))
-    assert (pool.waiting("offload"), pool.waiting("onboard")) == (2, 1)
-    pool.run_next("onboard")
-    pool.run_next("offload")
-    assert order == ["onboard", "offload"]
-    assert [end.kind for end in pool.poll()] == order
+    tickets = [pool.submit(partial(order.append, number)) for number in range(3)]
+    pool.run_next()
+    pool.run_next()
+    assert (order, pool.waiting()) == ([0, 1], 1)
+    assert [end.ticket for end in pool.poll()] == tickets[:2]
 
 
 def test_the_manual_pool_loses_a_ticket_when_told():
     pool = ManualPool()
-    ticket = pool.submit("copy", lambda: fail(AssertionError("it ran")))
-    pool.lose_next("copy")
-    pool.lose_next("copy")
-    assert (pool.poll(), pool.is_outstanding(ticket), pool.waiting("copy")) == ([], False, 0)
+    ticket = pool.submit(lambda: fail(AssertionError("it ran")))
+    pool.lose_next()
+    pool.lose_next()
+    assert (pool.poll(), pool.is_outstanding(ticket), pool.waiting()) == ([], False, 0)

@@ -89,6 +89,7 @@ def test_too_little_room_is_told_and_nothing_is_left(mount, kind, error):
     assert list(directory.glob("*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "leaving"), [("ext4", 512), ("xfs", 512), ("btrfs", 65536), ("btrfs-quota", 65536)])
 def test_disk_that_fills_up_in_service_is_off_until_there_is_room(mount, kind, leaving):
     """The arena has its space; the index needs more, and on btrfs whatever is written again."""

@@ -248,6 +248,7 @@ def test_real_trial_passes_and_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: `pip install 'kvbm-cli[nixl]'`")
 def test_real_race_times_both_and_leaves_nothing(tmp_path: Path) -> None:
     queue = next(queue for queue in ("uring", "aio") if try_nixl(tmp_path, queue) is None)

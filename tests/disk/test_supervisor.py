@@ -22,6 +22,8 @@ from kvbm.disk.service.client import DiskClient
 from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.errors import EnvironmentProblem
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):

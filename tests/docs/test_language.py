@@ -1,8 +1,8 @@
 """User texts are plain English: phrases that made readers stumble are refused, and the failure names a replacement.
 
 Checked are README.md, CONTRIBUTING.md, CHANGELOG.md and the hand-written pages of docs/, without their fenced blocks,
-which quote the output of commands. The string literals of the packages in PACKAGES are checked too: help texts,
-messages, log lines, docstrings. The generated pages of docs/reference/ are made from those literals.
+which quote the output of commands. Also checked are the string literals of docs/generate.py and of the packages in
+PACKAGES: help texts, messages, log lines, docstrings. The generated pages of docs/reference/ consist of those literals.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def pages() -> list[Path]:
 
 
 def modules() -> list[Path]:
-    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return [
+        ROOT / "docs/generate.py",
+        *(path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))),
+    ]
 
 
 def blank(match: re.Match[str]) -> str:

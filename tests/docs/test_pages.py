@@ -22,6 +22,12 @@ BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(console|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+MODULE = re.compile(r"(?<![\w/.-])[\w/]+\.py\b")
+MODULES = {
+    f"/{path.relative_to(ROOT)}"
+    for room in ("kvbm", "kvbm_cli", "bench", "docs", "tests")
+    for path in (ROOT / room).rglob("*.py")
+} | {"/noxfile.py"}
 VARIABLE = re.compile(r"\bDYN_KVBM_[A-Z0-9_]*[A-Z0-9]\b")
 
 
@@ -75,6 +81,12 @@ def test_command_exists_with_its_options(name: str, words: list[str]) -> None:
 
 def test_the_pages_have_commands() -> None:
     assert sum(len(commands(page.read_text())) for page in PAGES) > 15
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_named_modules_exist(name: str) -> None:
+    named = set(MODULE.findall(BY_NAME[name].read_text()))
+    assert {one for one in named if not any(module.endswith(f"/{one}") for module in MODULES)} == set()
 
 
 @pytest.mark.parametrize("name", BY_NAME)

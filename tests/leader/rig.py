@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from faults import FaultyCopier
+from manual_pool import ManualPool
 
 from kvbm.device.copier import DeviceCopier
-from kvbm.device.pool import ManualPool
 from kvbm.device.worker import Worker
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
@@ -234,9 +234,9 @@ class Rank:
     def run(self, kind: str) -> bool:
         """Run the oldest waiting copy of this kind, if there is one."""
         pool = self.onboard_pool if kind == "onboard" else self.offload_pool
-        if not pool.waiting(kind):
+        if not pool.waiting():
             return False
-        pool.run_next(kind)
+        pool.run_next()
         return True
 
     def run_all(self) -> None:

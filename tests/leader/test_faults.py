@@ -163,11 +163,11 @@ def test_a_copy_that_the_pool_lost_ends_as_failed_after_the_leader_has_asked(rig
     if kind == "offload":
         rig.compute("r", chain("b", 2))
         rig.order()
-        rig.ranks[0].offload_pool.lose_next("offload")
+        rig.ranks[0].offload_pool.lose_next()
     else:
         rig.load("r", hashes)
         rig.order()
-        rig.ranks[0].onboard_pool.lose_next("onboard")
+        rig.ranks[0].onboard_pool.lose_next()
     results = []
     for _ in range(4):
         rig.order()
@@ -190,7 +190,7 @@ def test_a_load_in_two_parts_is_reported_when_both_have_ended(two_parts):
     hashes = two_parts.fill("a", 4)
     blocks = two_parts.load("r", hashes)
     two_parts.order()
-    assert two_parts.ranks[0].onboard_pool.waiting("onboard") == 2
+    assert two_parts.ranks[0].onboard_pool.waiting() == 2
     two_parts.ranks[0].run("onboard")
     assert two_parts.settle() == []
     two_parts.ranks[0].run("onboard")
@@ -214,7 +214,7 @@ def test_a_load_fails_with_either_of_its_parts_and_not_before_the_other_has_stop
 def test_a_load_of_which_one_part_was_lost_fails_when_the_other_has_stopped(two_parts):
     two_parts.load("r", two_parts.fill("a", 4))
     two_parts.order()
-    two_parts.ranks[0].onboard_pool.lose_next("onboard")
+    two_parts.ranks[0].onboard_pool.lose_next()
     for _ in range(4):
         assert two_parts.settle() == []
         two_parts.order()
@@ -374,7 +374,7 @@ def test_a_denied_transfer_is_told_by_the_worker_although_no_copy_has_ended():
         rig.order()
         worker = rig.ranks[0].worker
         assert worker.poll() is False
-        rig.ranks[0].offload_pool.lose_next("offload")
+        rig.ranks[0].offload_pool.lose_next()
         rig.order()
         rig.order()
         assert worker.poll() is True

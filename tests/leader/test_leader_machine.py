@@ -188,7 +188,7 @@ class LeaderMachine(RuleBasedStateMachine):
     def thread_dies_and_its_result_is_lost(self, rank, kind):
         victim = self.rig.ranks[rank % len(self.rig.ranks)]
         pool = victim.onboard_pool if kind == "onboard" else victim.offload_pool
-        pool.lose_next(kind)
+        pool.lose_next()
 
     # -- what must always hold -----------------------------------------------------------------------------------------
 

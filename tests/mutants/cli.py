@@ -9,8 +9,16 @@ MUTANTS = (
         name="guard-removes-nothing",
         bug="The scratch directory of a killed doctor is not removed.",
         file="kvbm_cli/system/leftovers.py",
-        old="shutil.rmtree(self.directory, ignore_errors=True)",
-        new="os.path.getmtime(self.directory)",
+        old="""\
+        shutil.rmtree(self.directory, ignore_errors=True)
+        while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
+            time.sleep(REMOVAL_INTERVAL_S)
+            shutil.rmtree(self.directory, ignore_errors=True)
+""",
+        new="""\
+        while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
+            time.sleep(REMOVAL_INTERVAL_S)
+""",
         fails="tests/cli/test_doctor_program.py -x -k SIGKILL",
     ),
     Mutant(

@@ -41,7 +41,7 @@ MUTANTS = (
         bug="The first of two handles that is released makes a shared block evictable.",
         file="kvbm/core/store.py",
         old="unheld = self._drop_extra_pins(slots) if self._extra_pins else slots[::-1]",
-        new="unheld = [slot for slot in dict.fromkeys(slots) if self._states[slot] in (PINNED, HIDDEN)]",
+        new="unheld = [slot for slot in dict.fromkeys(slots) if self._states[slot] in (PINNED, ORPHANED)]",
         fails="tests/core -m 'not slow'",
     ),
     Mutant(
@@ -50,7 +50,7 @@ MUTANTS = (
         file="kvbm/core/store.py",
         old="""\
         if epoch != self._epoch:
-            self._set_states(slots, HIDDEN)
+            self._set_states(slots, ORPHANED)
             return slots
 """,
         new="",
@@ -106,7 +106,7 @@ MUTANTS = (
         bug="A block that was forgotten while pinned becomes evictable, not free, at its release.",
         file="kvbm/core/store.py",
         old="""\
-        self._set_states([slot for slot in slots if self._states[slot] == PINNED], HIDDEN)
+        self._set_states([slot for slot in slots if self._states[slot] == PINNED], ORPHANED)
 """,
         new="",
         fails="tests/core -m 'not slow'",

@@ -30,12 +30,12 @@ MUTANTS = (
         old='''\
         if self.block_bytes == self.payload.shape[1]:
             runs = consecutive([slot for slot, _ in moves])
-        else:  # padding parts the slots
+        else:  # padding separates the slots
             runs = [(index, index + 1) for index in range(len(moves))]
         return runs if len(moves) * self.block_bytes >= MIN_GATHER_BYTES * len(runs) else None
 
     def spans(self, moves: Moves, runs: list[tuple[int, int]]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """(row numbers in G1, the rows of the slots that they belong to), per run of slots."""
+        """Yield (row numbers in G1, rows of the slots), per run of slots."""
         for begin, end in runs:
             blocks = np.array([block for _, block in moves[begin:end]])
             rows = blocks[:, None] * self.rows_per_stride + self.rows_of_block_0
@@ -47,7 +47,7 @@ MUTANTS = (
         return runs if len(moves) * self.block_bytes >= MIN_GATHER_BYTES * len(runs) else None
 
     def spans(self, moves: Moves, runs: list[tuple[int, int]]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """(row numbers in G1, the rows of the slots that they belong to), per run of slots."""
+        """Yield (row numbers in G1, rows of the slots), per run of slots."""
         for begin, end in runs:
             blocks = np.array([block for _, block in moves[begin:end]])
             rows = blocks[:, None] * self.rows_per_stride + self.rows_of_block_0

@@ -35,6 +35,15 @@ def plain():
         yield server
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """Tests that share a server run in the same worker: those with `plain`, and otherwise those of a file."""
+    for item in items:
+        if item.path.parent == HERE:
+            group = "plain" if "plain" in item.fixturenames else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """A failing test shows the end of the log of every server that runs."""

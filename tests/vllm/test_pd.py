@@ -391,7 +391,7 @@ def test_the_death_of_one_engine_ends_the_whole_and_is_reported(disaggregated: D
     engine = next(one for one in processes if str(port) in one.cmdline() and "--kv-transfer-config" in one.cmdline())
     os.kill(engine.pid, signal.SIGKILL)
     assert disaggregated.program.wait(timeout=60) == 128 + signal.SIGKILL
-    assert "decode 0: the engine ended by itself, with exit code 137" in disaggregated.errors()
+    assert "decode 0: the engine exited unexpectedly, with exit code 137" in disaggregated.errors()
     deadline = time.monotonic() + 10
     while alive := [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, alive
