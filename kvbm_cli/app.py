@@ -212,7 +212,10 @@ def bench(
     compare: Annotated[
         str,
         typer.Option(
-            "--compare", metavar="ARM", help="What to compare with: `baseline`, the same engine without kvbm."
+            "--compare",
+            metavar="NAME|PATH",
+            help="Compare with `baseline`, the engine without kvbm, or with a profile; --set does not apply to it.",
+            autocompletion=_completed_by("compared"),
         ),
     ] = "baseline",
     workload: Annotated[
@@ -232,7 +235,7 @@ def bench(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure an engine with and without kvbm."""
+    """Measure an engine with and without kvbm. Or compare two profiles."""
     from kvbm_cli.bench import command as body
 
     return body.bench(profile, set_ or [], compare=compare, workload=workload, output=output, as_json=json)

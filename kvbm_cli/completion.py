@@ -50,6 +50,15 @@ def profiles(incomplete: str) -> list[str] | list[tuple[str, str]]:
     return _names_in(profiles_directory(), incomplete) or files(incomplete)
 
 
+def compared(incomplete: str) -> list[str] | list[tuple[str, str]]:
+    """What `kvbm bench --compare` takes."""
+    from kvbm_cli.bench.comparison import BASELINE
+    from kvbm_cli.package_data import profiles_directory
+
+    names = [*_matching([BASELINE], incomplete), *_names_in(profiles_directory(), incomplete)]
+    return names or files(incomplete)
+
+
 def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:
     from kvbm_cli.package_data import workloads_directory
 

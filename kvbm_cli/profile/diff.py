@@ -31,16 +31,16 @@ class Side:
 def diff_profiles(reference: str, other: str, overrides: Sequence[str], *, as_json: bool) -> int:
     """Returns 0 if the profiles are equal except for name and description, else DIFFERENT. Overrides apply to both."""
     before, after = resolve(reference, overrides), resolve(other, overrides)
-    differences = {key: sides for key, *sides in _differences(before, after)}
+    found = {key: sides for key, *sides in differences(before, after)}
     if as_json:
-        print_json({key: {"a": _as_data(a), "b": _as_data(b)} for key, (a, b) in differences.items()})
+        print_json({key: {"a": _as_data(a), "b": _as_data(b)} for key, (a, b) in found.items()})
     else:
-        for key, (a, b) in differences.items():
+        for key, (a, b) in found.items():
             print_data("\n".join([key, _line("-", a), _line("+", b)]))
-    return DIFFERENT if differences else 0
+    return DIFFERENT if found else 0
 
 
-def _differences(before: ResolvedProfile, after: ResolvedProfile) -> Iterator[tuple[str, Side, Side]]:
+def differences(before: ResolvedProfile, after: ResolvedProfile) -> Iterator[tuple[str, Side, Side]]:
     later = [key for key in after.values if key not in before.values]
     for key in [*before.values, *later]:
         a, b = _side(before, key), _side(after, key)

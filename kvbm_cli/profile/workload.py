@@ -1,8 +1,8 @@
-"""Workload: the conversations of a benchmark and their timing, read from a YAML file, checked and frozen.
+"""The workload of `kvbm bench`: users, turns, lengths and launch times. Read from a YAML file, validated, immutable.
 
-All lengths are in tokens of the engine's tokenizer. Each user has one conversation: the shared system prompt, a history
-of its own, then per turn a question and an answer of fixed length, which the next prompt repeats. Users take turns in a
-fixed order, so a conversation continues only after every other user has had a turn.
+All lengths are in tokens of the engine's own tokenizer. Each user has one conversation: the shared system prompt, the
+user's own history, then per turn a question and an answer of fixed length. The prompt of the next turn repeats them.
+Users take turns in order, so a user's next turn comes after one turn of every other user.
 """
 
 from __future__ import annotations
@@ -21,52 +21,55 @@ from kvbm_cli.package_data import workloads_directory
 
 
 class Schedule(Section):
-    """When requests are sent: at a fixed interval, whether or not earlier ones were answered (open loop).
+    """Launch times: a fixed interval, whether or not earlier requests have ended (open loop).
 
-    Without `interval_s`, kvbm chooses the interval before it measures any arm, so that an engine that computes every
-    prompt is busy for `target_utilisation` of the time on this machine. `arms: interleaved` runs all engines in
-    parallel and spreads the requests of the arms evenly over the interval; a target below a third keeps them from
-    overlapping. The machine must have room for all of them. `in_turn` runs one engine after the other.
+    Without `interval_s` the interval is computed before any arm runs, so that an engine on this machine that computes
+    every prompt is busy for `target_utilisation` of the time. `arms: interleaved` runs all engines at the same time,
+    with the launches of the arms evenly spread over the interval. With a target below one third, most requests end
+    before the next arm launches one. The machine must be able to run all engines at once. `in_turn` runs one engine
+    after the other.
     """
 
     arms: Literal["interleaved", "in_turn"] = Field(
         default="in_turn",
-        description="`in_turn` runs the engine of one arm after the other. `interleaved` runs all in parallel, with "
-        "their requests spread evenly over the interval; the machine must have room for all of them.",
+        description="`in_turn` runs the engine of one arm after the other. `interleaved` runs all engines at the same "
+        "time, with their launches evenly spread over the interval; the machine must have room for all of them.",
     )
     interval_s: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds between two requests of an arm; by default it follows from `target_utilisation`.",
+        description="Seconds between two launches of an arm; by default computed from `target_utilisation`.",
     )
     target_utilisation: float = Field(
         default=0.5,
         gt=0,
         lt=1,
-        description="Share of the time that an engine which computes every prompt is busy; kvbm chooses the interval "
-        "for it on this machine.",
+        description="Share of the time that an engine which computes every prompt is busy; without `interval_s` it "
+        "determines the interval on this machine.",
     )
 
 
 class Workload(Section):
-    name: str = Field(min_length=1, description="Name of the workload in the results.")
-    description: str = Field(default="", description="One line about the workload.")
-    seed: int = Field(default=0, ge=0, description="Seed of the random text of the questions.")
-    users: int = Field(ge=1, description="Number of users, each with one conversation, in a fixed order.")
+    name: str = Field(min_length=1, description="Name of the workload in the result.")
+    description: str = Field(default="", description="One line that describes the workload.")
+    seed: int = Field(default=0, ge=0, description="Seed of the random text of the users.")
+    users: int = Field(
+        ge=1, description="Number of users, each with one conversation; they take turns in a fixed order."
+    )
     turns: int = Field(
-        ge=2, description="Requests of each user; measured from the second, because a cache cannot help the first."
+        ge=2, description="Requests per user. The result covers turns 2 and later, which a cache can speed up."
     )
     system_tokens: int = Field(ge=0, description="Tokens of the system prompt, which is the same for all users.")
-    history_tokens: int = Field(ge=1, description="Tokens of the history with which each user starts.")
-    question_tokens: int = Field(ge=1, description="Tokens of the question in each turn.")
-    answer_tokens: int = Field(ge=1, description="Tokens of every answer, exactly.")
+    history_tokens: int = Field(ge=1, description="Tokens of each user's own history.")
+    question_tokens: int = Field(ge=1, description="Tokens of the user's question in each turn.")
+    answer_tokens: int = Field(ge=1, description="Exact number of tokens of every answer.")
     history: Literal["recorded"] = Field(
-        default="recorded", description="A prompt repeats the recorded answers, the same in every arm."
+        default="recorded", description="Source of the earlier answers in a prompt: the recording, in every arm."
     )
-    schedule: Schedule = Field(default=Schedule(), description="When requests are sent.")
+    schedule: Schedule = Field(default=Schedule(), description="Launch times of the requests.")
     request_timeout_s: float = Field(
-        default=60.0, gt=0, allow_inf_nan=False, description="Seconds after which a request counts as failed."
+        default=60.0, gt=0, allow_inf_nan=False, description="Timeout of a request in seconds."
     )
 
     def prompt_tokens(self, turn: int) -> int:
@@ -97,12 +100,12 @@ _KIND = FileKind(
 
 
 def shipped_workloads() -> dict[str, Path]:
-    """Shipped workloads: name to file."""
+    """Paths of the shipped workloads by name."""
     return {path.stem: path for path in sorted(workloads_directory().glob("*.yaml"))}
 
 
 def load_workload(name_or_path: str) -> Workload:
-    """Loads a workload by name or path. UsageError if it does not exist, ProfileError if it is invalid."""
+    """Load a shipped workload by name, or a file. UsageError if it does not exist, ProfileError if it is invalid."""
     shipped = shipped_workloads()
     path = shipped.get(name_or_path, Path(name_or_path))
     names = ", ".join(f"`{name}`" for name in shipped)
@@ -115,7 +118,7 @@ def load_workload(name_or_path: str) -> Workload:
 
 
 def parse_workload(text: str, *, source: str) -> Workload:
-    """Parses a workload; `source` is the file name in error messages."""
+    """Parse a workload; error messages name `source` as the file."""
     return _validated(read_document(text, label=source, noun="workload"), Path(source))
 
 

@@ -277,8 +277,8 @@ def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path: Path, capsys: pytest.C
 UNUSABLE = {
     "a file": (lambda path: path.write_text(""), "not writable: not a directory"),
     "below a file": (lambda path: path.parent.write_text(""), "not writable: not a directory"),
-    "a link": (lambda path: path.symlink_to("/tmp"), "is no directory (links are not followed)"),
-    "for everyone": (lambda path: path.mkdir() or path.chmod(0o777), "may be written by everyone (mode 0777)"),
+    "a link": (lambda path: path.symlink_to("/tmp"), "is not a directory (links are not followed)"),
+    "for everyone": (lambda path: path.mkdir() or path.chmod(0o777), "is writable by everyone (mode 0777)"),
 }
 
 
@@ -313,7 +313,7 @@ def test_caches_that_are_there_count_as_space(
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", report=report))
     assert outcome.exit_code == 0
     assert "unused caches hold 1.0 MiB" in " ".join(outcome.stdout.split())
-    assert "1 cannot be used: no superblock, or a damaged one" in " ".join(outcome.stdout.split())
+    assert "1 cannot be used: superblock missing or damaged" in " ".join(outcome.stdout.split())
     assert sorted(path.name for path in instance.iterdir()) == ["arena"]
 
 

@@ -98,12 +98,12 @@ class _Source:
     weights: object
 
 
-def _device(wanted: str) -> str:
-    if wanted == "cuda" and not torch.cuda.is_available():
+def _device(requested: str) -> str:
+    if requested == "cuda" and not torch.cuda.is_available():
         raise EnvironmentProblem("no CUDA device is available", hint="use `--device cpu`")
-    if wanted == "auto":
+    if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
+    return requested
 
 
 def _synthetic(config: EngineConfig, device: str) -> _Source:

@@ -25,8 +25,8 @@ def sample(
         token_id = greedy[row]
         if request.params.temperature > 0.0:
             token_id = _draw(chosen[row], request.params, uniform(request.sampling_seed, request.num_tokens))
-        wanted = request.params.logprobs
-        results.append((token_id, None if wanted is None else _logprobs(logits[row], token_id, wanted)))
+        top_count = request.params.logprobs
+        results.append((token_id, None if top_count is None else _logprobs(logits[row], token_id, top_count)))
     return results
 
 
@@ -65,8 +65,8 @@ def _invert(weights: torch.Tensor, number: float) -> int:
     return min(index, len(weights) - 1)
 
 
-def _logprobs(logits: torch.Tensor, token_id: int, wanted: int) -> TokenLogprobs:
+def _logprobs(logits: torch.Tensor, token_id: int, top_count: int) -> TokenLogprobs:
     everything = logits.log_softmax(dim=-1)
-    values, token_ids = everything.topk(min(wanted, len(everything)))
+    values, token_ids = everything.topk(min(top_count, len(everything)))
     top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(token_id, float(everything[token_id]), top)

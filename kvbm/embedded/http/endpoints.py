@@ -144,9 +144,9 @@ class _Endpoints:
     ) -> web.StreamResponse:
         served = self._service.ready()
         client_id = _request_id(request)
-        wanted = parse(await _body(request))
-        generation = wanted.generation
-        prompt_token_ids, params = await prepare(served, wanted)
+        parsed = parse(await _body(request))
+        generation = parsed.generation
+        prompt_token_ids, params = await prepare(served, parsed)
         request_id = f"{prefix}-{client_id}-{next(self._number)}"
         completion = Completion(served, request_id, prompt_token_ids, generation)
         answer = create_format(_head(served, f"{prefix}-{client_id}", generation, prompt_token_ids))
@@ -181,13 +181,13 @@ class _Endpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        wanted = parse_tokenize(await _body(request))
-        check_model(served.engine, wanted.model)
-        assert not isinstance(wanted.prompt, list), "a prompt of tokens is already tokenized"
-        token_ids = await encode(served.codec, wanted.prompt, max_tokens=served.engine.max_model_len)
+        parsed = parse_tokenize(await _body(request))
+        check_model(served.engine, parsed.model)
+        assert not isinstance(parsed.prompt, list), "a prompt of tokens is already tokenized"
+        token_ids = await encode(served.codec, parsed.prompt, max_tokens=served.engine.max_model_len)
         texts = (
             [served.codec.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
-            if wanted.return_token_strings
+            if parsed.return_token_strings
             else None
         )
         body = {"count": len(token_ids), "max_model_len": served.engine.max_model_len, "tokens": token_ids}

@@ -306,11 +306,11 @@ def _chat_max_tokens(fields: Fields) -> int | None:
 
 
 def _chat_logprobs(fields: Fields) -> int | None:
-    wanted = fields.boolean("logprobs", False)
+    requested = fields.boolean("logprobs", False)
     count = fields.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS)
-    if count and not wanted:
+    if count and not requested:
         raise wrong("top_logprobs", count, "absent unless `logprobs` is true")
-    return count or 0 if wanted else None
+    return count or 0 if requested else None
 
 
 def _refuse_tools(fields: Fields) -> None:

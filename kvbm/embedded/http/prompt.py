@@ -17,16 +17,16 @@ MAX_CHARACTERS_PER_TOKEN = 128  # far more than any text has on average
 LONG_TEXT_CHARACTERS = 16_384  # above, the tokenizer runs in a separate thread
 
 
-async def prepare(served: Served, wanted: CompletionRequest) -> tuple[list[int], SamplingParams]:
+async def prepare(served: Served, request: CompletionRequest) -> tuple[list[int], SamplingParams]:
     """Return prompt token ids and sampling parameters. Raises RequestError if the engine cannot serve the request."""
-    check_model(served.engine, wanted.model)
-    if wanted.generation.stop and not served.codec.has_text:
+    check_model(served.engine, request.model)
+    if request.generation.stop and not served.codec.has_text:
         raise RequestError("`stop` requires a tokenizer, and the model has none", param="stop")
-    prompt_token_ids = await _token_ids(served, wanted.prompt)
-    max_tokens = _max_tokens(served.engine, len(prompt_token_ids), wanted)
-    if wanted.generation.min_tokens > max_tokens:
-        raise wrong("min_tokens", wanted.generation.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
-    return prompt_token_ids, _sampling_params(wanted.generation, max_tokens)
+    prompt_token_ids = await _token_ids(served, request.prompt)
+    max_tokens = _max_tokens(served.engine, len(prompt_token_ids), request)
+    if request.generation.min_tokens > max_tokens:
+        raise wrong("min_tokens", request.generation.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
+    return prompt_token_ids, _sampling_params(request.generation, max_tokens)
 
 
 def check_model(engine: ServedEngine, name: str | None) -> None:
@@ -81,17 +81,17 @@ def _max_tokens(engine: ServedEngine, prompt_tokens: int, request: CompletionReq
             param="prompt",
             code="context_length_exceeded",
         )
-    wanted = request.generation.max_tokens
-    if wanted is None:
+    requested = request.generation.max_tokens
+    if requested is None:
         return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
-    if wanted > room:
+    if requested > room:
         raise RequestError(
-            f"`max_tokens` is {wanted}: it must be at most {room}, because the prompt uses {prompt_tokens} of "
+            f"`max_tokens` is {requested}: it must be at most {room}, because the prompt uses {prompt_tokens} of "
             f"{engine.max_model_len} tokens",
             param="max_tokens",
             code="context_length_exceeded",
         )
-    return wanted
+    return requested
 
 
 def _sampling_params(generation: Generation, max_tokens: int) -> SamplingParams:
