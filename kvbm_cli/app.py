@@ -214,7 +214,7 @@ def bench(
         typer.Option(
             "--compare",
             metavar="NAME|PATH",
-            help="`baseline`, the engine alone, or a profile to compare with; --set does not apply to it.",
+            help="Compare with `baseline`, the engine without kvbm, or with a profile; --set does not apply to it.",
             autocompletion=_completed_by("compared"),
         ),
     ] = "baseline",
@@ -235,7 +235,7 @@ def bench(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure the speed-up of the block manager. Compares it with the engine alone, or with another profile."""
+    """Measure an engine with and without kvbm. Or compare two profiles."""
     from kvbm_cli.bench import command as body
 
     return body.bench(profile, set_ or [], compare=compare, workload=workload, output=output, as_json=json)
