@@ -19,9 +19,8 @@ from kvbm.embedded.engine.connector import ConnectorOutput
 from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHome
 from kvbm.hashing import HASH_BYTES
 from kvbm.host.region import Region
-from kvbm.leader.disk_tier import open_disk
 from kvbm.leader.leader import Leader
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.telemetry import Telemetry
 from kvbm.plan import StepPlan

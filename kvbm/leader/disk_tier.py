@@ -1,9 +1,9 @@
 """DiskTier: the metadata of G3. It decides which blocks are written to disk, read back, and deleted.
 
-It moves no bytes: a `Disk` does. The leader's thread owns both and calls
+It moves no bytes: a DiskSupervisor does. The leader's thread owns both and calls
 
-    registered, hit, touch      blocks were registered, hit or used; decides what is written to disk
-    match, contains, fetch      find blocks on disk and start to read them into host memory
+    registered, hit             blocks were registered or hit; decides what is written to disk
+    match_prefix, fetch         find blocks on disk and start to read them into host memory
     step                        start the writes that are due
     settle                      register what has ended: written blocks in G3, read blocks in G2
 
@@ -23,30 +23,23 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
 from kvbm.disk.directory import RATES
 from kvbm.disk.orders import Read, Write
-from kvbm.hashing import namespace
 from kvbm.leader.rates import Rates, RatesFile
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
-    from kvbm.config.schema import ConnectorConfig
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
-    from kvbm.disk.health import DiskCounters
-    from kvbm.disk.orders import DiskResult, FoundBlocks
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.wear import Wear
     from kvbm.leader.host_tier import HostTier, Reservation
     from kvbm.leader.settings import LeaderSettings
     from kvbm.metrics import Counters
-    from kvbm.types import SegmentInfo
 
 WRITES_AT_A_TIME = 2
 TAKEN_AT_A_TIME = 8  # batches per step; dropping a batch that has left host memory takes time too
@@ -57,30 +50,6 @@ LOG_INTERVAL_S = 2.0  # between progress lines of the final write
 AWAKE_S = 5.0  # how long an idle engine waits for the next process
 
 log = logging.getLogger(__name__)
-
-
-class Disk(Protocol):
-    """Moves the bytes: a DiskSupervisor, or a fake of a test."""
-
-    @property
-    def slot_count(self) -> int: ...
-    @property
-    def home(self) -> Path | None: ...
-    @property
-    def is_on(self) -> bool: ...
-    @property
-    def counters(self) -> DiskCounters: ...
-    @property
-    def losses(self) -> int: ...
-    @property
-    def restarts(self) -> int: ...
-    def recovered(self, *, waits: bool) -> FoundBlocks | None: ...
-    def submit(self, order: Read | Write) -> None: ...
-    def forget(self, disk_slots: Sequence[int]) -> None: ...
-    def clear(self) -> None: ...
-    def poll(self) -> list[DiskResult]: ...
-    def wear(self) -> Wear: ...
-    def close(self, timeout_s: float) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -119,54 +88,12 @@ class _Queue:
         return [self.hashes.popitem(last=False)[0] for _ in range(min(count, len(self.hashes)))]
 
 
-def open_disk(
-    config: ConnectorConfig,
-    segments: Sequence[SegmentInfo],
-    *,
-    identity: Mapping[str, object],
-    is_stable: bool,
-    hash_bytes: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> DiskSupervisor | None:
-    """Open the disk of an engine; None if none is configured. Raises EnvironmentProblem.
-
-    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the ranks. Its `model`
-    is shown to users. If the identity is not stable across starts, blocks are not kept for the next start.
-    """
-    section = config.tiers.disk
-    if section is None:
-        return None
-    from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.settings import DiskSettings, Namespace
-
-    layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments]
-    facts = {"layouts": layout, **identity}
-    settings = DiskSettings(
-        directory=Path(section.directory).expanduser(),
-        capacity_bytes=section.capacity,
-        block_count=section.blocks,
-        allocator=section.allocator,
-        zerofill=section.zerofill,
-        o_direct=section.o_direct,
-        io=section.io,
-        threads=section.threads,
-        persist=section.persist and is_stable,
-        reclaim=section.reclaim,
-    )
-    if section.persist and not is_stable:
-        log.warning("kvbm: blocks on disk are not kept for the next start: block hashes change with every start")
-    name = Namespace(namespace(facts), facts)
-    disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
-    log.info("kvbm: room for %d blocks in %s, moved by %s", disk.slot_count, settings.directory, disk.io_name)
-    return disk
-
-
 class DiskTier:
     """See the module's text."""
 
     def __init__(
         self,
-        disk: Disk,
+        disk: DiskSupervisor,
         host: HostTier,
         settings: LeaderSettings,
         counters: Counters,
@@ -215,16 +142,12 @@ class DiskTier:
         if self._policy.to_disk == "frequency":
             self._admit(self._filter.hit(hashes))
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        """Make these blocks the most recently used on disk. Blocks that are used in any tier stay on disk."""
-        self.store.touch(hashes)
-
     def evicting(self, count: int, *, keeps_unwritten: bool = False) -> None:
         """Prepare for the eviction of `count` blocks of host memory; `keeps_unwritten` spares the unwritten ones."""
         if count <= 0:
             return
         if keeps_unwritten:
-            self._host.touch(list(self._queue.hashes))
+            self._host.store.touch(list(self._queue.hashes))
         if self._policy.to_disk == "on_evict":
             self._counters.disk_dropped_blocks += len(self.store.missing(self._host.store.oldest(count)))
 
@@ -248,12 +171,21 @@ class DiskTier:
         """Return how many of `hashes[start:]` are on disk, up to the first that is not."""
         return self.store.match(hashes, start) if self.is_on else 0
 
-    def worthwhile(self, spans: Sequence[tuple[bool, int]]) -> int:
-        """Return how many blocks of a chain to load; `spans` are its parts as (is on disk, blocks)."""
+    def match_prefix(self, hashes: Sequence[bytes], start: int) -> int:
+        """Return how many of `hashes[start:]`, up to the first missing one, are loaded faster than computed.
+
+        A chain may begin in host memory, continue on disk and end in host memory again.
+        """
+        end = start + self._host.store.match(hashes, start)
+        spans = [(False, end - start)]
+        while count := self.match(hashes, end):
+            in_host = self._host.store.match(hashes, end + count)
+            end += count + in_host
+            spans += [(True, count), (False, in_host)]
         if self._policy.reads_always:
-            return sum(count for _, count in spans)
+            return end - start
         wanted = self.rates.worthwhile(spans)
-        self._counters.disk_declined_blocks += sum(count for _, count in spans) - wanted
+        self._counters.disk_declined_blocks += end - start - wanted
         return wanted
 
     def is_hopeless(self, waited_s: float, blocks: int, of_blocks: int) -> bool:
@@ -460,7 +392,7 @@ class DiskTier:
             limit = max(1, min(self._policy.batch_blocks, self._host.capacity_blocks // share // WRITES_AT_A_TIME))
             due = self._queue.take(limit)
             wanted = [due[index] for index in self.store.missing(due)]
-            source = self._host.pin([h for h in wanted if self._host.contains(h)])
+            source = self._host.store.pin([h for h in wanted if self._host.store.contains(h)])
             assert source is not None
             self._counters.disk_dropped_blocks += len(wanted) - len(source.slots)
             target = self.store.allocate(len(source.slots))

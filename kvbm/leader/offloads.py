@@ -16,12 +16,27 @@ from kvbm.plan import Offload
 if TYPE_CHECKING:
     from kvbm.leader.disk_tier import DiskTier
     from kvbm.leader.host_tier import HostTier, Reservation
-    from kvbm.leader.requests import OffloadProgress
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters
 
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
+
+
+@dataclass(slots=True)
+class OffloadProgress:
+    """How far the blocks of one KV cache group of a request have been offloaded.
+
+    Of the first `considered` blocks, `left_out` found no room. With `can_wait`, blocks that found no room are tried
+    again at a later step; without, the engine may have given them up by then. The chain is made recent again when more
+    than `fresh_until` blocks have been evicted.
+    """
+
+    tenant: bytes
+    can_wait: bool = True
+    considered: int = 0
+    left_out: int = 0
+    fresh_until: int = 0
 
 
 @dataclass(slots=True)
@@ -73,11 +88,11 @@ class Offloads:
         begin = progress.considered
         fresh = list(hashes[begin:end])
         if begin == 0:
-            self._host.touch(fresh)
+            self._host.store.touch(fresh)
         sources = block_ids[begin:end]
         absent = [
             index
-            for index in self._host.missing(fresh)
+            for index in self._host.store.missing(fresh)
             if fresh[index] not in self._departing and sources[index] != NO_BLOCK
         ]
         if unwritten is None and self._evictions_after(len(absent)) > progress.fresh_until:
@@ -147,7 +162,7 @@ class Offloads:
 
     def _make_recent(self, progress: OffloadProgress, hashes: Sequence[bytes]) -> None:
         """Keep the chain from being evicted next, for some time. At every block this would cost the chain's length."""
-        self._host.touch(hashes)
+        self._host.store.touch(hashes)
         progress.fresh_until = self._counters.evicted_blocks + self._host.capacity_blocks // FRESH_SHARE
 
     def _room(self, unwritten: int | None) -> int:

@@ -33,12 +33,36 @@ if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.leader.disk_tier import DiskTier, Fetch
     from kvbm.leader.host_tier import HostTier
-    from kvbm.leader.requests import LiveRequest
+    from kvbm.leader.offloads import OffloadProgress
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
 
 FETCHES_AT_A_TIME = 32
 PARTS = 16  # least number of parts of a read from disk, if it has as many blocks
 SHARES_OF_G2 = 4  # one part takes at most this share of host memory
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request, from its arrival to its end. If it is preempted and returns under its id, it is another LiveRequest.
+
+    `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
+    blocks are those that it looked for in the cache, the `hit` blocks those that it got.
+    """
+
+    request_id: str
+    tenant: bytes
+    offloads: list[OffloadProgress] = field(default_factory=list)
+    has_blocks: bool = False
+    has_probed: bool = False
+    awaited: int = 0
+    is_waiting: bool = False
+    may_onboard: bool = True
+    may_read_disk: bool = True
+    may_offload: bool = True
+    probed_blocks: int = 0
+    hit_blocks: int = 0
+    disk_hit_blocks: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +161,10 @@ class Onboards:
         self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int
     ) -> Load | None:
         """Bring `hashes[i]` into G1 block `block_ids[i]`. None if a block is no longer there."""
-        missing = self._host.missing(hashes)
+        missing = self._host.store.missing(hashes)
         on_disk = set(missing)
         in_host = _part(hashes, block_ids, [i for i in range(len(hashes)) if i not in on_disk])
-        source = self._host.pin(in_host.hashes)
+        source = self._host.store.pin(in_host.hashes)
         assert source is not None, "blocks that are not missing can be pinned"
         kept = None
         if missing:
@@ -292,7 +316,7 @@ class Onboards:
         load.open_parts -= 1
         if not is_ready:
             if not copy.is_void:
-                self._host.forget(copy.source.hashes)
+                self._host.store.forget(copy.source.hashes)
             self._fail(load)
         copy.source.release()
         self._end_if_over(load)

@@ -543,7 +543,7 @@ def kill_disk(engine):
 def forget_memory(engine):
     """What is on disk stays."""
     engine.forget_g1()
-    engine.engine._order(lambda: engine.leader._host.reset() or True)
+    engine.engine._order(lambda: engine.leader._host.store.reset() or True)
 
 
 def test_an_engine_whose_disk_process_is_killed_goes_on_and_has_its_disk_again(written, expected):

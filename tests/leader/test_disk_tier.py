@@ -376,7 +376,7 @@ def test_a_request_that_ends_while_its_blocks_are_read_holds_them_until_nothing_
 def test_what_the_next_process_finds_comes_back_and_nothing_else(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.reset()  # host memory knows them no more
+    rig.leader._host.store.reset()  # host memory knows them no more
     rig.disk.end()
     (gone,) = [slot for slot, (name, _) in rig.disk.kept.items() if name == hashes[2]]
     rig.disk.kept[gone] = (chain("other", 1)[0], rig.disk.kept[gone][1])
@@ -471,7 +471,7 @@ def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
 def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_request(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.reset()
+    rig.leader._host.store.reset()
     rig.disk.end()
     rig.disk.begin_again()
     assert rig.leader.match("r", hashes, 0) == 4
@@ -482,7 +482,7 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
     rig.disk.blocks_at_a_time = 1
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.reset()
+    rig.leader._host.store.reset()
     rig.disk.end()
     rig.settle()
     rig.disk.begin_again()
@@ -528,7 +528,7 @@ def test_a_reset_while_a_process_is_taken_over_forgets_what_it_has_found(rig, mo
 def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkeypatch):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.reset()
+    rig.leader._host.store.reset()
     rig.disk.blocks_at_a_time = 1
     for _ in range(2):
         rig.disk.end()
