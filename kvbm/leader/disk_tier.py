@@ -317,12 +317,6 @@ class DiskTier:
         log.info("kvbm: wrote %d blocks of host memory to disk before exit, %d are lost", len(absent) - left, left)
         self._disk.close(max(0.1, deadline_s - self._clock()))
 
-    def check(self) -> None:
-        """Raise unless the bookkeeping is consistent. For tests."""
-        self.store.check()
-        written = {h for write in self._writes.values() if not write.is_void for h in write.source.hashes}
-        assert written == self._departing, (len(written), len(self._departing))
-
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _follow_process(self) -> None:

@@ -57,8 +57,6 @@ class HostTier:
         self._generation = 0
         self._checked_slots = 0
 
-    # -- a transfer into G2 --------------------------------------------------------------------------------------------
-
     def next_generation(self) -> int:
         """Return a number that no transfer has had."""
         self._generation += 1
@@ -103,8 +101,6 @@ class HostTier:
     def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the generation that the control word of each registered slot must carry."""
         return tuple(self._slot_generations[slot] for slot in slots)
-
-    # -- the whole tier ------------------------------------------------------------------------------------------------
 
     def check_next(self) -> None:
         """Check the next few slots and log handles that were dropped while they held blocks. Raises InvariantError."""

@@ -327,14 +327,6 @@ class Leader:
         request = self._requests.get(request_id)
         return 0 if request is None else request.disk_tokens
 
-    def check(self) -> None:
-        """Raise InvariantError unless the whole bookkeeping is consistent. For tests; slow at scale."""
-        self._host.store.check()
-        self._offloads.check()
-        self._onboards.check()
-        if self._disk is not None:
-            self._disk.check()
-
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _live(self, request_id: str) -> LiveRequest:

@@ -95,12 +95,14 @@ class Offloads:
             for index in self._host.store.missing(fresh)
             if fresh[index] not in self._departing and sources[index] != NO_BLOCK
         ]
-        if unwritten is None and self._evictions_after(len(absent)) > progress.fresh_until:
-            self._make_recent(progress, hashes[:end])  # so that no block is evicted for its own tail
+        free = self._host.store.counts().free
+        if unwritten is None and self._counters.evicted_blocks + max(0, len(absent) - free) > progress.fresh_until:
+            self._host.store.touch(hashes[:end])  # so that no block is evicted for its own tail; costs the whole length
+            progress.fresh_until = self._counters.evicted_blocks + self._host.capacity_blocks // FRESH_SHARE
         room = self._room(unwritten)
         chosen = absent[:room] if progress.can_wait else absent[::-1][:room]
         if self._disk is not None:
-            self._disk.evicting(len(chosen) - self._host.store.counts().free, keeps_unwritten=unwritten is not None)
+            self._disk.evicting(len(chosen) - free, keeps_unwritten=unwritten is not None)
         for first in range(0, len(chosen), self._settings.batch_blocks):
             batch = chosen[first : first + self._settings.batch_blocks]
             self._order([fresh[i] for i in batch], tuple(sources[i] for i in batch), progress.tenant)
@@ -147,23 +149,7 @@ class Offloads:
             flight.is_void = True
         self._departing.clear()
 
-    def check(self) -> None:
-        """Raise unless the bookkeeping is consistent. For tests."""
-        held = sum(len(flight.order.block_ids) for flight in self._flights.values())
-        assert held == self._held_blocks, (held, self._held_blocks)
-        in_flight = {h for flight in self._flights.values() if not flight.is_void for h in flight.hashes}
-        assert in_flight == self._departing, (len(in_flight), len(self._departing))
-
     # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _evictions_after(self, count: int) -> int:
-        """How many blocks will have been evicted when `count` more are in."""
-        return self._counters.evicted_blocks + max(0, count - self._host.store.counts().free)
-
-    def _make_recent(self, progress: OffloadProgress, hashes: Sequence[bytes]) -> None:
-        """Keep the chain from being evicted next, for some time. At every block this would cost the chain's length."""
-        self._host.store.touch(hashes)
-        progress.fresh_until = self._counters.evicted_blocks + self._host.capacity_blocks // FRESH_SHARE
 
     def _room(self, unwritten: int | None) -> int:
         """How many blocks may be ordered now."""

@@ -21,8 +21,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvbm.host.region import LANES
@@ -232,7 +233,10 @@ class Onboards:
     def settle(self) -> list[Load]:
         """Read the lane words; return the loads that have ended, each once. An engine that `gives_up_blocks` gets an
         overdue load as failed before its copiers have stopped."""
-        for copy in self._reported():
+        copies = list(self._copies.values())
+        lanes = [copy.order.lane for copy in copies]
+        are_reported = self._host.region.are_lanes_reported(lanes, list(self._copies)) if copies else ()
+        for copy in compress(copies, are_reported):
             result = self._host.region.lane_result(copy.order.lane, copy.order.generation)
             if result is not SlotState.EMPTY:
                 self._end_copy(copy, is_ready=result is SlotState.READY and not copy.is_void)
@@ -256,17 +260,6 @@ class Onboards:
             self._fail(load)
             self._end_if_over(load)
         self._arriving.clear()
-
-    def check(self) -> None:
-        """Raise unless the bookkeeping is consistent. For tests."""
-        assert len(self._lanes) + len(self._copies) == LANES, (len(self._lanes), len(self._copies))
-        live = {copy.load.number for copy in self._copies.values()} | {load.number for load in self._from_disk}
-        assert set(self._arriving.values()) <= live, (self._arriving, live)
-        for load in self._from_disk:
-            fetching = sum(other is load for other, _ in self._fetches.values())
-            copying = sum(copy.load is load for copy in self._copies.values())
-            assert load.open_parts == fetching + copying, (load, fetching, copying)
-            assert load.open_parts or load.waiting, load
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -300,13 +293,6 @@ class Onboards:
                     return
                 self._fetches[fetch] = (load, load.waiting.popleft())
                 load.open_parts += 1
-
-    def _reported(self) -> Iterator[_Copy]:
-        copies = list(self._copies.values())
-        if not copies:
-            return iter(())
-        reported = self._host.region.are_lanes_reported([copy.order.lane for copy in copies], list(self._copies))
-        return (copy for copy, is_reported in zip(copies, reported, strict=True) if is_reported)
 
     def _end_copy(self, copy: _Copy, *, is_ready: bool) -> None:
         order, load = copy.order, copy.load

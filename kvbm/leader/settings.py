@@ -22,10 +22,6 @@ HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks a
 log = logging.getLogger(__name__)
 
 
-def _no_tenant(request_id: str) -> bytes:
-    return b""
-
-
 @dataclass(frozen=True, slots=True)
 class LeaderCallbacks:
     """Functions that the leader calls.
@@ -37,7 +33,7 @@ class LeaderCallbacks:
 
     hold: Callable[[Sequence[int]], None]
     release: Callable[[Sequence[int]], None]
-    tenant_of: Callable[[str], bytes] = _no_tenant
+    tenant_of: Callable[[str], bytes] = lambda request_id: b""
     trace: Callable[..., None] | None = None
 
 
