@@ -24,7 +24,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.core.admission import FrequencyFilter
@@ -70,24 +70,6 @@ class _Write:
     is_void: bool = False
 
 
-@dataclass(slots=True)
-class _Queue:
-    """Hashes that are due for a write, each once, in order of arrival."""
-
-    limit: int
-    hashes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-
-    def add(self, hashes: Sequence[bytes]) -> int:
-        """Append hashes; return how many were dropped because the queue is full."""
-        room = self.limit - len(self.hashes)
-        fresh = [sequence_hash for sequence_hash in hashes if sequence_hash not in self.hashes]
-        self.hashes.update(dict.fromkeys(fresh[: max(0, room)]))
-        return len(fresh) - max(0, min(room, len(fresh)))
-
-    def take(self, count: int) -> list[bytes]:
-        return [self.hashes.popitem(last=False)[0] for _ in range(min(count, len(self.hashes)))]
-
-
 class DiskTier:
     """See the module's text."""
 
@@ -113,7 +95,7 @@ class DiskTier:
         log.info("kvbm: found %d blocks of an earlier engine on disk", self.store.counts().inactive)
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
         self._decay_s = clock() + policy.frequency_decay_s
-        self._queue = _Queue(host.capacity_blocks)
+        self._queue: OrderedDict[bytes, None] = OrderedDict()  # due for a write, in order of arrival
         self._cleaned = 0  # number of offloads and evictions at the last `_clean`
         self._departing: set[bytes] = set()
         self._tenants: dict[int, bytes] = {}  # per G2 slot, if its block has one
@@ -137,8 +119,7 @@ class DiskTier:
             self._admit(admitted)
 
     def hit(self, hashes: Sequence[bytes]) -> None:
-        """Note a cache hit of these blocks in any tier. Blocks admitted because of it are written, if they are in host
-        memory."""
+        """Note a cache hit of these blocks in any tier. Those that it admits are written if still in G2."""
         if self._policy.to_disk == "frequency":
             self._admit(self._filter.hit(hashes))
 
@@ -147,7 +128,7 @@ class DiskTier:
         if count <= 0:
             return
         if keeps_unwritten:
-            self._host.store.touch(list(self._queue.hashes))
+            self._host.store.touch(list(self._queue))
         if self._policy.to_disk == "on_evict":
             self._counters.disk_dropped_blocks += len(self.store.missing(self._host.store.oldest(count)))
 
@@ -256,7 +237,7 @@ class DiskTier:
 
     def is_writing(self) -> bool:
         """Whether blocks are being written or due for it, and the disk is on."""
-        return self.is_on and bool(self._writes or self._queue.hashes)
+        return self.is_on and bool(self._writes or self._queue)
 
     def is_returning(self) -> bool:
         """Whether the disk I/O process has ended and the disk may be on again within seconds."""
@@ -270,7 +251,7 @@ class DiskTier:
         is_larger = end > self._host.capacity_blocks
         if self._policy.to_disk != "always" or not self.is_on or not (is_larger or self._policy.is_buffer):
             return None
-        return len(self._queue.hashes)
+        return len(self._queue)
 
     def wear(self) -> dict[str, float]:
         """Return the known wear metrics by name."""
@@ -288,7 +269,7 @@ class DiskTier:
         it stays off until it has forgotten them."""
         self.store.reset()
         self._filter.clear()
-        self._queue.hashes.clear()
+        self._queue.clear()
         self._departing.clear()
         for write in self._writes.values():
             write.is_void = True
@@ -302,8 +283,8 @@ class DiskTier:
         counts = self._host.store.counts()
         newest_first = self._host.store.oldest(counts.inactive)[::-1]
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
-        self._queue.hashes.clear()
-        self._queue.add([sequence_hash for sequence_hash in absent if sequence_hash not in self._departing])
+        self._queue.clear()
+        self._queue.update(dict.fromkeys(h for h in absent if h not in self._departing))
         logged_s = self._clock()
         while self.is_writing() and self._clock() < deadline_s:
             self._begin_writes()
@@ -311,13 +292,11 @@ class DiskTier:
             self.settle()
             if self._clock() - logged_s > LOG_INTERVAL_S:
                 logged_s = self._clock()
-                done = len(absent) - len(self._queue.hashes)
+                done = len(absent) - len(self._queue)
                 log.info("kvbm: writing host memory to disk, %d of %d blocks", done, len(absent))
-        left = len(self._queue.hashes)
+        left = len(self._queue)
         log.info("kvbm: wrote %d blocks of host memory to disk before exit, %d are lost", len(absent) - left, left)
         self._disk.close(max(0.1, deadline_s - self._clock()))
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _follow_process(self) -> None:
         """Drop all metadata when the process has ended, and register what the next one found."""
@@ -359,8 +338,12 @@ class DiskTier:
         self._enqueue(hashes)
 
     def _enqueue(self, hashes: Sequence[bytes]) -> None:
-        absent = [hashes[index] for index in self.store.missing(hashes) if hashes[index] not in self._departing]
-        self._counters.disk_dropped_blocks += self._queue.add(absent)
+        """Queue the blocks that are not on disk. Beyond one place per slot of host memory, blocks are dropped."""
+        absent = [hashes[index] for index in self.store.missing(hashes)]
+        fresh = [h for h in absent if h not in self._departing and h not in self._queue]
+        room = max(0, self._host.capacity_blocks - len(self._queue))
+        self._queue.update(dict.fromkeys(fresh[:room]))
+        self._counters.disk_dropped_blocks += max(0, len(fresh) - room)
 
     def _copy_counters(self) -> None:
         known, counters = self._disk.counters, self._counters
@@ -374,17 +357,17 @@ class DiskTier:
     def _clean(self) -> None:
         """Queue the blocks that would be evicted next, if there are few free slots."""
         changes = self._counters.offload_blocks + self._counters.evicted_blocks
-        if changes != self._cleaned and not self._queue.hashes and self._host.store.counts().free < CLEANED_AHEAD:
+        if changes != self._cleaned and not self._queue and self._host.store.counts().free < CLEANED_AHEAD:
             self._cleaned = changes
             self._enqueue(self._host.store.oldest(CLEANED_AHEAD))
 
     def _begin_writes(self) -> None:
         for _ in range(TAKEN_AT_A_TIME):
-            if not self._queue.hashes or len(self._writes) >= WRITES_AT_A_TIME or not self.is_on:
+            if not self._queue or len(self._writes) >= WRITES_AT_A_TIME or not self.is_on:
                 return
             share = 1 if self._policy.is_buffer else PINNED_SHARE
             limit = max(1, min(self._policy.batch_blocks, self._host.capacity_blocks // share // WRITES_AT_A_TIME))
-            due = self._queue.take(limit)
+            due = [self._queue.popitem(last=False)[0] for _ in range(min(limit, len(self._queue)))]
             wanted = [due[index] for index in self.store.missing(due)]
             source = self._host.store.pin([h for h in wanted if self._host.store.contains(h)])
             assert source is not None

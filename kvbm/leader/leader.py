@@ -327,8 +327,6 @@ class Leader:
         request = self._requests.get(request_id)
         return 0 if request is None else request.disk_tokens
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def _live(self, request_id: str) -> LiveRequest:
         request = self._requests.get(request_id)
         if request is None:
@@ -340,8 +338,7 @@ class Leader:
     def _match(
         self, request_id: str, hashes: Sequence[bytes], start: int, search: Callable[[DiskTier | None], int]
     ) -> int | None:
-        """Return what `search` finds from `hashes[start]` on, with the disk or without. 0 if the request may not load,
-        None if it waits for another one that loads the same block."""
+        """Return what `search` finds, 0 if the request may not load, None if it waits for another one's load."""
         request = self._live(request_id)
         if self._disk is not None:
             self._disk.refresh()
@@ -397,8 +394,7 @@ class Leader:
             request.may_offload = not request.has_blocks
 
     def _disable(self) -> None:
-        """Forget everything and offload and onboard no more: a rank has ended. Copies of the other ranks end as failed
-        when those have reported."""
+        """Forget everything and move nothing more: a rank has ended. Copies of other ranks end as failed later."""
         self._forget_all()
         self.counters.disabled = 1
         log.error("kvbm: the process of a rank has ended; the engine continues without the cache until it is restarted")

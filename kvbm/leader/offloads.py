@@ -115,8 +115,6 @@ class Offloads:
             progress.considered = end
             self._counters.offload_skipped_blocks += left_out
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def step(self) -> tuple[Offload, ...]:
         """Return the orders of this step."""
         self._step += 1
@@ -148,8 +146,6 @@ class Offloads:
         for flight in self._flights.values():
             flight.is_void = True
         self._departing.clear()
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _room(self, unwritten: int | None) -> int:
         """How many blocks may be ordered now."""

@@ -68,8 +68,7 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position of the first
-    one in the load."""
+    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position in the load."""
 
     first: int
     hashes: tuple[bytes, ...]
@@ -167,12 +166,10 @@ class Onboards:
         in_host = _part(hashes, block_ids, [i for i in range(len(hashes)) if i not in on_disk])
         source = self._host.store.pin(in_host.hashes)
         assert source is not None, "blocks that are not missing can be pinned"
-        kept = None
-        if missing:
-            kept = self._disk.pin([hashes[index] for index in missing]) if self._disk is not None else None
-            if kept is None:
-                source.release()
-                return None
+        kept = self._disk.pin([hashes[index] for index in missing]) if missing and self._disk is not None else None
+        if missing and kept is None:
+            source.release()
+            return None
         number = self._host.next_generation()
         load = Load(
             number,
@@ -198,8 +195,6 @@ class Onboards:
             self._from_disk.append(load)
             self._begin_fetches()
         return load
-
-    # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self) -> tuple[Onboard, ...]:
         """Return the orders of this step."""
@@ -260,8 +255,6 @@ class Onboards:
             self._fail(load)
             self._end_if_over(load)
         self._arriving.clear()
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _order(self, load: Load, part: _Part, source: PinnedBlocks) -> None:
         order = Onboard(

@@ -502,11 +502,10 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
 
 def test_blocks_that_left_host_memory_before_their_turn_do_not_make_a_step_long(rig):
     side = rig.leader._disk
-    side._queue.limit = 1000
-    side._queue.add(chain("gone", 1000))
+    side._queue.update(dict.fromkeys(chain("gone", 1000)))
     side._begin_writes()
     assert 0 < rig.leader.counters.disk_dropped_blocks <= disk_tier.TAKEN_AT_A_TIME * side._policy.batch_blocks
-    while side._queue.hashes:
+    while side._queue:
         side._begin_writes()
     assert rig.leader.counters.disk_dropped_blocks == 1000
 
