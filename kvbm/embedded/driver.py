@@ -218,12 +218,7 @@ class KvbmWorker:
     """Worker part of the connector: translates hooks into `Worker` calls, in this or in a separate process."""
 
     def __init__(
-        self,
-        profile: Profile,
-        *,
-        handshake: Callable[[bytes], None],
-        worker_process: bool,
-        progress: Progress | None,
+        self, profile: Profile, *, handshake: Callable[[bytes], None], worker_process: bool, progress: Progress | None
     ) -> None:
         host = profile.tiers.host_memory()
         self._capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
@@ -241,11 +236,7 @@ class KvbmWorker:
             home = ProcessWorker(pool, self._capacity, self._thread_count, self._init_timeout_s)
         else:
             home = InlineWorker(
-                pool,
-                self._capacity,
-                self._thread_count,
-                binds_memory=self._binds_memory,
-                progress=self._progress,
+                pool, self._capacity, self._thread_count, binds_memory=self._binds_memory, progress=self._progress
             )
         self._home = home
         self._send_handshake(pickle.dumps(WorkerHandshake((home.info,), pool.block_size)))
