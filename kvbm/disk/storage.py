@@ -137,7 +137,9 @@ class DiskStorage:
         """Start an order; if the disk is off, it fails at once. Raises InvariantError for invalid slots."""
         self._check_slots(order)
         if isinstance(order, Write):
-            self._require_idle(order)
+            distinct = set(order.disk_slots)
+            if len(distinct) < len(order.disk_slots) or not self._writers.keys().isdisjoint(distinct):
+                raise InvariantError(f"ticket {order.ticket} writes disk slots that are being written")
             write = WriteTransfer(order)
             self._writers.update(dict.fromkeys(order.disk_slots, write))
             self._start(write)
@@ -255,10 +257,6 @@ class DiskStorage:
             raise InvariantError(f"ticket {order.ticket} has columns of lengths {[len(column) for column in columns]}")
         _require_below(self._host_slot_count, "host", order.host_slots)
         _require_below(self.slot_count, "disk", order.disk_slots)
-
-    def _require_idle(self, order: Write) -> None:
-        if not self._writers.keys().isdisjoint(order.disk_slots) or len(set(order.disk_slots)) != len(order.disk_slots):
-            raise InvariantError(f"ticket {order.ticket} writes disk slots that are being written")
 
 
 def _require_below(slot_count: int, kind: str, slots: Sequence[int]) -> None:

@@ -227,9 +227,7 @@ class DiskTier:
                 self._end_write(write, result.is_good)
             elif (fetch := self._fetches.pop(result.ticket, None)) is not None:
                 self._end_fetch(fetch, result.is_good)
-                if fetch.is_abandoned and fetch.blocks is not None:
-                    fetch.blocks.release()
-                elif not fetch.is_abandoned:
+                if not fetch.is_abandoned:
                     ended.append(fetch)
         self._follow_process()
         self._copy_counters()
@@ -417,7 +415,7 @@ class DiskTier:
         self._host.prove(fetch.target, is_good)
         blocks = self._host.register(fetch.target, hashes, is_good)
         self._counters.disk_fetched_blocks += len(blocks.slots)
-        if bad:
+        if bad or fetch.is_abandoned:
             blocks.release()
         else:
             fetch.blocks = blocks

@@ -41,7 +41,6 @@ class Reservation:
     generation: int
 
     def release(self) -> None:
-        """Give the slots back."""
         self.blocks.release()
 
 

@@ -211,12 +211,12 @@ class Leader:
             overdue_offloads=self._offloads.overdue(),
             overdue_onboards=self._onboards.overdue(),
         )
-        self.counters.overdue_transfers += len(plan.overdue_offloads) + len(plan.overdue_onboards)
+        overdue = len(plan.overdue_offloads) + len(plan.overdue_onboards)
+        self.counters.overdue_transfers += overdue
         self._host.check_next()
         if self._trace is not None and not plan.is_empty():
             orders = [(one.generation, one.block_ids, one.slots) for one in plan.offloads]
             loads = [(one.generation, one.block_ids, one.slots) for one in plan.onboards]
-            overdue = len(plan.overdue_offloads) + len(plan.overdue_onboards)
             self._trace("step", step=plan.step, offloads=orders, onboards=loads, overdue=overdue)
         return plan
 
@@ -235,8 +235,8 @@ class Leader:
         results, self._unreported = self._unreported, []
         if self._trace is not None:
             for one in results:
-                failed = len(one.failed_block_ids)
-                self._trace("loaded", request=one.request_id, blocks=len(one.block_ids), failed=failed)
+                blocks, failed = len(one.block_ids), len(one.failed_block_ids)
+                self._trace("loaded", request=one.request_id, blocks=blocks, failed=failed)
         return results
 
     def has_pending(self) -> bool:
@@ -372,8 +372,8 @@ class Leader:
         self._report_load(request, load.block_ids, left_out)
 
     def _fail_load(self, request: LiveRequest, block_ids: tuple[int, ...], *, by_disk: bool = False) -> None:
-        """Report a failed load. The request recomputes and gets no other load, so that it cannot loop. Only after a
-        failure of the disk, it may load from host memory one time."""
+        """Report a failed load. The request recomputes and gets no other load, so that it cannot loop; only after a
+        failure of the disk, it may load from host memory once."""
         self.counters.onboard_failed_blocks += len(block_ids)
         request.may_onboard &= by_disk and request.may_read_disk
         request.may_read_disk = False

@@ -29,7 +29,7 @@ class OffloadProgress:
 
     Of the first `considered` blocks, `left_out` found no room. With `can_wait`, blocks that found no room are tried
     again at a later step; without, the engine may have given them up by then. The chain is made recent again when more
-    than `fresh_until` blocks have been evicted.
+    than `fresh_until` blocks have been evicted; at every block this would cost the chain's length.
     """
 
     tenant: bytes
@@ -95,14 +95,15 @@ class Offloads:
             for index in self._host.store.missing(fresh)
             if fresh[index] not in self._departing and sources[index] != NO_BLOCK
         ]
-        free = self._host.store.counts().free
-        if unwritten is None and self._counters.evicted_blocks + max(0, len(absent) - free) > progress.fresh_until:
-            self._host.store.touch(hashes[:end])  # so that no block is evicted for its own tail; costs the whole length
-            progress.fresh_until = self._counters.evicted_blocks + self._host.capacity_blocks // FRESH_SHARE
-        room = self._room(unwritten)
+        counts, evicted = self._host.store.counts(), self._counters.evicted_blocks
+        if unwritten is None and evicted + max(0, len(absent) - counts.free) > progress.fresh_until:
+            self._host.store.touch(hashes[:end])  # so that no block is evicted for its own tail
+            progress.fresh_until = evicted + self._host.capacity_blocks // FRESH_SHARE
+        may_hold = self._settings.max_in_flight_blocks - self._held_blocks
+        room = max(0, min(may_hold, counts.free + counts.inactive - (unwritten or 0)))
         chosen = absent[:room] if progress.can_wait else absent[::-1][:room]
         if self._disk is not None:
-            self._disk.evicting(len(chosen) - free, keeps_unwritten=unwritten is not None)
+            self._disk.evicting(len(chosen) - counts.free, keeps_unwritten=unwritten is not None)
         for first in range(0, len(chosen), self._settings.batch_blocks):
             batch = chosen[first : first + self._settings.batch_blocks]
             self._order([fresh[i] for i in batch], tuple(sources[i] for i in batch), progress.tenant)
@@ -116,7 +117,6 @@ class Offloads:
             self._counters.offload_skipped_blocks += left_out
 
     def step(self) -> tuple[Offload, ...]:
-        """Return the orders of this step."""
         self._step += 1
         orders, self._orders = tuple(self._orders), []
         return orders
@@ -146,12 +146,6 @@ class Offloads:
         for flight in self._flights.values():
             flight.is_void = True
         self._departing.clear()
-
-    def _room(self, unwritten: int | None) -> int:
-        """How many blocks may be ordered now."""
-        counts = self._host.store.counts()
-        in_flight = self._settings.max_in_flight_blocks - self._held_blocks
-        return max(0, min(in_flight, counts.free + counts.inactive - (unwritten or 0)))
 
     def _order(self, hashes: list[bytes], block_ids: tuple[int, ...], tenant: bytes) -> None:
         target = self._host.reserve(len(hashes))

@@ -162,8 +162,7 @@ class Onboards:
     ) -> Load | None:
         """Bring `hashes[i]` into G1 block `block_ids[i]`. None if a block is no longer there."""
         missing = self._host.store.missing(hashes)
-        on_disk = set(missing)
-        in_host = _part(hashes, block_ids, [i for i in range(len(hashes)) if i not in on_disk])
+        in_host = _part(hashes, block_ids, sorted(set(range(len(hashes))) - set(missing)))
         source = self._host.store.pin(in_host.hashes)
         assert source is not None, "blocks that are not missing can be pinned"
         kept = self._disk.pin([hashes[index] for index in missing]) if missing and self._disk is not None else None
@@ -197,7 +196,6 @@ class Onboards:
         return load
 
     def step(self) -> tuple[Onboard, ...]:
-        """Return the orders of this step."""
         self._step += 1
         self._give_up_hopeless()
         self._begin_fetches()

@@ -72,7 +72,7 @@ class DiskPolicy:
 
     @classmethod
     def of(cls, config: ConnectorConfig) -> DiskPolicy:
-        """Return the policy of a configuration. Without a host tier, every block goes to disk."""
+        """Return the policy. Without a host tier nothing can be hit in G2, so every block goes to disk."""
         return cls(
             to_disk="always" if config.tiers.host is None else config.offload.to_disk,
             is_buffer=config.tiers.host is None,

@@ -97,7 +97,6 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @classmethod
     def worker_side_class(cls) -> type[WorkerSide]:
-        """Return the class of the worker side."""
         return WorkerSide
 
     # -- worker --------------------------------------------------------------------------------------------------------
