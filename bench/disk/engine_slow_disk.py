@@ -10,7 +10,7 @@ engine with that disk and an engine without kvbm alternate on each prompt:
     unknown     the same, without the file in which the last engine saved its compute speed
     sudden      the disk becomes slow during operation, after hits at full speed
 
-The ratio is that of the two TTFTs of one prompt; `first` is the ratio of the first request. Outputs are compared by
+The ratio compares the two TTFTs of one prompt; `first` is the ratio of the first request. Outputs are compared by
 token and by log-probability. Exits with 1 if the ratio misses the target.
 """
 
@@ -135,8 +135,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvbm-slow-", dir=options.directory) as directory:
         result = run(Path(directory), options.model)
-    told = {"command": " ".join(["python", *sys.argv]), **facts(("torch", "kvbm-cli")), "model": options.model}
-    options.output.write_text(json.dumps({**told, "slower": SLOWER, "aim": AIM, **result}, indent=1) + "\n")
+    result_facts = {"command": " ".join(["python", *sys.argv]), **facts(("torch", "kvbm-cli")), "model": options.model}
+    options.output.write_text(json.dumps({**result_facts, "slower": SLOWER, "aim": AIM, **result}, indent=1) + "\n")
     worst = max(result[case]["median"] for case in ("restarted", "unknown", "sudden"))
     say(f"worst median: {worst} (at most {AIM})")
     return 0 if worst <= AIM else 1

@@ -72,7 +72,7 @@ class Embedded:
     @classmethod
     @contextmanager
     def started(cls, sections: Mapping[str, object] | None, *, model: str = "synthetic:small") -> Iterator[Embedded]:
-        """`sections` are those of a profile besides `engine`; `None` for an engine without the block manager."""
+        """`sections` of a profile, without `engine`; `None` for an engine without the block manager."""
         from kvbm.config.schema import Profile
         from kvbm.embedded.driver import create_connector
         from kvbm.embedded.engine.config import EngineConfig

@@ -177,7 +177,7 @@ def measure(shape: Shape, device: str, *, arena_bytes: int, sample_bytes: int, r
     now_s = time.perf_counter if device == "cuda" else time.thread_time
     rows = []
     for slots_are, direction in itertools.product(("scattered", "consecutive"), ("offload", "onboard")):
-        ours, theirs = [], []
+        copier_rates, memcpy_rates = [], []
         for _ in range(rounds + 1):  # the first one warms up
             orders = [(rig.scattered(), getattr(rig, slots_are)()) for _ in range(calls)]
             places = [rig.places(call_bytes) for _ in range(calls)]
@@ -187,17 +187,19 @@ def measure(shape: Shape, device: str, *, arena_bytes: int, sample_bytes: int, r
             middle = now_s()
             for place in places:
                 rig.plain_copy(direction, place, call_bytes)
-            ours.append(total_gb / (middle - begin))
-            theirs.append(total_gb / (now_s() - middle))
+            copier_rates.append(total_gb / (middle - begin))
+            memcpy_rates.append(total_gb / (now_s() - middle))
         rows.append(
             Row(
                 layout=shape.name,
                 piece_bytes=shape.piece_bytes,
                 direction=direction,
                 slots=slots_are,
-                copier_gb_s=round(statistics.median(ours[1:]), 2),
-                memcpy_gb_s=round(statistics.median(theirs[1:]), 2),
-                ratio=round(statistics.median(o / t for o, t in zip(ours[1:], theirs[1:], strict=True)), 3),
+                copier_gb_s=round(statistics.median(copier_rates[1:]), 2),
+                memcpy_gb_s=round(statistics.median(memcpy_rates[1:]), 2),
+                ratio=round(
+                    statistics.median(o / t for o, t in zip(copier_rates[1:], memcpy_rates[1:], strict=True)), 3
+                ),
             )
         )
     rig.close()

@@ -4,8 +4,8 @@
 
 It requires torch, numpy and this repository, and no engine. It takes about a minute.
 
-The blocks are those of a prompt of 4000 tokens of the model `vllm-81m` in bfloat16: 31, each of 12 pieces of 128 KiB,
-one per layer, from consecutive slots to scattered blocks. With n threads each copies a run of 31 / n blocks, through
+A prompt of 4000 tokens of the model `vllm-81m` in bfloat16 has 31 blocks, each of 12 pieces of 128 KiB, one
+per layer, from consecutive slots to scattered blocks. With n threads each copies a run of 31 / n blocks, through
 the copier that a worker uses; times end with the last byte. The thread counts alternate. "One layer" is the time of
 one layer's pieces alone, the least that a request would wait for if layers were onboarded one by one. Together with
 the compute time of the rest of the prompt this limits the gain of other ways of onboarding; see

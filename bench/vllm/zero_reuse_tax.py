@@ -14,7 +14,7 @@ an idle server is measured and reported, not subtracted. In all three servers a 
 processes from spinning while they wait, which would count as work and hide the ratio.
 
 Result: the mean ratio of B to A with its 95 % interval (geometric, bootstrap over rounds). The ratio of A2 to A shows
-how much two equal servers differ. Exits with 1 unless the interval of B to A lies within 0.97 and 1.03.
+how much two equal servers differ. Exits with 1 unless the interval of B to A is within 0.97 and 1.03.
 """
 
 from __future__ import annotations

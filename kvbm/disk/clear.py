@@ -51,7 +51,7 @@ def _contiguous(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _erase(fd: int, offset: int, length: int) -> None:
-    """Zero a range, by fallocate where the file system supports it; ignore what lies past the end of the arena."""
+    """Zero a range, by fallocate where the file system supports it; ignore bytes past the end of the arena."""
     length = min(length, os.fstat(fd).st_size - offset)
     if length <= 0:
         return

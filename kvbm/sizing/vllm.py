@@ -10,7 +10,7 @@ equal size, which take blocks from one pool:
 
     6 sliding + 1 full   ->   7 groups of one layer; the same tokens take 7 blocks, each of one page
 
-A block has as many pages as the largest group has layers on that pipeline stage. Formulas and defaults are those of
+A block has as many pages as the largest group has layers on that pipeline stage. Formulas and defaults follow
 vLLM 0.32 (`v1/core/kv_cache_utils.py`, `v1/kv_cache_interface.py`). Models with state or other kinds of cache raise
 SizeUnknown.
 """

@@ -17,14 +17,14 @@ SOURCES = {"local_cache_hit": "g1", "external_kv_transfer": "g2", "local_compute
 
 
 @dataclass(frozen=True, slots=True)
-class EngineMetrics:
+class ScrapedMetrics:
     """One response of /metrics: `text` unchanged, `samples` by name and sorted labels."""
 
     text: str
     samples: dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
     @classmethod
-    def parse(cls, text: str) -> EngineMetrics:
+    def parse(cls, text: str) -> ScrapedMetrics:
         from prometheus_client.parser import text_string_to_metric_families
 
         samples = {}
@@ -55,8 +55,8 @@ class EngineMetrics:
 class MetricsDelta:
     """The engine's metrics before and after the requests of an arm."""
 
-    before: EngineMetrics
-    after: EngineMetrics
+    before: ScrapedMetrics
+    after: ScrapedMetrics
 
     def change(self, name: str, **labels: str) -> float | None:
         after = self.after.total(name, **labels)
@@ -96,8 +96,8 @@ class Control:
         content = {"model": self._model, "prompt": text, "add_special_tokens": False}
         return [int(token) for token in self._call("POST", "/tokenize", content=content).fields()["tokens"]]
 
-    def metrics(self) -> EngineMetrics:
-        return EngineMetrics.parse(self._call("GET", "/metrics").text())
+    def metrics(self) -> ScrapedMetrics:
+        return ScrapedMetrics.parse(self._call("GET", "/metrics").text())
 
     def reset_cache(self) -> None:
         """Remove every block from G1 and from the connector; waits until no copy uses one."""

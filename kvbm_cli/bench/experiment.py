@@ -23,7 +23,7 @@ from typing import Protocol
 from kvbm.errors import EngineError
 from kvbm_cli.bench.client import DriveResult, Target, drive, open_session, send
 from kvbm_cli.bench.comparison import AGAINST_BASELINE, BASELINE, RECORDING, Comparison
-from kvbm_cli.bench.control import Control, EngineMetrics, MetricsDelta
+from kvbm_cli.bench.control import Control, MetricsDelta, ScrapedMetrics
 from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan, PlannedRequest, RecordedAnswer, Script, request_body
@@ -140,7 +140,7 @@ def _drive_s(group: Sequence[str], plan: Plan, recording: Recording) -> float:
     return max(plan.duration_s, len(plan.requests) * service_s)
 
 
-def _require_empty_disk(before: EngineMetrics) -> None:
+def _require_empty_disk(before: ScrapedMetrics) -> None:
     """EngineError if the disk tier holds blocks of an earlier run, which would count as hits of this one."""
     found = sum(before.total("kvbm_disk_blocks", state=state) or 0 for state in ("pinned", "evictable"))
     if found:
@@ -154,7 +154,7 @@ class _ReadyArm:
     name: str
     engine: RunningEngine
     control: Control
-    before: EngineMetrics
+    before: ScrapedMetrics
 
     def target(self, offset_s: float) -> Target:
         return Target(self.name, self.engine.base_url, offset_s, self.engine.has_ended)
@@ -265,6 +265,6 @@ class _Run:
         self.directory.append_request(record.to_json())
         self.progress.request_ended(record)
 
-    def _save_metrics(self, metrics: EngineMetrics, arm: str, when: str) -> EngineMetrics:
+    def _save_metrics(self, metrics: ScrapedMetrics, arm: str, when: str) -> ScrapedMetrics:
         (self.directory.arm(arm) / f"metrics-{when}.txt").write_text(metrics.text, encoding="utf-8")
         return metrics

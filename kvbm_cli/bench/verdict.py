@@ -2,8 +2,8 @@
 
 wrong     kvbm changed an answer or its log-probabilities; no other finding counts      exit 12
 invalid   the run cannot be used: failed requests, no transfer, a late client          exit 11
-slower    the whole interval of the paired ratio lies below 1, by a margin             exit 10
-faster    the whole interval lies above 1, by a margin                                 exit 0
+slower    the whole interval of the paired ratio is below 1, by a margin               exit 10
+faster    the whole interval is above 1, by a margin                                   exit 0
 same      neither                                                                      exit 0
 """
 

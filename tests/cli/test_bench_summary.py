@@ -8,7 +8,7 @@ import pytest
 from bench_rig import WORKLOAD
 
 from kvbm_cli.bench.comparison import AGAINST_BASELINE
-from kvbm_cli.bench.control import EngineMetrics, MetricsDelta
+from kvbm_cli.bench.control import MetricsDelta, ScrapedMetrics
 from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
 from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan, RecordedAnswer, Script
@@ -17,12 +17,12 @@ from kvbm_cli.bench.summary import summarise
 ANSWER = RecordedAnswer((1, 2, 3, 4, 5, 6), (-0.5,) * 6)
 SCRIPT = Script.write(WORKLOAD, lambda text: list(text.encode()))
 PLAN = Plan.make(WORKLOAD, SCRIPT, model="m", answers=[[ANSWER, ANSWER]] * 3, interval_s=1.0)
-# arm -> time to first token of turn 1, of turn 2, and how turn 2's prompt of 470 tokens came about
+# arm -> time to first token of turn 1, of turn 2, and the tokens of turn 2 (of 470) from G1 and G2
 FASTER = {"baseline": (500.0, 400.0, (32, 0)), "kvbm": (520.0, 20.0, (32, 400)), "floor": (500.0, 16.0, (432, 0))}
 
 
-def metrics(g1: int, g2: int, computed: int, queue_s: float, count: int) -> EngineMetrics:
-    return EngineMetrics.parse(
+def metrics(g1: int, g2: int, computed: int, queue_s: float, count: int) -> ScrapedMetrics:
+    return ScrapedMetrics.parse(
         f'vllm:prompt_tokens_by_source_total{{source="local_cache_hit"}} {g1}\n'
         f'vllm:prompt_tokens_by_source_total{{source="external_kv_transfer"}} {g2}\n'
         f'vllm:prompt_tokens_by_source_total{{source="local_compute"}} {computed}\n'

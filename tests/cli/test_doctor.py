@@ -329,9 +329,9 @@ def test_what_takes_long_is_named_on_stderr(
         return GOOD
 
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", probe_disk=slow))
-    line = outcome.stderr.splitlines()[0]  # a busy machine makes other checks slow too
-    assert line.startswith("checking    0.")
-    assert line.endswith(" s  random reads")
+    lines = [line for line in outcome.stderr.splitlines() if line.endswith(" s  random reads")]
+    assert lines  # on a busy machine other phases take long too
+    assert all(line.startswith("checking    ") for line in lines)
 
 
 MISTAKES = {

@@ -95,7 +95,7 @@ def test_every_engine_has_gpus_of_its_own_unless_the_profile_names_them(tmp_path
     assert gpus(plan_of(tmp_path, size, two_ranks)) == ["0,1", "2,3"]
     visible = {"CUDA_VISIBLE_DEVICES": "7,5,3"}
     assert gpus(plan_of(tmp_path, size, environment=visible)) == ["7", "5"]
-    with pytest.raises(EnvironmentProblem, match="the engines take 4 GPUs, and CUDA_VISIBLE_DEVICES names 3"):
+    with pytest.raises(EnvironmentProblem, match="the engines need 4 GPUs, but CUDA_VISIBLE_DEVICES lists 3"):
         plan_of(tmp_path, size, two_ranks, environment=visible)
     shared = "engine.environment.CUDA_VISIBLE_DEVICES=6"
     assert gpus(plan_of(tmp_path, size, shared, environment=visible)) == ["6", "6"]

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class DiskClient:
-    """One disk process. `slot_count` and `io_name` are those of its storage."""
+    """One disk process. `slot_count` and `io_name` come from its storage."""
 
     def __init__(self, child: subprocess.Popen[bytes], channel: DiskChannel) -> None:
         self._child = child
