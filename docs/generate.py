@@ -119,9 +119,9 @@ connector:
 
 | set | why |
 | --- | --- |
-| `--enable-prompt-tokens-details` | an answer says how many tokens of its prompt were cached |
+| `--enable-prompt-tokens-details` | a response contains the number of cached prompt tokens |
 | `--shutdown-timeout 10` | by default vLLM kills its scheduler process at once, and the leader runs in it |
-| `PYTHONHASHSEED=0` | before 0.29, and where the version is unknown: block hashes are equal in all processes |
+| `PYTHONHASHSEED=0` | before vLLM 0.29, and for unknown versions: makes block hashes equal in all processes |
 | `VLLM_CPU_NUM_OF_RESERVED_CPU` | on a CPU, 1 per rank: with any connector vLLM reserves one more core per rank, or \
 none on a small machine, so the two arms would compute on different numbers of cores |
 
@@ -187,7 +187,7 @@ The `kvbm_*` series are at `/metrics` of the engine, together with the engine's 
 COMMANDS_HEAD = """\
 # Commands
 
-Data goes to stdout, everything else to stderr.
+Commands print data to stdout and everything else to stderr.
 """
 
 EXIT_CODES = """\
@@ -196,13 +196,14 @@ EXIT_CODES = """\
 | code | meaning |
 | --- | --- |
 | 0 | success; for `kvbm bench`, the verdict is `faster` or `same` |
-| 1 | the machine lacks something, or kvbm has a bug; for `kvbm profile diff`, the profiles differ |
-| 2 | the profile, an override, a variable or the command line is wrong |
-| 3 | `kvbm stop`: an engine had to be killed at its deadline |
+| 1 | a problem of the machine; `kvbm doctor`: a check failed; `kvbm profile diff`: the profiles differ; \
+`kvbm cache verify`: a cache is damaged |
+| 2 | a mistake in a profile, an override, a variable or the command line |
+| 3 | `kvbm stop`: an engine was killed because it did not stop in time |
 | 10 | `kvbm bench`: `slower` |
 | 11 | `kvbm bench`: `invalid`, the run cannot be used |
 | 12 | `kvbm bench`: `wrong`, outputs differ |
-| 70 | kvbm has a bug; the message names the file that has the traceback |
+| 70 | a bug in kvbm; the message names the file with the traceback |
 | 130 | interrupted |
 | any other | `kvbm serve`: the exit code of the engine; 128 + n if signal n ended it, or arrived before it was ready |
 """
@@ -223,7 +224,7 @@ def profile_page() -> str:
     ]
     lines += [f"| `{prefix}{name}` | {hint} |" for name, hint in KVBM_SETS.items()]
     absent = [f"| `{name}` | {hint} |" for name, hint in NOT_BUILT.items()]
-    absent += [f"| `engine.kind: {kind}` | there are `embedded` and `vllm` |" for kind in NOT_BUILT_ENGINES]
+    absent += [f"| `engine.kind: {kind}` | use `embedded` or `vllm` |" for kind in NOT_BUILT_ENGINES]
     lines += ["", "## Not in this version", "", "These keys are refused:", "", "| key | instead |", "| --- | --- |"]
     return "\n".join([*lines, *absent, ""])
 
@@ -255,9 +256,9 @@ def variables_page() -> str:
     honoured = [
         f"| `{one.name}` | `{one.key}` | {one.form.value} | {one.about} | {one.upstream} |"
         for one in VARIABLES
-        if one.is_honoured
+        if one.is_supported
     ]
-    others = [f"| `{one.name}` | {one.about} |" for one in VARIABLES if not one.is_honoured]
+    others = [f"| `{one.name}` | {one.about} |" for one in VARIABLES if not one.is_supported]
     return "\n".join([NOTE, "", VARIABLES_HEAD.rstrip(), *honoured, "", NO_EFFECT_HEAD.rstrip(), *others, ""])
 
 
@@ -283,7 +284,7 @@ def commands_page() -> str:
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every command with its full name, groups before what they hold."""
+    """Yields every command with its full name, groups before their commands."""
     yield from _commands("kvbm", typer.main.get_command(app))
 
 
@@ -301,7 +302,7 @@ def _spelled(parameter: Any) -> str:
 
 
 def _metavar(parameter: Any) -> str:
-    return str(parameter.metavar).replace("|", "\\|")  # a bar ends the cell, even in code
+    return str(parameter.metavar).replace("|", "\\|")  # a bar would end the table cell
 
 
 def _meaning(parameter: Any) -> str:
@@ -323,7 +324,7 @@ PAGES = {
 
 
 def outdated() -> list[str]:
-    """Names of the pages whose file is not what would be written."""
+    """Names of the pages that differ from their file."""
     return [name for name, page in PAGES.items() if not _is_current(REFERENCE / name, page())]
 
 

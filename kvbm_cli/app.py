@@ -1,6 +1,6 @@
-"""The command `kvbm`: its commands and options, and the one place where a failure becomes text and an exit code.
+"""The command `kvbm`: its commands and options, and the one place that turns a failure into text and an exit code.
 
-Bodies live in the other modules and are imported when they run, so that `kvbm --help` is fast and needs no torch.
+Each command imports its body when it runs, so that `kvbm --help` is fast and needs no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvbm",
-    help="Keeps KV cache blocks of an LLM server outside device memory, and shows what that brings.",
+    help="Offload KV cache blocks of an LLM engine to host memory and disk, and measure the effect.",
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -35,7 +35,7 @@ app.add_typer(cache_app, name="cache")
 
 
 def _completed_by(name: str) -> Callable[[str], list[Any]]:
-    """What a shell offers behind an option: names that a function of completion.py knows."""
+    """Returns a completer that calls the function `name` of completion.py."""
 
     def complete(incomplete: str) -> list[Any]:
         from kvbm_cli import completion
@@ -48,7 +48,7 @@ def _completed_by(name: str) -> Callable[[str], list[Any]]:
 
 PROFILES = _completed_by("profiles")
 FILES = _completed_by("files")
-PROFILE_HELP = "A shipped profile by name, or a file."
+PROFILE_HELP = "Name of a shipped profile, or path of a profile file."
 
 
 def _profile_option(help_: str = PROFILE_HELP) -> Any:
@@ -58,14 +58,14 @@ def _profile_option(help_: str = PROFILE_HELP) -> Any:
 ProfileOption = Annotated[str, _profile_option()]
 ProfileArgument = Annotated[
     str,
-    typer.Argument(metavar="NAME|PATH", help="A shipped profile by name, or a file.", autocompletion=PROFILES),
+    typer.Argument(metavar="NAME|PATH", help=PROFILE_HELP, autocompletion=PROFILES),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a key, which `kvbm profile schema KEY` explains; may be repeated.",
+        help="Override a profile key; may be repeated. `kvbm profile schema KEY` describes it.",
         autocompletion=_completed_by("keys"),
     ),
 ]
@@ -74,15 +74,15 @@ CacheDirectoryOption = Annotated[
     typer.Option(
         "--dir",
         metavar="DIR",
-        help="Directory of the caches; without it the profile's, or ~/.cache/kvbm.",
+        help="Directory of the caches [default: that of the profile, else ~/.cache/kvbm].",
         autocompletion=FILES,
     ),
 ]
-CacheProfileOption = Annotated[str | None, _profile_option("The profile whose `tiers.disk.directory` is meant.")]
-RUN_HELP = "A run by its name (`demo-1`) or its profile; left out, the one that runs."
+CacheProfileOption = Annotated[str | None, _profile_option("Use the `tiers.disk.directory` of this profile.")]
+RUN_HELP = "Name of a run (`demo-1`) or of its profile [default: the only running engine]."
 RunArgument = typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=_completed_by("runs"))
 LivingRunArgument = typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=_completed_by("living_runs"))
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
 def _print_version(value: bool) -> None:
@@ -99,9 +99,9 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Options of every command; `run` looks for --debug itself."""
+    """Options of every command; `run` reads --debug itself."""
     _help_without_command(context)
 
 
@@ -125,17 +125,17 @@ def serve(
     profile: ProfileOption,
     set_: SetOption = None,
     port: Annotated[
-        str | None, typer.Option("--port", metavar="PORT", help="Port to serve on; 0 chooses a free one.")
+        str | None, typer.Option("--port", metavar="PORT", help="Port of the engine's server; 0 chooses a free port.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the command, start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and the command without starting the engine.")
+    ] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return when the engine is ready, and leave it running.")
+        bool, typer.Option("--detach", "-d", help="Run the engine in the background; return when it is ready.")
     ] = False,
     force: Annotated[
         bool,
-        typer.Option(
-            "--force", help="Start an engine of a version that kvbm was not tested with, or with too little memory."
-        ),
+        typer.Option("--force", help="Start even with an untested engine version, or too little memory or disk space."),
     ] = False,
     json: JsonOption = False,
     log: Annotated[
@@ -143,12 +143,12 @@ def serve(
         typer.Option(
             "--log",
             metavar="FILE",
-            help="Where the engine's log goes; left out, the run's directory.",
+            help="File for the engine's log [default: a file in the run's directory].",
             autocompletion=FILES,
         ),
     ] = None,
 ) -> int:
-    """Run the engine of a profile. In the foreground or, with --detach, beside it."""
+    """Start an engine with a profile."""
     from kvbm_cli.serve import command as body
 
     return body.serve(
@@ -159,10 +159,10 @@ def serve(
 @app.command()
 def status(
     run: Annotated[str | None, RunArgument] = None,
-    all_: Annotated[bool, typer.Option("--all", "-a", help="Also runs that have ended.")] = False,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="Include runs that have ended.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show which engines run. State, address, age and tiers; of one run, all that is known."""
+    """Show running engines."""
     from kvbm_cli.runs.status import show_status
 
     show_status(run, with_ended=all_, as_json=json)
@@ -171,7 +171,7 @@ def status(
 @app.command()
 def stop(
     run: Annotated[str | None, LivingRunArgument] = None,
-    all_: Annotated[bool, typer.Option("--all", "-a", help="Stop every engine that runs.")] = False,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="Stop all running engines.")] = False,
     timeout: Annotated[
         float | None,
         typer.Option(
@@ -179,12 +179,12 @@ def stop(
             "-t",
             metavar="SECONDS",
             min=0,
-            help="How long it may take to finish what it serves before it is killed; left out, what its profile needs.",
+            help="Time to finish running requests before the engine is killed [default: from the profile].",
         ),
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Stop an engine. It may finish what it serves, and is then killed."""
+    """Stop a running engine."""
     from kvbm_cli.runs.stop import stop_runs
 
     return stop_runs(run, every=all_, timeout_s=timeout, as_json=json)
@@ -193,14 +193,13 @@ def stop(
 @app.command()
 def logs(
     run: Annotated[str | None, RunArgument] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is written until the engine ends.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the engine exits.")] = False,
     lines: Annotated[
-        int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="The last N lines; left out, all.")
+        int | None,
+        typer.Option("--lines", "-n", metavar="N", min=0, help="Print only the last N lines [default: all]."),
     ] = None,
 ) -> None:
-    """Print what an engine has printed. Also when it has ended."""
+    """Show the log of a run."""
     from kvbm_cli.runs.logs import show_logs
 
     show_logs(run, follow=follow, line_count=lines)
@@ -211,26 +210,32 @@ def bench(
     profile: ProfileOption,
     set_: SetOption = None,
     compare: Annotated[
-        str, typer.Option("--compare", metavar="ARM", help="What to compare with: `baseline`, the engine alone.")
+        str,
+        typer.Option(
+            "--compare",
+            metavar="NAME|PATH",
+            help="Compare with `baseline`, the engine without kvbm, or with a profile; --set does not apply to it.",
+            autocompletion=_completed_by("compared"),
+        ),
     ] = "baseline",
     workload: Annotated[
         str | None,
         typer.Option(
             "--workload",
             metavar="NAME|PATH",
-            help="A shipped workload by name, or a file.",
+            help="Name of a shipped workload, or path of a workload file.",
             autocompletion=_completed_by("workloads"),
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", metavar="DIR", help="Directory for every request and the summary.", autocompletion=FILES
+            "--output", metavar="DIR", help="Directory for the request records and the summary.", autocompletion=FILES
         ),
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure what the block manager brings. The same engine without it is the baseline."""
+    """Measure an engine with and without kvbm. Or compare two profiles."""
     from kvbm_cli.bench import command as body
 
     return body.bench(profile, set_ or [], compare=compare, workload=workload, output=output, as_json=json)
@@ -238,7 +243,7 @@ def bench(
 
 @app.command()
 def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = False) -> None:
-    """Show what each tier of a profile holds. In blocks, tokens and bytes."""
+    """Show the size of each tier of a profile."""
     from kvbm_cli.profile.size import show_size
 
     show_size(profile, set_ or [], as_json=json)
@@ -253,20 +258,23 @@ def doctor(
         typer.Option(
             "--dir",
             metavar="DIR",
-            help="Directory to examine; left out, the one of the disk tier.",
+            help="Directory to check [default: that of the disk tier].",
             autocompletion=FILES,
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Take at most 20 seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Finish within 20 seconds and skip slow checks.")] = False,
     write: Annotated[
         Path | None,
         typer.Option(
-            "--write", metavar="FILE", help="Copy the profile to FILE with what is recommended.", autocompletion=FILES
+            "--write",
+            metavar="FILE",
+            help="Write a copy of the profile with the recommended settings.",
+            autocompletion=FILES,
         ),
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Check this machine before a start. Memory, ports, the engine, and a directory for blocks."""
+    """Check this machine and a cache directory."""
     from kvbm_cli.doctor import command as body
 
     return body.doctor(profile, set_ or [], directory=directory, as_json=json, is_quick=quick, write=write)
@@ -274,7 +282,7 @@ def doctor(
 
 @profile_app.command("list")
 def profile_list(json: JsonOption = False) -> None:
-    """Name the shipped profiles."""
+    """List the shipped profiles."""
     from kvbm_cli.profile.show import list_profiles
 
     list_profiles(as_json=json)
@@ -282,7 +290,7 @@ def profile_list(json: JsonOption = False) -> None:
 
 @profile_app.command("show")
 def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> None:
-    """Print every key, its value and its origin."""
+    """Show all keys, values and their origins."""
     from kvbm_cli.profile.show import show_profile
 
     show_profile(profile, set_ or [], as_json=json)
@@ -290,7 +298,7 @@ def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOpt
 
 @profile_app.command("check")
 def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> int:
-    """Find every mistake of a profile. Ends with 2 if there are any."""
+    """Check a profile and report every mistake. Exits with 2 if there is one."""
     from kvbm_cli.profile.check import check_profile
 
     return check_profile(profile, set_ or [], as_json=json)
@@ -300,12 +308,12 @@ def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOp
 def profile_diff(
     profile: ProfileArgument,
     other: Annotated[
-        str, typer.Argument(metavar="NAME|PATH", help="The profile to compare it with.", autocompletion=PROFILES)
+        str, typer.Argument(metavar="NAME|PATH", help="Profile to compare with.", autocompletion=PROFILES)
     ],
     set_: SetOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Compare two profiles key by key. Ends with 1 if they differ."""
+    """Compare two profiles key by key. Exits with 1 if they differ."""
     from kvbm_cli.profile.diff import diff_profiles
 
     return diff_profiles(profile, other, set_ or [], as_json=json)
@@ -313,37 +321,42 @@ def profile_diff(
 
 @profile_app.command("new")
 def profile_new(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The file to write, which ends in .yaml.", autocompletion=FILES)
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; ends in .yaml.", autocompletion=FILES)],
     engine: Annotated[
         str | None,
         typer.Option(
-            "--engine", metavar="KIND", help="The engine: vllm or embedded.", autocompletion=_completed_by("engines")
+            "--engine", metavar="KIND", help="Engine: vllm or embedded.", autocompletion=_completed_by("engines")
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="MODEL", help="A directory, or what the engine takes for a model.", autocompletion=FILES
+            "--model",
+            metavar="MODEL",
+            help="Model: a directory or a name that the engine accepts.",
+            autocompletion=FILES,
         ),
     ] = None,
-    host: Annotated[str | None, typer.Option("--host", metavar="SIZE", help="Host memory for blocks: 64GiB.")] = None,
-    disk: Annotated[str | None, typer.Option("--disk", metavar="SIZE", help="Disk space for blocks: 1TB.")] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", metavar="SIZE", help="Host memory for blocks, such as 64GiB.")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option("--disk", metavar="SIZE", help="Disk space for blocks, such as 1TB.")
+    ] = None,
     directory: Annotated[
         str | None, typer.Option("--dir", metavar="DIR", help="Directory of the disk tier.", autocompletion=FILES)
     ] = None,
-    port: Annotated[str | None, typer.Option("--port", metavar="PORT", help="Port to serve on.")] = None,
+    port: Annotated[str | None, typer.Option("--port", metavar="PORT", help="Port of the engine's server.")] = None,
     extends: Annotated[
         str | None,
         typer.Option(
-            "--extends", metavar="NAME|PATH", help="A profile whose keys are taken over.", autocompletion=PROFILES
+            "--extends", metavar="NAME|PATH", help="Profile to extend: a name or a path.", autocompletion=PROFILES
         ),
     ] = None,
     set_: SetOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> None:
-    """Write a commented profile. From options, or from questions on a terminal."""
+    """Write a new profile. Asks for missing values on a terminal."""
     from kvbm_cli.profile.new import new_profile
 
     given = {"--engine": engine, "--model": model, "--host": host, "--disk": disk, "--dir": directory, "--port": port}
@@ -356,17 +369,17 @@ def profile_import_env(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", metavar="FILE", help="A new file, which ends in .yaml; else to stdout.", autocompletion=FILES
+            "--output", metavar="FILE", help="New file; ends in .yaml [default: stdout].", autocompletion=FILES
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="MODEL", help="The engine's model, which no variable names.", autocompletion=FILES
+            "--model", metavar="MODEL", help="Model of the engine; no variable sets it.", autocompletion=FILES
         ),
     ] = None,
 ) -> None:
-    """Turn DYN_KVBM_* variables into a profile."""
+    """Convert DYN_KVBM_* variables to a profile."""
     from kvbm_cli.profile.import_env import import_env
 
     import_env(os.environ, output=output, model=model)
@@ -378,12 +391,12 @@ def profile_schema(
         str | None,
         typer.Argument(
             metavar="KEY",
-            help="Say in words what this key, or this section, may be.",
+            help="Describe this key or section instead.",
             autocompletion=_completed_by("sections_and_keys"),
         ),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of a profile. For editors; of a key, what it means."""
+    """Print the JSON Schema, or describe a key."""
     from kvbm_cli.profile.schema import show_schema
 
     show_schema(key)
@@ -391,7 +404,7 @@ def profile_schema(
 
 @cache_app.command("ls")
 def cache_ls(dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False) -> None:
-    """List caches. Blocks, bytes, age, last use, and who uses them."""
+    """List the caches in a directory."""
     from kvbm_cli.cache import list_caches
 
     list_caches(dir_, profile, as_json=json)
@@ -401,7 +414,7 @@ def cache_ls(dir_: CacheDirectoryOption = None, profile: CacheProfileOption = No
 def cache_verify(
     dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False
 ) -> int:
-    """Read every block, drop damaged ones. Ends with 1 if there are any."""
+    """Verify all blocks and drop damaged ones. Exits with 1 if there are any."""
     from kvbm_cli.cache import verify_caches
 
     return verify_caches(dir_, profile, as_json=json)
@@ -413,13 +426,11 @@ def cache_clear(
     profile: CacheProfileOption = None,
     salt: Annotated[
         str | None,
-        typer.Option(
-            "--salt", metavar="SALT", help="Only the blocks of requests with this cache salt, from every cache."
-        ),
+        typer.Option("--salt", metavar="SALT", help="Remove only blocks of requests with this cache salt."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> int:
-    """Remove all caches of a directory. Or one tenant's blocks; not while an engine uses them."""
+    """Remove caches. Refuses while an engine uses one of them."""
     from kvbm_cli.cache import clear_caches
 
     return clear_caches(dir_, profile, salt=salt, is_sure=yes)
@@ -429,13 +440,13 @@ def cache_clear(
 def cache_export_stats(
     dir_: CacheDirectoryOption = None,
     profile: CacheProfileOption = None,
-    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="json or csv.")] = "json",
+    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Output format: json or csv.")] = "json",
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="Where it goes; without it to stdout.", autocompletion=FILES),
+        typer.Option("--output", metavar="FILE", help="File to write [default: stdout].", autocompletion=FILES),
     ] = None,
 ) -> None:
-    """Write all that is known of each cache. For other programs."""
+    """Export statistics as JSON or CSV."""
     from kvbm_cli.cache import export_stats
 
     export_stats(dir_, profile, form=format_, output=output)
@@ -446,11 +457,11 @@ def completion(
     shell: Annotated[
         str,
         typer.Argument(
-            metavar="bash|zsh|fish", help="The shell to complete in.", autocompletion=_completed_by("shells")
+            metavar="bash|zsh|fish", help="Shell to generate the script for.", autocompletion=_completed_by("shells")
         ),
     ],
 ) -> None:
-    """Print a script for completion in a shell. It is used by eval "$(kvbm completion bash)"."""
+    """Print a shell completion script. Use it with eval "$(kvbm completion bash)"."""
     from kvbm_cli.completion import print_script
 
     print_script(shell, COMPLETION_VARIABLE)
@@ -462,7 +473,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line and returns its exit code. Prints every failure; raises only under --debug."""
+    """Runs one command line and returns its exit code. Prints failures; raises them only with --debug."""
     if COMPLETION_VARIABLE in os.environ:
         from kvbm_cli.completion import prepare
 
@@ -482,7 +493,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         return streams.BROKEN_PIPE
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # the parser ends with 1 then
+        if isinstance(end.__context__, BrokenPipeError):  # the parser exits with 1 then
             return streams.BROKEN_PIPE
         raise
     except Exception as error:
@@ -500,16 +511,16 @@ def _show_bug(error: Exception, arguments: Sequence[str]) -> int:
     from kvbm_cli.terminal.crash_report import A_BUG, save_report
 
     saved = save_report(error, arguments)
-    hint = f"the traceback is in {saved}; please report it" if saved else "`kvbm --debug ...` shows where"
+    hint = f"report it with the traceback in {saved}" if saved else "`kvbm --debug ...` shows the traceback"
     show_error(f"a bug in kvbm: {type(error).__name__}: {error}", cause=error.__cause__, hint=hint)
     return A_BUG
 
 
 def _show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> int:
-    """The parser's complaint in our form. It knows the nearest name as a list (options) or in its text (commands)."""
+    """Prints an error of the parser in our form. It gives the nearest name as a list or inside its text."""
     context = getattr(error, "ctx", None)
     possible = getattr(error, "possibilities", None)
-    text = _wanted(error) or (error.message if possible else error.format_message())
+    text = _number_error(error) or (error.message if possible else error.format_message())
     message, _, suggested = text.replace("'", "`").rstrip(".?").partition(". Did you mean ")
     nearest = f"`{possible[0]}`" if possible else _if_near(message, suggested)
     if message.startswith("Missing option `--profile`") and len(arguments) > 1 and not arguments[1].startswith("-"):
@@ -524,17 +535,17 @@ INSTEAD = {"restart": "`kvbm stop`, then `kvbm serve`"}
 NEAR = 0.7
 
 
-def _wanted(error: typer.TyperException) -> str | None:
-    """What an option wants that is a number, where the parser complains of its value; it does not say the value."""
+def _number_error(error: typer.TyperException) -> str | None:
+    """Names the value of a number option that the parser refuses; the parser's own text does not."""
     parameter, wrong = getattr(error, "param", None), error.__cause__
     numbers = NUMBERS.get(getattr(parameter, "metavar", None) or "")
     if parameter is None or wrong is None or numbers is None:
         return None
-    return f"`{parameter.opts[0]}` takes {numbers}, not `{wrong.errors()[0]['input']}`"  # type: ignore[attr-defined]
+    return f"`{parameter.opts[0]}` requires {numbers}, not `{wrong.errors()[0]['input']}`"  # type: ignore[attr-defined]
 
 
 def _if_near(message: str, suggested: str) -> str:
-    """The parser suggests `status` for `restart` too."""
+    """Returns the suggestion if it is close; the parser suggests `status` even for `restart`."""
     import difflib
 
     given = message.partition("`")[2].partition("`")[0]

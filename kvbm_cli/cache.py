@@ -1,6 +1,6 @@
-"""`kvbm cache`: what lies in a directory of the disk tier, whether it is sound, and how it is removed.
+"""`kvbm cache`: lists, verifies and removes the caches in a directory of the disk tier.
 
-A cache that an engine uses is only read; who wants to change it is told which process holds it.
+A cache that an engine uses is only read. An attempt to change it is an error that names the process using it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 FORMATS = ("json", "csv")
 NOTE_INTERVAL_S = 2.0
 LIVE_INTERVAL_S = 0.1
-UNITS = (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48))  # each up to how many
+UNITS = (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48))  # (unit, seconds, largest number shown)
 DAY_S = 86400
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """One cache. None is what cannot be told; times are in seconds since 1970."""
+    """One cache. Unknown values are None; times are in seconds since 1970."""
 
     cache: str
     path: str
@@ -55,8 +55,8 @@ class CacheStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What `verify` found in one cache. `replaced` blocks went away while they were read."""
+class VerifyResult:
+    """Result of `kvbm cache verify` for one cache. `replaced` blocks were evicted while they were read."""
 
     cache: str
     path: str
@@ -67,7 +67,7 @@ class Verdict:
     problem: str | None
 
     @property
-    def is_sound(self) -> bool:
+    def is_intact(self) -> bool:
         return not self.bad and self.problem is None
 
 
@@ -86,23 +86,23 @@ def list_caches(directory: Path | None, profile: str | None, *, as_json: bool) -
 
 
 def verify_caches(directory: Path | None, profile: str | None, *, as_json: bool) -> int:
-    """1 where something is not sound."""
+    """Returns 1 if a cache is damaged."""
     place = _place(directory, profile)
     caches = _caches(place)
     if not (caches or as_json):
         print_data(f"no caches in {place}")
-    verdicts = []
+    results = []
     for cache in caches:
-        verdicts.append(_verify(cache))
+        results.append(_verify(cache))
         if not as_json:
-            print_data(_told(verdicts[-1]))
+            print_data(_summary(results[-1]))
     if as_json:
-        print_json([asdict(verdict) for verdict in verdicts])
-    return 0 if all(verdict.is_sound for verdict in verdicts) else 1
+        print_json([asdict(result) for result in results])
+    return 0 if all(result.is_intact for result in results) else 1
 
 
 def clear_caches(directory: Path | None, profile: str | None, *, salt: str | None, is_sure: bool) -> int:
-    """1 where the answer to the question was no."""
+    """Returns 1 if the user did not confirm."""
     place = _place(directory, profile)
     caches = [cache for cache in _caches(place) if _is_of_this_format(cache)]
     if not caches:
@@ -111,30 +111,30 @@ def clear_caches(directory: Path | None, profile: str | None, *, salt: str | Non
     _require_free(caches)
     if salt is not None:
         _require_indexes(caches)
-    what = _caches_and_space([_stats(cache) for cache in caches])
-    whose = "" if salt is None else "the blocks of one tenant from "
-    if not is_sure and not _is_confirmed(f"remove {whose}{what} in {place}?"):
+    summary = _caches_and_space([_stats(cache) for cache in caches])
+    blocks = "" if salt is None else "the blocks of one cache salt from "
+    if not is_sure and not _is_confirmed(f"remove {blocks}{summary} in {place}?"):
         return 1
-    with _held(caches) as locks:
+    with _all_locked(caches) as locks:
         if salt is None:
             _remove(locks)
-            print_data(f"removed {what}")
+            print_data(f"removed {summary}")
         else:
             count = sum(_clear_tenant(cache, salt) for cache in caches)
-            print_data(f"removed {_counted(count, 'block')} of that tenant")
+            print_data(f"removed {_counted(count, 'block')} of that cache salt")
     return 0
 
 
 def export_stats(directory: Path | None, profile: str | None, *, form: str, output: Path | None) -> None:
     if form not in FORMATS:
-        raise UsageError(f"`--format {form}` is not known", hint="`--format json` or `--format csv`")
+        raise UsageError(f"unknown format `{form}`", hint="use `--format json` or `--format csv`")
     caches = [_stats(cache) for cache in _caches(_place(directory, profile))]
     text = _as_csv(caches) if form == "csv" else json.dumps([asdict(cache) for cache in caches], indent=2) + "\n"
     if output is None:
         print_data(text.removesuffix("\n"))
         return
     try:
-        if output.is_symlink() or (output.exists() and not output.is_file()):  # not a file to be put in its place
+        if output.is_symlink() or (output.exists() and not output.is_file()):  # not a regular file that can be replaced
             output.write_text(text, encoding="utf-8")
         else:
             write_atomically(output, text)
@@ -144,14 +144,14 @@ def export_stats(directory: Path | None, profile: str | None, *, form: str, outp
 
 
 def _place(directory: Path | None, profile: str | None) -> Path:
-    """The directory that was asked for, the profile's, or that of a profile which does not say."""
+    """Returns `--dir`, the directory of the profile, or the default directory."""
     from kvbm.config.schema import DiskTierSection
 
     if directory is not None:
         if profile is not None:
-            raise UsageError("`--dir` and `--profile` both name a directory", hint="leave one of them out")
+            raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
         if not directory.is_dir():
-            raise UsageError(f"`--dir {directory}` is no directory")
+            raise UsageError(f"`--dir {directory}`: not a directory")
         _require_outside(directory)
         return directory
     if profile is None:
@@ -160,23 +160,23 @@ def _place(directory: Path | None, profile: str | None) -> Path:
 
     disk = resolve(profile).profile.tiers.disk
     if disk is None:
-        raise UsageError(f"profile `{profile}` has no disk tier", hint="`--dir DIR` names the directory itself")
+        raise UsageError(f"profile `{profile}` has no disk tier", hint="name the directory with `--dir DIR`")
     return Path(disk.directory).expanduser()
 
 
 def _require_outside(place: Path) -> None:
-    """UsageError for a cache itself, or what holds those of one kind: nothing would be found in it."""
+    """UsageError for a path inside a cache directory, where no cache would be found."""
     from kvbm.disk.directory import directory_around
 
     around = directory_around(place)
     if around is not None:
         models = {str(cache.facts.get("model")) for cache in _caches(around) if cache.path.is_relative_to(place)}
-        whose = f" of {', '.join(sorted(models))}" if models else ""
-        raise UsageError(f"`--dir {place}` lies inside a cache{whose}", hint=f"`--dir {around}`")
+        of_models = f" of {', '.join(sorted(models))}" if models else ""
+        raise UsageError(f"`--dir {place}` is inside a cache{of_models}", hint=f"use `--dir {around}`")
 
 
 def _caches(place: Path) -> list[CacheFacts]:
-    """The one used last first."""
+    """Returns the caches, the most recently used first."""
     from kvbm.disk.directory import list_caches as found_in
 
     return found_in(place) if place.exists() else []
@@ -222,7 +222,7 @@ def _row(cache: CacheStats) -> tuple[str, ...]:
 
 
 def _as_csv(caches: Sequence[CacheStats]) -> str:
-    """`facts` as JSON in one field, and an empty field for what cannot be told."""
+    """Formats the caches as CSV, with `facts` as JSON in one field and unknown values empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([field.name for field in fields(CacheStats)])
@@ -231,27 +231,27 @@ def _as_csv(caches: Sequence[CacheStats]) -> str:
     return text.getvalue()
 
 
-def _verify(cache: CacheFacts) -> Verdict:
+def _verify(cache: CacheFacts) -> VerifyResult:
     from kvbm.disk.directory import InstanceLock
 
     name = cache.path.name
     if cache.problem is not None:
-        return _verdict(cache, None, problem=cache.problem)
+        return _verify_result(cache, None, problem=cache.problem)
     lock = InstanceLock.take(cache.path)
     if lock is None:
-        print_note(f"{name} is in use by {_user(_stats(cache).pid)}: it is only read, and nothing is dropped")
+        print_note(f"{name} is in use by {_user(_stats(cache).pid)}: damaged blocks are reported but not dropped")
     try:
         return _read_all(cache, may_drop=lock is not None)
     except OSError as error:
-        return _verdict(cache, None, problem=f"{error.filename or cache.path}: {error.strerror}")
+        return _verify_result(cache, None, problem=f"{error.filename or cache.path}: {error.strerror}")
     except (EnvironmentProblem, sqlite3.Error) as error:
-        return _verdict(cache, None, problem=str(error))
+        return _verify_result(cache, None, problem=str(error))
     finally:
         if lock is not None:
             lock.release()
 
 
-def _read_all(cache: CacheFacts, *, may_drop: bool) -> Verdict:
+def _read_all(cache: CacheFacts, *, may_drop: bool) -> VerifyResult:
     """Raises OSError, EnvironmentProblem or sqlite3.Error."""
     from kvbm.disk.verify import drop, verify
 
@@ -259,25 +259,27 @@ def _read_all(cache: CacheFacts, *, may_drop: bool) -> Verdict:
     found = verify(cache.path, cache.superblock, progress=_ReadProgress(cache.path.name))
     if found.bad and may_drop:
         drop(cache.path, found.bad)
-    return _verdict(cache, found, dropped=len(found.bad) if may_drop else 0)
+    return _verify_result(cache, found, dropped=len(found.bad) if may_drop else 0)
 
 
-def _verdict(cache: CacheFacts, found: Verified | None, *, dropped: int = 0, problem: str | None = None) -> Verdict:
+def _verify_result(
+    cache: CacheFacts, found: Verified | None, *, dropped: int = 0, problem: str | None = None
+) -> VerifyResult:
     good, bad, replaced = (found.good_count, len(found.bad), found.replaced_count) if found else (0, 0, 0)
-    return Verdict(cache.path.name, str(cache.path), good, bad, dropped, replaced, problem)
+    return VerifyResult(cache.path.name, str(cache.path), good, bad, dropped, replaced, problem)
 
 
-def _told(verdict: Verdict) -> str:
-    if verdict.problem:
-        return f"{verdict.cache}: {verdict.problem}"
-    text = f"{verdict.cache}: {_counted(verdict.good + verdict.bad, 'block')} read, {verdict.bad:,} damaged"
-    if verdict.bad:
-        text += " and dropped" if verdict.dropped else ", not dropped"
-    return text + (f"; {verdict.replaced:,} replaced meanwhile" if verdict.replaced else "")
+def _summary(result: VerifyResult) -> str:
+    if result.problem:
+        return f"{result.cache}: {result.problem}"
+    text = f"{result.cache}: {_counted(result.good + result.bad, 'block')} read, {result.bad:,} damaged"
+    if result.bad:
+        text += " and dropped" if result.dropped else ", not dropped"
+    return text + (f"; {result.replaced:,} replaced meanwhile" if result.replaced else "")
 
 
 class _ReadProgress:
-    """One live line on a terminal; a line every two seconds anywhere else."""
+    """Prints progress: one live line on a terminal, else a line every two seconds."""
 
     def __init__(self, name: str) -> None:
         self._name, self._is_live = name, sys.stderr.isatty()
@@ -300,17 +302,17 @@ class _ReadProgress:
 
 
 def _is_of_this_format(cache: CacheFacts) -> bool:
-    """Another version's cache is left alone, and named."""
+    """False, with a note, for a cache of another format version, which is not touched."""
     from kvbm.disk.directory import SUPERBLOCK
     from kvbm.disk.superblock import OtherFormat, read_superblock
 
     try:
         read_superblock(cache.path / SUPERBLOCK)
     except OtherFormat as error:
-        print_note(f"left alone: {error.message}")
+        print_note(f"not removed: {error.message}")
         return False
     except EnvironmentProblem:
-        return True  # damaged or strange, and of no other version: taking its lock says what is wrong
+        return True  # damaged, not of another version: taking its lock reports the reason
     return True
 
 
@@ -322,28 +324,30 @@ def _require_free(caches: Sequence[CacheFacts]) -> None:
 
 def _in_use(cache: CacheFacts) -> EnvironmentProblem:
     user = _user(_stats(cache).pid)
-    return EnvironmentProblem(f"cache {cache.path.name} is in use by {user}", hint="stop that engine first")
+    return EnvironmentProblem(
+        f"cache {cache.path.name} is in use by {user}", hint="stop that engine first (`kvbm stop`)"
+    )
 
 
 def _require_indexes(caches: Sequence[CacheFacts]) -> None:
     for cache in caches:
         if cache.problem is not None:
             raise EnvironmentProblem(
-                f"cache {cache.path.name} does not tell whose its blocks are: {cache.problem}",
-                hint="`kvbm cache clear` without `--salt` removes it as a whole",
+                f"cannot find the blocks of one cache salt in cache {cache.path.name}: {cache.problem}",
+                hint="`kvbm cache clear` without `--salt` removes the whole cache",
             )
 
 
 def _is_confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("nobody is there to be asked before something is removed", hint="`--yes` does not ask")
+        raise UsageError("cannot ask for confirmation: stdin is not a terminal", hint="add `--yes`")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @contextmanager
-def _held(caches: Sequence[CacheFacts]) -> Iterator[list[InstanceLock]]:
-    """All of them, so that nothing is removed where something is in use."""
+def _all_locked(caches: Sequence[CacheFacts]) -> Iterator[list[InstanceLock]]:
+    """Locks all caches, so that nothing is removed if one of them is in use."""
     from kvbm.disk.directory import InstanceLock
 
     with ExitStack() as stack:
@@ -372,7 +376,7 @@ def _clear_tenant(cache: CacheFacts, salt: str) -> int:
     try:
         return clear_tenant(cache.path, cache.superblock, tenant(salt))
     except (OSError, sqlite3.Error) as error:
-        raise EnvironmentProblem(f"cache {cache.path.name} is not cleared: {error}") from None
+        raise EnvironmentProblem(f"cannot clear cache {cache.path.name}: {error}") from None
 
 
 def _caches_and_space(caches: Sequence[CacheStats]) -> str:

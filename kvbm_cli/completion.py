@@ -1,7 +1,7 @@
-"""Completion in a shell: the names that are completed beside the commands'. How they reach it: completion_shells.py.
+"""Shell completion: the names of profiles, runs, keys and so on. completion_shells.py connects them to the shells.
 
-A script asks the command itself, with _KVBM_COMPLETE in its environment, each time that Tab is pressed; so everything
-here is quick and says nothing when it fails: there is no place for an error in the middle of a line.
+At each Tab the shell script runs `kvbm` with _KVBM_COMPLETE set, so everything here is fast. It fails silently, because
+an error message would appear in the middle of the command line.
 """
 
 from __future__ import annotations
@@ -22,32 +22,41 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def print_script(shell: str, variable: str) -> None:
-    """UsageError for a shell that is none of SHELLS."""
+    """Prints the completion script. UsageError for a shell that is not in SHELLS."""
     if shell not in SHELLS:
         known = ", ".join(f"`{one}`" for one in SHELLS)
-        raise UsageError(f"there is no completion for `{shell}`", hint=f"there are {known}")
+        raise UsageError(f"completion is not available for `{shell}`", hint=f"available: {known}")
     print_data(script(shell, variable))
 
 
 def prepare() -> None:
-    """Makes known to the parser what answers a shell."""
+    """Registers the completion classes with the parser."""
     answer_shells()
 
 
 def shells(incomplete: str) -> list[str]:
-    return _beginning(SHELLS, incomplete)
+    return _matching(SHELLS, incomplete)
 
 
 def files(incomplete: str) -> list[tuple[str, str]]:
-    """The shell knows them."""
+    """Lets the shell complete file names."""
     return [(incomplete, FILES)]
 
 
 def profiles(incomplete: str) -> list[str] | list[tuple[str, str]]:
-    """Names of the shipped ones, and files where none begins so."""
+    """Names of shipped profiles; files if no name matches."""
     from kvbm_cli.package_data import profiles_directory
 
     return _names_in(profiles_directory(), incomplete) or files(incomplete)
+
+
+def compared(incomplete: str) -> list[str] | list[tuple[str, str]]:
+    """What `kvbm bench --compare` takes."""
+    from kvbm_cli.bench.comparison import BASELINE
+    from kvbm_cli.package_data import profiles_directory
+
+    names = [*_matching([BASELINE], incomplete), *_names_in(profiles_directory(), incomplete)]
+    return names or files(incomplete)
 
 
 def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:
@@ -59,7 +68,7 @@ def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:
 def engines(incomplete: str) -> list[str]:
     from kvbm.config.engine import ENGINE_KINDS
 
-    return _beginning(ENGINE_KINDS, incomplete)
+    return _matching(ENGINE_KINDS, incomplete)
 
 
 def runs(incomplete: str, *, living: bool = False) -> list[str]:
@@ -67,9 +76,9 @@ def runs(incomplete: str, *, living: bool = False) -> list[str]:
 
     try:
         found = Runs.of_user().all()
-    except (RuntimeError, OSError):  # there is no home, or it cannot be read
+    except (RuntimeError, OSError):  # no home directory, or it is not readable
         return []
-    return _beginning([run.facts.name for run in found if run.is_living or not living], incomplete)
+    return _matching([run.facts.name for run in found if run.is_living or not living], incomplete)
 
 
 def living_runs(incomplete: str) -> list[str]:
@@ -77,13 +86,13 @@ def living_runs(incomplete: str) -> list[str]:
 
 
 def keys(incomplete: str) -> list[str]:
-    """Keys of a profile that `--set` can change, section by section; behind the `=` what the key may be."""
+    """Profile keys for `--set`; after the `=` the possible values of the key."""
     offered = [f"{key.path}={value}" for key in _keys() if not key.is_section for value in ("", *_values(key))]
-    return _beginning(sorted({one for one in offered if ("=" in incomplete) != one.endswith("=")}), incomplete)
+    return _matching(sorted({one for one in offered if ("=" in incomplete) != one.endswith("=")}), incomplete)
 
 
 def sections_and_keys(incomplete: str) -> list[str]:
-    return _beginning(sorted({key.path for key in _keys()}), incomplete)
+    return _matching(sorted({key.path for key in _keys()}), incomplete)
 
 
 def _keys() -> Iterator[Key]:
@@ -95,7 +104,7 @@ def _keys() -> Iterator[Key]:
 
 
 def _values(key: Key) -> list[str]:
-    """All that a key may be, where these are a few words."""
+    """Possible values of a key that accepts only a few words."""
     if key.kind == "true or false":
         return ["true", "false"]
     return re.findall("`([^`]+)`", key.kind) if _WORDS.fullmatch(key.kind) else []
@@ -105,8 +114,8 @@ _WORDS = re.compile("`[^`]+`(?: or `[^`]+`)*")
 
 
 def _names_in(directory: Path, incomplete: str) -> list[str]:
-    return _beginning(sorted(path.stem for path in directory.glob("*.yaml")), incomplete)
+    return _matching(sorted(path.stem for path in directory.glob("*.yaml")), incomplete)
 
 
-def _beginning(names: list[str] | tuple[str, ...], incomplete: str) -> list[str]:
+def _matching(names: list[str] | tuple[str, ...], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]

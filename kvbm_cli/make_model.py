@@ -1,16 +1,16 @@
-"""Small models with random weights, made on the spot, for engines that want a Hugging Face directory.
+"""Makes small models with random weights, for engines that require a Hugging Face directory.
 
     python -m kvbm_cli.make_model PRESET DIRECTORY
 
     vllm-25m             Qwen3, 16 KiB of float32 KV per token: fast enough for tests on one core
-    vllm-81m             Qwen3, 24 KiB of bfloat16 KV per token: slow enough that a cache shows
-    vllm-swa             Gemma 3, layers with a window of 256 tokens between layers that see everything
+    vllm-81m             Qwen3, 24 KiB of bfloat16 KV per token: slow enough that a cache helps
+    vllm-swa             Gemma 3, layers with a window of 256 tokens between full-attention layers
     vllm-mla             DeepSeek V2, one latent vector per token instead of keys and values
     vllm-25m-lora-a, -b  two LoRA adapters of vllm-25m, in the format of peft
 
-Weights follow from the preset alone, and so does the tokenizer, which is trained on text that is generated here. The
-initializer range is wide: at the usual 0.02 a random model repeats one token whatever it is asked, and wrong KV passes
-unseen. Files are bfloat16; an engine that is told to compute in float32 reads them exactly.
+Weights depend only on the preset, and so does the tokenizer, which is trained on text generated here. The initializer
+range is wide: at the usual 0.02 a random model repeats one token for every prompt, and wrong KV stays undetected. Files
+are bfloat16, which an engine that computes in float32 reads exactly.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "query_pre_attn_scalar": 64,
         "initializer_range": 0.07,
-        "tie_word_embeddings": False,  # its large embeddings would make it repeat the last token
+        "tie_word_embeddings": False,  # tied, its large embeddings would make it repeat the last token
     },
     "vllm-mla": _SHARED
     | {
@@ -97,7 +97,7 @@ _LORA_RANGE = 0.1
 
 
 def materialise(preset: str) -> Path:
-    """The directory of a preset in the user's cache; made on the first call, by whoever is first."""
+    """Returns the directory of a preset in the user's cache. The first call makes it; parallel calls are safe."""
     directory = directory_of(preset)
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -106,14 +106,14 @@ def materialise(preset: str) -> Path:
 
 
 def directory_of(preset: str) -> Path:
-    """Where `materialise` puts a preset. The name changes with this file, so that an old model is never taken."""
+    """Directory of a preset. Its name contains a hash of this file, so that an outdated model is never used."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbm" / "models"
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     return root / f"{preset}-{recipe}"
 
 
 def make(preset: str, directory: Path) -> None:
-    """Write a preset to a directory that does not exist yet; complete or not at all. Another's work is kept."""
+    """Writes a preset to a new directory, completely or not at all. Keeps one that another process finished first."""
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         if preset in ADAPTERS:
@@ -147,7 +147,7 @@ def _write_model(preset: str, directory: Path) -> None:
 
 
 def _write_adapter(preset: str, directory: Path) -> None:
-    """Both halves of every projection are random: peft's own start, with zeroes, changes nothing."""
+    """Writes an adapter with both halves of each projection random; peft's own zeros would change nothing."""
     import torch
     from safetensors.torch import save_file
 
@@ -177,7 +177,7 @@ def _write_adapter(preset: str, directory: Path) -> None:
 
 
 def _write_tokenizer(directory: Path) -> None:
-    """Byte-level BPE: any text survives encoding and decoding."""
+    """Writes a byte-level BPE tokenizer, which encodes and decodes any text without loss."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -200,7 +200,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def _text() -> list[str]:
-    """Sentences of invented words, the frequent ones short, as in a language."""
+    """Generates sentences of invented words, with short words more frequent, as in a language."""
     source = random.Random(0)
     syllables = [
         onset + vowel

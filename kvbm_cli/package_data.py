@@ -1,4 +1,4 @@
-"""Where the files that ship with kvbm lie: inside the package in a wheel, at the repository's root in a checkout."""
+"""Directories of the shipped profiles and workloads: in the package of a wheel, in the root of a checkout."""
 
 from __future__ import annotations
 

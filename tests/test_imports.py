@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -154,6 +154,64 @@ def test_every_import_follows_the_table():
 
 def test_no_two_rooms_import_each_other():
     list(TopologicalSorter(rooms_and_what_they_import()).static_order())  # raises CycleError, which names the circle
+
+
+# Imports for annotations that close a circle: (module, imported module). To be emptied.
+KNOWN_BACK_IMPORTS = {("kvbm.core.blocks", "kvbm.core.store"), ("kvbm.device.cuda", "kvbm.device.copier")}
+KNOWN_DUPLICATES = {"EngineMetrics"}  # class names defined twice. To be emptied.
+
+
+def modules_and_what_they_import():
+    """Every module with the modules that it imports, imports inside functions and for annotations included."""
+    paths = dict(modules())
+    graph = {}
+    for module, path in paths.items():
+        for _, name, _ in imports_of(path, module):
+            imported = name if name in paths else name.rpartition(".")[0]
+            if imported in paths and imported != module:
+                graph.setdefault(module, set()).add(imported)
+    return graph
+
+
+def duplicate_classes():
+    names = [
+        node.name
+        for _, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def test_no_two_modules_import_each_other():
+    graph = modules_and_what_they_import()
+    for module, imported in KNOWN_BACK_IMPORTS:
+        graph[module].discard(imported)
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+def test_no_class_name_is_defined_twice():
+    assert duplicate_classes() <= KNOWN_DUPLICATES
+
+
+@pytest.mark.parametrize(
+    ("sources", "test"),
+    [
+        (
+            {"a": "def f():\n    from kvbm import b", "b": "from kvbm.a import f"},
+            "test_no_two_modules_import_each_other",
+        ),
+        ({"a": "class C: ...", "b": "def f():\n    class C: ..."}, "test_no_class_name_is_defined_twice"),
+    ],
+)
+def test_a_circle_and_a_duplicate_are_found(tmp_path, monkeypatch, sources, test):
+    (tmp_path / "kvbm").mkdir()
+    for name, source in sources.items():
+        (tmp_path / "kvbm" / f"{name}.py").write_text(source)
+    monkeypatch.setattr(sys.modules[__name__], "REPOSITORY", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "KNOWN_BACK_IMPORTS", set())
+    with pytest.raises((CycleError, AssertionError)):
+        globals()[test]()
 
 
 def test_the_roots_stay_small():

@@ -1,18 +1,18 @@
-"""Disk I/O of the tier against fio, and what its threads cost the engine: software only, no drive below it.
+"""Compares the disk tier's I/O with fio, and measures how its threads slow the engine: software only, no drive.
 
     python bench/disk/disk_io.py --output bench/results/<machine>-disk-io.json        # as root, with fio and NIXL
 
-Throughput: ext4 on a loop device on tmpfs; every block of the arena once, in random order. What is timed is the disk
-tier as a leader has it, from the first ticket to the last result: messages to its process and back, cutting, I/O,
+Throughput: ext4 on a loop device on tmpfs; every block of the arena once, in random order. The time covers the disk
+tier as a leader uses it, from the first ticket to the last result: messages to its process and back, splitting, I/O and
 checksums, and for writes also flushes and the index. fio moves as many bytes with io_uring and with libaio at a depth
-of 32, without checksums or flushes; the better of the two, by its own clock, is 1.00. Contenders take turns, each round
-in another order; medians. Host slots are a memfd, as in an engine. Whether that has huge pages decides what moving a
-block costs, and is in the result: `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`, as `kvbm doctor`
-advises, or `never`, which is what most systems start with.
+of 32, without checksums or flushes. The faster of the two, by its own clock, is 1.00. Contenders alternate, in another
+order each round; the result has medians. Host slots are a memfd, as in an engine. Huge pages for it change the cost of
+moving a block, so the result records them. `kvbm doctor` recommends `echo advise >
+/sys/kernel/mm/transparent_hugepage/shmem_enabled`; most systems start with `never`.
 
 Steps: see gil_steps.py.
 
-Exits with 1 where something is below its aim. `--quick` shows that it works, not how fast.
+Exits with 1 if a result misses its target. `--quick` checks that the script works; its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Tier:
         self.move("write", list(range(self.count)))
 
     def move_all(self, operation: str, order: random.Random) -> Sample:
-        """In random order."""
+        """Tickets for all blocks in random order."""
         return self.move(operation, order.sample(range(self.count), self.count))
 
     def move(self, operation: str, slots: list[int]) -> Sample:
-        """Every slot once, a few tickets at a time. Each block must be good."""
+        """Move every slot once, a few tickets at a time; every block must be intact."""
         size = max(1, BLOCKS_PER_TICKET_BYTES // self.block_bytes)
         parts = [slots[start : start + size] for start in range(0, len(slots), size)]
         started, cpu = time.perf_counter(), self._engine.cpu_s()
@@ -123,7 +123,7 @@ def fio(path: Path, operation: str, block_bytes: int, engine: str) -> Sample:
 
 
 def measure_throughput(block_bytes: int, rounds: int, order: random.Random) -> list[dict[str, object]]:
-    """A row per operation: medians of each contender, and ratios to the better fio."""
+    """One row per operation: medians of each contender, and ratios to the faster fio."""
     with loop_mount(ARENA_BYTES * len(IMPLEMENTATIONS) + ARENA_BYTES + (512 << 20)) as mounted:
         fio_path = mounted / "fio"
         with opened(mounted, block_bytes) as tiers:
@@ -199,10 +199,10 @@ def missed(rows: list[dict[str, object]]) -> list[str]:
 def main() -> int:
     stolen_before_s = stolen_s()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds: shows that it works, not how fast")
+    parser.add_argument("--quick", action="store_true", help="few rounds, to check that the script works")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--sizes", type=int, nargs="*", default=list(BLOCK_SIZES), help="bytes of a block")
-    parser.add_argument("--only", choices=("throughput", "steps"), help="one of the two measurements")
+    parser.add_argument("--sizes", type=int, nargs="*", default=list(BLOCK_SIZES), help="block sizes in bytes")
+    parser.add_argument("--only", choices=("throughput", "steps"), help="run one of the two measurements")
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     arguments = parser.parse_args()
     rounds = 2 if arguments.quick else arguments.rounds
@@ -227,7 +227,7 @@ def main() -> int:
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     failures = missed(rows) + gil_steps.missed(steps)
     for failure in failures:
-        print(f"below its aim: {failure}")
+        print(f"missed target: {failure}")
     return 0 if arguments.quick or not failures else 1
 
 

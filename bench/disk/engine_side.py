@@ -1,4 +1,4 @@
-"""A disk tier as an engine has it: host slots in a rank's segment, and the tier in a process of its own, or in ours."""
+"""A disk tier as in an engine: host slots in a rank's segment, and the tier in its own process or in this one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GENERATION = 1
 
 
 class EngineSide:
-    """`disk` and the `hashes` of its slots. `is_own_process` as in production; otherwise its threads are ours."""
+    """`disk` and the `hashes` of its slots; with `is_own_process`, as in production, it has its own process."""
 
     def __init__(
         self,
@@ -59,20 +59,20 @@ class EngineSide:
         self.disk.submit(Read(ticket, [self.hashes[slot] for slot in disk_slots], disk_slots, host_slots))
 
     def wait(self, timeout_s: float) -> None:
-        """For results."""
+        """The place, as results name it."""
         if isinstance(self.disk, DiskClient):
             select.select([self.disk], [], [], timeout_s)
         else:
             time.sleep(min(0.0005, timeout_s))
 
     def threads(self) -> list[int]:
-        """All that move bytes."""
+        """All threads that move bytes."""
         if isinstance(self.disk, DiskClient):
             return [int(name) for name in os.listdir(f"/proc/{self.disk.pid}/task")]
         return self._own_threads
 
     def cpu_s(self) -> float:
-        """What both processes have used."""
+        """CPU time of both processes."""
         own = sum(os.times()[:2])
         if isinstance(self.disk, DiskClient):
             fields = Path(f"/proc/{self.disk.pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,17 +1,17 @@
-"""TTFT on a disk made 50 times slower beside an engine without kvbm: never more than 15 % worse.
+"""TTFT with a disk slowed down 50 times, compared with an engine without kvbm: at most 15 % worse.
 
     python bench/disk/engine_slow_disk.py --output bench/results/NAME-disk-slow.json
 
-The embedded engine, prompts of 4000 tokens. An engine writes them all to disk, each once, and ends. The disk's speed is
-what a hit on it brings per second of its TTFT. Then the disk is made 50 times slower, by a process for disk I/O that
-sleeps, and each prompt is asked for by an engine on it and by an engine without kvbm, in turns:
+The embedded engine runs prompts of 4000 tokens. An engine writes each of them to disk once, and stops. The disk's speed
+is the bytes that a hit reads per second of its TTFT. A disk process that sleeps then slows the disk down 50 times. An
+engine with that disk and an engine without kvbm alternate on each prompt:
 
-    restarted   the disk is slow from the start; the first request is the one that knows nothing of it
-    unknown     the same, and the file in which the last engine left how fast it computes is removed
-    sudden      the disk becomes slow in service, after hits at full speed
+    restarted   the disk is slow from the start; the first request has no measurement of it
+    unknown     the same, without the file in which the last engine saved its compute speed
+    sudden      the disk becomes slow during operation, after hits at full speed
 
-The ratio is that of the two TTFTs of one prompt; `first` is that of the first request. Outputs are compared by token
-and by log-probability. Exits with 1 above the aim.
+The ratio compares the two TTFTs of one prompt; `first` is the ratio of the first request. Outputs are compared by
+token and by log-probability. Exits with 1 if the ratio misses the target.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sections(directory: Path) -> dict[str, object]:
 
 
 class Disk:
-    """Its speed, in the file that the process for its I/O obeys."""
+    """Set the speed of the disk, in the file that its process reads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,7 +61,7 @@ class Disk:
 
 
 def compare(tested: Arm, plain: Arm, prompts: Sequence[list[int]], order: random.Random) -> list[tuple[Sample, Sample]]:
-    """(with kvbm, without), per prompt."""
+    """TTFT with and without kvbm, per prompt."""
     pairs = []
     for prompt in prompts:
         samples = {arm: arms.ask(prompt) for arm, arms in order.sample([("tested", tested), ("plain", plain)], 2)}
@@ -135,8 +135,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvbm-slow-", dir=options.directory) as directory:
         result = run(Path(directory), options.model)
-    told = {"command": " ".join(["python", *sys.argv]), **facts(("torch", "kvbm-cli")), "model": options.model}
-    options.output.write_text(json.dumps({**told, "slower": SLOWER, "aim": AIM, **result}, indent=1) + "\n")
+    result_facts = {"command": " ".join(["python", *sys.argv]), **facts(("torch", "kvbm-cli")), "model": options.model}
+    options.output.write_text(json.dumps({**result_facts, "slower": SLOWER, "aim": AIM, **result}, indent=1) + "\n")
     worst = max(result[case]["median"] for case in ("restarted", "unknown", "sudden"))
     say(f"worst median: {worst} (at most {AIM})")
     return 0 if worst <= AIM else 1

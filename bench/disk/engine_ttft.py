@@ -1,17 +1,17 @@
-"""TTFT of a hit on disk beside a hit in host memory, of a prompt of 4000 tokens: at most 2.5 times as long.
+"""TTFT of a disk hit compared with a host hit, for a prompt of 4000 tokens: at most 2.5 times as long.
 
     python bench/disk/engine_ttft.py embedded --output bench/results/NAME-disk-ttft.json
     python bench/disk/engine_ttft.py vllm --model /tmp/vllm-81m --output bench/results/NAME-disk-ttft.json
 
-the second with an interpreter that has vLLM 0.32 for CPUs; `python -m kvbm_cli.make_model vllm-81m /tmp/vllm-81m` makes
-the model. Each run replaces its own part of the file. `--directory` is where the disk tier lies.
+The second command requires an interpreter with vLLM 0.32 for CPUs; `python -m kvbm_cli.make_model vllm-81m
+/tmp/vllm-81m` makes the model. Each run replaces its own part of the file. `--directory` is the place of the disk tier.
 
-Two engines of the same model are alive together and get one request at a time, in turns. One has host memory for all
-prompts; the other a disk for all of them and host memory for little more than one, so that each has left both G1 and G2
-when it is asked for again. Every sample is checked against the engine's own counters: a hit that came from elsewhere
-ends the run. Outputs of the two are compared by token and by log-probability. Medians; the ratio is that of pairs.
+Two engines of the same model run at the same time and get one request at a time, alternating. One has host memory for
+all prompts. The other has a disk for all of them and host memory for little more than one, so each prompt has left G1
+and G2 before it is sent again. Every sample is checked against the engine's own metrics; a hit from another tier ends
+the run. Outputs of the two are compared by token and by log-probability. The result has medians; the ratio is paired.
 
-Exits with 1 above the aim.
+Exits with 1 if the ratio misses the target.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`found`: tokens by the tier that they came from."""
+    """`found` has tokens by the tier that they came from."""
 
     ttft_s: float
     tokens: tuple[object, ...]
@@ -62,7 +62,7 @@ class Arm(Protocol):
 
 @dataclass(slots=True)
 class Embedded:
-    """The embedded engine in this process; its disk has a process of its own."""
+    """The embedded engine in this process; its disk tier has its own process."""
 
     engine: object
     counters: object
@@ -72,7 +72,7 @@ class Embedded:
     @classmethod
     @contextmanager
     def started(cls, sections: Mapping[str, object] | None, *, model: str = "synthetic:small") -> Iterator[Embedded]:
-        """`sections` of a profile beside `engine`; None is an engine without the block manager."""
+        """`sections` of a profile, without `engine`; `None` for an engine without the block manager."""
         from kvbm.config.schema import Profile
         from kvbm.embedded.driver import create_connector
         from kvbm.embedded.engine.config import EngineConfig
@@ -141,7 +141,7 @@ class Vllm:
             yield cls(server)
 
     def warm_up(self) -> None:
-        """The first long prompt of a process takes several times as long as all later ones."""
+        """Send one long prompt, because the first one of a process takes several times as long as later ones."""
         self.ask(random_prompt("first"))
 
     def ask(self, prompt: list[int]) -> Sample:
@@ -206,7 +206,7 @@ def measure(arms: Mapping[str, Arm], pairs: int) -> Measured:
 
 
 def require(sample: Sample, tier: str, tokens: int) -> None:
-    """All that can be found, from the tier that is measured; the embedded engine computes a last full block itself."""
+    """Check that all blocks came from the measured tier; the embedded engine always computes a last full block."""
     wanted = {"device": 0, "host": 0, "disk": 0} | ({} if tier == "cold" else {tier: tokens})
     if any(not wanted[name] - 16 <= sample.found[name] <= wanted[name] for name in wanted):
         raise RuntimeError(f"a {tier} hit of {tokens} tokens found {dict(sample.found)}")

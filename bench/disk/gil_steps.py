@@ -1,16 +1,15 @@
-"""What disk threads at full rate cost an engine's steps.
+"""Measures how disk threads at full rate slow an engine's steps.
 
-A step is 5 ms of Python on one core, which never gives up the interpreter's lock by itself. After each step the engine
-does what its leader does, polls and submits (timed apart), and then either goes on at once ("busy"), so that disk
-threads get the lock only where the interpreter takes it from the step, or waits for a millisecond as for a device
-("waits"). The disk's threads are on the other core, at the full rate of memory: the arena lies on tmpfs, where each
-copies its own bytes and the kernel does nothing elsewhere. Rounds with and without the disk take turns, and their 99th
-percentiles are compared.
+A step is 5 ms of Python on one core that never releases the GIL by itself. After each step the engine polls and submits
+as its leader does; this is timed separately. Then it either continues at once ("busy"), so that disk threads get the
+GIL only by the interpreter's switch interval, or waits one millisecond as for a device ("waits"). The disk's threads
+run on the other core at the full rate of memory: the arena is on tmpfs, where each thread copies its own bytes. Rounds
+with and without the disk alternate, and their 99th percentiles are compared.
 
-What disk threads take from a step is the part of it for which its thread does not run, because it waits for the lock or
-for the core: `not_running_ms`, and the aim is about what is added to that. `added_p99_ms` is about the whole step. It
-also has what any traffic in memory costs whoever computes beside it, and what the machine does to a loop by itself:
-where `step_ms_alone` has a p99 far above 5 ms, it says little.
+`not_running_ms` is the part of a step in which its thread does not run, because it waits for the GIL or for the core.
+The target limits the increase of that part. `added_p99_ms` is the increase of the whole step. It includes the cost of
+shared memory bandwidth and of other work on the machine: if the p99 of `step_ms_alone` is far above 5 ms, it means
+little.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ BLOCK_SIZES = (256 << 10, 1 << 20)
 
 
 class Load:
-    """A tier that is kept at work: half reads and half writes, polled and fed once a step."""
+    """A tier under constant load: half reads and half writes, polled and refilled once per step."""
 
     def __init__(self, directory: Path, block_bytes: int, io: str, place: str) -> None:
         self._engine = EngineSide(
@@ -64,7 +63,7 @@ class Load:
             os.sched_setaffinity(thread, {DISK_CORE})
 
     def tick(self) -> None:
-        """What a leader does in a step."""
+        """Poll and submit, as a leader does in a step."""
         for result in self._engine.disk.poll():
             assert all(result.is_good), result
             self._in_flight -= 1
@@ -88,7 +87,7 @@ class Load:
         self._engine.close()
 
     def _begin(self, *, is_write: bool) -> None:
-        """Tickets in flight have no slots in common."""
+        """A ticket whose slots no ticket in flight uses."""
         self._next += 1
         self._in_flight += 1
         first = self._next * BLOCKS_PER_TICKET
@@ -101,7 +100,7 @@ class Load:
 
 
 def measure_steps(*, is_quick: bool = False) -> list[dict[str, object]]:
-    """A row per place, implementation, block size and kind of step. The aim is for the place that engines use."""
+    """One row per place, implementation, block size and kind of step; the target is for the place of engines."""
     results = []
     with on_core(ENGINE_CORE):
         turns = turns_of(STEP_S)
@@ -165,7 +164,7 @@ def print_row(row: dict[str, object]) -> None:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds: of each step, of what it did not run for, and of what the leader did after it."""
+    """Seconds of each step, of the time in which it did not run, and of the leader's work after it."""
 
     steps: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
@@ -203,7 +202,7 @@ def hold(turns: int) -> int:
 
 
 def turns_of(seconds: float) -> int:
-    """How many turns of the loop take so long here."""
+    """Number of loop iterations that take this long on this machine."""
     turns = 100_000
     took = min(timed(turns) for _ in range(50))
     return int(turns * seconds / took)

@@ -1,9 +1,10 @@
-"""What the commits of a disk tier's index cost, with its schema and with one that keeps hashes apart (`UNIQUE`).
+"""CPU time of commits to a disk tier's index, with its schema and with one that has a `UNIQUE` hash column.
 
     python bench/disk/index_commits.py --output bench/results/<machine>-disk-index-commits.json
 
-An index of that many rows; as for writes, 4096 random slots in parts of 128: each commit names the blocks of one part
-and deletes the rows of the next. CPU milliseconds for all of them, medians; the two take turns.
+The index has `--rows` rows. As for writes, 4096 random slots are changed in parts of 128: each commit inserts the
+blocks of one part and deletes the rows of the next. The result is the median CPU time in milliseconds; the two
+alternate.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Contender:
         self.index.change(self.rows, [])
 
     def change(self) -> float:
-        """CPU milliseconds."""
+        """CPU time of all commits in milliseconds."""
         order = random.sample(range(len(self.rows)), CHANGED)
         parts = [order[start : start + TOGETHER] for start in range(0, CHANGED, TOGETHER)]
         started = time.process_time()

@@ -1,19 +1,19 @@
-"""A leader with millions of blocks on disk: how long it takes to have them, what they take, and how long its steps are.
+"""A leader with millions of blocks on disk: start time, memory per block, and the length of its steps.
 
     python bench/disk/large_index.py --output bench/results/<machine>-disk-large-index.json
 
-A directory is made with an index of that many blocks of 4 KiB; their bytes are not written, for nothing here depends
-on them. Then, in a process of its own as an engine has it, a leader is opened on it: `ready_s` is from there until it
-knows all blocks. Memory is what the leader's process has more per block, after its host memory of 4096 blocks was
-touched: `bytes_per_block` when it is at rest, `peak_bytes_per_block` while it opened.
+The script makes a directory with an index of `--blocks` blocks of 4 KiB, without their content, which is not read. Then
+a leader opens it in its own process, as in an engine. `ready_s` is the time until it knows all blocks. Memory is the
+growth of the leader's process per block, after its host memory of 4096 blocks was prefaulted: `bytes_per_block` at
+rest, `peak_bytes_per_block` while it opens.
 
-A step is what the leader does in one: look up a conversation that is on disk, take the 16 blocks of one that is not,
-order, settle, finish, and its length is told three ways: `step_ms` is all of it; `own_ms` is without the time that the
-thread could have run but had no core (the kernel counts it), and with whatever the leader waited for; `cpu_ms` is what
-it computed. Between two steps comes a loop that does nothing for as long as a step takes, `empty_ms`: its longest is
-what this machine does to anybody. A step is too long by its `own_ms`; where `step_ms` alone is, that is said too.
-Everything is offloaded to disk (`to_disk: always`), which is full, so that each step evicts.
-Garbage collection is on, as in an engine, after a `gc.freeze()`, which vLLM does too when it has started.
+A step of the leader looks up a conversation that is on disk, allocates the 16 blocks of one that is not, orders,
+settles and finishes. Its length has three values: `step_ms` is the wall time; `own_ms` excludes the time in which the
+thread was runnable but had no core, which the kernel counts; `cpu_ms` is the CPU time. Between two steps an idle loop
+runs for as long as a step: `empty_ms` shows the delays that this machine adds. The limit applies to `own_ms`; steps
+that exceed it only by `step_ms` are reported. Everything is offloaded to disk (`to_disk: always`), which is full, so
+each step evicts. Garbage collection is on, as in an engine, after a `gc.freeze()`, which vLLM also calls after its
+start.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StepTimes(NamedTuple):
 
 
 class EngineMemory:
-    """One rank's segment, of which every order is done at once."""
+    """One rank's segment; every order completes at once."""
 
     def __init__(self) -> None:
         layout = BlockLayout.block_contiguous(block_count=1, block_bytes=BLOCK_BYTES)
@@ -144,7 +144,7 @@ def spread(times_ms: list[float]) -> dict[str, float]:
 
 
 class Stopwatch:
-    """What has passed for this thread, in milliseconds: all, waiting for a core, computing."""
+    """Milliseconds of this thread: wall time, time waiting for a core, CPU time."""
 
     def __init__(self) -> None:
         self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
@@ -155,7 +155,7 @@ class Stopwatch:
 
 
 def step_times(leader: Leader, memory: EngineMemory, block_count: int, steps: int) -> Iterator[StepTimes]:
-    """What the leader takes; the engine's own part of a step, a millisecond, is not counted."""
+    """Time of the leader, without the engine's own part of a step, one millisecond."""
     watch = Stopwatch()
     choice = random.Random(1)
     known, new = block_count // CONVERSATION, block_count // CONVERSATION
@@ -181,7 +181,7 @@ def step_times(leader: Leader, memory: EngineMemory, block_count: int, steps: in
 
 
 def longest_gap_ms(length_ms: float) -> float:
-    """How much later than asked a loop that does nothing ends."""
+    """Delay with which an idle loop ends."""
     end = time.perf_counter() + length_ms / 1e3
     while (now := time.perf_counter()) < end:
         pass
@@ -189,7 +189,7 @@ def longest_gap_ms(length_ms: float) -> float:
 
 
 def resident_bytes() -> int:
-    """Without shared memory, which is the segment."""
+    """Resident memory without shared memory, which is the segment."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") - shared_bytes()
 
 
@@ -214,7 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=int, nargs="+", default=[1_000_000, 4_000_000])
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--dir", type=Path, help="where 4 KiB a block are free; left out, the temporary directory")
+    parser.add_argument("--dir", type=Path, help="directory with 4 KiB free per block; default: the temporary one")
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # the process in which it is measured
     arguments = parser.parse_args()
@@ -243,7 +243,7 @@ def main() -> int:
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     for failure in failures:
-        print(f"missed: {failure}")
+        print(f"missed target: {failure}")
     return 1 if failures else 0
 
 

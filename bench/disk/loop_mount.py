@@ -1,4 +1,4 @@
-"""A filesystem on a loop device over tmpfs: no drive below it, so that the software is what limits. Needs root."""
+"""A filesystem on a loop device over tmpfs, so that software and not a drive limits the speed. Requires root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMORY = Path("/dev/shm")
 
 @contextmanager
 def loop_mount(size_bytes: int, *, filesystem: str = "ext4") -> Iterator[Path]:
-    """A mounted filesystem of `size_bytes`, gone afterwards."""
+    """Mount a filesystem of `size_bytes`; unmount and remove it at the end."""
     with tempfile.TemporaryDirectory(prefix="kvbm-disk-", dir=MEMORY) as directory:
         image, mounted = Path(directory, "image"), Path(directory, "mounted")
         mounted.mkdir()

@@ -1,21 +1,21 @@
-"""Check and measure the copies between G1 and host memory on a CUDA device, or on the CPU where there is none.
+"""Check and measure the copies between G1 and host memory on a CUDA device, or on the CPU without one.
 
     python bench/gpu/check_and_measure.py            # prints a table; --output bench/results/<machine>-gpu-script.json
-    python bench/gpu/check_and_measure.py --quick    # seconds; shows that it works, not how fast
+    python bench/gpu/check_and_measure.py --quick    # seconds; checks that it works
 
-It needs torch, numpy and this repository, nothing else. For every shape of cache it first checks: G1 is filled with a
-pattern of each block's number, blocks are offloaded to scattered slots, G1 is wiped, the slots are onboarded into other
-blocks, and every byte is compared. Then it measures both directions, up to `BATCH_BLOCKS` blocks per call, as a worker
-calls it, against one plain copy of the same number of bytes (on CUDA: cudaMemcpy from page-locked memory; on the CPU:
-memcpy), which takes turns with it in the same run, at other places each time. `ratio` is the median over the rounds of
-the copier's bandwidth over the plain copy's; 0.9 is the aim on CUDA, 0.8 on the CPU. Times are CPU times of the thread
-on the CPU, since other work on a machine disturbs whoever runs beside it, and wall clock times on CUDA.
+It requires torch, numpy and this repository. For every shape of cache it first checks the bytes: it fills G1 with a
+pattern of each block's number, offloads blocks to scattered slots, zeroes G1, onboards the slots into other blocks and
+compares every byte. Then it measures both directions, up to `BATCH_BLOCKS` blocks per call, as a worker calls the
+copier. The comparison is one plain copy of the same number of bytes (on CUDA: cudaMemcpy from page-locked memory; on
+the CPU: memcpy). The two alternate in the same run, at other addresses each time. `ratio` is the median over the rounds
+of the copier's bandwidth over the plain copy's; the target is 0.9 on CUDA and 0.8 on the CPU. On CUDA times are wall
+clock times. On the CPU they are CPU times of the thread, because other work on the machine affects wall clock times.
 
-On the CPU a call moves at most `CPU_CALL_BYTES`: beyond a size of its own libc's memcpy bypasses the cache, and then
-moves up to twice the bytes per second, which no copy of pieces of 2 MiB and less does. `memcpy_streaming_gb_s` in the
-result is what it reaches there, for the reader who wants that number.
+On the CPU a call moves at most `CPU_CALL_BYTES`. Above a threshold, libc's memcpy bypasses the cache and moves up to
+twice the bytes per second, which no copy of pieces of 2 MiB or less does. `memcpy_streaming_gb_s` in the result is that
+speed.
 
-`device: cpu` in the result means that nothing of the CUDA way has run.
+`device: cpu` in the result means that no CUDA code ran.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement. `slots` says how the slots of a call lie; blocks of G1 are always scattered."""
+    """One measurement. `slots` is the order of the slots in a call; blocks of G1 are always scattered."""
 
     layout: str
     piece_bytes: int
@@ -132,13 +132,13 @@ class Rig:
         return content
 
     def places(self, count_bytes: int) -> tuple[int, int]:
-        """Where one plain copy of that many bytes begins, in G1 and in the segment."""
+        """Start addresses of a plain copy of that many bytes, in G1 and in the segment."""
         room = (self.storage.numel() - count_bytes) // 4096
         first, second = self.random.integers(room + 1, size=2) * 4096
         return int(first), int(second)
 
     def plain_copy(self, direction: str, place: tuple[int, int], count_bytes: int) -> None:
-        """One copy of consecutive bytes, until it is done."""
+        """Copy consecutive bytes and wait until the copy ends."""
         g1 = self.storage[place[0] : place[0] + count_bytes]
         g2 = self.payload[place[1] : place[1] + count_bytes]
         to, at = (g2, g1) if direction == "offload" else (g1, g2)
@@ -156,7 +156,7 @@ class Rig:
 
 
 def check(shape: Shape, device: str) -> None:
-    """Out and back into other blocks, byte for byte; AssertionError names the block that is wrong."""
+    """Offload, onboard into other blocks and compare every byte; AssertionError names the wrong block."""
     rig = Rig(shape, device, 0)
     for slots in (rig.scattered(), rig.consecutive()):
         blocks, others = rig.scattered(), rig.scattered()
@@ -177,7 +177,7 @@ def measure(shape: Shape, device: str, *, arena_bytes: int, sample_bytes: int, r
     now_s = time.perf_counter if device == "cuda" else time.thread_time
     rows = []
     for slots_are, direction in itertools.product(("scattered", "consecutive"), ("offload", "onboard")):
-        ours, theirs = [], []
+        copier_rates, memcpy_rates = [], []
         for _ in range(rounds + 1):  # the first one warms up
             orders = [(rig.scattered(), getattr(rig, slots_are)()) for _ in range(calls)]
             places = [rig.places(call_bytes) for _ in range(calls)]
@@ -187,17 +187,19 @@ def measure(shape: Shape, device: str, *, arena_bytes: int, sample_bytes: int, r
             middle = now_s()
             for place in places:
                 rig.plain_copy(direction, place, call_bytes)
-            ours.append(total_gb / (middle - begin))
-            theirs.append(total_gb / (now_s() - middle))
+            copier_rates.append(total_gb / (middle - begin))
+            memcpy_rates.append(total_gb / (now_s() - middle))
         rows.append(
             Row(
                 layout=shape.name,
                 piece_bytes=shape.piece_bytes,
                 direction=direction,
                 slots=slots_are,
-                copier_gb_s=round(statistics.median(ours[1:]), 2),
-                memcpy_gb_s=round(statistics.median(theirs[1:]), 2),
-                ratio=round(statistics.median(o / t for o, t in zip(ours[1:], theirs[1:], strict=True)), 3),
+                copier_gb_s=round(statistics.median(copier_rates[1:]), 2),
+                memcpy_gb_s=round(statistics.median(memcpy_rates[1:]), 2),
+                ratio=round(
+                    statistics.median(o / t for o, t in zip(copier_rates[1:], memcpy_rates[1:], strict=True)), 3
+                ),
             )
         )
     rig.close()
@@ -205,7 +207,7 @@ def measure(shape: Shape, device: str, *, arena_bytes: int, sample_bytes: int, r
 
 
 def streaming_gb_s() -> float:
-    """memcpy of one large run: what libc reaches where it bypasses the cache."""
+    """Bandwidth of memcpy of one large range, where libc bypasses the cache."""
     source, target = (torch.ones(STREAMING_BYTES, dtype=torch.uint8) for _ in range(2))
     seconds = []
     for _ in range(5):
@@ -216,7 +218,7 @@ def streaming_gb_s() -> float:
 
 
 def machine() -> str:
-    """A name for result files: the processors and what hangs on them, since host names say little."""
+    """Name of the machine in result files: its processors and devices."""
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "no-gpu"
     return "-".join(f"{os.cpu_count()}cpu {platform.machine()} {accelerator}".lower().split()).replace("_", "-")
 
@@ -250,13 +252,13 @@ def print_rows(rows: Sequence[Row], aim: float) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="few bytes and rounds: shows that it works, not how fast")
+    parser.add_argument("--quick", action="store_true", help="few bytes and rounds, to check that the script works")
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     return parser.parse_args()
 
 
 def run(device: str, *, quick: bool) -> dict[str, object]:
-    """Check and measure every shape; prints as it goes, and returns what belongs into the result file."""
+    """Check and measure every shape and print each result; returns the content of the result file."""
     torch.set_num_threads(1)
     facts, aim = machine_facts(device), AIM[device]
     print(f"device: {facts['device']}")

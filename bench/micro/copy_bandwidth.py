@@ -3,8 +3,8 @@
     python bench/micro/copy_bandwidth.py        # prints a table; --output bench/results/<machine>-copy-bandwidth.json
 
 Pieces of 64 KiB to 2 MiB, block-contiguous and layer-separate caches, both directions, slots scattered and consecutive;
-one thread. How it is measured, and what memcpy means, is said in `bench/gpu/check_and_measure.py`, which does the work
-and also checks every byte. Exits with 1 when a row is below the aim.
+one thread. `bench/gpu/check_and_measure.py` measures, checks every byte and documents the method. Exits with 1 if a row
+is below the target.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import check_and_measure  # noqa: E402
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few bytes and rounds: shows that it works, not how fast")
+    parser.add_argument("--quick", action="store_true", help="few bytes and rounds, to check that the script works")
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     arguments = parser.parse_args()
     result = check_and_measure.run("cpu", quick=arguments.quick)
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     worst = min(row["ratio"] for row in result["rows"])
-    print(f"worst ratio {worst:.2f}, aim {result['aim']:.2f}")
+    print(f"worst ratio {worst:.2f}, target {result['aim']:.2f}")
     return 0 if arguments.quick or worst >= result["aim"] else 1
 
 

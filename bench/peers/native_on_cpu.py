@@ -1,13 +1,13 @@
-"""vLLM's own offloading, made to run where there is no GPU: all of it but the copier, which is ours and uses the CPU.
+"""vLLM's own offloading on a CPU: only the copier is replaced, by one that copies with the CPU.
 
-vLLM 0.32 refuses CPU platforms because its copier submits to CUDA streams. This is the part that differs, as an
-out-of-tree spec, so that the connector, the tiering manager and the host region can be measured as they are:
+vLLM 0.32 refuses CPU platforms because its copier submits to CUDA streams. This out-of-tree spec replaces the copier,
+so that the unchanged connector, tiering manager and host region can be measured:
 
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config":
         {"spec_name": "NativeOnCpu", "spec_module_path": "native_on_cpu", "cpu_bytes_to_use": 1073741824}}'
 
-with this directory on PYTHONPATH. Like the streams it replaces, there is one queue per direction, and copies in it end
-in the order of submission. A copy is one memmove per page (a block's part of one layer), which releases the GIL.
+This directory must be on PYTHONPATH. As with CUDA streams, there is one queue per direction, and its copies end in the
+order of submission. A copy is one memmove per page (a block's part of one layer), which releases the GIL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Pages = Sequence[tuple[int, int, int]]  # (address of page 0, bytes from page to
 
 
 class NativeOnCpu(TieringOffloadingSpec):
-    """The tiering spec with `CpuCopier` where the CUDA copier would be."""
+    """The tiering spec with `CpuCopier` instead of the CUDA copier."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:

@@ -1,25 +1,25 @@
-"""TTFT of vLLM on a CPU with each KV cache that runs there: cold, G1 hit and host hit, all arms in one run.
+"""TTFT of vLLM on a CPU with each KV cache that supports CPUs: cold, G1 hit and host hit, all arms in one run.
 
     python -m kvbm_cli.make_model vllm-81m /tmp/vllm-81m
     pip install --no-deps --target /tmp/lmcache lmcache==0.5.6 aiofile caio aiofiles awscrt nvtx redis \\
         sortedcontainers opentelemetry-exporter-prometheus
     python bench/peers/ttft.py --model /tmp/vllm-81m --lmcache /tmp/lmcache --output bench/results/NAME-peers-ttft
 
-with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about nine minutes on two cores and 10 GB
-of memory; `--minutes` ends it early with the pairs that it has, `--arms` leaves arms out. It writes NAME.json with
-every sample, and NAME.md.
+Run it with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about nine minutes on two cores and
+10 GB of memory. `--minutes` ends it early with the pairs so far, `--arms` selects arms. It writes NAME.json with every
+sample, and NAME.md.
 
-    vllm      no connector: a prompt that has left G1 is computed again
+    vllm      no connector: a prompt that was evicted from G1 is computed again
     kvbm      DynamoConnector
-    lmcache   LMCacheMPConnector and its server, in the mode that runs on CPUs
-    native    vLLM's OffloadingConnector with the tiering manager; `native_on_cpu.py` says what is ours in it
+    lmcache   LMCacheMPConnector and its server, in the mode that supports CPUs
+    native    vLLM's OffloadingConnector with the tiering manager; `native_on_cpu.py` replaces its copier
 
-All servers are alive together, each with the same flags and environment, a G1 that holds two prompts and 1 GiB of host
-memory. They get one request at a time, in turns: each prompt cold, then pairs of a prompt that others have evicted
-from G1 (host hit) and the same prompt again at once (G1 hit), arms in random order within a round. A pause after each
-request lets what an arm does in the background end, and vLLM's processes stop spinning, which they do for one second.
-Each sample is checked against vLLM's own counters: a host hit that is not one ends the run. Outputs of the two hits of
-a pair are compared token by token and by log-probability.
+All servers run at the same time, each with the same flags and environment, a G1 that holds two prompts and 1 GiB of
+host memory. They get one request at a time: first each prompt cold, then pairs of a prompt that others have evicted
+from G1 (host hit) and the same prompt again at once (G1 hit), with the arms in random order within a round. After each
+request a pause lets background work of the arm end, and lets vLLM's processes stop spinning, which takes one second.
+Each sample is checked against vLLM's own metrics; a host hit that was none ends the run. Outputs of the two hits of a
+pair are compared by token and by log-probability.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 @dataclass(slots=True)
 class Arm:
-    """One server, and what it has answered."""
+    """One server and its samples."""
 
     server: Server
     has_host_tier: bool
@@ -65,7 +65,7 @@ class Arm:
     log_probability_difference: list[float] = field(default_factory=list)
 
     def ask(self, kind: str, prompt: list[int]) -> Answer:
-        """One request, which must be answered from where `kind` says, and a pause."""
+        """Send one request, check that its hit is of this `kind`, and pause."""
         before = self._sources()
         answer = complete(self.server, prompt)
         time.sleep(PAUSE_S)
@@ -173,7 +173,7 @@ def started(names: list[str], flags: Flags, options: argparse.Namespace) -> Iter
             arm.server.stop()
             if arm.sidecar is not None:
                 stop(arm.sidecar)
-        # The region of vLLM's tiering outlives a server that was told to end.
+        # The shared region of vLLM's tiering remains after SIGTERM of its server.
         Path(f"/dev/shm/vllm_offload_{NATIVE_ENGINE_ID}.mmap").unlink(missing_ok=True)
 
 
@@ -275,13 +275,13 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory of the model `vllm-81m`")
-    parser.add_argument("--lmcache", type=Path, help="directory that holds LMCache; without it that arm is left out")
+    parser.add_argument("--lmcache", type=Path, help="directory with LMCache; without it the arm is skipped")
     parser.add_argument("--arms", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument("--pairs", type=int, default=20, help="pairs of host hit and G1 hit per arm")
     parser.add_argument(
-        "--recomputed", type=int, default=3, help="how many of these the arm without a host tier computes"
+        "--recomputed", type=int, default=3, help="number of these pairs that the arm without a host tier computes"
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no further pair after this time")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no pair after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True, help="write OUTPUT.json and OUTPUT.md")
     options = parser.parse_args()
@@ -290,7 +290,7 @@ def main() -> int:
     before = os.getloadavg()[0]
     flags = Flags(options.model)
     with started(names, flags, options) as arms:
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the client stays off the core of the forward passes
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # keeps the client off the core of the forward passes
         say("all servers are healthy")
         measure(arms, options, deadline_s)
         commands = {name: arm.server.argv for name, arm in arms.items()}

@@ -1,8 +1,7 @@
-"""The client of every measurement here: one streamed request at a time, each on a connection of its own.
+"""The client of all measurements in this directory: one streamed request at a time, each on a new connection.
 
-The connection is made and the body encoded before the clock starts, and the clock stops right after the read that
-brought the first token, before anything is parsed. Prompts are token ids, so that their length is exact and no
-tokenizer is in the way.
+The connection is made and the body encoded before the clock starts. The clock stops right after the read that returned
+the first token, before parsing. Prompts are token ids, so their length is exact and no tokenizer runs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def random_prompt(seed: object, token_count: int) -> list[int]:
 
 
 def complete(server: Server, prompt: Sequence[int], *, token_count: int = 8) -> Answer:
-    """Ask for `token_count` tokens, greedily."""
+    """Request `token_count` tokens, greedily."""
     body = json.dumps(
         {
             "model": MODEL_NAME,
@@ -67,7 +66,7 @@ def complete(server: Server, prompt: Sequence[int], *, token_count: int = 8) -> 
 
 
 def next_event(response: http.client.HTTPResponse) -> bytes:
-    """The next line with data. Whatever else an engine says to a request, an error included, ends the measurement."""
+    """The next line with data; any other response, such as an error, ends the measurement."""
     while line := response.readline():
         if line.startswith(b"data: "):
             return line

@@ -1,4 +1,4 @@
-"""What a result was measured on: the machine, the date, and the versions of everything that took part."""
+"""The machine, the date and the versions that a result was measured with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def facts(distributions: tuple[str, ...], *, lmcache: Path | None = None) -> dic
 
 
 def stolen_s() -> float:
-    """CPU seconds that a virtual machine's cores wanted since it was started and its host gave to others."""
+    """Steal time of a virtual machine in CPU seconds since its start."""
     return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
@@ -40,7 +40,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit of this repository; `+` says that tracked files differ from it."""
+    """The commit of this repository, with `+` if tracked files differ from it."""
 
     def git(*argv: str) -> str:
         return subprocess.run(["git", "-C", str(REPOSITORY), *argv], capture_output=True, text=True, check=True).stdout

@@ -1,15 +1,15 @@
-"""Time of the connector's hooks per engine step in which nothing moves, measured in the real engine.
+"""Time of the connector's hooks per engine step without transfers, measured in real vLLM.
 
     python -m kvbm_cli.make_model vllm-25m /tmp/vllm-25m
     python bench/vllm/hook_time.py --model /tmp/vllm-25m --output bench/results/NAME-vllm-hook-time.json
 
-with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about three minutes.
+Run it with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about three minutes.
 
-Every hook of the connector is timed where vLLM calls it, on both sides (`traced_connector.py`). A step counts if it
-computes something, carries no orders, and nothing is in flight before it or after it: nearly all steps in which
-requests decode. Its time is the sum over all hooks of both sides, those that vLLM calls once per layer included, and
-those of requests that arrive or end in it. It is what the clock says, with whatever else the machine does, and with the
-cost of timing, about a microsecond per call and some 40 calls. Steps in which a transfer ends are reported beside.
+Every hook of the connector is timed at vLLM's call, on both sides (`traced_connector.py`). A step counts if it computes
+something, has no orders, and no transfer is in flight before or after it; this holds for nearly all decode steps. Its
+time is the sum over all hooks of both sides, including hooks that vLLM calls once per layer and those of requests that
+arrive or end in the step. It is wall clock time and includes the cost of timing, about a microsecond for each of about
+40 calls. Steps in which a transfer ends are reported separately.
 
 Exits with 1 when p50 or p99 of the sum is above 0.3 ms, with one request and with several at a time.
 """
@@ -40,7 +40,7 @@ WARM_UP_TOKENS = 40
 
 
 def decode(traced: TracedServer, *, at_a_time: int, count: int) -> dict[str, Any]:
-    """Let requests decode, and look at the steps that this took."""
+    """Run decoding requests and return the time of their steps."""
     begin = time.monotonic()
     for first in range(0, count, at_a_time):
         threads = [

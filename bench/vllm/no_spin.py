@@ -1,7 +1,7 @@
-"""A vLLM plugin: processes that wait for each other sleep at once; vLLM lets them spin for a second first.
+"""A vLLM plugin that makes processes sleep at once while they wait; without it they spin for one second first.
 
-With it, the CPU time of a server's processes is the work that they did, and not how long they waited. `install` makes
-it known to one server, by a directory for its PYTHONPATH that looks like an installed distribution.
+With it, the CPU time of a server's processes is their work and not their waiting time. `install` enables it for one
+server, with a directory for its PYTHONPATH that looks like an installed distribution.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def stop_spinning() -> None:
     constructor = shm_broadcast.SpinCondition.__init__
     assert constructor.__defaults__ in ((1,), (0.0,)), constructor.__defaults__
     constructor.__defaults__ = (0.0,)  # its only default is `busy_loop_s`
-    # Without spinning a reader now and then misses a notification, which vLLM makes up for after five seconds.
+    # Without spinning a reader sometimes misses a notification; vLLM rechecks only after five seconds.
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
 
 
 def install(directory: Path) -> str:
-    """Returns what PYTHONPATH must be."""
+    """Returns the directory for PYTHONPATH."""
     information = directory / "no_spin-0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: no-spin\nVersion: 0\n")

@@ -1,15 +1,15 @@
-"""How long the copy of one prompt's blocks into G1 takes, whole, by one thread or by several.
+"""Time to copy all blocks of one prompt into G1, with one thread or several.
 
     python bench/vllm/onboard_threads.py --output bench/results/NAME-vllm-onboard-threads.json
 
-needs torch, numpy and this repository; no engine. It takes about a minute.
+It requires torch, numpy and this repository, and no engine. It takes about a minute.
 
-The blocks are those of a prompt of 4000 tokens of the model `vllm-81m` in bfloat16: 31, each of 12 pieces of 128 KiB,
-one per layer, from consecutive slots to scattered blocks. With n threads each copies a run of 31 / n blocks, through
-the copier that a worker uses; times run until the last byte is there. The numbers of threads take turns. "One layer" is
-the time of one layer's pieces alone, which is what a request would wait for at least if layers came one by one.
-Together with the time that the rest of the prompt takes to compute this bounds what other ways of onboarding can win;
-`docs/adr/0008-blocks-are-onboarded-whole.md` draws the conclusion.
+A prompt of 4000 tokens of the model `vllm-81m` in bfloat16 has 31 blocks, each of 12 pieces of 128 KiB, one
+per layer, from consecutive slots to scattered blocks. With n threads each copies a run of 31 / n blocks, through
+the copier that a worker uses; times end with the last byte. The thread counts alternate. "One layer" is the time of
+one layer's pieces alone, the least that a request would wait for if layers were onboarded one by one. Together with
+the compute time of the rest of the prompt this limits the gain of other ways of onboarding; see
+`docs/adr/0008-blocks-are-onboarded-whole.md`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ THREADS = (1, 2, 4)
 
 
 class Rig:
-    """G1, a segment, and a copier between them, of which `blocks` are moved at a time."""
+    """G1, a segment and a copier between them that moves `blocks` at a time."""
 
     def __init__(self, layers: int, threads: int) -> None:
         layout = BlockLayout.layer_separate(layer_count=layers, block_count=G1_BLOCKS, piece_bytes=PIECE_BYTES)
@@ -49,7 +49,7 @@ class Rig:
         self._threads = threads
 
     def onboard(self, choice: random.Random) -> float:
-        """Seconds from submission until everything is there."""
+        """Seconds from submission until the last byte is copied."""
         blocks = choice.sample(range(1, G1_BLOCKS), BLOCKS)
         first = choice.randrange(SLOTS - BLOCKS)
         slots = list(range(first, first + BLOCKS))

@@ -1,9 +1,8 @@
-"""One vLLM server on this machine as a child process, and what can be read from it: counters and CPU time.
+"""One vLLM server as a child process, with its metrics and CPU time.
 
-Every server of a comparison is started here, with the same environment and the same flags; an arm adds its connector
-and nothing else. The forward pass runs on core 0 (`VLLM_CPU_OMP_THREADS_BIND=0`): vLLM's own choice would give an arm
-with a connector another number of cores than one without. torch.compile is off, because it would compile for tens of
-seconds in the first request.
+Every server of a comparison is started here, with the same environment and flags; an arm adds only its connector. The
+forward pass runs on core 0 (`VLLM_CPU_OMP_THREADS_BIND=0`), because vLLM by itself uses a different number of cores
+with a connector than without. torch.compile is off, because it would compile for tens of seconds in the first request.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What all servers of a comparison have in common."""
+    """Flags that all servers of a comparison share."""
 
     model: Path
     max_model_len: int = 8192
@@ -117,7 +116,7 @@ class Server:
         return (self.directory / "log").read_text(errors="replace")
 
     def counters(self) -> dict[str, float]:
-        """Every sample of /metrics by name and labels, without the labels that say which engine it is."""
+        """Every sample of /metrics by name and labels, without the labels that identify the engine."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=30) as answer:
             text = answer.read().decode()
         return {name + short_labels(labels): float(value) for name, labels, value in SAMPLE.findall(text)}
@@ -172,7 +171,7 @@ def cpu_seconds_of(pid: int) -> float:
 
 @contextlib.contextmanager
 def running(servers: Sequence[Server]) -> Iterator[None]:
-    """Wait until all are healthy, and stop them whatever happens. SIGTERM is an exit like any other."""
+    """Wait until all servers are healthy, and always stop them at the end, also after SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for server in servers:

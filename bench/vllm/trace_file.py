@@ -1,4 +1,4 @@
-"""Reads what TracedConnector wrote, and starts a server that writes it."""
+"""Starts a server with TracedConnector and reads its trace."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class TracedServer:
 class Way:
     """The steps of the engine from a request's arrival to the one that computes the last of its prompt.
 
-    `counted` compute something, for whomever, or carry orders of ours; `polling` do neither. `waited_s` is the time
-    from the arrival until the computing step was put together, `computing_s` how long that one took.
+    `counted` steps compute something for any request or have orders of the connector; `polling` steps do neither.
+    `waited_s` is the time from the arrival until the computing step was scheduled, `computing_s` the time of that step.
     """
 
     counted: int
@@ -73,7 +73,7 @@ def way(arrival: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Way:
 
 
 def quiet_steps(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that compute something while nothing moves: no orders, and nothing in flight before or after."""
+    """Steps that compute something without transfers: no orders, and nothing in flight before or after."""
     return [
         step
         for before, step in pairwise(steps)
@@ -82,7 +82,7 @@ def quiet_steps(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def ending_steps(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those in which the last transfer in flight ends."""
+    """Steps in which the last transfer in flight ends."""
     return [
         step
         for before, step in pairwise(steps)
@@ -95,6 +95,6 @@ def has_orders(step: dict[str, Any]) -> bool:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed."""
+    """The quantile `share`: the smallest value that at least this share of all values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

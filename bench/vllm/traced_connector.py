@@ -1,13 +1,13 @@
-"""TracedConnector: DynamoConnector that writes down what it is asked, how long it takes, and what is copied when.
+"""TracedConnector: DynamoConnector that traces its hooks, their times, and its copies.
 
     --kv-transfer-config '{"kv_connector": "TracedConnector", "kv_connector_module_path": "traced_connector", ...}'
 
-with this directory on PYTHONPATH and TRACE_DIRECTORY set. Each side writes one line of JSON per event to a file of its
-own there; `trace_file.py` reads them. Times are those of the system's monotonic clock, which all processes share.
+This directory must be on PYTHONPATH and TRACE_DIRECTORY must be set. Each side writes one line of JSON per event to its
+own file there; `trace_file.py` reads them. Times come from the system's monotonic clock, which all processes share.
 
-A step of the scheduler side ends with `take_events`, one of a worker with `clear_connector_metadata`. Hooks are timed
-where vLLM calls them, those that are called inside another hook as a part of that one; what this class adds itself
-counts as theirs as far as it lies between the two readings of the clock, which is under a microsecond per call.
+A step of the scheduler side ends with `take_events`, a step of a worker with `clear_connector_metadata`. Hooks are
+timed at vLLM's call; a hook inside another hook counts as part of it. The time of a hook includes the tracing between
+the two clock readings, under a microsecond per call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEPS_UNTIL_REFERENCE = 3  # after a load: the request that waited for it has it
 
 
 class Trace:
-    """One file; and the time spent in hooks since the last step ended."""
+    """One trace file, and the time spent in hooks since the last step ended."""
 
     def __init__(self, side: str) -> None:
         path = Path(os.environ["TRACE_DIRECTORY"]) / f"{side}-{os.getpid()}.jsonl"
@@ -88,7 +88,7 @@ for _name in (*SCHEDULER_HOOKS, *WORKER_HOOKS):
 
 
 class TracedConnector(TimedConnector):
-    """See the module's text. `_step` is what the scheduler side writes when the step is over."""
+    """Traces both sides. `_step` is the event that the scheduler side writes when the step ends."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.trace = Trace(role.name.lower())
@@ -136,7 +136,7 @@ class TracedConnector(TimedConnector):
 
 
 class TracedWorkerSide(WorkerSide):
-    """Notes when each onboard was submitted, began and ended, and copies the same slots plainly some steps later."""
+    """Traces the submission, start and end of each onboard, and copies the same slots with memcpy some steps later."""
 
     trace: Trace
     bound_step = 0
@@ -163,7 +163,7 @@ class TracedWorkerSide(WorkerSide):
         self._copies.append(copy)
 
     def step_ended(self) -> None:
-        """Write down what has ended, and copy plainly when the request that waited is being answered."""
+        """Trace ended onboards; run the reference memcpy once the request that waited is answered."""
         while self._copies:
             copy = self._copies.pop()
             order = self._submitted[copy.slots[0]]
@@ -187,7 +187,7 @@ class TracedWorkerSide(WorkerSide):
                 self._awaiting = None
 
     def _plain_copy(self, slots: Sequence[int], length: int) -> dict[str, float]:
-        """memcpy as many bytes as these slots have, `length` at a time, from where they begin, to other memory."""
+        """memcpy the bytes of these slots, `length` at a time, to other memory."""
         count = len(slots)
         first = min(min(slots), len(self._payload) - count)
         source = self._payload[first : first + count]
@@ -222,7 +222,7 @@ class Order:
 
 
 class TimedCopier:
-    """The copier, with its onboards noted."""
+    """The copier with a trace of its onboards."""
 
     def __init__(self, copier: Any, side: TracedWorkerSide) -> None:
         self._copier, self._side = copier, side
@@ -236,5 +236,5 @@ class TimedCopier:
 
 @functools.cache
 def target_of(byte_count: int) -> np.ndarray:
-    """Memory that has been written to before."""
+    """Memory that is prefaulted."""
     return np.ones(byte_count, np.uint8)

@@ -1,23 +1,27 @@
-"""From a trace of the real engine: how many steps a host hit takes more than a G1 hit, and how fast its copy is.
+"""From a trace of real vLLM: the additional steps of a host hit over a G1 hit, and the bandwidth of its copy.
 
     python -m kvbm_cli.make_model vllm-81m /tmp/vllm-81m
     python bench/vllm/ttft_trace.py --model /tmp/vllm-81m --output bench/results/NAME-vllm-ttft-trace.json
 
-with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about five minutes.
+Run it with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about five minutes.
 
-The server has the connector's traced sub-class (`traced_connector.py`). Two cases: the engine has nothing else to do;
-and another request prefills meanwhile, at most 512 tokens per step, so that each step has room for others. In each case
-a prompt is asked for while it lies in host memory and nowhere else, and while it lies in G1.
+The server uses the traced connector (`traced_connector.py`). There are two cases: the engine is otherwise idle; or
+another request prefills at the same time, with at most 512 tokens per step, so each step has room for others. In each
+case a prompt is sent while it is only in host memory, and while it is in G1.
 
-Counted are the steps from a request's arrival to the one that computes the rest of its prompt, that one included: those
-that compute something, for whomever, or carry orders of the connector. Steps that do neither, in which the engine asks
-whether the copy has ended, are reported apart, and so is the time from arrival to the computing step, which has all of
-them in it. Exits with 1 unless every host hit takes at most one counted step more than the slowest G1 hit (two while
-another request prefills), and the median of the copies' bandwidth, from the first thread's beginning to the last one's
-end, waiting for the engine's thread included, is at least 0.8 of that of memcpy: block by block, in one thread, from
-the same place in the same process, a few steps later, when nothing is in its way. Reported beside it are the time from
-the order to the end, in which a thread has to be woken, and memcpy of everything in one call: calls that are longer
-than most of the cache bypass it, which no copy of single blocks does.
+The script counts the steps from a request's arrival up to and including the step that computes the rest of its prompt.
+A step counts if it computes something for any request or has orders of the connector. Steps that only poll the copy are
+reported separately, and so is the whole time from the arrival to the computing step.
+
+It exits with 1 in two cases:
+
+- a host hit takes more than one counted step more than the slowest G1 hit (two while another request prefills);
+- the median bandwidth of the copies, from the start of the first thread to the end of the last, is below 0.8 of that of
+  memcpy. The reference memcpy copies block by block, in one thread, from the same addresses in the same process, a few
+  steps later, without other work.
+
+It also reports the time from the order to the end, which includes waking a thread, and memcpy of everything in one
+call, which bypasses the cache as no copy of single blocks does.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ FLAGS = ("--long-prefill-token-threshold", "512")
 
 @dataclass(slots=True)
 class Case:
-    """What one case brought, by where the prompt lay."""
+    """Results of one case, by the tier that held the prompt."""
 
     ways: dict[str, list[Way]] = field(default_factory=lambda: {"host": [], "g1": []})
     ttft_s: dict[str, list[float]] = field(default_factory=lambda: {"host": [], "g1": []})
@@ -74,7 +78,7 @@ class Case:
 
 
 class Experiment:
-    """Owns the order in which prompts are asked for: that decides where each one lies."""
+    """Owns the order of the prompts, which decides the tier that holds each one."""
 
     def __init__(self, traced: TracedServer, seed: int) -> None:
         self._traced = traced
@@ -85,14 +89,14 @@ class Experiment:
         self._known = 0
 
     def fill(self) -> None:
-        """Everything that will be asked for again has been computed once, and lies in host memory."""
+        """Compute every prompt once, so that host memory holds all of them."""
         for prompt in (*self._long, self._short):
             self._ask(prompt)
 
     def alone(self, count: int) -> Case:
         case = Case()
         for number in range(count):
-            prompt = self._long[number % len(self._long)]  # those between have evicted it from G1
+            prompt = self._long[number % len(self._long)]  # the prompts since then have evicted it from G1
             for place in ("host", "g1"):
                 answer = self._ask(prompt)
                 self._note(case, place, answer)
@@ -138,7 +142,7 @@ class Experiment:
 
 
 def copies(traced: TracedServer, case_count: int) -> dict[str, Any]:
-    """The copies of the first case, each with the memcpy that followed it."""
+    """The copies of the first case, each with its reference memcpy."""
     onboards = [event for event in traced.events("worker", "onboard") if event["bytes"] > LARGE][:case_count]
     plain = [event for event in traced.events("worker", "memcpy") if event["bytes"] > LARGE][: 2 * case_count]
     assert {event["bytes"] for event in plain} == {event["bytes"] for event in onboards}, "not the same bytes"
@@ -173,7 +177,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def verdict(cases: dict[str, Case], copied: dict[str, Any]) -> list[str]:
-    """What does not hold, in words."""
+    """Missed targets, one sentence each."""
     wrong = [
         f"{name}: a host hit took {case.steps_more()} counted steps more than a G1 hit"
         for name, case in cases.items()
@@ -187,7 +191,7 @@ def verdict(cases: dict[str, Case], copied: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory of the model `vllm-81m`")
-    parser.add_argument("--alone", type=int, default=20, help="pairs of host hit and G1 hit with nothing else to do")
+    parser.add_argument("--alone", type=int, default=20, help="pairs of host hit and G1 hit on an idle engine")
     parser.add_argument("--beside", type=int, default=6, help="pairs while another request prefills")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
@@ -228,7 +232,7 @@ def main() -> int:
         json.dumps({key: value for key, value in result.items() if key not in ("samples", "server_command")}, indent=1)
     )
     for line in wrong:
-        print(f"not as promised: {line}", file=sys.stderr)
+        print(f"missed target: {line}", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -1,21 +1,20 @@
-"""What the connector costs when nothing is ever reused: CPU seconds per request of the engine's processes.
+"""Cost of the connector without any reuse: CPU seconds per request of the engine's processes.
 
     python -m kvbm_cli.make_model vllm-25m /tmp/vllm-25m
     python bench/vllm/zero_reuse_tax.py --model /tmp/vllm-25m --output bench/results/NAME-vllm-zero-reuse-tax.json
 
-with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about seven minutes on two cores.
+Run it with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about seven minutes on two cores.
 
-Three servers are alive together, two without a connector (A and A2) and one with it (B). Prompts never repeat, so that
-the connector offloads every block, evicting from a host tier that holds eight prompts, and never brings one back.
-Requests go to one server at a time. A round gives each server two, in an order and then in the reverse, as in
-A B A2 A2 B A, with the order changing from round to round: what drifts hits all alike. A request's CPU time is what the
-clocks of all processes of its server advance from before it until a pause after it is over, so that offloads which end
-later are in it; what an idle server uses in as long is measured and reported, and not subtracted. A plugin
-(`no_spin.py`), in all three, keeps vLLM's processes from spinning while they wait, which would count as work and hide
-the ratio.
+Three servers run at the same time, two without a connector (A and A2) and one with it (B). Prompts never repeat, so the
+connector offloads every block, evicts from a host tier that holds eight prompts, and never onboards a block. One server
+gets a request at a time. A round gives each server two requests, in one order and then in the reverse, such as A B A2
+A2 B A; the order changes every round, so drift affects all servers alike. The CPU time of a request is the CPU time of
+all processes of its server until the end of a pause after it, so it includes offloads that end later. The CPU time of
+an idle server is measured and reported, not subtracted. In all three servers a plugin (`no_spin.py`) keeps vLLM's
+processes from spinning while they wait, which would count as work and hide the ratio.
 
-Result: the mean ratio of B to A with its 95 % interval (geometric, bootstrap over rounds), and A2 to A beside it, which
-is how far two equal servers are apart. Exits with 1 unless the interval of B to A lies within 0.97 and 1.03.
+Result: the mean ratio of B to A with its 95 % interval (geometric, bootstrap over rounds). The ratio of A2 to A shows
+how much two equal servers differ. Exits with 1 unless the interval of B to A is within 0.97 and 1.03.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def measure(servers: dict[str, Server], rounds: int, deadline_s: float, seed: in
         order = orders[number % len(orders)]
         costs: dict[str, list[float]] = {name: [] for name in servers}
         for half, names in enumerate((order, order[::-1])):
-            prompt_seed = (seed, number, half)  # the same prompt for all: none has seen it
+            prompt_seed = (seed, number, half)  # the same prompt for all servers, and new to each of them
             for name in names:
                 costs[name].append(cost(servers[name], random_prompt(prompt_seed, PROMPT_TOKENS)))
         results.append({name: statistics.fmean(values) for name, values in costs.items()})
@@ -98,7 +97,7 @@ def ratio(rounds: list[dict[str, float]], above: str, below: str, resamples: int
 
 
 def idle_seconds(servers: dict[str, Server]) -> dict[str, float]:
-    """CPU seconds of each server in a pause in which it has nothing to do."""
+    """CPU seconds of each server during a pause without requests."""
     before = {name: server.cpu_seconds() for name, server in servers.items()}
     time.sleep(20 * PAUSE_S)
     return {name: round((server.cpu_seconds() - before[name]) / 20, 5) for name, server in servers.items()}
@@ -112,8 +111,8 @@ def kvbm_counters(server: Server) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory of the model `vllm-25m`")
-    parser.add_argument("--rounds", type=int, default=70, help="each is two requests per server")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no further round after this time")
+    parser.add_argument("--rounds", type=int, default=70, help="rounds of two requests per server")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no round after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""The configuration of a connector, inside an engine's process: what a launcher wrote, or the DYN_KVBM_* variables.
+"""Configuration of a connector inside an engine's process: from the launcher, or from the DYN_KVBM_* variables.
 
-`kvbm serve` resolves a profile and hands over its contents, and then the variables no longer count. Under an engine's
-own command line, as NVIDIA's block manager is used, every process resolves the same variables; digests tell whether
-they came to the same result.
+`kvbm serve` resolves a profile and passes its contents on; the connector then ignores the variables. If the engine is
+started by its own command, as with NVIDIA's block manager, every process resolves the same variables, and the processes
+compare digests of the result.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, loc
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.schema import ConnectorConfig, OffloadSection, keys
 from kvbm.config.values import WrongKey
-from kvbm.config.variables import read_variables, settle, usable
+from kvbm.config.variables import drop_unused, read_variables, valid_variables
 from kvbm.errors import ProfileError
 
 KEY = "kvbm"
 PLACE = f"kv_connector_extra_config.{KEY}"
 
 _NO_TIER = (
-    "set `DYN_KVBM_CPU_CACHE_GB` (1e9 bytes, over all ranks) or `DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS`, for a disk "
-    "`DYN_KVBM_DISK_CACHE_GB`"
+    "set `DYN_KVBM_CPU_CACHE_GB` (1e9 bytes, summed over the ranks) or `DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS`; for a "
+    "disk tier `DYN_KVBM_DISK_CACHE_GB`"
 )
-_FILE = FileKind("connector's configuration", keys(ConnectorConfig), {"tiers": "it says how large host and disk are"})
+_FILE = FileKind(
+    "connector's configuration", keys(ConnectorConfig), {"tiers": "it sets the sizes of host and disk tiers"}
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +37,10 @@ log = logging.getLogger(__name__)
 def resolve_connector(
     extra_config: Mapping[str, object], environment: Mapping[str, str], *, engine: str, warns: bool = True
 ) -> ConnectorConfig:
-    """What `extra_config["kvbm"]` says, else what the variables say. ProfileError for a mistake, or for what this
-    kind of engine cannot do; ProfileMistakes for several.
+    """Resolves `extra_config["kvbm"]`, or the variables if it is missing.
 
-    A variable that has no effect is logged as a warning, if this is the process that `warns`.
+    ProfileError for a mistake or for a setting that this engine kind does not support; ProfileMistakes for several. A
+    variable without effect is logged as a warning if `warns`, else at level DEBUG.
     """
     mistakes: list[ProfileError] = []
     if KEY in extra_config:
@@ -49,20 +51,20 @@ def resolve_connector(
     mistakes += [*wrong, *_unsent_priorities(document, engine, wrong)]
     if mistakes:
         raise together(mistakes)
-    assert config is not None, "without a mistake there is a configuration"
+    assert config is not None, "no mistakes means a configuration"
     return config
 
 
 def _of_variables(environment: Mapping[str, str], *, warns: bool) -> tuple[Document, list[ProfileError]]:
-    """What those without a mistake say, and the mistakes."""
-    variables, mistakes = usable(environment)
+    """Returns the document of the valid variables, and the mistakes."""
+    variables, mistakes = valid_variables(environment)
     document, warnings = read_variables(variables)
-    for warning in (*warnings, *settle(document)):
+    for warning in (*warnings, *drop_unused(document)):
         log.log(logging.WARNING if warns else logging.DEBUG, "%s", warning)
     tiers = document.get("tiers")
     has_tier = tiers is not None and any(tier.section for tier in (tiers.section or {}).values())
     if not has_tier and not mistakes:
-        raise ProfileError("no tier is configured: kvbm has nowhere to keep blocks", hint=_NO_TIER)
+        raise ProfileError("no tier is configured: kvbm cannot store blocks", hint=_NO_TIER)
     return document, mistakes
 
 
@@ -74,7 +76,7 @@ def _validated(document: Document, *, is_complete: bool) -> tuple[ConnectorConfi
 
 
 def _unsent_priorities(document: Document, engine: str, wrong: Sequence[Mistake]) -> Iterator[Mistake]:
-    """A threshold for priorities that this kind of engine does not send."""
+    """Yields a mistake for a priority threshold if this engine kind sends no priorities."""
     key = "offload.min_priority"
     entry = entry_at(document, key.split("."))
     if entry is None or not isinstance(entry.value, int) or key in (one.key for one in wrong):
@@ -95,7 +97,7 @@ def _written(value: object) -> Document:
 
 
 def _document(values: Mapping[object, object], path: str) -> Document:
-    """The values as a document whose every entry shows its own line: path, equals sign, JSON."""
+    """Converts values to a document. The source text of each entry is `path = JSON`."""
     document: Document = {}
     for name, value in values.items():
         here = f"{path}.{name}"

@@ -1,9 +1,9 @@
-"""Where each value of a profile was written, and the YAML reader that knows it.
+"""YAML reader that records where each key and value was written.
 
-A document is a tree of `Entry`; each carries the `Source` of its key and of its value, so that every later error can
-show file, line and caret, whichever layer the value came from. The YAML is deliberately narrow: only `true` and `false`
-are booleans (`off` is text, and a boolean key then refuses it), a key may appear once, and aliases and tags are refused
-(`extends` is how profiles share). A reader goes on behind a mistake, so that all of them are found at once.
+A document is a tree of `Entry`. Each entry has the `Source` of its key and value, so that a later error can show file,
+line and caret, whichever layer the value came from. Only a subset of YAML is allowed: booleans are `true` and `false`
+(`off` is text, which a boolean key refuses), a key may appear once, and aliases and tags are refused (profiles share
+keys by `extends`). The reader continues after a mistake, so that it finds all of them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import yaml
 from kvbm.errors import ProfileError, ProfileMistakes
 
 EXCERPT_WIDTH = 100
-MAX_FILE_BYTES = 1 << 17  # that many wrong keys are told of within two seconds
+MAX_FILE_BYTES = 1 << 17  # so many unknown keys are reported within two seconds
 FIFO_TIMEOUT_S = 1.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One span of text: `width` characters at `column` of `text`, which is line `line` of `label` if it is a file.
+    """A span of text: `width` characters at `column` of `text`, which is line `line` of `label` if that is a file.
 
-    `variables` are those of the environment whose values were put into the text.
+    `variables` names the environment variables that were inserted into the text.
     """
 
     label: str
@@ -48,11 +48,11 @@ class Source:
 
     @property
     def written(self) -> str:
-        """The span itself."""
+        """The text of the span."""
         return self.text[self.column : self.column + self.width]
 
     def excerpt(self) -> str:
-        """The line with carets under the span, indented by two, cut where it is very long."""
+        """Formats the line with carets under the span, indented by two; a very long line is cut."""
         start = max(0, self.column - EXCERPT_WIDTH // 2) if self.column + self.width > EXCERPT_WIDTH else 0
         text = _CONTROL.sub(" ", self.text)[start : start + EXCERPT_WIDTH].rstrip()
         column = self.column - start
@@ -82,9 +82,9 @@ Document = dict[str, Entry]
 
 
 class Mistake(ProfileError):
-    """A ProfileError that knows its place: `text` says what is wrong, `source` where, `key` with which key.
+    """A ProfileError with a place: `text` is the message, `source` the place, `key` the key.
 
-    `meant` is the key that an unknown one seems to stand for.
+    `meant` is the key for which an unknown key was probably meant.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ def located(message: str, source: Source, *, hint: str | None = None, key: str =
 
 
 def together(mistakes: Sequence[ProfileError]) -> ProfileError:
-    """One error for at least one mistake: itself, or what holds them all."""
+    """Combines mistakes into one error; a single mistake is returned as it is."""
     return mistakes[0] if len(mistakes) == 1 else ProfileMistakes(mistakes)
 
 
@@ -116,17 +116,17 @@ _SCALARS = (
 
 
 def plain_scalar(text: str) -> object:
-    """What unquoted text means: nothing, a boolean, a number, or else the text itself."""
+    """Converts unquoted text: null, a boolean, a number, or else the text itself."""
     return next((convert(text) for pattern, convert in _SCALARS if pattern.fullmatch(text)), text)
 
 
 def read_file(path: Path, *, noun: str) -> Document:
-    """The entries of a YAML file; `noun` is what the file is to its user, such as `profile`."""
+    """Reads a YAML file. `noun` names the kind of file in messages, such as `profile`."""
     return _complete(parse_file(path, noun=noun))
 
 
 def read_document(text: str, *, label: str, noun: str = "profile") -> Document:
-    """The entries of YAML text. ProfileError shows the place of whatever is not a plain mapping of unique keys."""
+    """Reads YAML text. ProfileError, with the place, for anything except a plain mapping of unique keys."""
     return _complete(parse_document(text, label=label, noun=noun))
 
 
@@ -138,15 +138,15 @@ def _complete(parsed: tuple[Document, list[ProfileError]]) -> Document:
 
 
 def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
-    """What a YAML file says, as far as it is right, and its mistakes. ProfileError if it cannot be read at all."""
+    """Returns the valid entries of a YAML file and its mistakes. ProfileError if the file cannot be read."""
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             contents = file.read(MAX_FILE_BYTES + 1)
         if len(contents) > MAX_FILE_BYTES:
-            raise ProfileError(f"cannot read the {noun} `{path}`: it is larger than 128 KiB")
+            raise ProfileError(f"cannot read the {noun} `{path}`: it is larger than {MAX_FILE_BYTES >> 10} KiB")
         text = contents.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ProfileError(f"`{path}` is not a text file in UTF-8") from None
+        raise ProfileError(f"cannot read the {noun} `{path}`: not UTF-8 text") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or str(error)
         raise ProfileError(f"cannot read the {noun} `{path}`: {reason.lower()}") from None
@@ -154,72 +154,74 @@ def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Of a FIFO that has a name, the writer must be there; a pipe of the shell's (`<(...)`) has one for certain."""
+    """Opens a file. A FIFO needs a writer within FIFO_TIMEOUT_S; a pipe of the shell (`<(...)`) always has one."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISFIFO(os.lstat(path).st_mode) and not select.select([descriptor], [], [], FIFO_TIMEOUT_S)[0]:
         os.close(descriptor)
-        raise OSError(errno.EAGAIN, "Nobody writes to it")
+        raise OSError(errno.EAGAIN, "No process writes to this FIFO")
     os.set_blocking(descriptor, True)
     return descriptor
 
 
 def parse_document(text: str, *, label: str, noun: str = "profile") -> tuple[Document, list[ProfileError]]:
-    """The entries of YAML text, as far as they are right, and its mistakes. What is no YAML has no entries."""
-    reader = _Reader(_LINE_BREAK.split(text.rstrip("\n")), label, [])
+    """Returns the valid entries of YAML text and its mistakes; no entries if the text is not YAML."""
+    reader = _EntryReader(_LINE_BREAK.split(text.rstrip("\n")), label, [])
     try:
         return reader.read(text, noun), reader.mistakes
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         assert mark is not None
-        return {}, [reader.no_yaml(error, mark)]
+        return {}, [reader.yaml_error(error, mark)]
     except yaml.reader.ReaderError as error:
         message = f"not valid YAML: the character U+{ord(text[error.position]):04X} is not allowed"
         return {}, [located(message, reader.character(text, error.position))]
     except RecursionError:
-        return {}, [Mistake("nested too deeply", label)]
+        return {}, [Mistake("the YAML is nested too deeply", label)]
 
 
 def parse_value(text: str, place: Source) -> tuple[object, list[ProfileError]]:
-    """The value of a list or mapping in brackets that stands at `place`, on a command line, and its mistakes."""
-    reader = _Reader([place.text], place.label, [], is_file=False)
+    """Parses a list or mapping in brackets on a command line. Returns the value and its mistakes."""
+    reader = _EntryReader([place.text], place.label, [], is_file=False)
     try:
         node = yaml.compose(" " * place.column + text, Loader=_Loader)
-        assert node is not None, "a bracket begins a node"
+        assert node is not None, "a bracket starts a node"
         return reader.value(node), reader.mistakes
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         assert mark is not None
-        return None, [reader.no_yaml(error, mark)]
+        return None, [reader.yaml_error(error, mark)]
     except (yaml.YAMLError, RecursionError):
         return None, [located("not valid YAML", place)]
 
 
-# What YAML's parser says, by how it begins, in words for people who write a profile.
+# Beginning of a message of the YAML parser -> our message.
 _PROBLEMS = {
     "expected <block end>": "the indentation does not fit the lines above",
-    "but found another document": "a second document begins",
-    "found character '\\t'": "a tab, where YAML wants spaces",
+    "but found another document": "a second document starts here",
+    "found character '\\t'": "a tab; YAML requires spaces",
     "found unexpected end of stream": "a quote is not closed",
-    "mapping values are not allowed here": "a `: ` where no key can stand; text that has one belongs in quotes",
-    "could not find expected ':'": "a key without a `:` behind it",
+    "mapping values are not allowed here": "a `: ` is not allowed here; put text that contains it in quotes",
+    "could not find expected ':'": "a key without a `:` after it",
     "expected the node content, but found '<stream end>'": "a bracket is not closed",
     "expected ',' or ']', but got '<stream end>'": "a bracket is not closed",
     "expected ',' or '}', but got '<stream end>'": "a bracket is not closed",
-    "expected '<document start>'": "text behind the end of the document",
+    "expected '<document start>'": "text after the end of the document",
 }
 
-_LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")  # those of YAML, by which it counts lines
+_LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")  # the line breaks of YAML
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes without YAML 1.1's idea of scalars; `plain_scalar` decides what they mean."""
+    """Composes nodes without the implicit types of YAML 1.1; `plain_scalar` converts scalars instead."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (yaml reads the class attribute)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="aliases are not supported; `extends` shares keys", problem_mark=mark)
+            raise yaml.MarkedYAMLError(
+                problem="aliases are not supported; use `extends` to share keys", problem_mark=mark
+            )
         return super().compose_node(parent, index)
 
 
@@ -227,8 +229,8 @@ _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq")}
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
-    """Makes entries of nodes; what is wrong with one goes to `mistakes`, and reading goes on without it."""
+class _EntryReader:
+    """Converts YAML nodes to entries. A mistake goes to `mistakes`, and reading continues without that node."""
 
     lines: list[str]
     label: str
@@ -240,11 +242,11 @@ class _Reader:
         if isinstance(node, yaml.MappingNode) and node.tag in _TAGS:
             return self._section(node, "")
         if node is not None:
-            self._refuse(f"a {noun} is a mapping of keys", node, "")
+            self._refuse(f"a {noun} must be a mapping of keys", node, "")
         return {}
 
     def at(self, start: yaml.Mark, end: yaml.Mark) -> Source:
-        """The span from `start` to `end`, or to the end of its first line; what lies after the last line is its end."""
+        """Returns the span from `start` to `end`, or to the end of the first line; never beyond the last line."""
         if start.line >= len(self.lines):
             return self._source(len(self.lines) - 1, len(self.lines[-1]), 1)
         text = self.lines[start.line]
@@ -254,12 +256,12 @@ class _Reader:
     def _source(self, index: int, column: int, width: int) -> Source:
         return Source(self.label, self.lines[index], column, width, index + 1 if self.is_file else None)
 
-    def no_yaml(self, error: yaml.MarkedYAMLError, mark: yaml.Mark) -> Mistake:
-        said = str(error.problem)
-        problem = next((ours for begin, ours in _PROBLEMS.items() if said.startswith(begin)), said)
+    def yaml_error(self, error: yaml.MarkedYAMLError, mark: yaml.Mark) -> Mistake:
+        message = str(error.problem)
+        problem = next((ours for start, ours in _PROBLEMS.items() if message.startswith(start)), message)
         source = self.at(mark, mark)
         if source.text[: source.column].endswith("$"):
-            problem = "inside brackets a `${NAME}` needs quotes"
+            problem = "inside brackets, `${NAME}` requires quotes"
         hint = f"`{source.text.expandtabs(2)}`" if "\t" in source.text else None
         return located(f"not valid YAML: {problem}", source, hint=hint)
 
@@ -276,7 +278,7 @@ class _Reader:
                 continue
             name, path = key_node.value, f"{prefix}{key_node.value}"
             if name in document:
-                message = f"`{name}` appears twice; it is already on line {document[name].key.line}"
+                message = f"`{name}` appears twice; the first is on line {document[name].key.line}"
                 self.mistakes.append(located(message, key, key=path))
                 continue
             value = self.value(value_node, path)
@@ -285,14 +287,14 @@ class _Reader:
 
     def value(self, node: yaml.Node, path: str = "") -> object:
         if node.tag not in _TAGS:
-            self._refuse("tags are not supported", node, path)
+            self._refuse("YAML tags are not supported", node, path)
         if isinstance(node, yaml.MappingNode):
             return self._section(node, f"{path}.")
         if isinstance(node, yaml.SequenceNode):
             return [_plain(self.value(item, path)) for item in node.value]
         assert isinstance(node, yaml.ScalarNode)
         if "\0" in node.value:
-            self._refuse("a value may not hold a NUL", node, path)
+            self._refuse("a value must not contain a NUL character", node, path)
         return plain_scalar(node.value) if node.style is None else node.value
 
     def _refuse(self, message: str, node: yaml.Node, path: str) -> None:
@@ -300,7 +302,7 @@ class _Reader:
 
 
 def entry_at(document: Mapping[str, Entry], names: Sequence[object]) -> Entry | None:
-    """The entry at `names`, or None where the document does not go that far."""
+    """Returns the entry at `names`, or None."""
     entry: Entry | None = None
     section: Mapping[str, Entry] | None = document
     for name in names:

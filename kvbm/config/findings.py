@@ -1,4 +1,4 @@
-"""Mistakes of a profile while its layers are read: in their order, without what only follows from another."""
+"""Mistakes found while the layers of a profile are read, in order, without mere consequences of other mistakes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from kvbm.errors import ProfileError
 
 @dataclass(slots=True)
 class Findings:
-    """What was found while layers were read. `labels` are the files in the order in which mistakes are told."""
+    """Mistakes of all layers. `labels` are the files, in the order in which their mistakes are reported."""
 
     mistakes: list[ProfileError] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
-    own: set[str] = field(default_factory=set)  # those of them that are no shipped profile
-    wrong: set[str] = field(default_factory=set)  # keys that were taken away, and what unknown ones stood for
+    own: set[str] = field(default_factory=set)  # the files that are not shipped profiles
+    wrong: set[str] = field(default_factory=set)  # removed keys, and the keys meant by unknown ones
     extends: list[Source] = field(default_factory=list)
-    is_incomplete: bool = False  # a file could not be read, and what is missing may be in it
+    is_incomplete: bool = False  # a file could not be read; missing keys may be in it
 
     def add(self, found: Iterable[Mistake]) -> list[Mistake]:
-        """Adds and returns those that do not follow from earlier ones."""
+        """Adds the mistakes that are not consequences of earlier ones, and returns them."""
         new = [one for one in found if not self._is_consequence(one)]
         self.mistakes += new
         self.wrong |= {key for one in new for key in (one.key, one.meant) if key}
         return new
 
     def _is_consequence(self, mistake: Mistake) -> bool:
-        """A section is said to lack what was taken away from it, and what a key needs may have been taken away."""
+        """True if the mistake only follows from the removal of a wrong key."""
         return any(is_within(mistake.key, key) or is_within(key, mistake.key) for key in self.wrong)
 
     def in_order(self) -> tuple[ProfileError, ...]:
-        """Those of files by file and line; then variables and the command line, which have no lines."""
+        """Returns all mistakes: those in files by file and line, then those in variables and on the command line."""
         return tuple(sorted({one.message: one for one in self.mistakes}.values(), key=self._place))
 
     def _place(self, mistake: ProfileError) -> tuple[int, float, int]:
@@ -47,14 +47,14 @@ def is_within(key: str, section: str) -> bool:
     return key == section or key.startswith(f"{section}.")
 
 
-def take_away(document: Document, mistakes: Sequence[Mistake]) -> bool:
-    """Removes what mistakes are about from the document; whether there was anything to remove."""
+def remove_mistaken(document: Document, mistakes: Sequence[Mistake]) -> bool:
+    """Removes the entries of the mistakes from the document. Returns whether anything was removed."""
     removed = [_remove(document, mistake.key.split(".")) for mistake in mistakes]
     return any(removed)
 
 
 def _remove(document: Document, names: Sequence[str]) -> bool:
-    """Removes the entry at `names`, or the one above it that is no section. A name may have dots in it."""
+    """Removes the entry at `names`, or a parent that is not a section. A name may contain dots."""
     for depth in range(len(names), 0, -1):
         name, below = ".".join(names[:depth]), names[depth:]
         entry = document.get(name)

@@ -1,6 +1,6 @@
-"""The rules of `engine.arguments` for vLLM that concern single flags: how they are spelled, and which kvbm sets itself.
+"""Rules for single flags in `engine.arguments` of vLLM: their spelling, and the flags that kvbm sets itself.
 
-A flag that kvbm sets is refused with the key of the profile that sets it, because of two values one would be ignored.
+A flag that kvbm sets is refused, with the profile key that sets it: of two values, one would be ignored.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ CONNECTOR = "DynamoConnector"
 CONNECTOR_MODULE = "kvbm.vllm_integration.connector"
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
-_PLAIN_HTTP = "kvbm talks to the engine in plain HTTP; put what ends TLS in front of it"
-_NATIVE = "kvbm is the connector of this engine; `tiers.host` says how much host memory it takes"
+_PLAIN_HTTP = "kvbm uses plain HTTP; use a reverse proxy for TLS"
+_NATIVE = "kvbm replaces it; set the size of host memory with `tiers.host`"
 
 KVBM_SETS: Mapping[str, str] = {
     "model": "use `engine.model`",
     "model_tag": "use `engine.model`",
     "host": "use `server.host`",
     "port": "use `server.port`",
-    "uds": "kvbm talks to the engine at `server.host` and `server.port`",
-    "config": "write the flags of that file into `engine.arguments`, where they can be checked",
-    "headless": "an engine without a server cannot be watched; leave it out",
-    "grpc": "kvbm talks to the engine in HTTP; leave it out",
+    "uds": "use `server.host` and `server.port`",
+    "config": "write the flags of that file into `engine.arguments`",
+    "headless": "remove it; kvbm requires the server of the engine",
+    "grpc": "remove it; kvbm uses HTTP",
     "ssl_keyfile": _PLAIN_HTTP,
     "ssl_certfile": _PLAIN_HTTP,
     "kv_offloading_size": _NATIVE,
     "kv_offloading_backend": _NATIVE,
-    "enable_prompt_tokens_details": "it is always on, because it is how cached tokens of a request become known",
+    "enable_prompt_tokens_details": "remove it; kvbm always sets it, to learn the number of cached tokens",
 }
 _SAME_IN_VLLM = {"num_blocks": "num_gpu_blocks_override", "prefix_caching": "enable_prefix_caching"}
 _EMBEDDED_ONLY = frozenset(EmbeddedArguments.model_fields) - frozenset(VllmArguments.model_fields) - {"seed"}
 
 
 def flag_name(written: str) -> str:
-    """The name under which the schema knows a flag: underscores for hyphens."""
+    """Returns the name of a flag in the schema, with underscores instead of hyphens."""
     return written.replace("-", "_")
 
 
 def refused_flags(document: Document) -> Iterator[Mistake]:
-    """Flags that are none, that kvbm sets itself, or that another connector would need."""
+    """Yields a mistake for each invalid flag, flag that kvbm sets, and setting for another connector."""
     arguments = entry_at(document, ["engine", "arguments"])
     for name, entry in ((arguments.section if arguments else None) or {}).items():
         mistake = _refused_flag(name, entry)
@@ -63,17 +63,17 @@ def _refused_flag(name: str, entry: Entry) -> Mistake | None:
 def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
     if not _NAME.fullmatch(name):
         written = entry.key.written if entry.key.line else entry.key.written.rpartition(".")[2]
-        return f"`{written}` is not the name of a flag", (
-            "write it without the hyphens in front, such as `max_model_len: 8192`"
+        return f"`{written}` is not a valid flag name", (
+            "write the name without leading hyphens, such as `max_model_len: 8192`"
         )
     if name in KVBM_SETS:
         return f"`{name}` is set by kvbm", KVBM_SETS[name]
     if name in _EMBEDDED_ONLY:
         same = _SAME_IN_VLLM.get(name)
-        hint = f"vLLM's is `{same}`" if same else "leave it out, or use `engine.kind: embedded`"
+        hint = f"use `{same}` with vLLM" if same else "remove it, or use `engine.kind: embedded`"
         return f"`{name}` is a flag of the embedded engine", hint
     if name.startswith("no_"):
-        return f"`{name}` is the negation of a flag", f"write `{name.removeprefix('no_')}: false`"
+        return f"`{name}` is the negated form of a flag", f"write `{name.removeprefix('no_')}: false`"
     return None
 
 
@@ -82,11 +82,11 @@ def _contradictions(transfer: Mapping[str, Entry]) -> Iterator[Mistake]:
     for name, ours in (("kv_connector", CONNECTOR), ("kv_connector_module_path", CONNECTOR_MODULE)):
         entry = transfer.get(name)
         if entry is not None and entry.value != ours:
-            message = f"`kv_transfer_config.{name}` is `{ours}` in an engine that kvbm starts"
-            hint = "leave it out; another connector is started without `kvbm`"
+            message = f"`kv_transfer_config.{name}` must be `{ours}`, not `{entry.value}`"
+            hint = "remove it; to use another connector, start vLLM without `kvbm`"
             yield located(message, entry.source, hint=hint, key=f"{prefix}.{name}")
     extra = transfer.get("kv_connector_extra_config")
     inside = (extra.section or {}).get("kvbm") if extra is not None else None
     if inside is not None:
         hint, name = "use `tiers`, `offload` and `transfer` of the profile", "kv_connector_extra_config.kvbm"
-        yield located(f"`{name}` is what kvbm makes of the profile", inside.key, hint=hint, key=f"{prefix}.{name}")
+        yield located(f"`{name}` is set by kvbm from the profile", inside.key, hint=hint, key=f"{prefix}.{name}")

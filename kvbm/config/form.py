@@ -1,7 +1,7 @@
-"""What the text of a variable may look like, and what is said to one that does not.
+"""Parses the text of a DYN_KVBM_* variable, and explains an invalid one.
 
-Upstream took what it could not read for a variable that is not set; here it is an error that names the variable, its
-value and what would be right, with the right spelling where there is only one that can have been meant.
+NVIDIA's block manager treats invalid text as not set. Here it is an error that names the variable, its value and the
+valid form, with the correct spelling if it is obvious.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Form(enum.Enum):
     TEXT = "text"
 
     def parse(self, text: str, source: Source) -> object:
-        """The value in the form that a profile's key takes. ProfileError where the text is not of this form."""
+        """Returns the value for the profile key. ProfileError for text that is not of this form."""
         stripped = text.strip()
         if not stripped:
-            raise located(f"`{source.label}` is empty", source, hint=f"`unset {source.label}`, or give it a value")
+            raise located(f"`{source.label}` is empty", source, hint=f"`unset {source.label}`, or set a value")
         if self is Form.TEXT:
             return stripped
         parsed = _PARSERS[self](stripped)
         if parsed is None:
             meant = _meant(self, stripped)
-            hint = None if meant is None else f"`{source.label}={meant}`"
+            hint = None if meant is None else f"use `{source.label}={meant}`"
             raise located(f"`{source.label}` must be {self.value}, not `{stripped}`", source, hint=hint)
         return parsed
 
@@ -58,7 +58,7 @@ def _boolean(text: str) -> bool | None:
 
 
 def _meant(form: Form, text: str) -> str | None:
-    """The same in the right form, where the text says it in another one."""
+    """Returns the value in the correct form if the text contains it in another form, else None."""
     if form is Form.GIGABYTES:
         return _in_gigabytes(text)
     if form is Form.COUNT and re.fullmatch(r"[0-9]{1,18}\.0*", text):

@@ -1,11 +1,11 @@
-"""`${NAME}` in a profile: the value of a variable of the environment, in the keys that are declared for it.
+"""Interpolation of environment variables: `${NAME}` in the keys of `schema.INTERPOLATED`.
 
-    ${NAME}             its value; a mistake where it is not set
-    ${NAME:-default}    the text behind `:-` where it is not set, or empty
+    ${NAME}             value of the variable; a mistake if it is not set
+    ${NAME:-default}    the text after `:-` if the variable is not set or empty
     $$                  one dollar sign: `$${NAME}` is the text `${NAME}`
 
-In the keys of `schema.INTERPOLATED` also `$NAME` is a mistake, because it would be taken literally where a shell would
-not. In all other keys `${` is one, since nothing reads it there; a dollar sign is itself, and `$${` is the text `${`.
+In these keys `$NAME` is a mistake too, because it would not be replaced, unlike in a shell. In all other keys `${` is a
+mistake, because no variable is replaced there; `$` is literal and `$${` is the text `${`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ELSEWHERE = re.compile(r"(?P<escaped>\$\$\{)|(?P<broken>\$\{[^}]*\}?)")
 
 @dataclass(frozen=True, slots=True)
 class Interpolation:
-    """One pass over a document; what is wrong goes to `mistakes`, and the entry stays as it is."""
+    """One pass over a document. A mistake goes to `mistakes`, and its entry is not changed."""
 
     environment: Mapping[str, str]
     mistakes: list[Mistake]
 
     def document(self, document: Mapping[str, Entry], prefix: str = "") -> Document:
-        """The document with variables replaced. Consumes nothing."""
+        """Returns a copy of the document with variables replaced."""
         return {name: self._entry(entry, f"{prefix}{name}") for name, entry in document.items()}
 
     def _entry(self, entry: Entry, path: str) -> Entry:
@@ -47,7 +47,7 @@ class Interpolation:
         return entry
 
     def _inside(self, value: object, entry: Entry, path: str) -> object:
-        """A list and what is in it, where no variable is read."""
+        """Processes the texts in a list or mapping."""
         if isinstance(value, list):
             return [self._inside(one, entry, path) for one in value]
         if isinstance(value, dict):
@@ -78,7 +78,7 @@ class Interpolation:
         if default is not None:
             return value or default
         if value is None:
-            message = f"`{path}` needs the variable `{name}`, which is not set"
+            message = f"`{path}` refers to the variable `{name}`, which is not set"
             hint = f"`export {name}=...`, or write `${{{name}:-default}}`"
             self.mistakes.append(located(message, _at(piece[0], entry), hint=hint, key=path))
             return piece[0]
@@ -88,14 +88,14 @@ class Interpolation:
         source, written = _at(piece[0], entry), piece[0]
         if not is_declared:
             keys = ", ".join(f"`{key}`" for key in INTERPOLATED)
-            hint = f"variables are read in {keys}; `$${{` is the text itself"
-            return located(f"`{path}` reads no variables, so `{written}` means nothing", source, hint=hint, key=path)
+            hint = f"variables are replaced in {keys}; write `$${{` for the text `${{`"
+            return located(f"`{path}` does not support variables: `{written}`", source, hint=hint, key=path)
         if piece["bare"]:
             name = written.removeprefix("$")
-            hint = f"write `${{{name}}}` for the variable, or `$${name}` for the text itself"
-            return located(f"`{path}`: `{written}` is not replaced", source, hint=hint, key=path)
+            hint = f"write `${{{name}}}` for the variable, or `$${name}` for the text `${name}`"
+            return located(f"`{path}`: `{written}` would not be replaced", source, hint=hint, key=path)
         message = f"`{path}`: `{written}` is neither `${{NAME}}` nor `${{NAME:-default}}`"
-        return located(message, source, hint="`$${` is the text itself", key=path)
+        return located(message, source, hint="write `$${` for the text `${`", key=path)
 
 
 def is_interpolated(path: str) -> bool:
@@ -103,7 +103,7 @@ def is_interpolated(path: str) -> bool:
 
 
 def _at(piece: str, entry: Entry) -> Source:
-    """The piece where it was written, or the whole value where that says it in other characters."""
+    """Returns the place of the piece, or of the whole value if it was escaped."""
     source = entry.source
     start = source.text.find(piece, source.column, source.column + source.width)
     return source if start < 0 else replace(source, column=start, width=len(piece))

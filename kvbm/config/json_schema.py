@@ -1,8 +1,8 @@
-"""The JSON Schema of a profile file, by which an editor completes keys and underlines mistakes.
+"""JSON Schema of a profile file, with which an editor completes keys and underlines mistakes.
 
-Made from the models, and never stricter than they are, with what a file may do and a `Profile` may not: `extends` makes
-every key optional, a section may be empty, a tier may be `null`. It knows single values; what several keys say together
-is found by `kvbm profile check`. Draft 7, which editors understand.
+It is generated from the models and never stricter than they are. It allows what a file may contain and a `Profile` may
+not: with `extends` every key is optional, a section may be empty, a tier may be `null`. It checks single values only;
+`kvbm profile check` also checks combinations of keys. It uses draft 7, which editors support.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DRAFT = "http://json-schema.org/draft-07/schema#"
 _EXTENDS = {
     "type": "string",
     "minLength": 1,
-    "description": "The profile whose keys count where this one has none: a shipped one by name, or a file.",
+    "description": "Profile whose keys this file inherits: name of a shipped profile, or path of a file.",
 }
 
 Schema = dict[str, Any]
@@ -39,7 +39,7 @@ def json_schema() -> Schema:
     }
 
 
-# Without a parent an engine has a model, and one of no kind is the embedded one.
+# Without a parent, an engine requires a model, and the default kind is embedded.
 _ENGINE_WITHOUT_PARENT = {
     "required": ["model"],
     "if": {"not": {"required": ["kind"]}},
@@ -48,14 +48,14 @@ _ENGINE_WITHOUT_PARENT = {
 
 
 def _section(schema: Schema) -> Schema:
-    """The schema of a model without its docstring, and with every key optional."""
+    """Schema of a model without its docstring and with every key optional."""
     properties = {name: _key(one) for name, one in schema["properties"].items()}
     kept = {name: one for name, one in schema.items() if name not in ("description", "title", "required")}
     return {**kept, "properties": properties}
 
 
 def _key(schema: Schema) -> Schema:
-    """The schema of one key; of a section, one that lets it be empty."""
+    """Schema of one key. A section may be empty."""
     kept = {name: one for name, one in schema.items() if name != "title"}
     reference = kept.pop("$ref", None)
     if reference is None:
@@ -64,7 +64,7 @@ def _key(schema: Schema) -> Schema:
 
 
 def _engine(schema: Schema) -> Schema:
-    """Either kind; what names neither may be meant for the parent's, whichever that is."""
+    """Schema of `engine`: either kind. Without `kind`, the kind of the parent is not known."""
     return {**_about(schema), "anyOf": [*schema["oneOf"], {"type": "null"}]}
 
 

@@ -1,4 +1,4 @@
-"""LaunchPlan: what it takes to start an engine, and where it will answer. Made by `launch.py`, run by the command."""
+"""LaunchPlan: command, environment and URLs of an engine. `launch.py` makes it, `kvbm serve` runs it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """`environment` is added to the caller's, from which every DYN_KVBM_* variable is taken away.
+    """`environment` is added to that of the caller, from which every DYN_KVBM_* variable is removed.
 
-    `libraries` are modules without which the engine cannot start, and `install` is the command that brings them.
+    `libraries` are modules that the engine requires, `install` is the command that installs them.
     """
 
     argv: tuple[str, ...]
@@ -26,6 +26,6 @@ _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def reachable(host: str) -> str:
-    """The host of a URL by which this machine reaches a server that listens on `host`."""
+    """Returns the URL host by which this machine reaches a server that listens on `host`."""
     address = _EVERY_ADDRESS.get(host, host)
     return f"[{address}]" if ":" in address else address

@@ -1,7 +1,7 @@
-"""The layers of a profile, and how one is laid over another: files with all that they extend, variables, overrides.
+"""Layers of a profile and how they are merged: files with their parents, variables, overrides.
 
-Mappings are merged key by key; anything else, lists included, replaces what was there. A layer is read on without what
-is wrong in it, so that all mistakes are found at once.
+Mappings are merged key by key; any other value, also a list, replaces the earlier one. Wrong entries are removed from a
+layer and reading continues, so that all mistakes are found.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvbm.config.document import (
     plain_scalar,
 )
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.findings import Findings, take_away
+from kvbm.config.findings import Findings, remove_mistaken
 from kvbm.config.flags import flag_name
-from kvbm.config.mistakes import NOT_BUILT_PROFILES, no_sections
+from kvbm.config.mistakes import NOT_BUILT_PROFILES, not_sections
 from kvbm.config.schema import keys
-from kvbm.config.variables import overruled, put, read_variables, settle, usable
+from kvbm.config.variables import drop_unused, overridden_values, put, read_variables, valid_variables
 from kvbm.errors import ProfileError
 
 SUFFIXES = (".yaml", ".yml")
-NEAR = 0.75  # of names of files, among which there need not be the one that was meant
+NEAR = 0.75  # similarity of file names; the intended file may not exist
 ARGUMENTS = "engine.arguments."
 _ALL_KEYS = {key.path: key for kind in ENGINE_KINDS for key in keys(engine=kind)}
 _SECTIONS = frozenset({"engine.environment", *(path for path, key in _ALL_KEYS.items() if key.is_section)})
@@ -39,9 +39,9 @@ TIERS = frozenset(path for path in _SECTIONS if path.startswith("tiers."))
 
 
 def find(reference: str, *, directories: Sequence[Path]) -> Path:
-    """The file of a profile. What contains a slash or ends in .yaml is a path, anything else a name.
+    """Returns the file of a profile. A reference with a slash or with .yaml at its end is a path, else a name.
 
-    ProfileError for a name that is none.
+    ProfileError for an unknown name.
     """
     if _is_path(reference):
         path = Path(reference)
@@ -53,7 +53,9 @@ def find(reference: str, *, directories: Sequence[Path]) -> Path:
     if existing is None:
         if reference.lower() in NOT_BUILT_PROFILES:
             about = NOT_BUILT_PROFILES[reference.lower()]
-            raise ProfileError(f"there is no profile `{reference}`: {about}", hint="`kvbm profile list`")
+            raise ProfileError(
+                f"no profile is named `{reference}`: {about}", hint="`kvbm profile list` lists the profiles"
+            )
         raise ProfileError(f"no profile is named `{reference}`", hint=_nearest_name(reference, shipped(directories)))
     return existing
 
@@ -70,30 +72,30 @@ def shipped(directories: Sequence[Path]) -> tuple[str, ...]:
 def _nearest_name(reference: str, names: Sequence[str]) -> str:
     beside = Path(f"{reference}{SUFFIXES[0]}")
     if beside.is_file():
-        return f"a file is given with its path: `./{beside}`"
+        return f"use `./{beside}` for the file in this directory"
     nearest = difflib.get_close_matches(reference, names, n=1)
     if nearest:
-        return f"did you mean `{nearest[0]}`? A file is given with its path: `./{reference}.yaml`"
-    return f"there are {', '.join(f'`{name}`' for name in names)}; a file is given with its path"
+        return f"did you mean `{nearest[0]}`? For a file, give its path: `./{reference}.yaml`"
+    return f"shipped profiles: {', '.join(f'`{name}`' for name in names)}; for a file, give its path"
 
 
 def _instead_of(path: Path, directories: Sequence[Path]) -> str | None:
-    """The shipped profile whose name was taken for a file, or a file of nearly that name."""
+    """Suggests the shipped profile of that name, or a file with a similar name."""
     if path.parent == Path() and path.stem in shipped(directories):
-        return f"the shipped profile is `{path.stem}`, without a suffix"
+        return f"use `{path.stem}`, without suffix, for the shipped profile"
     return _nearest_file(path, [])
 
 
 def _nearest_file(path: Path, children: Sequence[Path]) -> str | None:
-    """A profile in the directory where `path` was looked for, and none that extends it."""
-    beside = [file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")]
-    names = {file.stem: file.name for file in beside if file.resolve() not in children}
+    """Suggests a file with a similar name in the same directory, except files that extend `path`."""
+    candidates = [file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")]
+    names = {file.stem: file.name for file in candidates if file.resolve() not in children}
     nearest = difflib.get_close_matches(path.stem, names, n=1, cutoff=NEAR)
     return f"did you mean `{path.with_name(names[nearest[0]])}`?" if nearest else None
 
 
 def file_with_parents(path: Path, directories: Sequence[Path], findings: Findings) -> Document:
-    """The file's document over those of all that it extends. ProfileError if `path` itself cannot be read."""
+    """Merges a file over all its parents. ProfileError if `path` itself cannot be read."""
     chain: list[Document] = []
     files: list[Path] = []
     while True:
@@ -120,21 +122,21 @@ def file_with_parents(path: Path, directories: Sequence[Path], findings: Finding
 
 
 def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequence[Path]) -> Path:
-    """The file that `path` extends; a path is relative to the file that says so. Mistake if it cannot be read."""
+    """Returns the parent file of `path`; a relative path is relative to `path`. Mistake if it cannot be read."""
     reference, source = extends.value, extends.source
     if not isinstance(reference, str) or not reference or not _can_be_a_path(reference):
-        raise located("`extends` must be the name or the path of a profile", source, key="extends")
+        raise located("`extends` must be the name or path of a profile", source, key="extends")
     try:
         parent = path.parent / reference if _is_path(reference) else find(reference, directories=directories)
     except ProfileError as error:
         raise located(error.message, source, hint=error.hint, key="extends") from None
     if parent.resolve() in files:
-        circle = " -> ".join(file.name for file in [*files[files.index(parent.resolve()) :], parent])
-        raise located(f"`extends` leads back to `{parent}`: {circle}", source, key="extends")
+        cycle = " -> ".join(file.name for file in [*files[files.index(parent.resolve()) :], parent])
+        raise located(f"`extends` forms a cycle: {cycle}", source, key="extends")
     if not parent.is_file():
-        raise located(f"there is no file `{parent}`", source, hint=_nearest_file(parent, files), key="extends")
+        raise located(f"`extends`: no such file: `{parent}`", source, hint=_nearest_file(parent, files), key="extends")
     if not os.access(parent, os.R_OK):
-        raise located(f"`{parent}` cannot be read", source, key="extends")
+        raise located(f"`extends`: `{parent}` is not readable", source, key="extends")
     return parent
 
 
@@ -147,18 +149,18 @@ def _file(path: Path, findings: Findings) -> Document:
     findings.labels.append(str(path))
     findings.mistakes += mistakes
     findings.is_incomplete |= bool(mistakes) and not document
-    return merge({}, _sound(document, findings))
+    return merge({}, _valid_layer(document, findings))
 
 
-def _sound(document: Document, findings: Findings) -> Document:
-    """A layer that can be laid over others: its sections are sections, its flags spelled in one way."""
+def _valid_layer(document: Document, findings: Findings) -> Document:
+    """Returns a layer that can be merged: no value in place of a section, flags with underscores."""
     document = dict(document)
-    take_away(document, findings.add(no_sections(document, _SECTIONS)))
+    remove_mistaken(document, findings.add(not_sections(document, _SECTIONS)))
     return _one_spelling(document, findings)
 
 
 def _one_spelling(document: Document, findings: Findings) -> Document:
-    """The same with flags by the names that they have in the schema, whichever way they were written."""
+    """Renames the flags to their names in the schema."""
     arguments = entry_at(document, ["engine", "arguments"])
     if arguments is None or arguments.section is None:
         return document
@@ -183,8 +185,8 @@ def with_layers(
     options: Mapping[str, tuple[str, str]],
     findings: Findings,
 ) -> tuple[Document, tuple[str, ...]]:
-    """The document under what is no file, and warnings."""
-    variables, mistakes = usable(environment)
+    """Merges variables, overrides and options over the document. Returns it with warnings."""
+    variables, mistakes = valid_variables(environment)
     findings.mistakes += mistakes
     from_variables, warnings = read_variables(variables)
     layers = [from_variables]
@@ -196,23 +198,25 @@ def with_layers(
     layers += [_option(key, *written) for key, written in options.items()]
     merged = document
     for layer in layers:
-        merged = merge(merged, _sound(layer, findings))
-    warnings += settle(merged, below=document)
-    return merged, (*warnings, *overruled(from_variables, merged, document, findings.own))
+        merged = merge(merged, _valid_layer(layer, findings))
+    warnings += drop_unused(merged, below=document)
+    return merged, (*warnings, *overridden_values(from_variables, merged, document, findings.own))
 
 
 def _override(text: str) -> Document:
-    """The document of one `--set key=value`. The value is as in a file, on one line."""
+    """Parses one `--set key=value`. The value is one line of YAML."""
     path, equals, raw = text.partition("=")
     shown = f"--set {text}"
     names = path.strip().split(".")
     if not equals or not all(names):
         source = Source("--set", shown, len("--set "), len(text))
-        raise located("`--set` takes KEY=VALUE, such as `tiers.host.capacity=2GB`", source)
+        raise located(
+            f"`--set` requires KEY=VALUE, not `{text}`", source, hint="for example `--set tiers.host.capacity=2GB`"
+        )
     if names == ["extends"]:
         source = Source("--set", shown, len("--set "), len(path))
-        hint = "write it into a file, whose keys are then laid over those of its parent"
-        raise located("`extends` is for files", source, hint=hint, key="extends")
+        hint = "write `extends` into a profile file"
+        raise located("`--set` cannot set `extends`", source, hint=hint, key="extends")
     key = Source("--set", shown, len("--set "), len(path))
     document: Document = {}
     source = Source("--set", shown, len(shown) - len(raw), len(raw))
@@ -221,7 +225,7 @@ def _override(text: str) -> Document:
 
 
 def _bracketed(raw: str, source: Source) -> object:
-    """A list or a mapping, as a file has it."""
+    """Parses a list or mapping."""
     value, mistakes = parse_value(raw, source)
     if mistakes:
         raise mistakes[0]
@@ -243,9 +247,9 @@ def _typed(raw: str) -> object:
 
 
 def merge(base: Document, over: Document, *, path: str = "") -> Document:
-    """`over` laid over `base`, section by section. Consumes neither.
+    """Merges `over` over `base`, section by section, into a new document.
 
-    A section without keys says nothing; a tier that is `null` takes away what was there.
+    An empty section changes nothing; a tier that is `null` removes that of `base`.
     """
     merged = dict(base)
     for name, entry in over.items():
@@ -258,5 +262,5 @@ def merge(base: Document, over: Document, *, path: str = "") -> Document:
             entry = Entry(entry.key, entry.source, merge(under, dict(entry.section), path=f"{here}."))
         merged[name] = entry
     if path[:-1] in TIERS and "capacity" in over and "blocks" not in over:
-        merged.pop("blocks", None)  # `blocks` wins inside a layer; a later layer's capacity must not lose to it
+        merged.pop("blocks", None)  # within a layer `blocks` has priority, but a later layer's `capacity` replaces it
     return merged

@@ -1,9 +1,9 @@
-"""From a name or a file to one frozen `Profile`, with the origin of every key.
+"""Resolves a name or a file to one frozen `Profile`, with the origin of every key.
 
 Layers, each over the one before: defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables <
-`--set key=value` (layers.py). Reads files and the mapping of variables that it is given, never the process's
-environment. Every mistake is a ProfileError that shows where the offending text was written and, for a name, the
-nearest right one; all of them are found at once.
+`--set key=value` (layers.py). Variables are passed in as a mapping; the environment of the process is never read.
+Every mistake is a ProfileError with the place of the text and, for a name, the nearest valid one. All mistakes are
+reported together.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pydantic import ValidationError
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, plain_values, together
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.findings import Findings, is_within, take_away
+from kvbm.config.findings import Findings, is_within, remove_mistaken
 from kvbm.config.flags import refused_flags
 from kvbm.config.interpolation import Interpolation
 from kvbm.config.layers import ARGUMENTS, TIERS, file_with_parents, find, merge, with_layers
-from kvbm.config.mistakes import mistakes_in, no_text, not_built, profile_file
+from kvbm.config.mistakes import invalid_text, mistakes_in, not_built, profile_file
 from kvbm.config.schema import Key, Profile, keys
-from kvbm.config.variables import others
+from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError
 
 DEFAULT = "default"
@@ -30,10 +30,11 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True)
 class ResolvedProfile:
-    """A profile and where it came from.
+    """A profile and the origins of its values.
 
-    `values` has every key as `show` prints it, a tier that is left out as one key without a value. `origins` has the
-    same keys: `default`, `file:line`, a variable or `--set`. `extends` has what each file of the chain extends.
+    `values` has every key as `kvbm profile show` prints it; a missing tier is one key without a value. `origins` has
+    the same keys: `default`, `file:line`, a variable or `--set`. `extends` has the `extends` values of the chain of
+    files.
     """
 
     name: str
@@ -46,13 +47,13 @@ class ResolvedProfile:
     warnings: tuple[str, ...]
 
     def mistake(self, key: str, message: str, *, hint: str | None = None) -> Mistake:
-        """The error of a value that only the machine can judge, at the place where `key` was written."""
+        """Makes the error of a value that is invalid on this machine, at the place of `key`."""
         return Mistake(message, self.sources.get(key, self.path), hint=hint, key=key)
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """All mistakes of a profile in the order of its layers, and what it amounts to without them, if that is one."""
+    """All mistakes of a profile, in the order of its layers, and the profile without them if that is valid."""
 
     path: Path
     mistakes: tuple[ProfileError, ...]
@@ -67,10 +68,10 @@ def load(
     overrides: Sequence[str] = (),
     options: Mapping[str, tuple[str, str]] | None = None,
 ) -> ResolvedProfile:
-    """Resolves the profile that `reference` names, a file or a name in one of `directories`.
+    """Resolves the profile `reference`, a path or a name in one of `directories`.
 
-    `overrides` are texts of `--set`; `options` are keys that a command has an option for, as `{key: (option, text)}`,
-    and win over everything. ProfileError for a mistake, ProfileMistakes for several.
+    `overrides` are texts of `--set`. `options` are keys set by other options, as `{key: (option, text)}`; they override
+    everything. ProfileError for a mistake, ProfileMistakes for several.
     """
     examined = examine(reference, directories=directories, variables=variables, overrides=overrides, options=options)
     if examined.mistakes:
@@ -87,7 +88,7 @@ def examine(
     overrides: Sequence[str] = (),
     options: Mapping[str, tuple[str, str]] | None = None,
 ) -> Examined:
-    """What `load` resolves, with its mistakes beside it. ProfileError only where there is no such file."""
+    """Like `load`, but returns the mistakes. ProfileError only if there is no such file."""
     path, environment = find(reference, directories=directories), variables or {}
     findings = Findings()
     document = file_with_parents(path, directories, findings)
@@ -102,16 +103,16 @@ def examine_written(
     parent: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Examined:
-    """What a file at `path` would amount to that says what `written` says and extends `parent`."""
+    """Resolves the document `written` as if it were the file `path` and extended `parent`."""
     findings = Findings()
     below = file_with_parents(parent, directories, findings) if parent is not None else {}
-    return _examined(path, merge(below, written), others(variables or {}), (), {}, findings)
+    return _examined(path, merge(below, written), other_variables(variables or {}), (), {}, findings)
 
 
 def written_by(
     overrides: Sequence[str], options: Mapping[str, tuple[str, str]]
 ) -> tuple[Document, tuple[ProfileError, ...]]:
-    """What `--set` and options say, as a file would, and their mistakes."""
+    """Converts `--set` and options to a document. Returns it with their mistakes."""
     findings = Findings()
     document, _ = with_layers({}, {}, overrides, options, findings)
     return document, findings.in_order()
@@ -128,8 +129,8 @@ def _examined(
     merged, warnings = with_layers(document, environment, overrides, options, findings)
     interpolation = Interpolation(environment, [])
     merged = interpolation.document(merged)
-    take_away(merged, findings.add(interpolation.mistakes))
-    take_away(merged, findings.add(no_text(merged)))
+    remove_mistaken(merged, findings.add(interpolation.mistakes))
+    remove_mistaken(merged, findings.add(invalid_text(merged)))
     profile = _validated(merged, path, findings)
     mistakes = findings.in_order()
     if profile is None:
@@ -144,11 +145,11 @@ def _examined(
 
 
 def _validated(document: Document, path: Path, findings: Findings) -> Profile | None:
-    """The profile, None if what is left of the document without its mistakes is none. Consumes the document."""
-    take_away(document, findings.add(not_built(document)))
+    """Returns the profile, None if the document without its mistakes is not valid. Consumes the document."""
+    remove_mistaken(document, findings.add(not_built(document)))
     kind = _engine_kind(document)
     if kind == "vllm":
-        take_away(document, findings.add(refused_flags(document)))
+        remove_mistaken(document, findings.add(refused_flags(document)))
     is_known = "engine.kind" not in findings.wrong
     if not is_known:
         document = _of_any_kind(document)
@@ -160,12 +161,12 @@ def _validated(document: Document, path: Path, findings: Findings) -> Profile | 
             file = profile_file(kind)
             found = mistakes_in(error, document, path, file, is_complete=not findings.is_incomplete)
         findings.add(found)
-        if not take_away(document, found):
+        if not remove_mistaken(document, found):
             return None
 
 
 def _of_any_kind(document: Document) -> Document:
-    """The document with the one kind of engine whose rules refuse nothing that another's allow."""
+    """Returns the document with engine kind vllm, which accepts the keys of every kind."""
     engine = document.get("engine")
     if engine is None or engine.section is None:
         return document
@@ -180,7 +181,7 @@ def _engine_kind(document: Document) -> str:
 
 
 def _sources(profile: Profile, document: Document) -> dict[str, Source | None]:
-    """Of every key, None for a default."""
+    """Returns the source of every key, None for a default."""
     entries = {path: entry_at(document, path.split(".")) for path in _paths(profile)}
     return {path: entry.source if entry else None for path, entry in entries.items()}
 
@@ -199,10 +200,9 @@ def _value_at(dumped: Mapping[str, object], path: str) -> object:
 
 
 def _paths(profile: Profile) -> list[str]:
-    """Every key that the profile has a value for, and a section that is left out as one.
+    """Returns every key of the profile; a missing tier is one key.
 
-    Flags that are only passed on come after the declared ones, and every variable of `engine.environment` in the place
-    of that key.
+    Undeclared flags come after the declared ones. The variables of `engine.environment` replace that key.
     """
     engine = profile.engine
     more = [f"{ARGUMENTS}{name}" for name in engine.arguments.model_extra or ()]

@@ -1,7 +1,7 @@
-"""What a file got wrong, in our words and at its place: keys that do not exist yet, and pydantic's findings.
+"""Mistakes of a file with our messages and places: keys of future versions, and the errors of pydantic.
 
-A table maps each of pydantic's error types to a sentence, so that its own phrases do not reach a user. The file is a
-profile, or whatever else a `FileKind` describes.
+A table maps each error type of pydantic to a message of ours. The file is a profile or another kind that a `FileKind`
+describes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from kvbm.config.schema import Key, keys
 from kvbm.config.values import WrongKey
 
 NOT_BUILT = {
-    "tiers.object": "this version keeps blocks in host memory and on disk; use `tiers.host` and `tiers.disk`",
-    "filters": "the section `offload` says what goes where; leave this one out",
+    "tiers.object": "use `tiers.host` and `tiers.disk`",
+    "filters": "use the section `offload`",
 }
 NOT_BUILT_ENGINES = ("tensorrt-llm", "tensorrt_llm", "trtllm", "sglang")
 
-_ELSEWHERE = "engines are `embedded` and `vllm`"
+_ENGINES = "engines are `embedded` and `vllm`"
 NOT_BUILT_PROFILES = {
-    **dict.fromkeys(("trtllm", "tensorrt-llm", "tensorrt_llm"), f"TensorRT-LLM is not in this version; {_ELSEWHERE}"),
-    "sglang": f"SGLang is not in this version; {_ELSEWHERE}",
+    **dict.fromkeys(
+        ("trtllm", "tensorrt-llm", "tensorrt_llm"), f"TensorRT-LLM is not supported in this version; {_ENGINES}"
+    ),
+    "sglang": f"SGLang is not supported in this version; {_ENGINES}",
 }
 
-# Names that people expect, and the key that is meant.
+# Names that users expect, and the correct key.
 OTHER_NAMES = {
     "engine.interpreter": "engine.python",
     "engine.args": "engine.arguments",
@@ -55,7 +57,7 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """What is said of a file that is checked against a schema. `missing` maps the first part of a key to its hint."""
+    """A kind of file and its schema. `missing` maps the first part of a missing key to a hint."""
 
     noun: str
     keys: tuple[Key, ...]
@@ -63,7 +65,7 @@ class FileKind:
 
 
 def profile_file(engine: str = ENGINE_KINDS[0]) -> FileKind:
-    """A profile, with the keys of that kind of engine."""
+    """The kind of a profile, with the keys of one engine kind."""
     missing = {
         "engine": "add `engine.model`, such as `synthetic:tiny`",
         "tiers": "add `tiers.host.capacity`, such as `64GiB`",
@@ -72,56 +74,58 @@ def profile_file(engine: str = ENGINE_KINDS[0]) -> FileKind:
 
 
 def not_built(document: Document) -> Iterator[Mistake]:
-    """Keys and engines that the design has and this version has not, and a `kind` that is none."""
+    """Yields a mistake for keys and engines that this version does not support, and for an unknown `kind`."""
     for name, hint in NOT_BUILT.items():
         entry = entry_at(document, name.split("."))
         if entry is not None:
-            yield located(f"`{name}` is not in this version", entry.key, hint=hint, key=name)
+            yield located(f"`{name}` is not supported in this version", entry.key, hint=hint, key=name)
     kind = entry_at(document, ["engine", "kind"])
     if kind is not None and not (isinstance(kind.value, str) and kind.value in ENGINE_KINDS):
         yield _no_engine(kind)
 
 
-def no_text(document: Mapping[str, Entry], section: str = "") -> Iterator[Mistake]:
-    """Values that no file could hold: bytes of a command line or a variable that are no UTF-8."""
+def invalid_text(document: Mapping[str, Entry], section: str = "") -> Iterator[Mistake]:
+    """Yields a mistake for text of the command line or a variable that is not UTF-8."""
     for name, entry in document.items():
         key = f"{section}{name}"
         if entry.section is not None:
-            yield from no_text(entry.section, f"{key}.")
-        elif isinstance(entry.value, str) and _NO_TEXT.search(entry.value):
-            yield located(f"`{key}` must be text in UTF-8, not the text `{entry.value}`", entry.source, key=key)
+            yield from invalid_text(entry.section, f"{key}.")
+        elif isinstance(entry.value, str) and _SURROGATES.search(entry.value):
+            yield located(f"`{key}` must be UTF-8 text, not `{entry.value}`", entry.source, key=key)
 
 
-_NO_TEXT = re.compile("[\ud800-\udfff]")
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def _no_engine(kind: Entry) -> Mistake:
-    key, there_are = "engine.kind", f"there are {' and '.join(f'`{name}`' for name in ENGINE_KINDS)}"
+    key, supported = "engine.kind", f"supported: {' and '.join(f'`{name}`' for name in ENGINE_KINDS)}"
     if isinstance(kind.value, str) and kind.value.lower() in NOT_BUILT_ENGINES:
-        return located(f"engine kind `{kind.value}` is not in this version", kind.source, hint=there_are, key=key)
+        return located(
+            f"engine kind `{kind.value}` is not supported in this version", kind.source, hint=supported, key=key
+        )
     expected = " or ".join(f"'{name}'" for name in ENGINE_KINDS)
     value = {} if kind.section is not None else kind.value
     source = kind.key if kind.section is not None else kind.source
-    return located(f"`{key}` must be {expected}{_but_is(value)}", source, hint=_nearest(value, ENGINE_KINDS), key=key)
+    return located(f"`{key}` must be {expected}{_but_got(value)}", source, hint=_nearest(value, ENGINE_KINDS), key=key)
 
 
-def no_sections(document: Document, sections: Collection[str], prefix: str = "") -> Iterator[Mistake]:
-    """Values where one of `sections` should be; laid under another layer they would take away what lies below."""
+def not_sections(document: Document, sections: Collection[str], prefix: str = "") -> Iterator[Mistake]:
+    """Yields a mistake for each value in place of a section, which would hide the keys of lower layers."""
     for name, entry in document.items():
         path = f"{prefix}{name}"
         if entry.section is not None:
-            yield from no_sections(dict(entry.section), sections, f"{path}.")
+            yield from not_sections(dict(entry.section), sections, f"{path}.")
         elif path in sections and entry.value is not None:
-            message = f"`{path}` must be a section with keys of its own{_but_is(entry.value)}"
-            yield located(message, entry.source, hint=_space_behind_colon(entry.value), key=path)
+            message = f"`{path}` must be a section with keys{_but_got(entry.value)}"
+            yield located(message, entry.source, hint=_missing_space(entry.value), key=path)
 
 
 def mistakes_in(
     error: ValidationError, document: Document, path: Path | str, kind: FileKind, *, is_complete: bool = True
 ) -> list[Mistake]:
-    """Pydantic's findings in our words, each at its place, without those that only follow from another.
+    """Converts the errors of pydantic to mistakes with places, without mere consequences of others.
 
-    Where the document is not complete, what it lacks is no finding.
+    If the document is not complete, missing keys are not reported.
     """
     details = [
         detail
@@ -131,12 +135,12 @@ def mistakes_in(
     found = [_explain(detail, document, path, kind) for detail in details]
     meant = {one.meant for one in found if one.meant}
     missing = [one for one, detail in zip(found, details, strict=True) if detail["type"] == "missing"]
-    told = [one for one in found if one not in missing]
-    return [*told, *_missing_together([one for one in missing if one.key not in meant])]
+    present = [one for one in found if one not in missing]
+    return [*present, *_missing_together([one for one in missing if one.key not in meant])]
 
 
 def _missing_together(missing: Sequence[Mistake]) -> Iterator[Mistake]:
-    """One for all keys that the same hint helps with."""
+    """Yields one mistake for all missing keys with the same hint."""
     for hint in dict.fromkeys(one.hint for one in missing):
         alike = [one for one in missing if one.hint == hint]
         names = ", ".join(f"`{one.key}`" for one in alike)
@@ -148,7 +152,7 @@ def _missing_together(missing: Sequence[Mistake]) -> Iterator[Mistake]:
 def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: FileKind) -> Mistake:
     names = [name for name in detail["loc"] if name != "[key]"]
     if kind.noun == "profile" and names[0] == "engine":
-        del names[1:2]  # which kind of engine pydantic took it for
+        del names[1:2]  # the engine kind that pydantic assumed
     if isinstance(wrong := detail.get("ctx", {}).get("error"), WrongKey):
         names.append(wrong.name)
     key = ".".join(map(str, names))
@@ -159,7 +163,7 @@ def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: F
         return Mistake(f"unknown key `{key}`", entry.key, hint=_nearest_key(key, kind), key=key, meant=meant)
     if detail["type"] == "missing":
         return Mistake(f"`{key}` is missing", path, hint=kind.missing[key.partition(".")[0]], key=key)
-    message = f"`{key}` {_complaint(detail)}"
+    message = f"`{key}` {_problem(detail)}"
     if any(one.path == key and one.kind == "port" for one in kind.keys):
         message = message.replace("must be a whole number", "must be a whole number or `auto`")
     if entry is None:
@@ -169,7 +173,7 @@ def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: F
 
 
 def _entry_or_above(document: Document, names: Sequence[object]) -> Entry | None:
-    """The entry at `names`, or the nearest above it: what is inside a list has none of its own."""
+    """Returns the entry at `names` or its nearest parent, because values inside a list have no entry."""
     depths = range(len(names), 0, -1)
     return next((entry for depth in depths if (entry := entry_at(document, names[:depth])) is not None), None)
 
@@ -183,10 +187,10 @@ def _hint(detail: ErrorDetails) -> str | None:
 _GLUED = re.compile(r"[a-z_]+:\S+")
 
 
-def _space_behind_colon(value: object) -> str | None:
+def _missing_space(value: object) -> str | None:
     if not isinstance(value, str) or not _GLUED.fullmatch(value):
         return None
-    return f"a space belongs behind the colon: `{value.replace(':', ': ', 1)}`"
+    return f"add a space after the colon: `{value.replace(':', ': ', 1)}`"
 
 
 def _nearest(value: object, choices: Sequence[str]) -> str | None:
@@ -194,24 +198,24 @@ def _nearest(value: object, choices: Sequence[str]) -> str | None:
     return f"did you mean `{nearest[0]}`?" if nearest else None
 
 
-def _complaint(detail: ErrorDetails) -> str:
+def _problem(detail: ErrorDetails) -> str:
     context = detail.get("ctx", {})
-    template = _COMPLAINTS.get(detail["type"])
+    template = _PROBLEM_TEXTS.get(detail["type"])
     if detail["type"] == "value_error":
         return str(context["error"])
     if template is None:
         return f"is not valid: {detail['msg']}"
-    return template.format(**context) + _but_is(detail["input"])
+    return template.format(**context) + _but_got(detail["input"])
 
 
-_COMPLAINTS = {
+_PROBLEM_TEXTS = {
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
     "finite_number": "must be a number",
     "string_type": "must be text",
-    "string_unicode": "must be text in UTF-8",
+    "string_unicode": "must be UTF-8 text",
     "string_too_short": "must not be empty",
     "string_pattern_mismatch": "must be a name of letters, digits and underscores",
     "literal_error": "must be {expected}",
@@ -219,12 +223,12 @@ _COMPLAINTS = {
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be less than {lt:g}",
     "less_than_equal": "must be at most {le}",
-    "dict_type": "must be a section with keys of its own",
-    "model_type": "must be a section with keys of its own",
+    "dict_type": "must be a section with keys",
+    "model_type": "must be a section with keys",
 }
 
 
-def _but_is(value: object) -> str:
+def _but_got(value: object) -> str:
     if value is None:
         return ", not empty"
     if isinstance(value, dict | list):
@@ -246,7 +250,7 @@ def _siblings(prefix: str, kind: FileKind) -> list[str]:
 
 
 def _nearest_key(dotted: str, kind: FileKind) -> str:
-    """What the name stands for elsewhere, siblings, keys of that name in other sections, all that the section has."""
+    """Returns a hint for an unknown key: a known synonym, a sibling, a key elsewhere, or all keys of the section."""
     prefix, _, leaf = dotted.rpartition(".")
     if any(key.path == dotted for key in kind.keys):
         return f"write it as a key of its section: `{prefix}: {{{leaf}: ...}}`"
@@ -260,5 +264,5 @@ def _nearest_key(dotted: str, kind: FileKind) -> str:
     if far:
         return f"did you mean `{elsewhere[far[0]]}`?"
     where = f"`{prefix}`" if prefix else f"a {kind.noun}"
-    others = "; flags of vLLM need `engine.kind: vllm`" if prefix == "engine.arguments" else ""
-    return f"{where} has {', '.join(f'`{name}`' for name in _siblings(prefix, kind))}{others}"
+    others = "; flags of vLLM require `engine.kind: vllm`" if prefix == "engine.arguments" else ""
+    return f"keys of {where}: {', '.join(f'`{name}`' for name in _siblings(prefix, kind))}{others}"

@@ -1,8 +1,8 @@
-"""The profile: every key that exists, its type, its default and what it means, in one place.
+"""Schema of a profile: every key with its type, default and description.
 
-A `Profile` is frozen and complete; `load.py` makes one from files, variables and overrides, and an engine process
-restores the same one with `Profile.model_validate_json(profile.model_dump_json())`. Descriptions are written for users:
-the reference page and the error messages are made from them. Values are strict: a number in quotes is not a number.
+A `Profile` is frozen and complete. `load.py` makes one from files, variables and overrides; an engine process restores
+it with `Profile.model_validate_json(profile.model_dump_json())`. The descriptions are written for users: the reference
+page and `kvbm profile schema` show them. Values are strict: a number in quotes is not a number.
 """
 
 from __future__ import annotations
@@ -32,65 +32,71 @@ from kvbm.config.values import (
 
 
 class HostTierSection(Section):
-    """G2. One of the two keys is needed; where both are given, `blocks` wins."""
+    """G2. One of the two keys is required; `blocks` has priority."""
 
     capacity: Size | None = Field(
-        default=None, description="Host memory for blocks (G2), summed over the ranks of one engine: 100GB or 64GiB."
+        default=None,
+        description="Host memory for blocks (G2), summed over the ranks of one engine, such as 64GiB.",
     )
     blocks: int | None = Field(
-        default=None, ge=1, le=2**40, description="Host memory as a number of blocks; wins over `capacity`."
+        default=None, ge=1, le=2**40, description="Host memory as a number of blocks; overrides `capacity`."
     )
 
     @model_validator(mode="after")
     def _has_a_size(self) -> HostTierSection:
         if self.capacity is None and self.blocks is None:
-            raise ValueError("needs `capacity` or `blocks`")
+            raise ValueError("requires `capacity` or `blocks`")
         return self
 
 
 class DiskTierSection(Section):
-    """G3. `capacity` or `blocks` is needed; where both are given, `blocks` wins."""
+    """G3. `capacity` or `blocks` is required; `blocks` has priority."""
 
     capacity: Size | None = Field(
-        default=None, description="Disk space for blocks (G3), summed over the ranks of one engine: 1TB or 500GiB."
+        default=None,
+        description="Disk space for blocks (G3), summed over the ranks of one engine, such as 500GiB.",
     )
     blocks: int | None = Field(
-        default=None, ge=1, le=2**40, description="Disk space as a number of blocks; wins over `capacity`."
+        default=None, ge=1, le=2**40, description="Disk space as a number of blocks; overrides `capacity`."
     )
     directory: str = Field(
         default="~/.cache/kvbm",
         min_length=1,
-        description="Directory of the cache files, absolute or from `~`; several engines may share it.",
+        description="Directory of the cache files: absolute, or starting with `~`. Several engines may share it.",
     )
     allocator: Literal["default", "open-direct"] = Field(
         default="default",
-        description="When O_DIRECT is set: by fcntl after the file was created, or at open, for filesystems that "
-        "ignore the former.",
+        description="How O_DIRECT is set: `default` by fcntl after the file was created, `open-direct` at open, for "
+        "filesystems that ignore fcntl.",
     )
     zerofill: bool = Field(
-        default=False, description="Whether the space is taken by writing zeros where fallocate is not supported."
+        default=False,
+        description="Whether to allocate space by writing zeros if the filesystem does not support fallocate.",
     )
     o_direct: bool = Field(
-        default=True, description="Whether to pass by the page cache, which would hold every block a second time."
+        default=True, description="Whether to bypass the page cache, which would hold a second copy of every block."
     )
     io: Literal["threads", "nixl", "gds", "auto"] = Field(
         default="threads",
-        description="Who reads and writes: threads of ours, NIXL, NIXL's plugin for GPUDirect Storage, or what a probe "
-        "finds faster of the first two.",
+        description="I/O implementation: threads of kvbm, NIXL, NIXL with GPUDirect Storage, or `auto`, which "
+        "benchmarks `threads` and `nixl` at start-up and uses the faster one.",
     )
-    threads: int = Field(default=4, ge=1, le=64, description="Reads that are in flight at the same time; and writes.")
+    threads: int = Field(
+        default=4, ge=1, le=64, description="Maximum number of parallel reads, and of parallel writes."
+    )
     persist: bool = Field(
-        default=True, description="Whether the blocks outlive the engine, for the next one with the same model."
+        default=True,
+        description="Whether blocks are kept after the engine exits, for the next engine with the same model.",
     )
     drain_s: float = Field(
         default=10.0,
         ge=0,
         allow_inf_nan=False,
-        description="Seconds that the engine may take at its end to write to disk what only host memory has.",
+        description="Seconds in which a stopping engine may write blocks to disk that are only in host memory.",
     )
     reclaim: bool = Field(
         default=False,
-        description="Whether the oldest caches that no engine uses may be deleted from the directory to make room.",
+        description="Whether kvbm may delete the oldest unused caches in the directory to make room.",
     )
 
     @field_validator("directory")
@@ -101,7 +107,7 @@ class DiskTierSection(Section):
     @model_validator(mode="after")
     def _has_a_size(self) -> DiskTierSection:
         if self.capacity is None and self.blocks is None:
-            raise ValueError("needs `capacity` or `blocks`")
+            raise ValueError("requires `capacity` or `blocks`")
         return self
 
 
@@ -115,104 +121,121 @@ class Tiers(Section):
     @model_validator(mode="after")
     def _has_one(self) -> Tiers:
         if self.host is None and self.disk is None:
-            raise ValueError("needs `host`, `disk` or both")
+            raise ValueError("requires `host`, `disk` or both")
         return self
 
     def host_memory(self) -> HostTierSection:
-        """G2, or what stands in for it where there is only a disk: a buffer through which blocks pass."""
+        """Returns G2, or a small buffer for the transfers of the disk tier if there is no host tier."""
         return self.host or HostTierSection(blocks=BOUNCE_BLOCKS)
 
 
 class OffloadSection(Section):
     generated: bool = Field(
-        default=True, description="Whether blocks of generated tokens are offloaded, beside those of prompts."
+        default=True, description="Whether blocks of generated tokens are offloaded too, not only those of prompts."
     )
     min_priority: int = Field(
         default=0,
         ge=0,
         le=100,
-        description="Blocks of a prompt are offloaded up to the first whose priority is lower; for engines that send "
-        "priorities.",
+        description="Minimum priority: blocks of a prompt are offloaded up to the first block with a lower priority. "
+        "Only for engines that send priorities.",
     )
     to_disk: Literal["frequency", "always", "on_evict"] = Field(
         default="frequency",
-        description="Which blocks of host memory go to disk: those asked for again, all at once, or the ones that are "
-        "about to be evicted.",
+        description="Which blocks in host memory are written to disk: those requested often enough (`frequency`), all "
+        "immediately (`always`), or only those about to be evicted (`on_evict`).",
     )
     frequency_threshold: int = Field(
-        default=2, ge=1, le=1 << 20, description="Count at which `to_disk: frequency` lets a block through."
+        default=2,
+        ge=1,
+        le=1 << 20,
+        description="Number of requests for a block after which `to_disk: frequency` writes it to disk.",
     )
     frequency_decay_s: float = Field(
-        default=600.0, gt=0, allow_inf_nan=False, description="Seconds after which every count loses 1."
+        default=600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Interval in seconds at which every request count is decreased by 1.",
     )
     frequency_entries: int = Field(
         default=1_000_000,
         ge=1,
         le=2**32,
-        description="Blocks that are counted; of more, the one not asked for longest is forgotten.",
+        description="Maximum number of blocks whose requests are counted; the least recently requested one is dropped.",
     )
 
     def require_priorities_from(self, engine: str) -> None:
-        """WrongKey where the threshold would leave out every block, since the engine sends no priorities."""
+        """WrongKey for a threshold with an engine that sends no priorities, because it would offload nothing."""
         if self.min_priority > 0:
-            message = f"needs an engine that sends priorities; `{engine}` sends none: leave it out"
+            message = f"requires an engine that sends priorities, but `{engine}` sends none; remove it"
             raise WrongKey("min_priority", message)
 
 
 class OnboardSection(Section):
     policy: Literal["auto", "always"] = Field(
         default="auto",
-        description="Whether blocks on disk are read only where that is predicted to be faster than computing them.",
+        description="When blocks on disk are read: `always`, or with `auto` if reading is predicted to be faster than "
+        "recomputing.",
     )
     disk_timeout_s: float = Field(
-        default=30.0, gt=0, allow_inf_nan=False, description="Seconds after which a request computes what it waits for."
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which a request stops waiting for the disk and recomputes the blocks.",
     )
 
 
 class TransferSection(Section):
     max_concurrent: int = Field(
-        default=4, ge=1, le=64, description="Transfers between G1 and G2 that run at the same time, per rank."
+        default=4, ge=1, le=64, description="Maximum number of parallel transfers between G1 and G2, per rank."
     )
-    batch_blocks: int = Field(default=16, ge=1, le=65536, description="Blocks that one offload transfer moves at most.")
+    batch_blocks: int = Field(
+        default=16, ge=1, le=65536, description="Maximum number of blocks in one offload transfer."
+    )
     init_timeout_s: float = Field(
-        default=600.0, gt=0, allow_inf_nan=False, description="Seconds that the engine may take until it is healthy."
+        default=600.0, gt=0, allow_inf_nan=False, description="Seconds that the engine may take to become healthy."
     )
     numa: bool = Field(
         default=True,
-        description="Whether the host memory of a rank is taken from the NUMA node of its GPU, where there are several "
+        description="Whether the host memory of a rank is allocated on the NUMA node of its GPU, if there are several "
         "nodes.",
     )
 
 
 class MetricsSection(Section):
-    """The kvbm_* series are at `/metrics` of the engine's own server in any case."""
+    """The engine's server always serves the kvbm_* metrics at `/metrics`."""
 
     serve: bool = Field(
         default=False,
-        description="Whether the kvbm_* series are served on a port of their own too, beside the engine's `/metrics`.",
+        description="Whether the kvbm_* metrics are also served on a separate port, besides the engine's `/metrics`.",
     )
     host: str | None = Field(
-        default=None, min_length=1, description="Address of that port; without it the one of `server.host`."
+        default=None, min_length=1, description="Address of the metrics server; by default that of `server.host`."
     )
-    port: Port = Field(default=6880, description="That port; `0` or `auto` chooses a free one, which the log names.")
+    port: Port = Field(
+        default=6880, description="Port of the metrics server; `0` or `auto` chooses a free port, which is logged."
+    )
     window_requests: int = Field(
-        default=1000, ge=1, le=1_000_000, description="Finished requests that the hit rates are about."
+        default=1000,
+        ge=1,
+        le=1_000_000,
+        description="Number of recent finished requests over which the hit rates are computed.",
     )
     log_interval_s: float = Field(
         default=5.0,
         ge=0,
         le=86400,
         allow_inf_nan=False,
-        description="Seconds between two lines of the log with the hit rates, if a request has ended; 0 for none.",
+        description="Interval in seconds at which hit rates are logged, if a request has finished; 0 disables it.",
     )
     record: bool = Field(
         default=False,
-        description="Whether every decision about blocks is written to a file, as JSON lines, without prompts.",
+        description="Whether every decision about blocks is recorded as JSON lines in a file, without prompts.",
     )
     record_directory: str = Field(
         default="~/.local/state/kvbm",
         min_length=1,
-        description="Directory of those files, absolute or from `~`; each engine makes one of its own.",
+        description="Directory of the recordings: an absolute path, or one that starts with `~`.",
     )
 
     @field_validator("record_directory")
@@ -223,12 +246,14 @@ class MetricsSection(Section):
 
 class ServerSection(Section):
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that the engine's server listens on.")
-    port: Port = Field(default=8000, description="Port of the engine's server; `0` or `auto` chooses a free one.")
+    port: Port = Field(default=8000, description="Port of the engine's server; `0` or `auto` chooses a free port.")
 
 
 class Bench(Section):
     workload: str | None = Field(
-        default=None, min_length=1, description="Workload of `kvbm bench`: a shipped one by name, or a file."
+        default=None,
+        min_length=1,
+        description="Workload of `kvbm bench`: name of a shipped workload, or path of a file.",
     )
 
 
@@ -237,52 +262,57 @@ class Disaggregated(Section):
         default=0,
         ge=0,
         le=64,
-        description="Engines that only prefill, each with host memory (G2) of its own; 0 for one engine that does all.",
+        description="Number of prefill engines, each with its own host memory (G2); 0 for one engine that does both.",
     )
-    decode: int = Field(default=0, ge=0, le=64, description="Engines that decode what those have prefilled.")
+    decode: int = Field(default=0, ge=0, le=64, description="Number of decode engines.")
 
     @model_validator(mode="after")
     def _has_both_kinds(self) -> Disaggregated:
         if (self.prefill == 0) != (self.decode == 0):
-            raise ValueError("needs engines of both kinds: `prefill` and `decode`")
+            raise ValueError("requires engines of both kinds: set `prefill` and `decode`")
         return self
 
     @property
-    def is_wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         return self.prefill > 0
 
 
 class ConnectorConfig(Section):
-    """What the connector inside an engine needs of a profile, and all that it gets."""
+    """The part of a profile that the connector inside an engine receives."""
 
-    tiers: Tiers = Field(description="Where blocks are kept when device memory (G1) has no room for them.")
+    tiers: Tiers = Field(description="Tiers below device memory (G1) that store blocks.")
     offload: OffloadSection = Field(
-        default=OffloadSection(), description="Which blocks are copied away from device memory."
+        default=OffloadSection(), description="Which blocks are copied from device memory to lower tiers."
     )
-    onboard: OnboardSection = Field(default=OnboardSection(), description="Which blocks are brought back.")
-    transfer: TransferSection = Field(default=TransferSection(), description="How blocks are copied.")
-    metrics: MetricsSection = Field(default=MetricsSection(), description="What is told of the cache, and where.")
+    onboard: OnboardSection = Field(
+        default=OnboardSection(), description="Which blocks are copied back to device memory."
+    )
+    transfer: TransferSection = Field(default=TransferSection(), description="How blocks are transferred.")
+    metrics: MetricsSection = Field(default=MetricsSection(), description="Cache metrics and logging.")
 
     def digest(self) -> str:
-        """Equal in two processes exactly if they were configured alike."""
+        """Digest that is equal in two processes exactly if their configurations are equal."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 
 class Profile(Section):
-    description: str = Field(default="", description="One line for `kvbm profile list`.")
-    engine: AnyEngine = Field(description="The engine that is launched.")
-    tiers: Tiers = Field(description="Where blocks are kept when device memory (G1) has no room for them.")
+    description: str = Field(default="", description="One-line description for `kvbm profile list`.")
+    engine: AnyEngine = Field(description="Engine to start.")
+    tiers: Tiers = Field(description="Tiers below device memory (G1) that store blocks.")
     offload: OffloadSection = Field(
-        default=OffloadSection(), description="Which blocks are copied away from device memory."
+        default=OffloadSection(), description="Which blocks are copied from device memory to lower tiers."
     )
-    onboard: OnboardSection = Field(default=OnboardSection(), description="Which blocks are brought back.")
-    transfer: TransferSection = Field(default=TransferSection(), description="How blocks are copied.")
-    server: ServerSection = Field(default=ServerSection(), description="Where the engine serves.")
-    metrics: MetricsSection = Field(default=MetricsSection(), description="What is told of the cache, and where.")
+    onboard: OnboardSection = Field(
+        default=OnboardSection(), description="Which blocks are copied back to device memory."
+    )
+    transfer: TransferSection = Field(default=TransferSection(), description="How blocks are transferred.")
+    server: ServerSection = Field(default=ServerSection(), description="Address and port of the engine's server.")
+    metrics: MetricsSection = Field(default=MetricsSection(), description="Cache metrics and logging.")
     disaggregated: Disaggregated = Field(
-        default=Disaggregated(), description="Engines that prefill and engines that decode, behind one address."
+        default=Disaggregated(),
+        description="Disaggregated prefill: separate engines for prefill and decode behind one address.",
     )
-    bench: Bench = Field(default=Bench(), description="Defaults of `kvbm bench`.")
+    bench: Bench = Field(default=Bench(), description="Defaults for `kvbm bench`.")
 
     @field_validator("offload")
     @classmethod
@@ -296,10 +326,12 @@ class Profile(Section):
     @classmethod
     def _is_for_vllm(cls, disaggregated: Disaggregated, info: ValidationInfo) -> Disaggregated:
         engine = info.data.get("engine")
-        if disaggregated.is_wanted and engine is not None and engine.kind != "vllm":
-            raise ValueError("needs `engine.kind: vllm`, which can hand the blocks of a request to another engine")
-        if disaggregated.is_wanted and engine is not None and engine.arguments.data_parallel_size not in (None, 1):
-            raise ValueError("needs engines that are one each: leave `engine.arguments.data_parallel_size` out")
+        if disaggregated.is_enabled and engine is not None and engine.kind != "vllm":
+            raise ValueError(
+                "requires `engine.kind: vllm`, which can transfer the blocks of a request to another engine"
+            )
+        if disaggregated.is_enabled and engine is not None and engine.arguments.data_parallel_size not in (None, 1):
+            raise ValueError("cannot be combined with `engine.arguments.data_parallel_size`; remove one of them")
         return disaggregated
 
     @field_validator("metrics")
@@ -307,7 +339,7 @@ class Profile(Section):
     def _has_a_port_of_its_own(cls, metrics: MetricsSection, info: ValidationInfo) -> MetricsSection:
         server = info.data.get("server")
         if metrics.serve and server is not None and metrics.port == server.port != 0:
-            raise WrongKey("port", "must not be the one of `server.port`")
+            raise WrongKey("port", "must differ from `server.port`")
         return metrics
 
     def connector_config(self) -> ConnectorConfig:
@@ -317,7 +349,7 @@ class Profile(Section):
         )
 
 
-# Keys, and whole sections, whose text may hold `${NAME}`; see interpolation.py.
+# Keys and sections whose text may contain `${NAME}`; see interpolation.py.
 INTERPOLATED = (
     "engine.model",
     "engine.python",
@@ -330,7 +362,7 @@ INTERPOLATED = (
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a schema. `path` is dotted; a section has keys below it and no default of its own."""
+    """One key of a schema. `path` is dotted. A section has keys below it and no default."""
 
     path: str
     description: str
@@ -341,7 +373,7 @@ class Key:
 
 
 def keys(model: type[BaseModel] = Profile, *, engine: str = ENGINE_KINDS[0]) -> tuple[Key, ...]:
-    """Every key in the order of the schema, each section before what it holds; of a profile, with that engine's."""
+    """Returns every key in the order of the schema, each section before its keys, with those of one engine kind."""
     return tuple(_walk(model, "", engine))
 
 
@@ -364,7 +396,7 @@ def _section_of(field: FieldInfo, engine: str) -> type[BaseModel] | None:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """The types of a union without what `Annotated` adds to them, or the type itself."""
+    """Returns the types of a union without `Annotated`, or the type itself."""
     return [getattr(one, "__origin__", one) for one in get_args(annotation) or (annotation,)]
 
 
@@ -376,10 +408,10 @@ _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "tex
 _KINDS_BY_VALIDATOR = {
     size_value: "size",
     port_value: "port",
-    count_value: "whole number or such as `32k`",
-    length_value: "whole number, such as `32k`, or `auto`",
-    names_value: "name or names",
-    environment_value: "names to text",
+    count_value: "whole number, such as `32768` or `32K`",
+    length_value: "whole number, such as `32768` or `32K`, or `auto`",
+    names_value: "name or list of names",
+    environment_value: "mapping of names to text",
 }
 
 

@@ -1,6 +1,7 @@
-"""Sizes as people write them: `100GB` is 100e9 bytes, `64GiB` is 64 * 2**30.
+"""Parses and formats sizes with units: `100GB` is 100e9 bytes, `64GiB` is 64 * 2**30 bytes.
 
-A bare number is refused, because the variables of NVIDIA's block manager count in GB and everything else in bytes.
+A number without a unit is refused, because it is ambiguous: the variables of NVIDIA's block manager count in GB, most
+other settings in bytes.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ _PATTERN = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes, rounded down to whole ones. ValueError says what would have been right."""
+    """Returns the bytes, rounded down. ValueError with the end of a message."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"must be a size such as 100GB or 64GiB, not `{text}`")
     number, unit = match["number"], match["unit"]
     if not unit:
-        raise ValueError(f"needs a unit: `{number}GB` or `{number}GiB`")
+        raise ValueError(f"requires a unit, such as `{number}GB` or `{number}GiB`")
     factor = _BY_LOWER.get(unit.lower())
     if factor is None and (meant := _WORD.fullmatch(unit.lower())):
         letter = meant[1].upper()
-        raise ValueError(f"has the unknown unit `{unit}`: `{number}{letter}B`, or `{number}{letter}iB` in powers of 2")
+        raise ValueError(
+            f"has the unknown unit `{unit}`: write `{number}{letter}B`, or `{number}{letter}iB` in powers of 2"
+        )
     if factor is None:
         raise ValueError(f"has the unknown unit `{unit}`; units are {', '.join(UNITS)}")
     byte_count = int(Decimal(number) * factor)
@@ -47,13 +50,13 @@ def parse_size(text: str) -> int:
 
 
 def exact_size(byte_count: int) -> str:
-    """As one would write it in a profile, without loss: the largest unit that divides it. `2500MB`, `1GiB`."""
+    """Formats bytes for a profile without loss, in the largest unit that divides them: `2500MB`, `1GiB`."""
     unit = max((unit for unit, factor in UNITS.items() if byte_count % factor == 0), key=UNITS.__getitem__)
     return f"{byte_count // UNITS[unit]}{unit}"
 
 
 def format_size(byte_count: int) -> str:
-    """For reading, in binary units: `1.0 GiB`."""
+    """Formats bytes for display, in binary units: `1.0 GiB`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if byte_count >= UNITS[unit]:
             return f"{byte_count / UNITS[unit]:.1f} {unit}"

@@ -1,6 +1,6 @@
-"""What single values of a profile may be, and `Section`, the strict and frozen model that every section is.
+"""Types of single values of a profile, and `Section`, the strict and frozen base model of every section.
 
-A validator raises ValueError with the end of a sentence whose beginning, the name of the key, `mistakes.py` adds.
+A validator raises ValueError with the end of a message; `mistakes.py` puts the name of the key in front.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvbm.config.sizes import exact_size, parse_size
 
 
 class WrongKey(ValueError):
-    """What a section finds wrong with its key `name`."""
+    """A section refuses the value of its key `name`."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ def size_value(value: object) -> object:
     if isinstance(value, str):
         return parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        raise ValueError(f"needs a unit: `{value}GB` or `{value}GiB`")
+        raise ValueError(f"requires a unit, such as `{value}GB` or `{value}GiB`")
     raise ValueError("must be a size such as 100GB or 64GiB")
 
 
@@ -44,15 +44,15 @@ def port_value(value: object) -> object:
 
 
 def absolute(directory: str) -> str:
-    """ValueError for a path that depends on where a process was started."""
+    """ValueError for a path that depends on the current directory."""
     if not directory.startswith(("/", "~")):
-        raise ValueError(f"must be an absolute path, or begin with `~`, not `{directory}`")
+        raise ValueError(f"must be an absolute path or start with `~`, not `{directory}`")
     return directory
 
 
 def environment_value(value: object) -> object:
     if isinstance(value, bool):
-        raise ValueError(f"must be text: an environment knows no booleans; write `'{str(value).lower()}'` or `'1'`")
+        raise ValueError(f"must be text, not a boolean: write `'{str(value).lower()}'` or `'1'`")
     return str(value) if isinstance(value, int | float) else value
 
 
@@ -61,12 +61,12 @@ _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, 
 
 
 def count_value(value: object) -> object:
-    """A whole number as vLLM takes it on its command line: 8192, `8k` (8000) or `8K` (8192)."""
+    """Validates a whole number as vLLM accepts it: 8192, `8k` (8000) or `8K` (8192)."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     if isinstance(value, str) and _parsed_count(value) is not None:
         return value
-    raise ValueError("must be a whole number of at least 1, or one with a suffix such as `32k` (1000) or `32K` (1024)")
+    raise ValueError("must be a whole number of at least 1, optionally with a suffix: `32k` (32000) or `32K` (32768)")
 
 
 def length_value(value: object) -> object:
@@ -74,7 +74,7 @@ def length_value(value: object) -> object:
 
 
 def count_of(value: int | str | None) -> int | None:
-    """The number that `count_value` let pass; None for what the engine decides (`auto`, -1)."""
+    """Returns the number of a valid count, None for `auto` and -1, which leave it to the engine."""
     count = _parsed_count(value) if isinstance(value, str) else value
     return None if count == -1 else count
 
@@ -95,9 +95,9 @@ def names_value(value: object) -> object:
 
 
 def flag_value(value: object) -> object:
-    """What can stand behind a flag of a command line: text, a number, a boolean, a list of those, or JSON."""
+    """Validates the value of a command-line flag: text, a number, a boolean, a list of those, or JSON."""
     if value is None:
-        raise ValueError("needs a value; leave the key out for the engine's own default")
+        raise ValueError("requires a value; remove the key to use the engine's default")
     if not _is_finite(value):
         raise ValueError("must be a number, not `inf`")
     return value
@@ -116,7 +116,7 @@ _WITH_SUFFIX = {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?[kmgtKMGT]?\
 _NAME = {"type": "string", "minLength": 1}
 _UNIT = r"^\s*[0-9]+(\.[0-9]+)? ?([KkMmGgTt][Ii]?)?[Bb]\s*$"
 
-# What an editor is told of a value beside its type; see json_schema.py.
+# JSON Schema of values; see json_schema.py.
 _SIZE_SCHEMA = {"type": "string", "pattern": _UNIT, "examples": ["64GiB", "100GB"]}
 _PORT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 65535}, {"const": "auto"}]}
 _COUNT_SCHEMA = {"anyOf": [_AT_LEAST_ONE, _WITH_SUFFIX]}

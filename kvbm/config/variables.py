@@ -1,10 +1,10 @@
-"""The variables of NVIDIA's block manager: which are honoured, which change nothing here, and why.
+"""Variables of NVIDIA's block manager: which ones are supported, which have no effect here, and why.
 
-One table; the reference page is made from it. Every name that starts with `DYN_KVBM_` and is not in it is an error, and
-so is a value that an honoured variable cannot mean: upstream ignored both without a word. A variable that changes
-nothing here is a warning that says why, whatever its value.
+The reference page is generated from the table. An unknown name that starts with `DYN_KVBM_` is an error, and so is an
+invalid value; NVIDIA's block manager ignores both silently. A variable without effect causes a warning with the reason,
+whatever its value.
 
-A size of 0 is how upstream's users say that there is no such tier, and here it takes away the tier of a profile too.
+A size of 0 means that there is no such tier, as upstream, and here it also removes the tier of a profile.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PREFIX = "DYN_KVBM_"
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """`key` is what an honoured one sets. `states` are the values of the key that false and true come to, where they
-    are not these themselves. `upstream` says how the same text was read there, if that was another way."""
+    """A supported variable sets `key`. For a boolean, `states` are the values of the key for false and true.
+    `upstream` describes how NVIDIA's block manager reads the same text, if it differs."""
 
     name: str
     about: str
@@ -36,65 +36,65 @@ class Variable:
     upstream: str = ""
 
     @property
-    def is_honoured(self) -> bool:
+    def is_supported(self) -> bool:
         return self.key is not None
 
 
-_PRESENCE = "any value switched it on, `false` and `0` too"
-_FRACTION = "a fraction counted as no tier in one place and as a tier in another"
-_DEFAULTED = "what was no number counted as not set, without a word"
-_OBJECT = "no object tier ever read it, in NVIDIA's wheel or here"
-_NO_PORTS = "leader and workers need no address: results travel through shared memory"
-_NO_CONSOLIDATOR = "there is no consolidator: events of host memory come with vLLM's own"
-_NO_NCCL = "it belongs to TensorRT-LLM, which is not in this version"
+_PRESENCE = "any value means on, even `false` and `0`"
+_FRACTION = "a fraction means no tier in one place and a tier in another"
+_DEFAULTED = "text that is not a number is silently ignored"
+_OBJECT = "neither NVIDIA's wheel nor this version has an object tier that reads it"
+_NO_PORTS = "leader and workers need no address: they communicate through shared memory"
+_NO_CONSOLIDATOR = "there is no consolidator: vLLM's own events include those of host memory"
+_NO_NCCL = "it is for TensorRT-LLM, which this version does not support"
 
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         "DYN_KVBM_CPU_CACHE_GB",
-        "host memory, summed over the ranks of one engine; 0: no host tier",
+        "host memory, summed over the ranks of one engine; 0 means no host tier",
         Form.GIGABYTES,
         "tiers.host.capacity",
         upstream=_FRACTION,
     ),
     Variable(
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS",
-        "host memory in blocks; wins over GB, and 0 means that there is no override",
+        "host memory in blocks; overrides GB, 0 means no override",
         Form.COUNT,
         "tiers.host.blocks",
         upstream=_DEFAULTED,
     ),
     Variable(
         "DYN_KVBM_DISK_CACHE_GB",
-        "disk space, summed over the ranks of one engine; 0: no disk tier",
+        "disk space, summed over the ranks of one engine; 0 means no disk tier",
         Form.GIGABYTES,
         "tiers.disk.capacity",
         upstream=_FRACTION,
     ),
     Variable(
         "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS",
-        "disk space in blocks; wins over GB, and 0 means that there is no override",
+        "disk space in blocks; overrides GB, 0 means no override",
         Form.COUNT,
         "tiers.disk.blocks",
         upstream=_DEFAULTED,
     ),
     Variable(
         "DYN_KVBM_DISK_CACHE_DIR",
-        "directory of the cache files, absolute or from `~`",
+        "directory of the cache files: an absolute path, or one that starts with `~`",
         Form.TEXT,
         "tiers.disk.directory",
-        upstream="`/tmp/` where it was not set, and nothing outlived the engine",
+        upstream="default `/tmp/`; blocks are lost when the engine exits",
     ),
     Variable("DYN_KVBM_DISK_ALLOCATOR_TYPE", "`default` or `open-direct`", Form.TEXT, "tiers.disk.allocator"),
     Variable(
         "DYN_KVBM_DISK_ZEROFILL_FALLBACK",
-        "zeros are written where fallocate is not supported",
+        "allocate space by writing zeros if fallocate is not supported",
         Form.BOOLEAN,
         "tiers.disk.zerofill",
         upstream=_PRESENCE,
     ),
     Variable(
         "DYN_KVBM_DISK_DISABLE_O_DIRECT",
-        "goes through the page cache",
+        "use the page cache",
         Form.BOOLEAN,
         "tiers.disk.o_direct",
         (True, False),
@@ -102,91 +102,101 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER",
-        "every block of host memory goes to disk: `offload.to_disk: always`",
+        "write every block to disk (`offload.to_disk: always`)",
         Form.BOOLEAN,
         "offload.to_disk",
         ("frequency", "always"),
     ),
     Variable(
         "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
-        "0 to 100; for engines that send priorities",
+        "minimum priority, 0 to 100; only for engines that send priorities",
         Form.COUNT,
         "offload.min_priority",
-        upstream="under vLLM, which sends none, any other than 0 switched the cache off without a word",
+        upstream="with vLLM, which sends none, any value except 0 silently disables the cache",
     ),
-    Variable("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", "transfers in flight", Form.COUNT, "transfer.max_concurrent"),
     Variable(
-        "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", "blocks that one offload moves at most", Form.COUNT, "transfer.batch_blocks"
+        "DYN_KVBM_MAX_CONCURRENT_TRANSFERS",
+        "maximum number of parallel transfers",
+        Form.COUNT,
+        "transfer.max_concurrent",
+    ),
+    Variable(
+        "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE",
+        "maximum number of blocks in one offload transfer",
+        Form.COUNT,
+        "transfer.batch_blocks",
     ),
     Variable(
         "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
-        "seconds that `kvbm serve` gives the start; a vLLM that is started by itself waits as it does",
+        "seconds that `kvbm serve` waits for the engine; no effect if vLLM is started by its own command",
         Form.COUNT,
         "transfer.init_timeout_s",
-        upstream="1800 where it was not set; here 600",
+        upstream="default 1800; here 600",
     ),
     Variable(
         "DYN_KVBM_METRICS",
-        "the kvbm_* series on a port of their own, beside the engine's `/metrics`, which has them in any case",
+        "serve the kvbm_* metrics on a separate port, besides the engine's `/metrics`",
         Form.BOOLEAN,
         "metrics.serve",
     ),
-    Variable("DYN_KVBM_METRICS_PORT", "that port, 6880 if not set", Form.COUNT, "metrics.port"),
+    Variable("DYN_KVBM_METRICS_PORT", "port of the metrics server, by default 6880", Form.COUNT, "metrics.port"),
     Variable(
         "DYN_KVBM_METRICS_HOST",
-        "the address of that port; ours, not NVIDIA's",
+        "address of the metrics server; only in this kvbm",
         Form.TEXT,
         "metrics.host",
-        upstream="there was none, and it listened on every address; here 127.0.0.1 where nothing else is said",
+        upstream="does not exist; the server listens on every address, here by default on 127.0.0.1",
     ),
     Variable(
         "DYN_KVBM_CACHE_STATS_MAX_REQUESTS",
-        "finished requests that the hit rates are about",
+        "number of recent finished requests over which the hit rates are computed",
         Form.COUNT,
         "metrics.window_requests",
     ),
     Variable(
         "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS",
-        "seconds between two lines of the log with the hit rates; 0: none",
+        "interval in seconds at which hit rates are logged; 0 disables it",
         Form.COUNT,
         "metrics.log_interval_s",
     ),
-    Variable("ENABLE_KVBM_RECORD", "the old name of `DYN_KVBM_ENABLE_RECORD`", Form.BOOLEAN, "metrics.record"),
+    Variable("ENABLE_KVBM_RECORD", "old name of `DYN_KVBM_ENABLE_RECORD`", Form.BOOLEAN, "metrics.record"),
     Variable(
         "DYN_KVBM_ENABLE_RECORD",
-        "every decision about blocks as JSON lines, in a private file of `metrics.record_directory`",
+        "record every decision about blocks as JSON lines in a private file in `metrics.record_directory`",
         Form.BOOLEAN,
         "metrics.record",
         upstream="always `/tmp/records.jsonl`",
     ),
     Variable(
         "DYN_KVBM_ENABLE_NUMA",
-        "host memory from the NUMA node of the GPU",
+        "allocate host memory on the NUMA node of the GPU",
         Form.BOOLEAN,
         "transfer.numa",
-        upstream="`false` changed nothing",
+        upstream="`false` has no effect",
     ),
-    Variable("DYN_MEMORY_DISABLE_NUMA", "host memory from any NUMA node", Form.BOOLEAN, "transfer.numa", (True, False)),
+    Variable(
+        "DYN_MEMORY_DISABLE_NUMA", "allocate host memory on any NUMA node", Form.BOOLEAN, "transfer.numa", (True, False)
+    ),
     Variable("DYN_KVBM_LEADER_ZMQ_HOST", _NO_PORTS),
     Variable("DYN_KVBM_LEADER_ZMQ_PUB_PORT", _NO_PORTS),
     Variable("DYN_KVBM_LEADER_ZMQ_ACK_PORT", _NO_PORTS),
-    Variable("DYN_KVBM_DISABLE_WRITE_COMBINED", "host memory is never write-combined here"),
+    Variable("DYN_KVBM_DISABLE_WRITE_COMBINED", "host memory is never write-combined"),
     Variable("DYN_KVBM_NCCL_MLA_MODE", _NO_NCCL),
     Variable("DYN_KVBM_NCCL_MAX_CTAS", _NO_NCCL),
     Variable("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", _NO_CONSOLIDATOR),
     Variable("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", _NO_CONSOLIDATOR),
     Variable("DYN_KVBM_TRTLLM_ZMQ_PORT", _NO_CONSOLIDATOR),
-    Variable("DYN_RUNTIME_ENABLED_KVBM", "there is no Dynamo runtime here that it could attach to"),
-    Variable("DYN_FATBIN_PATH", "blocks are copied by the driver's own copies, not by a kernel from a file"),
-    Variable("DYN_KVBM_ENABLE", "nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off"),
-    Variable("DYN_KVBM_TRANSFER_BATCH_SIZE", "nothing ever read it; `DYN_KVBM_MAX_TRANSFER_BATCH_SIZE` is read"),
+    Variable("DYN_RUNTIME_ENABLED_KVBM", "there is no Dynamo runtime to attach to"),
+    Variable("DYN_FATBIN_PATH", "blocks are copied by the CUDA driver, not by a kernel from a file"),
+    Variable("DYN_KVBM_ENABLE", "no version reads it: `DYN_KVBM_ENABLE=0` disables nothing"),
+    Variable("DYN_KVBM_TRANSFER_BATCH_SIZE", "no version reads it; use `DYN_KVBM_MAX_TRANSFER_BATCH_SIZE`"),
     *(
         Variable(f"DYN_KVBM_OBJECT_{name}", _OBJECT)
         for name in ("ENABLED", "BUCKET", "ENDPOINT", "REGION", "ACCESS_KEY", "SECRET_KEY", "NUM_BLOCKS")
     ),
-    Variable("DYN_KVBM_HOST_MEMORY_PROVIDER", "no released version ever read it"),
-    Variable("DYN_KVBM_G2PB_ADMISSION_POLICY", "no released version ever read it"),
-    Variable("DYN_KVBM_NIXL_BACKEND_<NAME>", "the released wheel never read it; `tiers.disk.io` chooses NIXL here"),
+    Variable("DYN_KVBM_HOST_MEMORY_PROVIDER", "no released version reads it"),
+    Variable("DYN_KVBM_G2PB_ADMISSION_POLICY", "no released version reads it"),
+    Variable("DYN_KVBM_NIXL_BACKEND_<NAME>", "no released version reads it; set `tiers.disk.io` instead"),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
@@ -196,27 +206,27 @@ _OVERRIDES = ("tiers.host.blocks", "tiers.disk.blocks")
 _SECRET = re.compile(r"SECRET|ACCESS_KEY|PASSWORD|TOKEN")
 
 
-def named(environment: Mapping[str, str]) -> list[str]:
-    """The names in an environment that this table is about, right or wrong ones."""
+def variable_names(environment: Mapping[str, str]) -> list[str]:
+    """Returns the names of DYN_KVBM_* variables and other names of the table, valid or not."""
     return sorted(name for name in environment if name in _BY_NAME or name.upper().startswith(PREFIX))
 
 
-def others(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that this table is not about: a profile may refer to them."""
-    ours = set(named(environment))
+def other_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns all other variables, to which a profile may refer."""
+    ours = set(variable_names(environment))
     return {name: value for name, value in environment.items() if name not in ours}
 
 
 def variable_of(name: str) -> Variable | None:
-    """The row of a name, None for a name that there is not."""
+    """Returns the row of a name, None for an unknown name."""
     return _BY_NAME.get(_NIXL_PREFIX + "<NAME>" if name.startswith(_NIXL_PREFIX) else name)
 
 
 def read_variables(environment: Mapping[str, str]) -> tuple[Document, tuple[str, ...]]:
-    """The document that the honoured variables amount to, and one warning for each that changes nothing."""
+    """Returns the document of the supported variables, and one warning for each variable without effect."""
     document: Document = {}
     warnings: list[str] = []
-    for name in named(environment):
+    for name in variable_names(environment):
         variable = variable_of(name)
         source = _source(name, environment[name])
         if variable is None:
@@ -229,14 +239,14 @@ def read_variables(environment: Mapping[str, str]) -> tuple[Document, tuple[str,
             value = variable.states[bool(value)]
         if not (variable.key in _OVERRIDES and value == 0):
             _put_once(document, variable.key.split("."), Entry(source, source, value))
-    return document, (*warnings, *_take_zero_tiers(document))
+    return document, (*warnings, *_remove_zero_tiers(document))
 
 
-def usable(environment: Mapping[str, str]) -> tuple[dict[str, str], list[ProfileError]]:
-    """Those without a mistake, and all mistakes."""
+def valid_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], list[ProfileError]]:
+    """Returns the valid variables, and all mistakes."""
     found: dict[str, str] = {}
     mistakes: list[ProfileError] = []
-    for name in named(environment):
+    for name in variable_names(environment):
         try:
             read_variables({**found, name: environment[name]})
         except ProfileError as mistake:
@@ -246,78 +256,78 @@ def usable(environment: Mapping[str, str]) -> tuple[dict[str, str], list[Profile
     return found, mistakes
 
 
-def settle(document: Document, *, below: Mapping[str, Entry] | None = None) -> tuple[str, ...]:
-    """Take away what variables in a merged document have no use for, with a warning for each that is worth one.
+def drop_unused(document: Document, *, below: Mapping[str, Entry] | None = None) -> tuple[str, ...]:
+    """Removes values of variables that have no effect in a merged document, and returns a warning for each.
 
-    `below` is what lies under the variables. Told of are tiers of it that they take away; what they say about a disk
-    that nothing gives a size is idle, and so is a port that nothing serves on.
+    `below` is the document below the variables. A warning also reports a tier of `below` that a variable removes.
+    Settings of a disk tier without a size have no effect, and neither has a port without a metrics server.
     """
-    taken = tuple(
-        f"`{entry.source.text}` takes away `tiers.{name}` of the profile"
+    removed = tuple(
+        f"`{entry.source.text}` removes `tiers.{name}` of the profile"
         for name in _TIERS
         if (entry := entry_at(document, ["tiers", name])) is not None
         and entry.value is None
         and _is_of_variable(entry)
         and entry_at(below or {}, ["tiers", name]) is not None
     )
-    return (*taken, *_take_idle_disk(document), *_idle_port(document))
+    return (*removed, *_remove_idle_disk(document), *_idle_port(document))
 
 
-def overruled(said: Document, merged: Document, below: Document, own: Collection[str]) -> Iterator[str]:
-    """Of each value in the files `own`, below the variables, that one of these replaces by another.
+def overridden_values(variables: Document, merged: Document, below: Document, own: Collection[str]) -> Iterator[str]:
+    """Yields a warning for each value in the files `own` that a variable replaces by a different one.
 
-    `said` is what the variables say. The values of shipped profiles are there to be replaced.
+    `variables` is the document of the variables. Values of shipped profiles may be replaced without a warning.
     """
-    for path, entry in _leaves(said):
-        key = _spoken_of(below, path)
+    for path, entry in _leaves(variables):
+        key = _equivalent_key(below, path)
         other, winner = entry_at(below, key.split(".")), entry_at(merged, path.split("."))
         is_own = other is not None and other.source.label in own
         if other is None or not is_own or winner is None or winner.source is not entry.source:
             continue
         if key != path or _meaning(key, entry.value) != _meaning(key, other.value):
-            told = f"`{entry.source.text}` wins over `{key}: {other.source.written}` ({other.source.origin})"
-            yield f"{told}; `unset {entry.source.label}` to go by the file"
+            message = f"`{entry.source.text}` overrides `{key}: {other.source.written}` ({other.source.origin})"
+            yield f"{message}; `unset {entry.source.label}` to use the value of the file"
 
 
 def _leaves(document: Mapping[str, Entry], prefix: str = "") -> Iterator[tuple[str, Entry]]:
     for name, entry in document.items():
         if entry.section is not None:
             yield from _leaves(entry.section, f"{prefix}{name}.")
-        elif entry.value is not None:  # a tier that is taken away is told of by `settle`
+        elif entry.value is not None:  # `drop_unused` reports a removed tier
             yield f"{prefix}{name}", entry
 
 
-def _spoken_of(below: Document, path: str) -> str:
-    """The key with which a document says what `path` says: of a tier's size its blocks, its capacity, or no tier."""
+def _equivalent_key(below: Document, path: str) -> str:
+    """Returns the key of `below` that `path` replaces. For the size of a tier: blocks, capacity, or the tier itself."""
     section, _, name = path.rpartition(".")
     if name not in ("capacity", "blocks"):
         return path
-    asked = (f"{section}.blocks", f"{section}.capacity", section)
-    found = {key: entry_at(below, key.split(".")) for key in asked}
+    candidates = (f"{section}.blocks", f"{section}.capacity", section)
+    found = {key: entry_at(below, key.split(".")) for key in candidates}
     return next((key for key, entry in found.items() if entry is not None and entry.section is None), path)
 
 
 def _meaning(key: str, value: object) -> object:
-    with contextlib.suppress(ValueError):  # a mistake, which is told elsewhere
+    with contextlib.suppress(ValueError):  # a mistake, which is reported elsewhere
         return parse_size(value) if key.endswith(".capacity") and isinstance(value, str) else value
     return value
 
 
 def put(document: Document, path: list[str], entry: Entry) -> None:
-    """Writes `entry` at `path`, making the sections on the way from the entry's own source."""
+    """Puts `entry` at `path` and creates missing sections with the source of the entry."""
     for name in path[:-1]:
         holder = document.setdefault(name, Entry(entry.key, entry.source, {}))
-        assert isinstance(holder.value, dict), "overrides build sections only"
+        assert isinstance(holder.value, dict), "a value in place of a section"
         document = holder.value
     document[path[-1]] = entry
 
 
 def _put_once(document: Document, path: list[str], entry: Entry) -> None:
-    """Two variables may set one key, but not to different values."""
+    """Puts an entry. Two variables may set the same key, but only to the same value."""
     other = entry_at(document, path)
     if other is not None and other.value != entry.value:
         message = f"`{entry.source.text}` contradicts `{other.source.text}`"
-        raise located(message, entry.source, hint=f"`unset` one of them; both set `{'.'.join(path)}`")
+        raise located(message, entry.source, hint=f"both set `{'.'.join(path)}`: `unset` one of them")
     put(document, path, entry)
 
 
@@ -337,8 +347,8 @@ def _is_of_variable(entry: Entry) -> bool:
     return entry.source.label in _BY_NAME
 
 
-def _take_zero_tiers(document: Document) -> Iterator[str]:
-    """A size of 0 becomes a tier that is null. A number of blocks wins over it; what else there is of it is idle."""
+def _remove_zero_tiers(document: Document) -> Iterator[str]:
+    """Makes a tier of size 0 null, unless a number of blocks is set. Its other settings then have no effect."""
     for tier in _TIERS:
         capacity = entry_at(document, ["tiers", tier, "capacity"])
         if capacity is None or capacity.value != NO_CAPACITY:
@@ -351,7 +361,7 @@ def _take_zero_tiers(document: Document) -> Iterator[str]:
         yield from (f"`{one.source.label}` has no effect: `{capacity.source.text}`" for one in rest.values())
 
 
-def _take_idle_disk(document: Document) -> tuple[str, ...]:
+def _remove_idle_disk(document: Document) -> tuple[str, ...]:
     written = _section(document, "disk")
     if not written or "capacity" in written or "blocks" in written or not all(map(_is_of_variable, written.values())):
         return ()
@@ -365,7 +375,7 @@ def _idle_port(document: Document) -> tuple[str, ...]:
     if serve is not None and serve.value is not False:
         return ()
     entries = [entry for name in ("port", "host") if (entry := entry_at(document, ["metrics", name])) is not None]
-    why = "the series have no port of their own without `DYN_KVBM_METRICS=1` or `metrics.serve`"
+    why = "there is no metrics server without `DYN_KVBM_METRICS=1` or `metrics.serve`"
     return tuple(f"`{entry.source.label}` has no effect: {why}" for entry in entries if _is_of_variable(entry))
 
 
@@ -375,7 +385,7 @@ def _section(document: Document, tier: str) -> Mapping[str, Entry]:
 
 
 def _replace(document: Document, tier: str, section: Document) -> None:
-    """This section for a tier; an empty one takes the tier away, and `tiers` itself with the last."""
+    """Replaces the section of a tier. An empty one removes the tier, and `tiers` with the last tier."""
     tiers = document["tiers"]
     rest = {name: entry for name, entry in (tiers.section or {}).items() if name != tier}
     if section:

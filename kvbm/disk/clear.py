@@ -1,7 +1,7 @@
-"""Forgets one tenant of a cache that nobody uses: first its rows, then the bytes of its blocks.
+"""Delete one tenant from a cache that is not in use: first its index rows, then the bytes of its blocks.
 
-The rows are gone from the disk when this returns, and the bytes read as zeros. What a drive keeps in cells that it has
-replaced is out of reach.
+When this returns, the rows are deleted durably and the bytes read as zeros. Copies in flash cells that the drive has
+remapped cannot be erased from here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ ZEROS = bytes(4 << 20)
 
 
 def clear_tenant(instance: Path, superblock: Superblock, tenant: bytes) -> int:
-    """How many blocks it had. The caller holds the lock. Raises OSError, EnvironmentProblem or sqlite3.Error."""
+    """Return the number of deleted blocks. The caller holds the lock.
+
+    Raises OSError, EnvironmentProblem or sqlite3.Error.
+    """
     index = BlockIndex.open(instance / INDEX)
     try:
         slots = [row.slot for row in index.rows() if row.tenant == tenant]
@@ -30,7 +33,7 @@ def clear_tenant(instance: Path, superblock: Superblock, tenant: bytes) -> int:
         index.close()
     fd = open_private(instance / ARENA, os.O_RDWR)
     try:
-        for first, count in _neighbours(slots):
+        for first, count in _contiguous(slots):
             _erase(fd, first * superblock.slot_bytes, count * superblock.slot_bytes)
         os.fdatasync(fd)
     finally:
@@ -38,8 +41,8 @@ def clear_tenant(instance: Path, superblock: Superblock, tenant: bytes) -> int:
     return len(slots)
 
 
-def _neighbours(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first slot, how many) of each unbroken row of ascending slots."""
+def _contiguous(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first slot, count) of each contiguous range of ascending slots."""
     start = 0
     for position in range(1, len(slots) + 1):
         if position == len(slots) or slots[position] != slots[position - 1] + 1:
@@ -48,7 +51,7 @@ def _neighbours(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _erase(fd: int, offset: int, length: int) -> None:
-    """By the file system where it can; a slot beyond the end of a cut arena has no bytes."""
+    """Zero a range, by fallocate where the file system supports it; ignore bytes past the end of the arena."""
     length = min(length, os.fstat(fd).st_size - offset)
     if length <= 0:
         return

@@ -1,13 +1,13 @@
-"""The directory of the disk tier: which caches lie there, who uses them, and which one an engine gets.
+"""The directory of the disk tier: its caches, which of them are in use, and which one an engine gets.
 
     <directory>/<namespace>/<instance>/lock           held (flock) by the process that uses the instance
-                                       superblock     what it is
-                                       arena          the bytes of its blocks
-                                       index.sqlite   which block lies where
-    <directory>/<namespace>/rates.json                how fast its engines were
+                                       superblock     description of the instance
+                                       arena          bytes of the blocks
+                                       index.sqlite   slot of each block
+    <directory>/<namespace>/rates.json                measured speed of its engines
 
-Every engine has an instance of its own. One that nobody holds is taken over by the next engine of the same namespace,
-the one used last before the others. Nothing here is changed without holding its lock.
+Each engine has its own instance. An engine takes over the most recently used free instance of its namespace, or creates
+one. An instance is changed only by the holder of its lock.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from pathlib import Path
 
 from kvbm.disk.files import make_private_directory, open_private, problem
 from kvbm.disk.index import BlockIndex, remove_index
-from kvbm.disk.superblock import FORMAT, OtherFormat, Superblock, read_superblock
+from kvbm.disk.superblock import OtherFormat, Superblock, read_superblock
 from kvbm.errors import EnvironmentProblem
 
 LOCK, SUPERBLOCK, ARENA, INDEX = "lock", "superblock", "arena", "index.sqlite"
-RATES = "rates.json"  # of a namespace: how fast its engines were
+RATES = "rates.json"  # of a namespace: measured speed of its engines
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{2,128}")
 INSTANCE_NAME = re.compile(r"[0-9a-f]{16}")
 LOCK_ATTEMPTS = 4
-LOCK_PAUSE_S = 0.01  # somebody who only looks holds a lock for less
+LOCK_PAUSE_S = 0.01  # `_is_locked` holds a lock for less
 
 logger = logging.getLogger(__name__)
 
 
 class InstanceLock:
-    """Held until `release` or the end of this process, whichever way; a forked child does not keep it."""
+    """Exclusive lock of an instance, held until `release` or the end of this process. Forked children drop it."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class InstanceLock:
 
     @classmethod
     def take(cls, instance: Path) -> InstanceLock | None:
-        """None if somebody else has it, or the instance has just gone. Raises EnvironmentProblem."""
+        """Return None if another process holds it, or the instance was just removed. Raises EnvironmentProblem."""
         for attempt in range(LOCK_ATTEMPTS):
             if attempt:
                 time.sleep(LOCK_PAUSE_S)
@@ -59,14 +59,14 @@ class InstanceLock:
             except FileNotFoundError:
                 return None
             except OSError as error:
-                raise problem(f"{instance / LOCK} cannot be opened", error) from error
+                raise problem(f"cannot open {instance / LOCK}", error) from error
             if _lock(fd, fcntl.LOCK_EX) and _is_same_file(fd, instance / LOCK):
                 return cls(instance, fd)
             os.close(fd)
         return None
 
     def touch(self) -> None:
-        """Remember that the instance is in use now."""
+        """Record that the instance is in use now, as the mtime of the lock file."""
         with suppress(OSError):
             os.utime(self._fd)
 
@@ -79,10 +79,9 @@ class InstanceLock:
 
 @dataclass(frozen=True, slots=True)
 class CacheFacts:
-    """One instance, as it lies on the disk. None is what cannot be told, and `problem` says why.
+    """One instance on disk. A field is None if it cannot be read; `problem` says why.
 
-    `is_locked` tells that an engine uses it, and `last_used` when one opened or closed it or, to half a minute, moved
-    blocks, in seconds since 1970.
+    `is_locked`: an engine uses it. `last_used`: last opening, closing or (within 30 s) transfer, in seconds since 1970.
     """
 
     path: Path
@@ -101,12 +100,12 @@ class CacheFacts:
 
 
 def list_caches(directory: Path) -> list[CacheFacts]:
-    """All instances, the one used last first; changes nothing."""
+    """Return all instances, most recently used first. Read-only."""
     return [_facts_of(instance) for instance in reversed(_instances(directory))]
 
 
 def directory_around(place: Path) -> Path | None:
-    """The directory of which `place` is a cache, or holds the caches of one namespace; None if it is neither."""
+    """Return the disk directory that contains `place`, an instance or a namespace; None if `place` is neither."""
     place = Path(os.path.abspath(place))
     for directory, instances in ((place.parent.parent, [place]), (place.parent, _instances_of(place))):
         name = instances[0].parent.name if instances else ""
@@ -116,8 +115,10 @@ def directory_around(place: Path) -> Path | None:
 
 
 def claim(directory: Path, namespace: str, *, only: Path | None = None) -> InstanceLock:
-    """An instance of this namespace that nobody else uses: the one used last, or a new one; with `only`, that one or a
-    new one. Raises OtherFormat where one that could be taken over is of another format, and EnvironmentProblem."""
+    """Lock the most recently used free instance of this namespace, or a new one. With `only`: that one or a new one.
+
+    Raises OtherFormat if the candidate has another format, or EnvironmentProblem.
+    """
     home = directory / namespace
     make_private_directory(home)
     for instance in reversed(_instances_of(home)):
@@ -139,26 +140,28 @@ def claim(directory: Path, namespace: str, *, only: Path | None = None) -> Insta
 
 
 def reclaim_oldest(directory: Path) -> bool:
-    """Remove the instance that was used longest ago of those that nobody uses, whatever its namespace; never one of
-    another format. False if there is none."""
+    """Remove the least recently used free instance of any namespace. Return False if there is none.
+
+    An instance of another format is never removed.
+    """
     for instance in _instances(directory):
         with suppress(EnvironmentProblem):
             lock = InstanceLock.take(instance)
             if lock is None:
                 continue
             try:
-                read_superblock(instance / SUPERBLOCK)  # of another format: not ours
+                read_superblock(instance / SUPERBLOCK)  # raises if it has another format
                 size = _arena_bytes(instance)
                 remove_instance(lock)
             finally:
                 lock.release()
-            logger.warning("removed the disk cache %s, %d bytes, which nobody uses, to make room", instance, size)
+            logger.warning("removed the unused disk cache %s (%d bytes) to make room", instance, size)
             return True
     return False
 
 
 def remove_instance(lock: InstanceLock) -> None:
-    """Everything of it, its lock last. Raises EnvironmentProblem."""
+    """Remove all its files, the lock last. Raises EnvironmentProblem."""
     instance = lock.path
     try:
         remove_index(instance / INDEX)
@@ -171,11 +174,11 @@ def remove_instance(lock: InstanceLock) -> None:
         with suppress(OSError):
             os.rmdir(instance.parent)
     except OSError as error:
-        raise problem(f"{instance} cannot be removed", error) from error
+        raise problem(f"cannot remove {instance}", error) from error
 
 
 def _instances(directory: Path) -> list[Path]:
-    """Of all namespaces, the one used longest ago first."""
+    """Return the instances of all namespaces, least recently used first."""
     homes = [home for home in _directories(directory) if NAMESPACE_NAME.fullmatch(home.name)]
     return sorted((instance for home in homes for instance in _instances_of(home)), key=_last_used)
 
@@ -192,16 +195,16 @@ def _directories(directory: Path) -> Iterator[Path]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise problem(f"{directory} cannot be read", error) from error
+        raise problem(f"cannot read {directory}", error) from error
 
 
 def _facts_of(instance: Path) -> CacheFacts:
     superblock, why = None, None
     try:
         superblock = read_superblock(instance / SUPERBLOCK)
-        why = "no superblock, or a damaged one" if superblock is None else None
+        why = "superblock missing or damaged" if superblock is None else None
     except OtherFormat as error:
-        why = f"not of format {FORMAT}: {error.message}"
+        why = f"unsupported format: {error.message}"
     except EnvironmentProblem as error:
         why = error.message
     block_count = last_written = None
@@ -213,7 +216,7 @@ def _facts_of(instance: Path) -> CacheFacts:
             finally:
                 index.close()
         except sqlite3.Error as error:
-            why = f"its index cannot be read: {error}"
+            why = f"cannot read its index: {error}"
     return CacheFacts(
         path=instance,
         namespace=instance.parent.name,
@@ -234,14 +237,14 @@ def _last_used(instance: Path) -> float:
 
 
 def _arena_bytes(instance: Path) -> int:
-    """What it takes on the disk."""
+    """Return the space that the arena occupies on disk."""
     with suppress(OSError):
         return os.lstat(instance / ARENA).st_blocks * 512
     return 0
 
 
 def _is_locked(instance: Path) -> bool:
-    """Looks by a shared lock, for an instant."""
+    """Test with a shared lock that is released at once."""
     try:
         fd = open_private(instance / LOCK, os.O_RDONLY)
     except (OSError, EnvironmentProblem):
@@ -261,7 +264,7 @@ def _lock(fd: int, kind: int) -> bool:
 
 
 def _is_same_file(fd: int, path: Path) -> bool:
-    """Whether the lock still has its name: an instance can be removed between opening and locking."""
+    """Return whether `path` still names this file: an instance can be removed between opening and locking."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     return False
@@ -271,7 +274,7 @@ _HELD: weakref.WeakSet[InstanceLock] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A lock belongs to the open file, which a forked child shares: it would outlive the engine in it."""
+    """Release the locks in a forked child: it shares the open files and would keep them locked after the engine."""
     for lock in _HELD:
         lock.release()
 

@@ -1,8 +1,8 @@
-"""Files of the disk tier: private, with their space taken in advance, read and written past the page cache.
+"""Files of the disk tier: private, preallocated, read and written with O_DIRECT.
 
-Private means: directories 0700, files 0600, our own, reached without following a link in the last step. Whatever the
-file system refuses is an EnvironmentProblem that names the path, the error and, where there is one, the setting.
-Space that was taken for something that then failed is given back.
+Private means: directories 0700, files 0600, owned by this user, opened without following a link in the last component.
+An operation that the file system refuses raises an EnvironmentProblem with the path, the error and, if one applies, the
+setting. If an operation fails, the space that it has allocated is released.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_
 
 
 class NoRoom(EnvironmentProblem):
-    """The file system, a quota or a limit of the process does not give that much space."""
+    """The file system, a quota or a process limit does not allow that much space."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What direct I/O asks of addresses, and of offsets and lengths."""
+    """Alignment that direct I/O requires: of memory addresses, and of file offsets and lengths."""
 
     memory: int
     offset: int
 
 
 def make_private_directory(path: Path) -> None:
-    """Create it, or make sure that the one that is there is ours alone. Raises EnvironmentProblem."""
+    """Create a directory, or check that the existing one is private. Raises EnvironmentProblem."""
     try:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
             sync_directory(path.parent)
         found = os.lstat(path)
     except OSError as error:
-        raise problem(f"directory {path} cannot be made", error) from error
+        raise problem(f"cannot create directory {path}", error) from error
     if not stat.S_ISDIR(found.st_mode):
-        raise EnvironmentProblem(f"{path} is no directory (links are not followed)")
+        raise EnvironmentProblem(f"{path} is not a directory (links are not followed)")
     _require_private(path, found)
 
 
 def open_private(path: Path, flags: int) -> int:
-    """A file descriptor of a plain file that is ours alone. Raises OSError, and EnvironmentProblem if it is not."""
+    """Return a descriptor of a private regular file. Raises OSError, or EnvironmentProblem if it is not private."""
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-            raise EnvironmentProblem(f"{path} is no plain file with one name")
+            raise EnvironmentProblem(f"{path} is not a regular file with a single hard link")
         _require_private(path, found)
     except BaseException:
         os.close(fd)
@@ -82,23 +82,25 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def require_usable_parent(directory: Path) -> None:
-    """The directory of the profile: made if it is not there. It may belong to others, but they must not be able to
-    rename what is ours in it. Raises EnvironmentProblem."""
+    """Check the directory of the profile, and create it if it is missing. Raises EnvironmentProblem.
+
+    It may belong to another user, but other users must not be able to rename our directories in it.
+    """
     try:
         if not directory.exists():
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = os.lstat(directory)
     except OSError as error:
-        raise problem(f"directory {directory} cannot be made", error, hint="`tiers.disk.directory`") from error
+        raise problem(f"cannot create directory {directory}", error, hint="set `tiers.disk.directory`") from error
     if not stat.S_ISDIR(found.st_mode):
         raise EnvironmentProblem(
-            f"{directory} is no directory (links are not followed)",
-            hint="name the directory itself in `tiers.disk.directory`",
+            f"{directory} is not a directory (links are not followed)",
+            hint="set `tiers.disk.directory` to the directory itself",
         )
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise EnvironmentProblem(
-            f"{directory} may be written by everyone (mode {stat.S_IMODE(found.st_mode):04o})",
-            hint=f"chmod o-w {directory}",
+            f"{directory} is writable by everyone (mode {stat.S_IMODE(found.st_mode):04o})",
+            hint=f"`chmod o-w {directory}`",
         )
 
 
@@ -112,13 +114,13 @@ def sync_directory(path: Path) -> None:
 
 
 def problem(what: str, error: OSError, *, hint: str | None = None) -> EnvironmentProblem:
-    """An OSError in our words, with its name."""
+    """Translate an OSError, with its errno name."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     return EnvironmentProblem(f"{what}: {error.strerror or error} ({name})", hint=hint)
 
 
 class Arena:
-    """The file that holds the blocks' bytes. Whoever opened it closes it; `sync` may be called by any thread."""
+    """The file that holds the bytes of the blocks. Its opener closes it; `sync` may be called by any thread."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -127,31 +129,33 @@ class Arena:
 
     @classmethod
     def open(cls, path: Path) -> Arena:
-        """Open or create, empty. Raises EnvironmentProblem."""
+        """Open the file, or create it empty. Raises EnvironmentProblem."""
         try:
             return cls(path, open_private(path, os.O_RDWR | os.O_CREAT))
         except OSError as error:
-            raise problem(f"{path} cannot be opened", error) from error
+            raise problem(f"cannot open {path}", error) from error
 
     @classmethod
     def open_unnamed(cls, directory: Path) -> Arena:
-        """A file that is gone with the last process that has it open. Raises EnvironmentProblem."""
+        """Create a file without a name, deleted when the last process closes it. Raises EnvironmentProblem."""
         try:
-            with suppress(OSError):  # not every file system has files without a name
+            with suppress(OSError):  # not every file system supports O_TMPFILE
                 return cls(directory, os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
             path = directory / f".kvbm-{secrets.token_hex(8)}"
             fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             os.unlink(path)
             return cls(directory, fd)
         except OSError as error:
-            raise problem(f"no file can be made in {directory}", error) from error
+            raise problem(f"cannot create a file in {directory}", error) from error
 
     def length(self) -> int:
         return os.fstat(self.fd).st_size
 
     def resize(self, length: int, *, zerofill: bool, progress: Progress | None) -> None:
-        """Take the space up to `length`, or give back what is behind. Raises NoRoom or EnvironmentProblem, and then
-        the file is as long as before."""
+        """Allocate the space up to `length`, or release what is beyond it.
+
+        Raises NoRoom or EnvironmentProblem; the file then keeps its former length.
+        """
         before = self.length()
         try:
             if length < before:
@@ -165,17 +169,18 @@ class Arena:
             if not isinstance(error, OSError):
                 raise
             if error.errno in NO_ROOM:
-                why = problem(f"{self.path}: no room for {length} bytes ({length / 2**30:.2f} GiB)", error)
-                raise NoRoom(why.message, hint="lower `tiers.disk.capacity`, or allow `tiers.disk.reclaim`") from error
-            raise problem(f"{self.path} cannot be brought to {length} bytes", error) from error
+                why = problem(f"no space for {length} bytes ({length / 2**30:.2f} GiB) for {self.path}", error)
+                raise NoRoom(
+                    why.message, hint="lower `tiers.disk.capacity`, or set `tiers.disk.reclaim: true`"
+                ) from error
+            raise problem(f"cannot resize {self.path} to {length} bytes", error) from error
 
     def alignment(self) -> Alignment:
-        """What direct I/O asks for here; a page where the kernel does not say."""
-        told = dio_alignment(self.fd)
-        return Alignment(PAGE_BYTES, PAGE_BYTES) if told is None else told
+        """Return the alignment of direct I/O; a page if the kernel does not report it."""
+        return dio_alignment(self.fd) or Alignment(PAGE_BYTES, PAGE_BYTES)
 
     def use_direct_io(self, allocator: str) -> None:
-        """Past the page cache from here on, either by a flag of the open file or by opening it anew. Raises OSError."""
+        """Bypass the page cache from here on, by a flag of the open file or by reopening it. Raises OSError."""
         if allocator == "open-direct":
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
             os.close(self.fd)
@@ -185,32 +190,32 @@ class Arena:
         self.is_direct = True
 
     def use_page_cache(self) -> None:
-        """Where direct I/O is not wanted; nothing is read ahead, because nobody reads on. Raises OSError."""
+        """Use buffered I/O, without read-ahead because access is random. Raises OSError."""
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def prove(self, offset: int) -> None:
-        """Write a page there and read it back. Raises OSError."""
+        """Write a page at `offset` and read it back. Raises OSError."""
         with mmap.mmap(-1, 2 * PAGE_BYTES) as memory, memoryview(memory) as view:
             view[:PAGE_BYTES] = secrets.token_bytes(PAGE_BYTES)
             with view[:PAGE_BYTES] as written, view[PAGE_BYTES:] as found:
                 count = os.pwritev(self.fd, [written], offset)
                 if count != PAGE_BYTES or os.preadv(self.fd, [found], offset) != PAGE_BYTES or written != found:
-                    raise OSError(errno.EIO, "what was written is not what was read")
+                    raise OSError(errno.EIO, "the bytes read differ from the bytes written")
 
     def sync(self) -> None:
-        """All finished writes are on the disk when it returns. Raises OSError."""
+        """Make all finished writes durable. Raises OSError."""
         os.fdatasync(self.fd)
         if not self.is_direct:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def is_linked(self) -> bool:
-        """Whether the file still has its name."""
+        """Return whether `path` still names this file."""
         with suppress(OSError):
             return self._has_its_name()
         return False
 
     def is_removed(self) -> bool:
-        """Whether it certainly has not: an error says nothing."""
+        """Return whether `path` certainly no longer names this file; False on other errors."""
         try:
             return not self._has_its_name()
         except (FileNotFoundError, NotADirectoryError):
@@ -229,7 +234,7 @@ class Arena:
 
 
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
-    """fallocate(2) itself: the C library's own stand-in writes one byte per block. Raises OSError."""
+    """Call fallocate(2) itself: the emulation of the C library writes one byte per block. Raises OSError."""
     while LIBC.fallocate(fd, mode, offset, length) != 0:
         error = last_error()
         if error.errno != errno.EINTR:
@@ -237,7 +242,7 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
 
 
 def dio_alignment(fd: int) -> Alignment | None:
-    """STATX_DIOALIGN: None where kernel or file system do not tell."""
+    """Read STATX_DIOALIGN; None if the kernel or the file system does not report it."""
     if not hasattr(LIBC, "statx"):
         return None
     found = ctypes.create_string_buffer(STATX_BYTES)
@@ -262,8 +267,8 @@ def _take_space(fd: int, start: int, end: int, *, zerofill: bool, progress: Prog
             raise
         if not zerofill:
             raise EnvironmentProblem(
-                f"this file system cannot take space in advance: {error.strerror}",
-                hint="set `tiers.disk.zerofill: true`, which writes zeros",
+                f"this file system cannot preallocate space: {error.strerror}",
+                hint="set `tiers.disk.zerofill: true` to fill the file with zeros instead",
             ) from error
         _write_zeros(fd, start, end, progress)
 
@@ -283,8 +288,9 @@ def _write_zeros(fd: int, start: int, end: int, progress: Progress | None) -> No
 
 def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
-        raise EnvironmentProblem(f"{path} belongs to user {found.st_uid}, and this process to {os.geteuid()}")
+        raise EnvironmentProblem(f"{path} belongs to user {found.st_uid}; kvbm runs as user {os.geteuid()}")
     if found.st_mode & OTHERS:
         raise EnvironmentProblem(
-            f"{path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o})", hint=f"chmod go-rwx {path}"
+            f"{path} is accessible to other users (mode {stat.S_IMODE(found.st_mode):04o})",
+            hint=f"`chmod go-rwx {path}`",
         )

@@ -1,7 +1,7 @@
-"""Health: whether the disk works, and what it has done. Shared by the owner's thread and the disk's, under one lock.
+"""Health: state and counters of the disk tier. The owner's thread and the disk's threads share it under one lock.
 
-Several errors of one step in a row (read, write, flush, index), or I/O that hangs, turn the disk off; a probe that
-works turns it on again.
+The disk is turned off by consecutive errors of one step (read, write, flush, index) or by I/O that hangs. A successful
+probe turns it on again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """When a disk is given up, and how long something may take."""
+    """Thresholds for turning the disk off, and timeouts."""
 
     errors_until_off: int = 5
     stall_s: float = 10.0
@@ -28,8 +28,10 @@ class HealthLimits:
 
 @dataclass(slots=True)
 class DiskCounters:
-    """Since opening. Bytes are payload; `io_errors` by name (EIO, ENOSPC, ..., "index" for SQLite's); seconds are those
-    that threads spent, together. `flushes` are those of the arena."""
+    """Counters since opening. Bytes are payload bytes; seconds are summed over all threads.
+
+    `io_errors` counts by name (EIO, ENOSPC, ..., "index" for SQLite errors). `flushes` counts syncs of the arena.
+    """
 
     blocks_read: int = 0
     blocks_written: int = 0
@@ -53,14 +55,14 @@ class DiskCounters:
 
 
 class Health:
-    """See the module's text. `counters` is written under `lock`, and read without it."""
+    """State and counters. `counters` is written under `lock` and read without it."""
 
     def __init__(self, limits: HealthLimits) -> None:
         self.limits = limits
         self.lock = threading.Lock()
         self.counters = DiskCounters()
         self.off_because: str | None = None
-        self.is_removed = False  # for good
+        self.is_removed = False  # the arena was deleted; permanent
         self._errors_in_a_row: Counter[str] = Counter()
 
     @property
@@ -98,7 +100,7 @@ class Health:
             self._errors_in_a_row[step] += 1
             is_too_many = self._errors_in_a_row[step] >= self.limits.errors_until_off
         if is_too_many:
-            self.turn_off(f"{self.limits.errors_until_off} errors of {step} in a row, the last one: {error}")
+            self.turn_off(f"{self.limits.errors_until_off} consecutive {step} errors, last: {error}")
 
     def turn_off(self, why: str) -> None:
         with self.lock:
@@ -116,7 +118,7 @@ class Health:
 
 
 def error_name(error: BaseException) -> str:
-    """Few and fixed: a label of a metric."""
+    """Return the metric label of an error, from a small fixed set."""
     if isinstance(error, sqlite3.Error):
         return "index"
     number = error.errno if isinstance(error, OSError) else None

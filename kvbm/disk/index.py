@@ -1,15 +1,15 @@
-"""BlockIndex: which block lies in which slot of the arena, in one SQLite file beside it.
+"""BlockIndex: maps slots of the arena to blocks, in one SQLite file next to it.
 
-The index is the truth about the arena: a slot without a row is free. A row is inserted only after the slot's bytes are
-safe on the disk, and deleted before they change. Commits are not flushed one by one: a power cut may lose the last of
-them, which costs a miss where a row is lost, and a miss by the checksum where a deletion is. `clear` is flushed. Of two
-rows with one hash, the later generation counts; that SQLite keeps them apart would double what a commit costs.
+The index is authoritative: a slot without a row is free. A row is inserted only after the slot's bytes are durable, and
+deleted before they change. Commits are not flushed individually, so a power cut may lose the latest ones. A lost
+insertion is a miss; a lost deletion is a checksum miss. `clear` is flushed. Of two rows with one hash, the later
+generation counts; a UNIQUE constraint on the hash would double the cost of a commit.
 
-Checksums cover the payload and are seeded with the block's hash (`checksum`), so that a row whose slot or whose hash
-was damaged does not fit its bytes either. One thread at a time uses an index; sqlite3.Error tells what went wrong.
+Checksums cover the payload and are seeded with the block's hash (`checksum`), so that a row with a damaged slot or hash
+does not match its bytes either. One thread at a time uses an index. Failures raise sqlite3.Error.
 
-SQLite is kept from mapping files: where a disk is full (btrfs) or fails, a page of such a mapping ends the process with
-SIGBUS. So the index is opened for one connection alone, and who wants to look at one that is in use reads a copy.
+SQLite must not map files: if the disk is full (btrfs) or fails, access to such a mapping kills the process with SIGBUS.
+The index is therefore opened for a single connection, and readers of an index in use read a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import xxhash
 from numpy.typing import NDArray
 
 ROWS_PER_STATEMENT = 256
-ROWS_PER_FETCH = 500  # fewer than the garbage collector looks at together
+ROWS_PER_FETCH = 500  # fewer than the allocations that trigger the garbage collector
 BUSY_TIMEOUT_S = 5.0
 SEED_BYTES = 8
 COPY_ATTEMPTS = 10
@@ -63,7 +63,7 @@ CREATE TABLE IF NOT EXISTS blocks (
 
 
 class IndexRow(NamedTuple):
-    """One block. `checksum` is unsigned here and signed in SQLite; `written` is in seconds since 1970."""
+    """One block. `checksum` is unsigned here, signed in SQLite; `written` is in seconds since 1970."""
 
     slot: int
     hash: bytes
@@ -76,7 +76,7 @@ class IndexRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """All rows of an index, in no order; of those whose hash has another length only the slots, in `misfits`."""
+    """All rows of an index, unordered. `misfits` are the slots of rows whose hash has another length."""
 
     slots: NDArray[np.int64]
     generations: NDArray[np.int64]
@@ -86,7 +86,7 @@ class Recovered:
     misfits: tuple[int, ...] = ()
 
     def at(self, positions: NDArray[np.intp]) -> Recovered:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         return Recovered(
             slots=self.slots[positions],
             generations=self.generations[positions],
@@ -97,9 +97,9 @@ class Recovered:
 
 
 def checksum(sequence_hash: bytes, shards: Sequence[NDArray[np.uint8]]) -> int:
-    """xxh3-64 of a block's payload, seeded with the first bytes of its hash."""
+    """Return xxh3-64 of a block's payload, seeded with the first bytes of its hash."""
     seed = int.from_bytes(sequence_hash[:SEED_BYTES], "little")
-    if len(shards) == 1:  # the same number, for less than keeping a state costs
+    if len(shards) == 1:  # same value, without the cost of a state object
         return xxhash.xxh3_64_intdigest(shards[0].data, seed)
     state = xxhash.xxh3_64(seed=seed)
     for shard in shards:
@@ -108,14 +108,14 @@ def checksum(sequence_hash: bytes, shards: Sequence[NDArray[np.uint8]]) -> int:
 
 
 class BlockIndex:
-    """See the module's text."""
+    """The index of one arena; see the module docstring."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
     @classmethod
     def open(cls, path: Path) -> BlockIndex:
-        """Open or create; the file itself is made by the caller, private. Raises sqlite3.Error."""
+        """Open or initialize. The caller has created the file, private. Raises sqlite3.Error."""
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
             _use_write_ahead_log(connection)
@@ -128,7 +128,7 @@ class BlockIndex:
 
     @classmethod
     def open_to_read(cls, path: Path) -> BlockIndex:
-        """As it is now, for `kvbm cache`, also while an engine has it open. Raises sqlite3.Error."""
+        """Open a copy of the current state, also while an engine has it open. Raises sqlite3.Error."""
         for attempt in range(COPY_ATTEMPTS):
             with TemporaryDirectory(prefix="kvbm-index-") as directory:
                 copy = Path(directory) / path.name
@@ -138,12 +138,12 @@ class BlockIndex:
                         continue
                     return cls._open_copy(copy)
                 except OSError as error:
-                    raise sqlite3.OperationalError(f"{path} cannot be read: {error}") from error
+                    raise sqlite3.OperationalError(f"cannot read {path}: {error}") from error
         raise AssertionError("the last attempt returns")
 
     @classmethod
     def _open_copy(cls, copy: Path) -> BlockIndex:
-        """Read once, it needs its names no more."""
+        """Open the copy. Its files can be deleted after the first read."""
         connection = sqlite3.connect(copy, isolation_level=None)
         try:
             connection.execute("PRAGMA locking_mode=EXCLUSIVE")
@@ -154,7 +154,7 @@ class BlockIndex:
         return cls(connection)
 
     def load(self, hash_bytes: int) -> Recovered:
-        """Everything, as of one moment. Raises sqlite3.Error, also where SQLite finds a type that cannot be."""
+        """Load all rows of one snapshot. Raises sqlite3.Error, also for values of a wrong type."""
         cursor = self._connection.execute("SELECT slot, generation, length, checksum, hash FROM blocks")
         parts = [np.empty((4, 0), np.int64)]
         hashes: list[bytes] = []
@@ -164,7 +164,7 @@ class BlockIndex:
                 *columns, found = zip(*rows, strict=True)
                 numbers = np.array(columns, np.int64)
                 if set(map(type, found)) != {bytes}:
-                    raise sqlite3.DatabaseError("a hash that is none")
+                    raise sqlite3.DatabaseError("a hash is not a blob")
                 if set(map(len, found)) != {hash_bytes}:
                     fits = np.array([len(sequence_hash) == hash_bytes for sequence_hash in found])
                     misfits += numbers[0, ~fits].tolist()
@@ -172,7 +172,7 @@ class BlockIndex:
                 parts.append(numbers)
                 hashes.append(b"".join(found))
         except (TypeError, ValueError, OverflowError) as error:
-            raise sqlite3.DatabaseError(f"a row of a type that no index holds: {error}") from error
+            raise sqlite3.DatabaseError(f"a row has a value of a wrong type: {error}") from error
         slots, generations, lengths, checksums = np.concatenate(parts, axis=1)
         names = np.frombuffer(b"".join(hashes), f"V{hash_bytes}")
         return Recovered(slots, generations, lengths, checksums.view(np.uint64), names, tuple(misfits))
@@ -181,20 +181,20 @@ class BlockIndex:
         return int(self._connection.execute("SELECT count(*) FROM blocks").fetchone()[0])
 
     def last_written(self) -> float | None:
-        """When the newest block was written."""
+        """Return when the newest block was written."""
         row = self._connection.execute("SELECT max(written) FROM blocks").fetchone()
         return None if row[0] is None else float(row[0])
 
     def rows(self) -> Iterable[IndexRow]:
-        """Every row, in the order of slots."""
+        """Return all rows, ordered by slot."""
         for row in self._connection.execute("SELECT * FROM blocks ORDER BY slot"):
             found = IndexRow(*row)
             yield found._replace(checksum=_unsigned(found.checksum))
 
     def change(self, inserted: Sequence[IndexRow], deleted: Sequence[int]) -> bool:
-        """Insert, then delete slots, in one transaction. Returns whether there was anything to write.
+        """Insert rows, then delete slots, in one transaction. Return whether anything has changed.
 
-        Raises sqlite3.Error, and then nothing has changed.
+        Raises sqlite3.Error; nothing has changed then.
         """
         before = self._connection.total_changes
         with _Transaction(self._connection):
@@ -208,21 +208,21 @@ class BlockIndex:
         self.change((), slots)
 
     def clear(self, tenant: bytes | None) -> None:
-        """Forget all blocks, or one tenant's. On the disk when it returns. Raises sqlite3.Error."""
+        """Delete all blocks, or those of one tenant. Durable when it returns. Raises sqlite3.Error."""
         self._connection.execute("PRAGMA synchronous=FULL")
         try:
             with _Transaction(self._connection):
                 if tenant is None:
-                    self._connection.execute("DELETE FROM blocks")  # without a condition SQLite does not walk the rows
+                    self._connection.execute("DELETE FROM blocks")  # without WHERE, SQLite does not visit each row
                 else:
                     self._connection.execute("DELETE FROM blocks WHERE tenant = ?", [tenant])
-                # A commit that changes nothing writes nothing, and would leave earlier ones without a flush.
+                # A commit without changes writes nothing, and would not flush the earlier commits.
                 self._connection.execute("PRAGMA user_version = 1")
         finally:
             self._connection.execute("PRAGMA synchronous=NORMAL")
 
     def prove(self) -> None:
-        """Commit something. Raises sqlite3.Error."""
+        """Check that a commit works. Raises sqlite3.Error."""
         with _Transaction(self._connection):
             self._connection.execute("PRAGMA user_version = 1")
 
@@ -231,7 +231,7 @@ class BlockIndex:
             self._connection.close()
 
     def _insert(self, rows: Sequence[IndexRow]) -> None:
-        """One statement for many rows: each costs the interpreter's lock once."""
+        """Insert all rows by one statement: each statement takes the GIL once."""
         values: list[Any] = list(itertools.chain.from_iterable(rows))
         checksums = slice(IndexRow._fields.index("checksum"), None, len(IndexRow._fields))
         values[checksums] = map(_signed, values[checksums])
@@ -245,7 +245,7 @@ class BlockIndex:
 
 
 class _Transaction:
-    """All of it or nothing."""
+    """A transaction that is rolled back on an exception."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -264,13 +264,13 @@ class _Transaction:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error speaks of what is in the file, and not of the machine around it."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # ours have none
+    """Return whether an error is caused by the file's content, not by the machine."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # errors raised here have no code
     return code & PRIMARY_CODE in DAMAGE or code == sqlite3.SQLITE_IOERR_SHORT_READ
 
 
 def index_files(path: Path) -> list[Path]:
-    """The index and what SQLite puts beside it."""
+    """Return the paths of the index and of SQLite's side files."""
     return [path, *(path.with_name(path.name + side) for side in SIDE_FILES)]
 
 
@@ -282,7 +282,7 @@ def remove_index(path: Path) -> None:
 
 
 def _copy_at_rest(path: Path, copy: Path) -> bool:
-    """Copy a database and its log. False if it changed meanwhile other than by its log's growing. Raises OSError."""
+    """Copy a database and its log. Return False if the database changed meanwhile; the log may grow. Raises OSError."""
     before = os.stat(path)
     shutil.copyfile(path, copy)
     with suppress(FileNotFoundError):
@@ -292,12 +292,12 @@ def _copy_at_rest(path: Path, copy: Path) -> bool:
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
-    """With its index in memory of this process, which SQLite does where nobody else may open the file."""
+    """Use a write-ahead log whose index is in process memory: SQLite does that in exclusive locking mode."""
     connection.execute("PRAGMA mmap_size=0")
     connection.execute("PRAGMA locking_mode=EXCLUSIVE")
     mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
     if mode != "wal":
-        raise sqlite3.OperationalError(f"no write-ahead log here, only a journal of mode {mode}")
+        raise sqlite3.OperationalError(f"write-ahead log not available here, only journal mode {mode}")
 
 
 def _signed(number: int) -> int:

@@ -1,10 +1,13 @@
-"""IndexThread: the one thread that uses the index, and so decides when a block is on the disk.
+"""IndexThread: the only thread that uses the index, and so decides when a block is on disk.
 
-A write goes through it twice. First the rows of its slots are deleted, and only after that commit do the slots' bytes
-change. When the bytes are written, and the host slots still hold what they held, one flush of the arena covers all
-writes that have come so far, and one commit names their blocks. Forgetting goes the same way, in the order of
-submission. What cannot be deleted now is kept and deleted with the next commit that works; a write whose rows cannot be
-deleted fails before it changes a byte.
+A write passes through it twice:
+
+    submit(write)       the rows of its slots are deleted; the slots' bytes change only after that commit
+    written(write)      the host slots are checked, one flush of the arena covers all finished writes, and one commit
+                        inserts their rows
+
+Forget and clear are processed in order of submission with writes. Rows that cannot be deleted are deleted with the next
+successful commit. A write whose rows cannot be deleted fails before it changes a byte.
 """
 
 from __future__ import annotations
@@ -30,14 +33,14 @@ from kvbm.disk.io.threads import BlockIO, IoRun
 from kvbm.disk.orders import Forget
 from kvbm.disk.transfers import TransferThreads, WriteTransfer
 
-LOOK_INTERVAL_S = 1.0  # for whether the arena still has its name
-TOUCH_INTERVAL_S = 30.0  # between two notes on the disk that blocks are in use
+CHECK_INTERVAL_S = 1.0  # between checks that the arena still has its name
+TOUCH_INTERVAL_S = 30.0  # between updates of the time of last use
 
 logger = logging.getLogger(__name__)
 
 
 class PendingClear:
-    """Forget all, or one tenant's, blocks that were submitted before. `error` is set before `done`."""
+    """A clear of all blocks, or of one tenant, submitted before it. `error` is set before `done`."""
 
     def __init__(self, tenant: bytes | None) -> None:
         self.tenant = tenant
@@ -45,7 +48,7 @@ class PendingClear:
         self.error: str | None = None
 
     def positions(self, write: WriteTransfer) -> set[int]:
-        """What it forgets of a write that was submitted before."""
+        """Return the positions of an earlier write that it forgets."""
         return {p for p, tenant in enumerate(write.order.tenants) if self.tenant in (None, tenant)}
 
 
@@ -54,7 +57,7 @@ SlotsCarry = Callable[[Sequence[int], Sequence[int]], bool]  # host slots, gener
 
 
 class IndexThread:
-    """See the module's text. `checksums` is written here and read by the owner, which waits for the write's end."""
+    """The thread and its queue. `checksums` is written here; the owner reads a slot only after the end of its write."""
 
     def __init__(
         self,
@@ -73,25 +76,25 @@ class IndexThread:
         self._checksums = checksums
         self._slots_carry = slots_carry
         self._on_end = on_end
-        # Owned by everyone, under the lock of `_changed`.
+        # Shared by all threads under the lock of `_changed`.
         self._changed = threading.Condition()
         self._commands: deque[Command] = deque()
         self._written: list[WriteTransfer] = []
         self._is_closing = False
         self._busy_since: float | None = None
-        # Owned by the thread.
+        # Owned by this thread.
         self._generations = itertools.count(first_generation)
         self._in_flight: set[WriteTransfer] = set()
         self._slots_to_delete: set[int] = set()
-        self._clears_to_repeat: list[PendingClear] = []
-        self._has_made_last_try = False
-        self._next_look_s = 0.0
+        self._deferred_clears: list[PendingClear] = []
+        self._has_retried_at_close = False
+        self._next_check_s = 0.0
         self._next_probe_s = 0.0
         self._next_touch_s = 0.0
-        self._moved_blocks = 0  # when it was last noted that blocks are in use
+        self._moved_blocks = 0  # at the last update of the time of last use
 
     def start(self, threads: TransferThreads) -> None:
-        """They do the I/O of writes, and call `written` at its end."""
+        """Start the thread. `threads` run the I/O of writes; `written` must be called at its end."""
         self._threads = threads
         self._thread = threading.Thread(target=self._work, name="kvbm-disk-index", daemon=True)
         self._thread.start()
@@ -102,13 +105,13 @@ class IndexThread:
             self._changed.notify()
 
     def written(self, transfer: WriteTransfer) -> None:
-        """The I/O of a write has ended."""
+        """Accept a write whose I/O has ended."""
         with self._changed:
             self._written.append(transfer)
             self._changed.notify()
 
     def take_waiting(self) -> list[WriteTransfer]:
-        """Take back all writes that have not begun."""
+        """Remove and return all writes that have not started."""
         with self._changed:
             waiting = [command for command in self._commands if isinstance(command, WriteTransfer)]
             others = [command for command in self._commands if not isinstance(command, WriteTransfer)]
@@ -116,12 +119,12 @@ class IndexThread:
         return waiting
 
     def busy_since(self) -> float | None:
-        """Since when it has been at work, perhaps with a disk that hangs."""
+        """Return when the current batch started, None if idle."""
         with self._changed:
             return self._busy_since
 
     def close(self) -> None:
-        """Writes that have not begun fail; what else was ordered is done, and then the thread ends."""
+        """Fail writes that have not started, process the other commands, and end the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -135,8 +138,8 @@ class IndexThread:
             commands, written = work
             try:
                 self._advance(commands, written)
-            except BaseException as error:  # whatever it was, no ticket is lost, and nobody waits for ever
-                logger.exception("the disk tier's index thread")
+            except BaseException as error:  # every ticket and every clear must end
+                logger.exception("the index thread of the disk tier failed")
                 self._health.count_error("index", error)
                 self._give_up(commands, written, str(error) or type(error).__name__)
             with self._changed:
@@ -146,9 +149,9 @@ class IndexThread:
         with self._changed:
             while not (self._commands or self._written):
                 if self._is_closing and not self._in_flight:
-                    if self._has_made_last_try or not (self._slots_to_delete or self._clears_to_repeat):
+                    if self._has_retried_at_close or not (self._slots_to_delete or self._deferred_clears):
                         return None
-                    self._has_made_last_try = True
+                    self._has_retried_at_close = True
                     break
                 if not self._changed.wait(self._health.limits.probe_interval_s):
                     break
@@ -161,7 +164,7 @@ class IndexThread:
     def _give_up(self, commands: Sequence[Command], written: Sequence[WriteTransfer], why: str) -> None:
         for command in (*written, *commands):
             if isinstance(command, PendingClear):
-                self._owe(command, why)
+                self._defer_clear(command, why)
                 command.done.set()
             elif isinstance(command, Forget):
                 self._slots_to_delete.update(command.disk_slots)
@@ -169,48 +172,48 @@ class IndexThread:
                 self._finish(command, why)
 
     def _advance(self, commands: Sequence[Command], written: Sequence[WriteTransfer]) -> None:
-        self._look(has_clears=any(isinstance(command, PendingClear) for command in commands))
+        self._check_state(has_clears=any(isinstance(command, PendingClear) for command in commands))
         self._touch()
         for transfer in written:
             if not self._is_intact(transfer):
-                transfer.fail("the host slots have lost what they held")
+                transfer.fail("the host slots were reused or lost during the write")
         self._flush(written)
-        begun, forgotten, clears = self._sort(commands, written)
-        overwritten = [transfer.order.disk_slots for transfer in begun]
+        started, forgotten, clears = self._sort(commands, written)
+        overwritten = [transfer.order.disk_slots for transfer in started]
         slots = self._slots_to_delete.union(*overwritten, *(command.disk_slots for command in forgotten))
         rows = [row for transfer in written for row in self._rows(transfer)]
         error = self._commit(rows, slots)
         self._slots_to_delete = slots if error else set()
         for transfer in written:
             self._finish(transfer, error)
-        for transfer in begun:
+        for transfer in started:
             if error is None:
                 self._in_flight.add(transfer)
                 self._threads.submit(transfer)
             else:
                 self._finish(transfer, error)
-        self._clear([*self._clears_to_repeat, *clears])
+        self._clear([*self._deferred_clears, *clears])
 
     def _is_intact(self, write: WriteTransfer) -> bool:
-        """Whether the host slots still hold what they held when the write was submitted."""
+        """Return whether the host slots still carry the generations of the write."""
         order = write.order
         return self._slots_carry is None or self._slots_carry(order.host_slots, order.generations)
 
-    def _look(self, *, has_clears: bool) -> None:
-        """Turn off without the arena's name, on again when nothing is left to clear and a probe works."""
+    def _check_state(self, *, has_clears: bool) -> None:
+        """Turn off if the arena was deleted; turn on if no clear is pending, no I/O hangs and a probe succeeds."""
         now = time.monotonic()
-        if now >= self._next_look_s and self._instance.index is not None:
-            self._next_look_s = now + LOOK_INTERVAL_S
+        if now >= self._next_check_s and self._instance.index is not None:
+            self._next_check_s = now + CHECK_INTERVAL_S
             if not self._instance.arena.is_linked():
-                self._health.turn_off(f"{self._instance.arena.path} is gone")
+                self._health.turn_off(f"{self._instance.arena.path} was deleted")
                 self._health.is_removed |= self._instance.arena.is_removed()
         if not self._health.is_on and now >= self._next_probe_s:
-            if not (has_clears or self._clears_to_repeat or self._is_any_overdue(now)) and self._probe():
+            if not (has_clears or self._deferred_clears or self._is_any_overdue(now)) and self._probe():
                 self._health.turn_on()
             self._next_probe_s = time.monotonic() + self._health.limits.probe_interval_s
 
     def _touch(self) -> None:
-        """The cache used last is the one that the next engine takes over, and the last that is removed for room."""
+        """Update the time of last use, by which the next engine and `reclaim` choose a cache."""
         now, moved = time.monotonic(), self._health.counters.blocks_read + self._health.counters.blocks_written
         if now >= self._next_touch_s and moved != self._moved_blocks and self._health.is_on:
             self._next_touch_s, self._moved_blocks = now + TOUCH_INTERVAL_S, moved
@@ -221,7 +224,7 @@ class IndexThread:
         return since is not None and now - since >= self._health.limits.stall_s
 
     def _flush(self, written: Sequence[WriteTransfer]) -> None:
-        """Bytes before rows; without an index nothing needs to survive."""
+        """Make the bytes durable before their rows. Without an index nothing needs to survive."""
         if self._instance.index is None or not any(any(transfer.is_good) for transfer in written):
             return
         started = time.monotonic()
@@ -237,26 +240,26 @@ class IndexThread:
     def _sort(
         self, commands: Sequence[Command], written: Sequence[WriteTransfer]
     ) -> tuple[list[WriteTransfer], list[Forget], list[PendingClear]]:
-        """Writes that may begin, and what is to be forgotten; that applies to every write that came before."""
-        begun: list[WriteTransfer] = []
+        """Split into writes to start, forgets and clears. A forget or clear applies to every earlier write."""
+        started: list[WriteTransfer] = []
         forgotten: list[Forget] = []
         clears: list[PendingClear] = []
         for command in commands:
             if isinstance(command, WriteTransfer):
-                begun.append(command)
+                started.append(command)
                 continue
-            for transfer in (*self._in_flight, *written, *begun):
+            for transfer in (*self._in_flight, *written, *started):
                 transfer.dropped |= _dropped_positions(command, transfer)
             if isinstance(command, Forget):
                 forgotten.append(command)
             else:
                 clears.append(command)
         with self._changed:
-            why_not = "closed" if self._is_closing else self._health.off_because
-        for transfer in begun:
-            if why_not is not None:
-                self._finish(transfer, why_not)
-        return [] if why_not is not None else begun, forgotten, clears
+            refusal = "closed" if self._is_closing else self._health.off_because
+        for transfer in started:
+            if refusal is not None:
+                self._finish(transfer, refusal)
+        return [] if refusal is not None else started, forgotten, clears
 
     def _rows(self, transfer: WriteTransfer) -> Iterator[IndexRow]:
         now, length = time.time(), self._instance.shape.payload_bytes
@@ -267,7 +270,7 @@ class IndexThread:
                 yield IndexRow(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
 
     def _commit(self, rows: Sequence[IndexRow], slots: set[int]) -> str | None:
-        """Returns what went wrong, and then nothing has changed. A damaged index is first replaced by a new one."""
+        """Commit; return an error, after which nothing has changed. A damaged index is replaced first."""
         for _ in range(2):
             index = self._instance.index
             if index is None or not (rows or slots):
@@ -283,18 +286,18 @@ class IndexThread:
         return why
 
     def _index_failed(self, error: sqlite3.Error) -> bool:
-        """Whether there is a new and empty index instead."""
+        """Return whether the index was replaced by an empty one."""
         self._health.count_error("index", error)
         if not is_damage(error):
             return False
-        logger.warning("the index of %s is damaged (%s): it starts anew", self._instance.path, error)
+        logger.warning("the index of %s is damaged (%s): starting with an empty one", self._instance.path, error)
         with self._health.lock:
             self._health.counters.damaged_indexes += 1
         try:
             self._instance.renew_index()
         except (sqlite3.Error, OSError) as again:
             self._health.count_error("index", again)
-            self._health.turn_off(f"no new index can be made: {again}")
+            self._health.turn_off(f"cannot create a new index: {again}")
             return False
         return True
 
@@ -305,7 +308,7 @@ class IndexThread:
             transfer.fail(error)
         for position in transfer.dropped:
             transfer.is_good[position] = 0
-            transfer.error = transfer.error or "forgotten meanwhile"
+            transfer.error = transfer.error or "forgotten during the write"
         for position, is_good in enumerate(transfer.is_good):
             if is_good:
                 self._checksums[transfer.order.disk_slots[position]] = transfer.checksums[position]
@@ -318,22 +321,22 @@ class IndexThread:
                     self._instance.index.clear(clear.tenant)
             except sqlite3.Error as error:
                 if not self._index_failed(error):
-                    self._owe(clear, str(error))
+                    self._defer_clear(clear, str(error))
                     clear.done.set()
                     continue
-            if clear in self._clears_to_repeat:
-                self._clears_to_repeat.remove(clear)
+            if clear in self._deferred_clears:
+                self._deferred_clears.remove(clear)
             clear.done.set()
 
-    def _owe(self, clear: PendingClear, why: str) -> None:
-        """Until it is done nothing may be read or written."""
+    def _defer_clear(self, clear: PendingClear, why: str) -> None:
+        """Keep a failed clear for later. Until it succeeds, nothing may be read or written."""
         clear.error = why
-        self._health.turn_off(f"a clear is not on the disk yet: {why}")
-        if clear not in self._clears_to_repeat:
-            self._clears_to_repeat.append(clear)
+        self._health.turn_off(f"a clear is not durable yet: {why}")
+        if clear not in self._deferred_clears:
+            self._deferred_clears.append(clear)
 
     def _probe(self) -> bool:
-        """Whether the arena takes a page and gives it back, and the index a commit."""
+        """Return whether the arena stores a page and the index accepts a commit."""
         shape = self._instance.shape
         offset = shape.slot_count * shape.slot_bytes
         pages = np.frombuffer(mmap.mmap(-1, 2 * PAGE_BYTES), np.uint8).reshape(2, PAGE_BYTES)
@@ -354,7 +357,7 @@ class IndexThread:
 
 
 def _dropped_positions(command: Forget | PendingClear, write: WriteTransfer) -> set[int]:
-    """The positions of a write that a later command forgets."""
+    """Return the positions of a write that a later command forgets."""
     if isinstance(command, PendingClear):
         return command.positions(write)
     slots = set(command.disk_slots)

@@ -1,8 +1,8 @@
-"""Instance: one cache on disk, opened: its lock, its arena, its index, and what was found in them.
+"""Instance: one open cache on disk, with its lock, its arena, its index and the blocks recovered from them.
 
-Opening ends with a cache that can be used, or with an EnvironmentProblem. Damage is no such problem: what does not fit
-is dropped, counted in `Losses` and logged, and in the worst case the cache starts empty. The superblock is written
-last, so that an instance whose making was cut short counts as damaged.
+Opening returns a usable cache or raises an EnvironmentProblem. Damage raises nothing: invalid rows are dropped, counted
+in `Losses` and logged; in the worst case the cache starts empty. The superblock is written last, so that an instance
+whose creation was interrupted counts as damaged.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvbm.disk.superblock import Superblock, read_superblock, write_superblock
 from kvbm.errors import EnvironmentProblem
 
 WORD_BYTES = 8
-PROBE_BYTES = PAGE_BYTES  # behind the last slot, for trying whether the disk works
+PROBE_BYTES = PAGE_BYTES  # after the last slot, for probing the disk
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Losses:
-    """What opening found damaged."""
+    """Damage found at opening."""
 
     damaged_superblocks: int = 0
     damaged_indexes: int = 0
@@ -43,7 +43,7 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What decides how long an arena is."""
+    """Sizes that determine the length of an arena."""
 
     payload_bytes: int
     hash_bytes: int
@@ -56,7 +56,7 @@ class Shape:
 
 
 class Instance:
-    """See the module's text. `index` and `lock` are None where nothing is to survive."""
+    """An open cache. `index` and `lock` are None if it is not persistent."""
 
     def __init__(self, path: Path, arena: Arena, shape: Shape) -> None:
         self.path = path
@@ -78,7 +78,7 @@ class Instance:
         progress: Progress | None = None,
         only: Path | None = None,
     ) -> Instance:
-        """`only`: this one or a new one. Raises EnvironmentProblem."""
+        """Take over a free instance or create one; with `only`, that one or a new one. Raises EnvironmentProblem."""
         require_usable_parent(settings.directory)
         if not settings.persist:
             return cls._open_unnamed(settings, payload_bytes, hash_bytes, progress)
@@ -127,7 +127,7 @@ class Instance:
         return instance
 
     def renew_index(self) -> None:
-        """Start with an empty one: this one is damaged. What it named is forgotten. Raises sqlite3.Error or OSError."""
+        """Replace a damaged index by an empty one. Raises sqlite3.Error or OSError."""
         assert self.index is not None
         self.index.close()
         remove_index(self.path / INDEX)
@@ -135,12 +135,12 @@ class Instance:
         self.index = _open_index(self.path / INDEX)
 
     def touch(self) -> None:
-        """Blocks of it are in use now."""
+        """Record that the instance is in use now."""
         if self.lock is not None:
             self.lock.touch()
 
     def close(self) -> None:
-        """Nobody reads or writes any more."""
+        """Close all files and release the lock. No I/O may be running."""
         if self.index is not None:
             self.index.close()
         self.arena.close()
@@ -149,12 +149,17 @@ class Instance:
             self.lock.release()
 
     def _recover(self, settings: DiskSettings, namespace: Namespace, progress: Progress | None) -> None:
-        """Bring superblock, index and arena to one state, in an order that can be cut anywhere."""
+        """Bring superblock, index and arena into one state, in an order that may be interrupted anywhere."""
         shape, path = self.shape, self.path
         former = self._read_superblock()
         if former is None or not _is_compatible(former, shape):
             if former is not None:
-                logger.warning("%s holds blocks of %d bytes: it starts empty", path, former.payload_bytes)
+                logger.warning(
+                    "disk cache %s has blocks of %d bytes, not %d: starting empty",
+                    path,
+                    former.payload_bytes,
+                    shape.payload_bytes,
+                )
             _unlink(path / SUPERBLOCK)
             _remove_index(path / INDEX)
             self.arena.resize(0, zerofill=False, progress=None)
@@ -172,7 +177,7 @@ class Instance:
         superblock = read_superblock(self.path / SUPERBLOCK)
         if superblock is None and (self.path / INDEX).exists():
             self.losses.damaged_superblocks += 1
-            logger.warning("the superblock of the disk cache %s is damaged: it starts empty", self.path)
+            logger.warning("the superblock of the disk cache %s is damaged: starting empty", self.path)
         return superblock
 
     def _write_superblock(self, namespace: Namespace, former: Superblock | None) -> None:
@@ -189,20 +194,20 @@ class Instance:
         try:
             write_superblock(self.path / SUPERBLOCK, superblock)
         except OSError as error:
-            raise problem(f"{self.path / SUPERBLOCK} cannot be written", error) from error
+            raise problem(f"cannot write {self.path / SUPERBLOCK}", error) from error
 
     def _load_index(self, slot_count: int) -> Recovered:
-        """Its rows that can be good: one slot each, within the arena, of the right lengths, the newest of a hash."""
+        """Load the valid rows: within the arena, of the right lengths, one per slot, and the newest per hash."""
         path = self.path / INDEX
         try:
             self.index = _open_index(path)
             return self._drop_misfits(self.index.load(self.shape.hash_bytes), slot_count)
         except sqlite3.Error as error:
             if not is_damage(error):
-                raise EnvironmentProblem(f"{path} cannot be opened: {error}") from error
-            logger.warning("the index %s is damaged (%s): the disk cache starts empty", path, error)
+                raise EnvironmentProblem(f"cannot open {path}: {error}") from error
+            logger.warning("the index %s is damaged (%s): starting with an empty disk cache", path, error)
         except OSError as error:
-            raise problem(f"{path} cannot be opened", error) from error
+            raise problem(f"cannot open {path}", error) from error
         self.losses.damaged_indexes += 1
         if self.index is not None:
             self.index.close()
@@ -211,20 +216,18 @@ class Instance:
             self.index = _open_index(path)
             return self.index.load(self.shape.hash_bytes)
         except sqlite3.Error as error:
-            raise EnvironmentProblem(f"{path} cannot be made: {error}") from error
+            raise EnvironmentProblem(f"cannot create {path}: {error}") from error
 
     def _drop_misfits(self, found: Recovered, slot_count: int) -> Recovered:
         """Raises sqlite3.Error."""
         assert self.index is not None
         if _has_equals(found.slots):
-            raise sqlite3.DatabaseError("a slot is there twice")
+            raise sqlite3.DatabaseError("two rows have one slot")
         fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
         fits &= found.generations >= 0
         misfits = [*found.misfits, *found.slots[~fits].tolist()]
         if misfits:
-            logger.warning(
-                "%d blocks of the disk cache %s do not fit its arena: they are dropped", len(misfits), self.path
-            )
+            logger.warning("dropped %d blocks of the disk cache %s that do not fit its arena", len(misfits), self.path)
             self.losses.dropped_rows += len(misfits)
             self.index.delete(misfits)
             found = found.at(np.flatnonzero(fits))
@@ -242,7 +245,7 @@ def _shape(arena: Arena, settings: DiskSettings, payload_bytes: int, hash_bytes:
         slot_count = (settings.capacity_bytes or 0) // slot_bytes
     if slot_count < 1:
         raise EnvironmentProblem(
-            f"a disk tier of {settings.capacity_bytes} bytes holds no block of {slot_bytes} bytes",
+            f"a disk tier of {settings.capacity_bytes} bytes is smaller than one block ({slot_bytes} bytes)",
             hint="raise `tiers.disk.capacity`",
         )
     return Shape(payload_bytes, hash_bytes, slot_bytes, slot_count)
@@ -255,9 +258,9 @@ def _has_equals(numbers: NDArray[Any]) -> bool:
 
 
 def _older_of_a_hash(found: Recovered) -> list[int]:
-    """Positions of rows whose hash a row of a later generation has too.
+    """Return the positions of rows whose hash also has a row of a later generation.
 
-    Hashes are compared by their beginnings first: a set of millions takes more memory than all that is kept of them.
+    Prefixes of the hashes are compared first: a set of millions of hashes would take too much memory.
     """
     positions = np.arange(len(found.hashes))
     if found.hashes.itemsize >= WORD_BYTES:
@@ -284,7 +287,7 @@ def _is_compatible(former: Superblock, shape: Shape) -> bool:
 
 
 def _take_space(arena: Arena, shape: Shape, settings: DiskSettings, progress: Progress | None) -> None:
-    """All of the arena's length, then direct I/O, proven by a page that is written and read back."""
+    """Allocate the arena, switch to direct I/O, and check it with one page that is written and read back."""
     while True:
         try:
             arena.resize(shape.arena_bytes, zerofill=settings.zerofill, progress=progress)
@@ -299,7 +302,7 @@ def _take_space(arena: Arena, shape: Shape, settings: DiskSettings, progress: Pr
             arena.use_page_cache()
         arena.prove(shape.arena_bytes - PROBE_BYTES)
     except OSError as error:
-        what = f"{arena.path} cannot be written and read{' with O_DIRECT' if settings.o_direct else ''}"
+        what = f"cannot write and read {arena.path}{' with O_DIRECT' if settings.o_direct else ''}"
         raise problem(what, error, hint="set `tiers.disk.o_direct: false`" if settings.o_direct else None) from error
 
 
@@ -313,7 +316,7 @@ def _remove_index(path: Path) -> None:
     try:
         remove_index(path)
     except OSError as error:
-        raise problem(f"{path} cannot be removed", error) from error
+        raise problem(f"cannot remove {path}", error) from error
 
 
 def _unlink(path: Path) -> None:
@@ -321,4 +324,4 @@ def _unlink(path: Path) -> None:
         with suppress(FileNotFoundError):
             os.unlink(path)
     except OSError as error:
-        raise problem(f"{path} cannot be removed", error) from error
+        raise problem(f"cannot remove {path}", error) from error

@@ -1,4 +1,4 @@
-"""What a disk tier is told: where, how much, how; and for which engine its blocks are good."""
+"""Settings of the disk tier, and the namespace that its blocks belong to."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Progress = Callable[[int, int], None]  # (bytes done, bytes total)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """The keys of `tiers.disk` in a profile. `capacity_bytes` is over all ranks; `block_count` wins over it."""
+    """The keys of `tiers.disk` in a profile. `capacity_bytes` covers all ranks; `block_count` overrides it."""
 
     directory: Path
     capacity_bytes: int | None = None
     block_count: int | None = None
-    allocator: str = "default"  # "default": O_DIRECT is set after creation; "open-direct": the file is opened with it
+    allocator: str = "default"  # "default" sets O_DIRECT after creation; "open-direct" opens the file with it
     zerofill: bool = False
     o_direct: bool = True
-    io: str = "threads"  # threads | nixl | auto
+    io: str = "threads"  # threads | nixl | gds | auto
     threads: int = 4
     persist: bool = True
     reclaim: bool = False
@@ -27,7 +27,7 @@ class DiskSettings:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What must be equal for blocks to be the same. `facts` are for people, and can be written as JSON."""
+    """Identity of everything that decides the bytes of a block. `facts` describe it to people, as JSON values."""
 
     digest: bytes
     facts: Mapping[str, object]

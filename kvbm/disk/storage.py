@@ -1,9 +1,8 @@
-"""DiskTier: blocks between host slots and the slots of an arena on disk, verified, and there again after a restart.
+"""DiskStorage: moves blocks between host slots and the slots of an arena on disk, verifies them, and persists them.
 
-One thread owns it; only `open`, `clear` and `close` wait. A ticket ends in `poll`, once, when none of its I/O is
-running any more; its host slots belong to the disk until then. Every block of it is good, which means that its bytes
-and its hash fit the checksum (read) or that it will be found after a restart (write), or it is not, and a counter says
-so. Nothing that the disk does comes out as an exception.
+One thread owns it; only `open`, `clear` and `close` block. `poll` returns each ticket once, after all of its I/O has
+ended; its host slots belong to the disk until then. Each block of a result is either good or counted as failed. Good
+means: bytes and hash match the checksum (read), or the block survives a restart (write). Disk errors never raise.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from kvbm.disk.transfers import Geometry, Transfer, TransferThreads, WriteTransf
 from kvbm.disk.wear import Wear, WearMeter
 from kvbm.errors import EnvironmentProblem, InvariantError
 
-BLOCKS_FOUND_TOGETHER = 16_384
+FOUND_BATCH_BLOCKS = 16_384
 NOTHING = np.empty(0, np.int64), np.empty(0, np.void)  # slots and hashes
 
 logger = logging.getLogger(__name__)
 
 
 class DiskStorage:
-    """See the module's text."""
+    """The disk tier of one engine; see the module docstring."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class DiskStorage:
         slots_carry: SlotsCarry | None = None,
         limits: HealthLimits | None = None,
     ) -> None:
-        """*Consumes* the instance."""
+        """*Consumes* the instance. Without `slots_carry`, host slots are not checked after a write."""
         self.slot_count = instance.shape.slot_count
         self._host_slot_count = min(len(shard) for shard in shards)
         self._instance = instance
@@ -58,8 +57,8 @@ class DiskStorage:
         self._checksums = array("Q", bytes(8 * self.slot_count))
         self._writers: dict[int, WriteTransfer] = {}  # disk slot -> its write, until `poll` returns it
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
-        self.on_result: Callable[[], None] | None = None  # called by any thread when `poll` has something
-        self._found = NOTHING  # until it has been told
+        self.on_result: Callable[[], None] | None = None  # called by any thread when `poll` has a result
+        self._found = NOTHING  # not yet returned by `recovered`
         last_generation = self._recover()
         self._index_thread = IndexThread(
             instance,
@@ -86,9 +85,13 @@ class DiskStorage:
         progress: Progress | None = None,
         instance: Path | None = None,
     ) -> DiskStorage:
-        """`shards[r][s]` is the payload of host slot s in rank r's segment, whole pages at the start of a page.
-        `progress(done_bytes, total_bytes)` while space is taken; `instance`: this one, or a new one if it cannot be
-        had. Raises EnvironmentProblem."""
+        """Open or create an instance. Raises EnvironmentProblem.
+
+        `shards[r][s]` is the payload of host slot s in the segment of rank r: whole pages, page-aligned.
+        `slots_carry(host_slots, generations)`: whether host slots still have these generations; any thread calls it.
+        `progress(done_bytes, total_bytes)` is called while space is allocated. `instance`: this one, or a new one if it
+        is not available.
+        """
         payload_bytes = sum(shard.shape[1] for shard in shards)
         opened = Instance.open(
             settings, namespace, payload_bytes=payload_bytes, hash_bytes=hash_bytes, progress=progress, only=instance
@@ -107,7 +110,7 @@ class DiskStorage:
 
     @property
     def is_on(self) -> bool:
-        """False after repeated errors or while I/O hangs; every ticket then ends as failed at once."""
+        """False after repeated errors or while I/O hangs; every ticket then fails at once."""
         return self._health.is_on
 
     @property
@@ -116,12 +119,12 @@ class DiskStorage:
 
     @property
     def is_removed(self) -> bool:
-        """Its files have lost their names: it stays off, and can be opened anew."""
+        """Whether its files were deleted: it stays off, and a new one can be opened."""
         return self._health.is_removed
 
     @property
     def path(self) -> Path:
-        """Where its files lie; without `persist`, the directory."""
+        """The directory of its files; without `persist`, the configured directory."""
         return self._instance.path
 
     @property
@@ -129,38 +132,38 @@ class DiskStorage:
         return self._io.name
 
     def wear(self) -> Wear:
-        """What this has done to the drive."""
+        """Measure the wear of the drive."""
         return self._wear.measure(self.counters.bytes_written)
 
     def recovered(self) -> FoundBlocks:
-        """The next of the blocks that were there at opening, the one written longest ago first. Each once only."""
+        """Return the next batch of blocks found at opening, oldest first, each block once."""
         slots, hashes = self._found
-        some, rest = slice(BLOCKS_FOUND_TOGETHER), slice(BLOCKS_FOUND_TOGETHER, None)
-        is_last = len(slots) <= BLOCKS_FOUND_TOGETHER
+        some, rest = slice(FOUND_BATCH_BLOCKS), slice(FOUND_BATCH_BLOCKS, None)
+        is_last = len(slots) <= FOUND_BATCH_BLOCKS
         self._found = NOTHING if is_last else (slots[rest], hashes[rest])
         return FoundBlocks(slots[some].tobytes(), hashes[some].tobytes(), is_last)
 
     def submit(self, order: Read | Write) -> None:
-        """Begin it, or end it as failed at once if the disk is off. Raises InvariantError on impossible slots."""
+        """Start an order; if the disk is off, it fails at once. Raises InvariantError for invalid slots."""
         self._check_slots(order)
         if isinstance(order, Write):
             self._require_idle(order)
             write = WriteTransfer(order)
             self._writers.update(dict.fromkeys(order.disk_slots, write))
-            self._begin(write)
+            self._start(write)
         else:
-            self._begin(Transfer(order, [self._checksums[slot] for slot in order.disk_slots]))
+            self._start(Transfer(order, [self._checksums[slot] for slot in order.disk_slots]))
 
     def forget(self, disk_slots: Sequence[int]) -> None:
-        """Durable soon, in the order of submission with writes; also while the disk is off, when it is on again."""
+        """Delete blocks soon, in order of submission with writes. While the disk is off, the request is kept."""
         _require_below(self.slot_count, "disk", disk_slots)
         if disk_slots:
             self._index_thread.submit(Forget(tuple(disk_slots)))
 
     def clear(self, tenant: bytes | None = None) -> None:
-        """Forget all blocks, or one tenant's, and every write that `poll` has not returned. Durable when it returns.
+        """Delete all blocks, or those of one tenant, and every write not yet returned by `poll`; durable on return.
 
-        Raises EnvironmentProblem if it is not: the tier is off then until it is, and tries again as long as it is open.
+        Raises EnvironmentProblem if that fails: the tier is then off, and retries until the clear succeeds.
         """
         clear = PendingClear(tenant)
         for transfer in set(self._writers.values()):
@@ -169,16 +172,16 @@ class DiskStorage:
         is_done = clear.done.wait(self._health.limits.clear_timeout_s)
         if not is_done or clear.error is not None:
             why = clear.error or f"not within {self._health.limits.clear_timeout_s:g} s"
-            self._health.turn_off(f"a clear is not on the disk yet: {why}")
+            self._health.turn_off(f"a clear is not durable yet: {why}")
             raise EnvironmentProblem(
                 f"the disk cache {self._instance.path} is not cleared durably: {why}",
                 hint=f"remove {self._instance.path} before the next start",
             )
 
     def poll(self) -> list[DiskResult]:
-        """The tickets that have ended since the last call."""
+        """Return the tickets that have ended since the last call."""
         self._threads.replace_dead_threads()
-        self._notice_stall()
+        self._check_for_stall()
         results = []
         while self._finished:
             transfer = self._finished.popleft()
@@ -189,9 +192,9 @@ class DiskStorage:
         return results
 
     def close(self, timeout_s: float) -> None:
-        """Fail what has not begun, wait at most `timeout_s` for what runs, and give the directory to others.
+        """Fail what has not started, wait at most `timeout_s` for running I/O, and release the instance.
 
-        Where I/O still hangs then, its files stay open, and the directory locked, until the process ends.
+        If I/O still hangs then, the files stay open and the instance locked until the process ends.
         """
         deadline_s = time.monotonic() + timeout_s
         self._threads.close()
@@ -199,15 +202,18 @@ class DiskStorage:
         has_ended = self._threads.join(deadline_s)
         has_ended &= self._index_thread.join(deadline_s)
         if not has_ended:
-            logger.warning("the disk tier %s still waits for its disk: it stays locked", self._instance.path)
+            logger.warning(
+                "I/O of the disk cache %s still hangs: it stays locked until the process ends",
+                self._instance.path,
+            )
             return
         self._io.close()
         self._instance.close()
 
-    def _begin(self, transfer: Transfer) -> None:
-        why_not = self._health.off_because
-        if why_not is not None:
-            transfer.fail(f"off: {why_not}")
+    def _start(self, transfer: Transfer) -> None:
+        refusal = self._health.off_because
+        if refusal is not None:
+            transfer.fail(f"off: {refusal}")
             self._end(transfer)
         elif isinstance(transfer, WriteTransfer):
             self._index_thread.submit(transfer)
@@ -225,8 +231,8 @@ class DiskStorage:
         if self.on_result is not None:
             self.on_result()
 
-    def _notice_stall(self) -> None:
-        """I/O that hangs turns the disk off, and what waits behind it ends."""
+    def _check_for_stall(self) -> None:
+        """Turn the disk off if I/O hangs, and fail the orders that wait for it."""
         since = [at for at in (self._threads.busy_since(), self._index_thread.busy_since()) if at is not None]
         if not since or time.monotonic() - min(since) < self._health.limits.stall_s:
             return
@@ -237,7 +243,7 @@ class DiskStorage:
             self._finished.append(transfer)
 
     def _recover(self) -> int:
-        """Returns the last generation that was used."""
+        """Take over what opening has found. Returns the last generation that was used."""
         losses, counters = self._instance.losses, self.counters
         counters.damaged_superblocks = losses.damaged_superblocks
         counters.damaged_indexes = losses.damaged_indexes
@@ -251,7 +257,7 @@ class DiskStorage:
         return int(found.generations[order[-1]])
 
     def _check_slots(self, order: Read | Write) -> None:
-        """A wrong number would silently mean another slot."""
+        """Reject invalid slots: a wrong number would silently address another slot."""
         columns = [order.hashes, order.disk_slots, order.host_slots]
         if isinstance(order, Write):
             columns += [order.tenants, order.generations]
@@ -277,8 +283,8 @@ def _require_aligned(instance: Instance, shards: Sequence[NDArray[np.uint8]]) ->
     for rank, shard in enumerate(shards):
         if shard.shape[1] % needed.offset or shard.ctypes.data % needed.memory or shard.strides[0] % needed.memory:
             raise EnvironmentProblem(
-                f"{instance.arena.path} asks for I/O in units of {needed.offset} bytes, and a block of rank {rank} has "
-                f"{shard.shape[1]}",
+                f"{instance.arena.path} needs direct I/O in units of {needed.offset} bytes; a block of rank {rank} has "
+                f"{shard.shape[1]} bytes",
                 hint="set `tiers.disk.o_direct: false`",
             )
 

@@ -1,10 +1,10 @@
-"""Superblock: what one cache on disk is, in a small text file beside its arena.
+"""Superblock: the description of one cache on disk, in a small text file next to its arena.
 
-    kvbm disk cache format 1 3f0c9a1d5be2a877        what it is, and the checksum of that
-    9ab1c2d3e4f50617                                 the checksum of the rest
+    kvbm disk cache format 1 3f0c9a1d5be2a877        file type and format version, and their checksum
+    9ab1c2d3e4f50617                                 checksum of the next line
     {"namespace": ..., "facts": ..., ...}
 
-The first line is what every format has in common. A cache of another format is told from a damaged one by it.
+All formats share the first line, which distinguishes a cache of another format from a damaged one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FIRST_LINE = re.compile(r"(kvbm disk cache format (\d{1,9})) ([0-9a-f]{16})")
 
 
 class OtherFormat(EnvironmentProblem):
-    """A cache that another version of kvbm wrote."""
+    """The cache has the format of another version of kvbm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """`payload_bytes` of a block over all ranks, in slots of `slot_bytes`. `facts` are for people."""
+    """`payload_bytes` of a block over all ranks, in slots of `slot_bytes`. `facts` describe the namespace to people."""
 
     namespace: str
     facts: Mapping[str, object]
@@ -50,15 +50,15 @@ class Superblock:
 
     @classmethod
     def decode(cls, content: bytes, path: Path) -> Superblock | None:
-        """None if it is damaged. Raises OtherFormat."""
+        """Return None if it is damaged. Raises OtherFormat."""
         lines = content.decode("utf-8", "replace").split("\n")
         first = FIRST_LINE.fullmatch(lines[0])
         if first is None or first[3] != _check(first[1]):
             return None
         if int(first[2]) != FORMAT:
             raise OtherFormat(
-                f"{path.parent} holds a cache of format {first[2]}, and this version of kvbm knows format {FORMAT}",
-                hint="set another `tiers.disk.directory`, or remove that cache",
+                f"{path.parent} has cache format {first[2]}; this version of kvbm supports format {FORMAT}",
+                hint=f"set another `tiers.disk.directory`, or remove {path.parent}",
             )
         if len(lines) != 4 or lines[1] != _check(lines[2]):
             return None
@@ -66,22 +66,22 @@ class Superblock:
 
 
 def read_superblock(path: Path) -> Superblock | None:
-    """None if there is none or it is damaged. Raises OtherFormat or EnvironmentProblem."""
+    """Return None if it is missing or damaged. Raises OtherFormat or EnvironmentProblem."""
     try:
         fd = open_private(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise problem(f"{path} cannot be opened", error) from error
+        raise problem(f"cannot open {path}", error) from error
     with os.fdopen(fd, "rb") as file:
         try:
             return Superblock.decode(file.read(MAX_BYTES), path)
         except OSError as error:
-            raise problem(f"{path} cannot be read", error) from error
+            raise problem(f"cannot read {path}", error) from error
 
 
 def write_superblock(path: Path, superblock: Superblock) -> None:
-    """In one step: there is the former one or this one. Raises OSError."""
+    """Replace the superblock atomically. Raises OSError."""
     temporary = path.with_name(path.name + ".new")
     with suppress(FileNotFoundError):
         os.unlink(temporary)

@@ -1,9 +1,9 @@
-"""Transfers between host slots and disk slots, cut into pieces, and the threads that run the pieces.
+"""Transfers between host slots and disk slots, split into pieces, and the threads that run the pieces.
 
-A piece is what one thread does in one go: some blocks of one transfer, neighbours on disk together. Pieces of reads go
-before pieces of writes, and otherwise what was submitted first runs first. When the last piece of a transfer has ended,
-`on_end` is called with it, in the thread that ran that piece; from then on nothing touches its host slots. A read that
-fails as a whole is done again block by block, so that a bad place on the disk costs the blocks in it and no other.
+A piece is the work of one thread in one call: blocks of one transfer, ordered by disk slot. Pieces of reads run before
+pieces of writes, otherwise in order of submission. The thread that runs the last piece of a transfer calls `on_end`
+with it; nothing accesses its host slots afterwards. A failed piece of a read is repeated block by block, so that a bad
+sector costs only the blocks in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvbm.host.cores import allowed_cores
 
 
 class Transfer:
-    """The state of one order. `checksums` are what a read must find, or what a write has found; `is_good` is per block.
+    """The state of one order. `is_good` is per block; `checksums` are expected by a read, computed by a write.
 
     Between submission and end only the disk's threads write to it, each to the blocks of its own piece.
     """
@@ -41,13 +41,13 @@ class Transfer:
         self.pieces_left = 0
 
     def fail(self, why: str) -> None:
-        """No block of it is good."""
+        """Mark every block as failed. The first error is kept."""
         self.is_good = bytearray(len(self.order.hashes))
         self.error = self.error or why
 
 
 class WriteTransfer(Transfer):
-    """A write. `dropped` and `cleared` are positions of blocks that were forgotten since its submission.
+    """A write. `dropped` and `cleared` are positions of blocks that were forgotten after its submission.
 
     The index thread owns `dropped` and `has_ended`; the storage's owner owns `cleared`.
     """
@@ -64,7 +64,7 @@ class WriteTransfer(Transfer):
 
 
 class Geometry:
-    """Where a block's bytes lie: `shards[r][slot]` in host memory, one shard after the other in a slot of the arena."""
+    """Where a block's bytes are: `shards[r][slot]` in host memory, all shards concatenated in a slot of the arena."""
 
     def __init__(self, shards: Sequence[NDArray[np.uint8]], slot_bytes: int) -> None:
         self.shards = shards
@@ -75,7 +75,7 @@ class Geometry:
         return [shard[host_slot] for shard in self.shards]
 
     def runs(self, transfer: Transfer, positions: Sequence[int]) -> list[IoRun]:
-        """Blocks that are neighbours on disk become one run, unless slots have padding between them."""
+        """Merge blocks that are adjacent on disk into one run, unless slots are padded."""
         disk_slots, host_slots = transfer.order.disk_slots, transfer.order.host_slots
         runs: list[IoRun] = []
         buffers: list[NDArray[np.uint8]] = []
@@ -94,7 +94,7 @@ Piece = tuple[Transfer, list[int]]
 
 
 class TransferThreads:
-    """See the module's text. One thread owns it; `submit` may be called by any."""
+    """A pool of threads that run transfers. One thread owns it; any thread may call `submit`."""
 
     def __init__(
         self, thread_count: int, io: BlockIO, geometry: Geometry, health: Health, on_end: Callable[[Transfer], None]
@@ -105,7 +105,7 @@ class TransferThreads:
         self._on_end = on_end
         self._thread_count = thread_count
         self._cores = allowed_cores()
-        # Owned by everyone, under the lock of `_changed`; of running pieces, when each began.
+        # Shared by all threads under the lock of `_changed`. `_running` has the start time of each piece.
         self._changed = threading.Condition()
         self._reads: deque[Piece] = deque()
         self._writes: deque[Piece] = deque()
@@ -114,7 +114,7 @@ class TransferThreads:
         self._threads = [self._start_thread() for _ in range(thread_count)]
 
     def submit(self, transfer: Transfer) -> None:
-        """Ends as failed at once if closed."""
+        """Queue a transfer; it fails at once if the pool is closed."""
         pieces = self._cut(transfer)
         with self._changed:
             transfer.pieces_left = len(pieces)
@@ -127,7 +127,7 @@ class TransferThreads:
         self._on_end(transfer)
 
     def fail_waiting(self, why: str) -> None:
-        """Pieces that have not begun never will."""
+        """Fail all pieces that have not started."""
         with self._changed:
             pieces = [*self._reads, *self._writes]
             self._reads.clear()
@@ -136,12 +136,12 @@ class TransferThreads:
             self._end(piece, why)
 
     def busy_since(self) -> float | None:
-        """When the oldest piece that runs began."""
+        """Return the start time of the oldest running piece."""
         with self._changed:
             return min((since for _, since in self._running.values()), default=None)
 
     def replace_dead_threads(self) -> None:
-        """A thread can die of an exception that is set from outside, or of lack of memory."""
+        """Restart threads that died of an asynchronous exception or of lack of memory."""
         if self._is_closed or all(thread.is_alive() for thread in self._threads):
             return
         for index, thread in enumerate(self._threads):
@@ -152,24 +152,24 @@ class TransferThreads:
                     self._end(piece, f"thread {thread.name} died")
                 try:
                     self._threads[index] = self._start_thread()
-                except RuntimeError:  # no thread to be had now; the next call tries again
+                except RuntimeError:  # no thread available; the next call tries again
                     return
 
     def close(self) -> None:
-        """Fail what has not begun; threads end after what they run."""
+        """Fail what has not started; each thread ends after its current piece."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self.fail_waiting("closed")
 
     def join(self, deadline_s: float) -> bool:
-        """Whether all threads have ended before a moment of `time.monotonic`."""
+        """Return whether all threads have ended by `deadline_s` of `time.monotonic`."""
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _cut(self, transfer: Transfer) -> list[Piece]:
-        """Neighbours together, no more bytes than one I/O should have, and work for every thread."""
+        """Split in order of disk slots: at most `piece_bytes` each, and a piece for every thread if possible."""
         count = len(transfer.order.hashes)
         order = sorted(range(count), key=transfer.order.disk_slots.__getitem__)
         most = max(1, self._io.piece_bytes // self._geometry.slot_bytes)
@@ -182,24 +182,24 @@ class TransferThreads:
         return thread
 
     def _work(self) -> None:
-        os.sched_setaffinity(0, self._cores)  # of this thread alone
+        os.sched_setaffinity(0, self._cores)  # applies to this thread only
         me = threading.current_thread()
         while (piece := self._take(me)) is not None:
             why = None
             is_write = isinstance(piece[0], WriteTransfer)
             try:
                 (self._write if is_write else self._read)(*piece)
-            except BaseException as error:  # a piece may end its thread, but not its ticket
+            except BaseException as error:  # the ticket must end in any case
                 self._health.count_error("write" if is_write else "read", error)
                 why = str(error) or type(error).__name__
             with self._changed:
                 del self._running[me]
-                if why is not None and self._try_again(piece):
+                if why is not None and self._requeue_read(piece):
                     continue
             self._end(piece, why)
 
-    def _try_again(self, piece: Piece) -> bool:
-        """Under the lock: put the blocks of a read that failed back, one by one, if there is hope."""
+    def _requeue_read(self, piece: Piece) -> bool:
+        """Requeue the blocks of a failed read one by one, unless the disk is off. Call under the lock."""
         transfer, positions = piece
         if isinstance(transfer, WriteTransfer) or len(positions) == 1 or self._is_closed or not self._health.is_on:
             return False

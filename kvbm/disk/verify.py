@@ -1,7 +1,7 @@
-"""Reads every block of a cache back and compares it with its checksum; and finds out who holds a cache.
+"""Verify a cache: read every block and compare its checksum. Also finds the process that uses a cache.
 
-Also while an engine uses the cache: the engine deletes a block's row before the block's bytes change, so a block that
-does not fit and whose row is still there afterwards was damaged, and one whose row is gone was only replaced.
+A cache in use can be verified too: the engine deletes a block's row before the block's bytes change. A mismatch whose
+row still exists after the read is damage; a mismatch whose row is gone was only replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DISK_PROCESS = b"kvbm.disk.service.server"
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`bad` are slots whose bytes are not their block's; `replaced_count` blocks went away while they were read."""
+    """`bad` are damaged slots; `replaced_count` blocks were replaced while they were read."""
 
     good_count: int
     bad: tuple[int, ...]
@@ -37,13 +37,16 @@ class Verified:
 
 
 def verify(instance: Path, superblock: Superblock, *, progress: Callable[[int, int], None]) -> Verified:
-    """`progress(bytes done, bytes in all)`. OSError, EnvironmentProblem and sqlite3.Error are about the whole cache."""
+    """Verify all blocks. `progress(bytes done, bytes total)`.
+
+    Raises OSError, EnvironmentProblem or sqlite3.Error if the cache as a whole cannot be read.
+    """
     found = _load(instance, superblock)
     order = np.argsort(found.slots)
     suspects = []
     with _SlotReader(instance / ARENA, superblock.slot_bytes) as reader:
         done = 0
-        for group in _neighbours(found.slots, order, most=reader.slots_at_once):
+        for group in _adjacent(found.slots, order, most=reader.slots_at_once):
             payloads = reader.read(int(found.slots[group[0]]), len(group))
             suspects += [at for at, payload in zip(group, payloads, strict=True) if not _fits(found, at, payload)]
             done += len(group)
@@ -54,7 +57,7 @@ def verify(instance: Path, superblock: Superblock, *, progress: Callable[[int, i
 
 
 def drop(instance: Path, slots: tuple[int, ...]) -> None:
-    """The holder of the lock forgets blocks. Raises sqlite3.Error."""
+    """Delete the rows of these slots. The caller holds the lock. Raises sqlite3.Error."""
     index = BlockIndex.open(instance / INDEX)
     try:
         index.delete(slots)
@@ -63,7 +66,7 @@ def drop(instance: Path, slots: tuple[int, ...]) -> None:
 
 
 def holder(instance: Path) -> int | None:
-    """The engine's process that uses a cache, where this one can see it."""
+    """Return the pid of the engine that uses a cache, or None if it is not visible from here."""
     with suppress(OSError):
         found = os.lstat(instance / LOCK)
         name = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
@@ -75,7 +78,7 @@ def holder(instance: Path) -> int | None:
 
 
 def _engine_of(pid: int) -> int:
-    """A lock is held by the process that an engine's leader has for its disk."""
+    """Return the parent of a disk process, which holds the lock on behalf of its engine."""
     with suppress(OSError):
         if DISK_PROCESS in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
             return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -98,7 +101,7 @@ def _fits(found: Recovered, at: int, payload: Buffer | None) -> bool:
 
 
 def _still_there(before: Recovered, suspects: list[int], now: Recovered) -> list[int]:
-    """Slots of those whose rows are what they were."""
+    """Return the slots of suspects whose rows have not changed."""
     generations = dict(zip(now.slots.tolist(), now.generations.tolist(), strict=True))
     slots = [int(before.slots[at]) for at in suspects]
     unchanged = [
@@ -107,8 +110,8 @@ def _still_there(before: Recovered, suspects: list[int], now: Recovered) -> list
     return sorted([*unchanged, *set(before.misfits).intersection(now.misfits)])
 
 
-def _neighbours(slots: np.ndarray, order: np.ndarray, *, most: int) -> Iterator[list[int]]:
-    """Positions in `slots`, in the order of slots, those of neighbouring slots together."""
+def _adjacent(slots: np.ndarray, order: np.ndarray, *, most: int) -> Iterator[list[int]]:
+    """Group positions in `slots` by adjacent slots, in ascending order of slots, at most `most` per group."""
     group: list[int] = []
     for at in order.tolist():
         if group and (slots[at] != slots[group[-1]] + 1 or len(group) == most):
@@ -120,7 +123,7 @@ def _neighbours(slots: np.ndarray, order: np.ndarray, *, most: int) -> Iterator[
 
 
 class _SlotReader:
-    """Slots of an arena to which somebody may be writing: past the page cache, which would show what was there once."""
+    """Reads slots of an arena that may be written concurrently, bypassing the page cache, which may be stale."""
 
     def __init__(self, arena: Path, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
@@ -143,7 +146,7 @@ class _SlotReader:
         os.close(self._fd)
 
     def read(self, slot: int, count: int) -> list[Buffer | None]:
-        """Neighbours in one call; one after the other if that fails, so that only what cannot be read is None."""
+        """Read adjacent slots in one call, or one by one if that fails: only unreadable slots are None."""
         try:
             self._io.read([IoRun(slot * self._slot_bytes, [self._rows[:count].reshape(-1)])])
         except OSError:

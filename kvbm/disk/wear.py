@@ -1,9 +1,8 @@
-"""What writing does to the drive below a directory: bytes that reach it, amplification, and drive writes per day.
+"""Drive wear below a directory: bytes written to the device, write amplification, and drive writes per day.
 
-Owned by who shows metrics. The counters of Linux are per block device, so what others write to the same device
-counts too: the amplification is an upper bound, and exact where the cache has a device to itself. What the drive's
-own firmware adds on top is not visible from here. Nothing is known, and None is said, where the filesystem has no
-block device below it (tmpfs, overlay, network).
+Linux counts per block device, so writes by other programs to the same device are included. The amplification is
+therefore an upper bound, and exact if the cache has the device to itself. Writes added by the drive's firmware are not
+visible. All values are None where the file system has no block device (tmpfs, overlay, network).
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-SECTOR_BYTES = 512  # of every counter in /sys, whatever the device's own sector is
+SECTOR_BYTES = 512  # unit of all counters in /sys, independent of the device's sector size
 SECTORS_WRITTEN = 6  # field of /sys/dev/block/*/stat, Documentation/block/stat.rst of Linux
 DAY_S = 86400.0
 WINDOW_S = 3600.0
 SAMPLE_INTERVAL_S = 60.0
-LEAST_BYTES = 64 << 20  # below, the journal and the index of a start outweigh the blocks
+LEAST_BYTES = 64 << 20  # with less, the journal and the index of a start outweigh the blocks
 SYSFS = Path("/sys/dev/block")
 MOUNTS = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True, slots=True)
 class Wear:
-    """`device_bytes_written` since the meter was made; `drive_writes_per_day` from what kvbm wrote in the last hour."""
+    """`device_bytes_written` since creation of the meter; `drive_writes_per_day` from kvbm's last hour of writes."""
 
     device_bytes_written: int | None
     write_amplification: float | None
@@ -35,7 +34,7 @@ class Wear:
 
 
 class WearMeter:
-    """Compares what kvbm wrote below `directory` with what reached the device. One thread uses it."""
+    """Compares the bytes that kvbm wrote below `directory` with the bytes that reached the device. Single-threaded."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class WearMeter:
         self._samples = deque([(clock(), 0)])
 
     def measure(self, bytes_written: int) -> Wear:
-        """`bytes_written` is what kvbm has written since the meter was made."""
+        """`bytes_written`: written by kvbm since the meter was created."""
         now = self._device_bytes()
         known = now is not None and self._device_bytes_before is not None
         reached = now - self._device_bytes_before if known else None  # type: ignore[operator]
@@ -82,7 +81,7 @@ class WearMeter:
 
 
 def _device_below(directory: Path, sysfs: Path, mounts: Path) -> Path | None:
-    """The device of a filesystem; btrfs has numbers of its own, and says its device among the mounts."""
+    """Return the block device of a file system. btrfs has virtual device numbers: its device is in the mounts."""
     number = os.stat(directory).st_dev
     if os.major(number) == 0:
         source = _mount_source(directory.resolve(), mounts)
@@ -97,7 +96,7 @@ def _device_below(directory: Path, sysfs: Path, mounts: Path) -> Path | None:
 
 
 def _mount_source(directory: Path, mounts: Path) -> str | None:
-    """The source of the innermost mount that holds `directory`; of two at one place the later one."""
+    """Return the source of the innermost mount of `directory`; of two on one mount point, the later one."""
     found, depth = None, -1
     for line in mounts.read_text().splitlines():
         fields = line.split()
@@ -108,7 +107,7 @@ def _mount_source(directory: Path, mounts: Path) -> str | None:
 
 
 def _drive_bytes(device: Path) -> int | None:
-    """The size of the whole drive, of which `device` may be a partition."""
+    """Return the size of the drive; `device` may be one of its partitions."""
     drive = device.parent if (device / "partition").exists() else device
     try:
         return int((drive / "size").read_text()) * SECTOR_BYTES or None

@@ -13,6 +13,7 @@ changes the store and reads or writes slot words.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from kvbm.metrics import Counters
 
 CHECKED_SLOTS_PER_STEP = 4
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ class HostTier:
         self.store.reset()
 
     def check_next(self) -> None:
-        """Check the next few slots. Raises InvariantError."""
+        """Check the next few slots and log handles that were dropped while they held blocks. Raises InvariantError."""
+        for handle in self.store.leaked():
+            log.error("kvbm: a bug in kvbm leaked blocks of host memory: %s", handle)
         self.store.check(self._checked_slots, CHECKED_SLOTS_PER_STEP)
         self._checked_slots = (self._checked_slots + CHECKED_SLOTS_PER_STEP) % self.capacity_blocks

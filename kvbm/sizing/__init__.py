@@ -1,8 +1,8 @@
-"""How much a block weighs and how many blocks each tier holds, from a model's configuration and a profile. Pure.
+"""Sizing: computes the bytes of a block and the number of blocks of each tier from a model and a profile.
 
-Model facts have the names of a Hugging Face `config.json`. What a token weighs depends on the engine; the modules here
-say it for each. A block in G2 takes a slot on every rank, which is the rank's part of the block rounded up to whole
-pages; `tiers.host.capacity` is the sum over the ranks.
+Pure functions. Model facts have the names of a Hugging Face `config.json`. The bytes of a token depend on the engine;
+each engine has a module here. A block in G2 occupies a slot on every rank: the rank's part of the block, rounded up to
+whole pages. `tiers.host.capacity` is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def size(
     environment: Mapping[str, str] | None = None,
     on_cpu: bool = False,
 ) -> Sizing:
-    """Sizes of the tiers of one engine.
+    """Computes the sizes of the tiers of one engine.
 
-    `environment` is what vLLM will see beside the profile's own variables, `on_cpu` whether it is a build for CPUs.
-    ProfileError if host memory holds no block or the model's configuration lacks a fact; SizeUnknown if vLLM makes
-    something of the model that is not known here.
+    `environment` has the variables that vLLM gets besides those of the profile; `on_cpu` is true for a CPU build.
+    ProfileError if a tier holds no block or the model's configuration lacks a fact; SizeUnknown if only vLLM knows the
+    layout of the model's cache.
     """
     engine = profile.engine
     if isinstance(engine.arguments, EmbeddedArguments):
@@ -40,7 +40,7 @@ def size(
 
 
 def check_model(profile: Profile, model_config: Mapping[str, object]) -> None:
-    """ProfileError or SizeUnknown for what is wrong with the model, whatever host memory there is."""
+    """ProfileError or SizeUnknown for a problem of the model alone, independent of the tiers."""
     arguments = profile.engine.arguments
     if isinstance(arguments, EmbeddedArguments):
         embedded.bytes_per_token(model_config, element_bytes=1)

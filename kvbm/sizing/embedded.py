@@ -1,8 +1,8 @@
-"""Blocks of the embedded engine, which has one rank and keeps the keys and values of all layers alike.
+"""Block sizes of the embedded engine, which has one rank and stores all layers in the same way.
 
     bytes per token = layers x KV heads x (key dim + value dim) x bytes per element
 
-Layers with a sliding window count like the others, because the engine keeps all their tokens.
+Layers with a sliding window count fully, because the engine keeps all their tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def bytes_per_token(model_config: Mapping[str, object], *, element_bytes: int) -
     facts = text_facts(model_config)
     layers, heads = count(facts, "num_hidden_layers"), count(facts, "num_attention_heads")
     if "qk_rope_head_dim" in facts and "qk_nope_head_dim" in facts:
-        # Latent attention reaches the cache expanded: every query head has a key and a value of its own.
+        # Latent attention is cached in expanded form: every query head has a key and a value.
         key_dim = count(facts, "qk_nope_head_dim") + count(facts, "qk_rope_head_dim")
         return layers * heads * (key_dim + count(facts, "v_head_dim")) * element_bytes
     kv_heads = count(facts, "num_key_value_heads", default=heads)

@@ -1,4 +1,4 @@
-"""Single facts of a model's configuration, and the error for a model about which too little is known."""
+"""Reads single facts of a model's configuration; SizeUnknown for a model that only the engine can size."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from kvbm.errors import KvbmError, ProfileError
 
 
 class SizeUnknown(KvbmError):
-    """Nothing is wrong, but only the engine can tell how much a block weighs, once it has started."""
+    """Not a mistake: only the engine knows the size of a block, after it has started."""
 
 
 def text_facts(model_config: Mapping[str, object]) -> Mapping[str, object]:
-    """The part of a configuration that is about the language model."""
+    """Returns the part of a configuration that describes the language model."""
     text_config = model_config.get("text_config")
     return text_config if isinstance(text_config, Mapping) else model_config
 
 
 def count(facts: Mapping[str, object], name: str, *, default: int | None = None) -> int:
-    """A positive whole number; ProfileError if the configuration has none of that name."""
+    """Returns a positive whole number. ProfileError if the configuration has none of that name."""
     value = facts.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or value < 1:
-        raise ProfileError(f"the model's configuration has no usable `{name}`: {value!r}")
+        raise ProfileError(
+            f"the model's configuration has no valid `{name}`: {'it is missing' if value is None else repr(value)}"
+        )
     return value

@@ -1,4 +1,4 @@
-"""From the blocks of an engine to its tiers: how many blocks and bytes G1, G2 and G3 hold."""
+"""Sizes of the tiers: how many blocks and bytes G1, G2 and G3 hold, from the blocks of an engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The blocks of an engine. `rank_block_bytes` has one entry per rank, because ranks may hold unequal parts.
+    """The blocks of an engine. `rank_block_bytes` has one entry per rank, because the parts may differ.
 
-    `block_count` is None where only the engine can tell, at its start. `group_count` is how many blocks the same tokens
-    take, one in each KV cache group; `token_count`, unless it follows from that, is how many tokens G1 holds.
-    `set_by` is the key or the variable that makes `block_count`.
+    `block_count` is None if the engine determines it at start-up. `group_count` is the number of KV cache groups; the
+    same tokens take one block in each. `token_count` is the number of tokens in G1, None if it follows from the blocks.
+    `set_by` is the key or variable that sets `block_count`.
     """
 
     block_tokens: int
@@ -31,7 +31,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """What one tier holds. `total_bytes` is what it takes from its memory over all ranks, padding included."""
+    """Size of one tier. `total_bytes` is the sum over all ranks, padding included."""
 
     tier: Tier
     block_count: int
@@ -42,7 +42,7 @@ class TierSize:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`block_bytes` is a block's part on the rank that holds most; `device` is None where only the engine can tell."""
+    """`block_bytes` is the largest part of a block on one rank; `device` is None if the engine determines it."""
 
     block_bytes: int
     block_tokens: int
@@ -53,18 +53,18 @@ class Sizing:
 
 
 def sizing_of(device: Device, tiers: Tiers) -> Sizing:
-    """ProfileError if host memory or disk holds no block.
+    """Computes the sizes of all tiers. ProfileError if host memory or disk holds no block.
 
-    Every rank makes slots of its own size in an equal share of the host capacity, so the one with the largest has
-    fewest. On disk a block's parts of all ranks lie together.
+    Every rank has an equal share of the host capacity, so the rank with the largest slots limits the number of blocks.
+    On disk, the parts of a block of all ranks are stored together.
     """
     host = tiers.host_memory()
     slots = [-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in device.rank_block_bytes]
     host_blocks = host.blocks or (host.capacity or 0) // (max(slots) * len(slots))
     if host_blocks == 0:
-        taken = exact_size(max(slots) * len(slots))
+        required = exact_size(max(slots) * len(slots))
         raise ProfileError(
-            f"host memory of {exact_size(host.capacity or 0)} holds no block: one takes {taken}",
+            f"host memory of {exact_size(host.capacity or 0)} is too small: one block requires {required}",
             hint="raise `tiers.host.capacity`",
         )
     return Sizing(
@@ -80,8 +80,9 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
 def _disk_tier(device: Device, slot_bytes: int, disk: DiskTierSection) -> TierSize:
     blocks = disk.blocks or (disk.capacity or 0) // slot_bytes
     if blocks == 0:
+        required = exact_size(slot_bytes)
         raise ProfileError(
-            f"a disk of {exact_size(disk.capacity or 0)} holds no block: one takes {exact_size(slot_bytes)}",
+            f"a disk tier of {exact_size(disk.capacity or 0)} is too small: one block requires {required}",
             hint="raise `tiers.disk.capacity`",
         )
     return _tier(Tier.DISK, blocks, blocks * slot_bytes, device, disk)

@@ -1,18 +1,18 @@
-"""Blocks of vLLM: the bytes of one, and how many its arguments ask for.
+"""Block sizes of vLLM, and the number of blocks that its arguments set.
 
-A layer's part of a block, its page, weighs on each rank
+The part of a block for one layer is a page. Its bytes on each rank:
 
     heads        max(1, KV heads // TP) x block tokens x (key dim + value dim) x bytes per element
     latent       block tokens x (latent rank + rope dim) x bytes per element, whatever TP is
 
-Layers that look back equally far form a group and share block ids. A model whose layers differ is cut into groups of
-equally many layers, which all take blocks from one pool:
+Layers with the same window form a group and share block ids. A model with different windows is split into groups of
+equal size, which take blocks from one pool:
 
     6 sliding + 1 full   ->   7 groups of one layer; the same tokens take 7 blocks, each of one page
 
-so a block weighs as many pages as the largest group has layers on that rank of the pipeline. Formulas and defaults are
-those of vLLM 0.32 (`v1/core/kv_cache_utils.py`, `v1/kv_cache_interface.py`). Models with state or with caches of
-another kind are not known here.
+A block has as many pages as the largest group has layers on that pipeline stage. Formulas and defaults follow
+vLLM 0.32 (`v1/core/kv_cache_utils.py`, `v1/kv_cache_interface.py`). Models with state or other kinds of cache raise
+SizeUnknown.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _FACTS_THAT_ADD_CACHE = (
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Layers, by their indexes, that share block ids. A window of None looks back over everything."""
+class LayerGroup:
+    """Indexes of layers that share block ids. `window_tokens` is None for full attention."""
 
     layers: tuple[int, ...]
     window_tokens: int | None = None
@@ -58,7 +58,7 @@ class CacheGroup:
 def device(
     arguments: VllmArguments, model_config: Mapping[str, object], *, variables: Mapping[str, str], on_cpu: bool
 ) -> Device:
-    """ProfileError for a configuration that lacks a fact, SizeUnknown for one of which vLLM makes something else."""
+    """ProfileError if the configuration lacks a fact, SizeUnknown if only vLLM knows the layout of its cache."""
     facts = text_facts(model_config)
     groups = cache_groups(arguments, model_config)
     tokens = block_tokens(arguments, on_cpu=on_cpu, is_latent=_is_latent(facts))
@@ -77,13 +77,13 @@ def device(
 
 
 def block_tokens(arguments: VllmArguments, *, on_cpu: bool, is_latent: bool = False) -> int:
-    """Tokens in a block: as the arguments say, else vLLM's default. Some attention kernels of GPUs raise the latter."""
+    """Tokens in a block: from the arguments, else vLLM's default, which some GPU attention kernels raise."""
     default = CPU_BLOCK_TOKENS if on_cpu and not is_latent else GPU_BLOCK_TOKENS
     return arguments.block_size or default
 
 
-def cache_groups(arguments: VllmArguments, model_config: Mapping[str, object]) -> tuple[CacheGroup, ...]:
-    """The groups of the whole model, each with the layers of all pipeline stages."""
+def cache_groups(arguments: VllmArguments, model_config: Mapping[str, object]) -> tuple[LayerGroup, ...]:
+    """Returns the groups of the whole model, each with the layers of all pipeline stages."""
     facts = text_facts(model_config)
     _refuse_unknown(arguments, facts)
     layers_by_window: dict[int | None, list[int]] = defaultdict(list)
@@ -96,34 +96,36 @@ def cache_groups(arguments: VllmArguments, model_config: Mapping[str, object]) -
     groups = []
     for window, layers in layers_by_window.items():
         group_count = -(-len(layers) // size)
-        groups += [CacheGroup(tuple(layers[first::group_count]), window) for first in range(group_count)]
+        groups += [LayerGroup(tuple(layers[first::group_count]), window) for first in range(group_count)]
     return tuple(groups)
 
 
 def _refuse_unknown(arguments: VllmArguments, facts: Mapping[str, object]) -> None:
     for flag in _FLAGS_THAT_ADD_CACHE:
         if (arguments.model_extra or {}).get(flag) not in (None, 1):
-            raise SizeUnknown(f"with `{flag}` only vLLM knows what a block weighs")
+            raise SizeUnknown(f"with `{flag}`, only vLLM knows the size of a block")
     for fact in _FACTS_THAT_ADD_CACHE:
         if facts.get(fact):
-            raise SizeUnknown(f"of a model with `{fact}` only vLLM knows what a block weighs")
+            raise SizeUnknown(f"for a model with `{fact}`, only vLLM knows the size of a block")
 
 
 def _windows(facts: Mapping[str, object]) -> list[int | None]:
-    """How far each layer looks back, None for over everything."""
+    """Returns the attention window of each layer in tokens, None for full attention."""
     layer_count, window = count(facts, "num_hidden_layers"), facts.get("sliding_window")
     kinds, pattern = facts.get("layer_types"), facts.get("sliding_window_pattern")
     if isinstance(kinds, list):
         unknown = set(map(str, kinds)) - {"full_attention", "sliding_attention"}
         if unknown or len(kinds) < layer_count:
-            raise SizeUnknown(f"of a model with layers of {', '.join(sorted(unknown))} only vLLM knows the blocks")
+            raise SizeUnknown(
+                f"for a model with layers of type {', '.join(sorted(unknown))}, only vLLM knows the size of a block"
+            )
         return [count(facts, "sliding_window") if kind == "sliding_attention" else None for kind in kinds[:layer_count]]
     if not isinstance(window, int) or facts.get("use_sliding_window") is False:
         return [None] * layer_count
     if isinstance(pattern, int):
         return [None if (layer + 1) % pattern == 0 else window for layer in range(layer_count)]
     if facts.get("use_sliding_window") or facts.get("model_type") not in ("mistral", "mixtral", "phi3", "starcoder2"):
-        raise SizeUnknown("the model's configuration does not say which layers have its `sliding_window`")
+        raise SizeUnknown("the model's configuration does not specify which layers use `sliding_window`")
     return [window] * layer_count
 
 
@@ -144,17 +146,17 @@ def _token_bytes(arguments: VllmArguments, facts: Mapping[str, object]) -> int:
 
 
 def _element_bytes(arguments: VllmArguments) -> int:
-    """Two bytes unless the arguments say otherwise: `auto` keeps 16-bit types and makes them of float32."""
+    """Bytes of one element: 2 by default, because `auto` keeps 16-bit types and converts float32 to one."""
     kept = arguments.kv_cache_dtype
     if kept is None or kept == "auto":
         return _ELEMENT_BYTES.get(arguments.dtype or "auto", 2)
     if kept not in _CACHE_ELEMENT_BYTES:
-        raise SizeUnknown(f"with `kv_cache_dtype` `{kept}` only vLLM knows what a block weighs")
+        raise SizeUnknown(f"with `kv_cache_dtype: {kept}`, only vLLM knows the size of a block")
     return _CACHE_ELEMENT_BYTES[kept]
 
 
 def _stages(layer_count: int, stage_count: int) -> list[range]:
-    """The layers of each pipeline stage. What does not divide goes to the stages before the last, from the back."""
+    """Returns the layers of each pipeline stage. Surplus layers go to the stages before the last, from the back."""
     counts = [layer_count // stage_count] * stage_count
     for back in range(2, layer_count % stage_count + 2):
         counts[-back] += 1
@@ -162,14 +164,14 @@ def _stages(layer_count: int, stage_count: int) -> list[range]:
     return [range(end - size, end) for end, size in zip(ends, counts, strict=True)]
 
 
-def _layers_per_block(groups: tuple[CacheGroup, ...], stage: range) -> int:
+def _layers_per_block(groups: tuple[LayerGroup, ...], stage: range) -> int:
     return max(sum(layer in stage for layer in group.layers) for group in groups)
 
 
 def _block_count(
     arguments: VllmArguments, block_bytes: int, variables: Mapping[str, str], *, on_cpu: bool
 ) -> tuple[int | None, str | None]:
-    """Blocks of G1 with what sets them, the null block included. None: a share of the memory that is free then."""
+    """Returns the blocks of G1, null block included, and what sets them; None if they depend on free memory."""
     prefix = "engine.arguments."
     if arguments.num_gpu_blocks_override is not None:
         return arguments.num_gpu_blocks_override, f"{prefix}num_gpu_blocks_override"
@@ -183,13 +185,13 @@ def _block_count(
 
 
 def _token_count(
-    groups: tuple[CacheGroup, ...],
+    groups: tuple[LayerGroup, ...],
     tokens: int,
     block_count: int | None,
     arguments: VllmArguments,
     facts: Mapping[str, object],
 ) -> int | None:
-    """How many tokens G1 holds in requests of full length, as vLLM logs it. None where it is blocks times tokens."""
+    """Tokens that G1 holds in requests of maximum length, as vLLM logs them. None if it is blocks times tokens."""
     positions = facts.get("max_position_embeddings")
     longest = count_of(arguments.max_model_len) or (positions if isinstance(positions, int) else None)
     if block_count is None or longest is None or len(groups) == 1:
@@ -199,8 +201,8 @@ def _token_count(
     return int(block_count / sum(_blocks_of_longest(group, tokens, longest, in_flight) for group in groups) * longest)
 
 
-def _blocks_of_longest(group: CacheGroup, tokens: int, longest: int, in_flight: int) -> int:
-    """Blocks that one request of full length takes of a group while its prompt is computed."""
+def _blocks_of_longest(group: LayerGroup, tokens: int, longest: int, in_flight: int) -> int:
+    """Blocks of a group that one request of maximum length needs while its prompt is computed."""
     if group.window_tokens is None:
         return -(-longest // tokens)
     return -(-min(group.window_tokens - 1 + in_flight, longest) // tokens) + 1

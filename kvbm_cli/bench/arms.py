@@ -1,4 +1,4 @@
-"""The engines of an experiment as processes of a profile: which arm is started how."""
+"""Starts the engine of each arm as a process of its profile."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.bench.experiment import FLOOR, KVBM, RECORDING
+from kvbm_cli.bench.comparison import AGAINST_BASELINE, Comparison
 from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
 from kvbm_cli.engine.process import EngineProcess, choose_port
 from kvbm_cli.profile.workload import Workload
 
-ROOM = 1.25
+HEADROOM = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,30 @@ class StartedEngine:
 
 
 class ProfileEngines:
-    """Starts the engine of an arm on a free port, and stops it when the arm is over."""
+    """Starts the engine of an arm on a free port and stops it when the arm ends."""
 
-    def __init__(self, profile: Profile, workload: Workload, directory: OutputDirectory) -> None:
-        self._profile = profile
+    def __init__(
+        self,
+        profile: Profile,
+        workload: Workload,
+        directory: OutputDirectory,
+        *,
+        comparison: Comparison = AGAINST_BASELINE,
+        reference: Profile | None = None,
+    ) -> None:
+        """`reference` is the profile that `profile` is compared with; `None` for the baseline."""
+        compared = profile if reference is None else with_free_metrics_port(reference)
+        self._profiles = {comparison.measured: profile, comparison.reference: compared}
         self._roomy_profile = with_room(profile, workload)
+        self._arms_with_kvbm = comparison.arms_with_kvbm
         self._directory = directory
 
     @contextmanager
     def __call__(self, arm: str) -> Iterator[StartedEngine]:
-        profile = self._roomy_profile if arm in (RECORDING, FLOOR) else self._profile
+        profile, has_kvbm = self._profiles.get(arm, self._roomy_profile), arm in self._arms_with_kvbm
         port = choose_port(profile.server.host, 0)
-        with fresh_disk(profile) if arm == KVBM else nullcontext(profile) as profile:
-            plan = with_reset(launch_plan(profile, connector=arm == KVBM, port=port), profile)
+        with fresh_disk(profile) if has_kvbm else nullcontext(profile) as profile:
+            plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile)
             with EngineProcess.start(plan, log_path=self._directory.arm(arm) / "engine.log") as process:
                 process.wait_healthy(profile.transfer.init_timeout_s)
                 yield StartedEngine(process, process.elapsed_s)
@@ -61,7 +72,7 @@ class ProfileEngines:
 
 @contextmanager
 def fresh_disk(profile: Profile) -> Iterator[Profile]:
-    """The same profile with a disk tier that nobody has used, on the file system of its own, and gone afterwards."""
+    """The same profile with an empty disk tier: a new directory inside the profile's own, removed afterwards."""
     disk = profile.tiers.disk
     if disk is None:
         yield profile
@@ -72,21 +83,27 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
         holder = tempfile.TemporaryDirectory(prefix="bench-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise EnvironmentProblem(
-            f"no directory for this run in {parent}: {error.strerror or error}", hint="set `tiers.disk.directory`"
+            f"cannot create a directory for this run in {parent}: {error.strerror or error}",
+            hint="set `tiers.disk.directory`",
         ) from error
     with holder as directory:
         fresh = disk.model_copy(update={"directory": directory, "drain_s": 0.0})
         yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"disk": fresh})})
 
 
+def with_free_metrics_port(profile: Profile) -> Profile:
+    """The same profile with any free port for its metrics: both arms of two profiles may run at the same time."""
+    return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"port": 0})})
+
+
 def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:
-    """The same engine with the request that empties its cache, which vLLM has only in its mode for developers."""
+    """The same plan with the endpoint that resets the prefix cache, which vLLM has only in its development mode."""
     if profile.engine.kind != "vllm":
         return plan
     return replace(plan, environment={**plan.environment, "VLLM_SERVER_DEV_MODE": "1"})
 
 
 def with_room(profile: Profile, workload: Workload) -> Profile:
-    """The same engine with its prefix cache on and a G1 that never has to evict anything of this workload."""
-    needed = math.ceil(ROOM * workload.working_set_tokens / block_tokens(profile)) + workload.users
+    """The same profile with its prefix cache on and a G1 that holds the whole workload without eviction."""
+    needed = math.ceil(HEADROOM * workload.working_set_tokens / block_tokens(profile)) + workload.users
     return with_device_blocks(profile, needed)

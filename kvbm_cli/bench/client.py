@@ -1,9 +1,9 @@
-"""The load client: launches requests at fixed times, reads the streamed answers, and takes the time.
+"""The load client: launches requests at fixed times, reads the streamed answers and records their times.
 
-A launch never waits for another request, and nothing is sent twice: an error is a row like any other. Times come from
-the monotonic clock, the launch before the first byte is written, the arrival right after a read and before anything is
-parsed. Bodies were encoded beforehand. Two launch times are kept, the intended and the actual one: the difference is
-the client's own lateness, and times to first token count from the intended launch, as a user would.
+A launch never waits for another request, and no request is retried: a failed request is recorded with its error. Times
+come from the monotonic clock. The launch time is taken before the first byte is written, the arrival time right after a
+read and before parsing. Request bodies are encoded beforehand. Each record has the intended and the actual launch time;
+the difference is the client's own lateness. Time to first token counts from the intended launch, as a user would count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ERROR_TEXT_CHARACTERS = 300
 
 
 class EventSplitter:
-    """Cuts a byte stream into the payloads of its server-sent events, wherever the reads happen to end."""
+    """Splits a byte stream into the payloads of its server-sent events; a read may end anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -52,7 +52,7 @@ class EventSplitter:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An arm's engine. Its schedule begins `offset_s` after that of the first arm of the drive."""
+    """An arm's engine. Its schedule starts `offset_s` after the schedule of the first arm of the drive."""
 
     arm: str
     base_url: str
@@ -62,9 +62,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class DriveResult:
-    """What the client did. `client_cpu_share` is of one core, over the whole drive."""
+    """Records by arm, in the order of the plan. `client_cpu_share` is the share of one core over the whole drive."""
 
-    rows: dict[str, tuple[RequestRecord, ...]]
+    records: dict[str, tuple[RequestRecord, ...]]
     client_cpu_share: float
     started_unix_s: float
     duration_s: float
@@ -72,7 +72,7 @@ class DriveResult:
 
 @asynccontextmanager
 async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """No proxy, no retry, no limit on connections, no time-out but the request's own."""
+    """A session without proxy, retries or connection limit. Only each request has a timeout."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -81,13 +81,13 @@ async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def drive(plan: Plan, targets: Sequence[Target], *, on_row: Callable[[RequestRecord], None]) -> DriveResult:
-    """Send the whole plan to every target. When an engine has ended, its open requests become errors at once."""
-    rows: dict[str, list[RequestRecord]] = {target.arm: [] for target in targets}
+async def drive(plan: Plan, targets: Sequence[Target], *, on_record: Callable[[RequestRecord], None]) -> DriveResult:
+    """Send the whole plan to every target. When an engine ends, its open requests fail at once."""
+    records: dict[str, list[RequestRecord]] = {target.arm: [] for target in targets}
 
-    def take(row: RequestRecord) -> None:
-        rows[row.arm].append(row)
-        on_row(row)
+    def take(record: RequestRecord) -> None:
+        records[record.arm].append(record)
+        on_record(record)
 
     async with open_session() as session:
         with _garbage_collector_off():
@@ -95,13 +95,13 @@ async def drive(plan: Plan, targets: Sequence[Target], *, on_row: Callable[[Requ
             await asyncio.gather(*(_drive_one(session, plan, target, start_ns, take) for target in targets))
             duration_s = (time.perf_counter_ns() - start_ns) / NANOSECONDS
             cpu_share = (time.process_time() - cpu_start_s) / duration_s
-    ordered = {arm: tuple(sorted(of_arm, key=lambda row: row.index)) for arm, of_arm in rows.items()}
+    ordered = {arm: tuple(sorted(of_arm, key=lambda record: record.index)) for arm, of_arm in records.items()}
     return DriveResult(ordered, cpu_share, started_unix_s, duration_s)
 
 
 @contextmanager
 def _garbage_collector_off() -> Iterator[None]:
-    """A collection would stop every stream for milliseconds, and the requests allocate little."""
+    """Disable garbage collection: it would stop every stream for milliseconds, and requests allocate little."""
     was_on = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -121,19 +121,19 @@ async def _drive_one(
     drive_start_ns: int,
     take: Callable[[RequestRecord], None],
 ) -> None:
-    """One target's whole schedule."""
+    """Send the whole schedule to one target."""
     start_ns = drive_start_ns + int((LEAD_S + target.offset_s) * NANOSECONDS)
 
     async def one(request: PlannedRequest) -> None:
-        row = RequestRecord(target.arm, request.index, request.user, request.turn, request.intended_s * 1e3)
+        record = RequestRecord(target.arm, request.index, request.user, request.turn, request.intended_s * 1e3)
         try:
             await asyncio.sleep((start_ns - time.perf_counter_ns()) / NANOSECONDS + request.intended_s)
-            await _send(session, target.base_url, request, row, start_ns=start_ns, workload=plan.workload)
+            await _send(session, target.base_url, request, record, start_ns=start_ns, workload=plan.workload)
         except asyncio.CancelledError:
             if not target.has_ended():
                 raise
-            row.error = "the engine ended"
-        take(row)
+            record.error = "the engine ended"
+        take(record)
 
     pending = {asyncio.create_task(one(request)) for request in plan.requests}
     try:
@@ -152,99 +152,99 @@ async def _drive_one(
 async def send(
     session: aiohttp.ClientSession, base_url: str, request: PlannedRequest, *, workload: Workload, arm: str
 ) -> RequestRecord:
-    """Send one request now, outside a schedule; its times count from here."""
-    row = RequestRecord(arm, request.index, request.user, request.turn, 0.0)
-    await _send(session, base_url, request, row, start_ns=time.perf_counter_ns(), workload=workload)
-    return row
+    """Send one request now, outside a schedule; its times count from this call."""
+    record = RequestRecord(arm, request.index, request.user, request.turn, 0.0)
+    await _send(session, base_url, request, record, start_ns=time.perf_counter_ns(), workload=workload)
+    return record
 
 
 async def _send(
     session: aiohttp.ClientSession,
     base_url: str,
     request: PlannedRequest,
-    row: RequestRecord,
+    record: RequestRecord,
     *,
     start_ns: int,
     workload: Workload,
 ) -> None:
-    """Fill the row. Whatever goes wrong on the way is written into `row.error`."""
+    """Send the request and fill `record`; a failure sets `record.error`."""
     import aiohttp
 
     def since_start_ms() -> float:
         return (time.perf_counter_ns() - start_ns) / 1e6
 
-    row.launched_ms = since_start_ms()
+    record.launched_ms = since_start_ms()
     try:
         async with asyncio.timeout(workload.request_timeout_s):
-            await _read_answer(session, f"{base_url}/v1/completions", request.body, row, since_start_ms)
-        row.error = row.error or _complaint(row, request.prompt_tokens, workload.answer_tokens)
+            await _read_answer(session, f"{base_url}/v1/completions", request.body, record, since_start_ms)
+        record.error = record.error or _defect(record, request.prompt_tokens, workload.answer_tokens)
     except TimeoutError:
-        row.error = f"no complete answer within {workload.request_timeout_s:g} s"
+        record.error = f"no complete answer within {workload.request_timeout_s:g} s"
     except (aiohttp.ClientError, OSError) as error:
-        row.error = f"{type(error).__name__}: {error}"[:ERROR_TEXT_CHARACTERS]
+        record.error = f"{type(error).__name__}: {error}"[:ERROR_TEXT_CHARACTERS]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        row.error = f"unreadable answer: {type(error).__name__}: {error}"[:ERROR_TEXT_CHARACTERS]
-    if row.end_ms is None:
-        row.end_ms = since_start_ms()
+        record.error = f"unreadable answer: {type(error).__name__}: {error}"[:ERROR_TEXT_CHARACTERS]
+    if record.end_ms is None:
+        record.end_ms = since_start_ms()
 
 
 async def _read_answer(
-    session: aiohttp.ClientSession, url: str, body: bytes, row: RequestRecord, since_start_ms: Callable[[], float]
+    session: aiohttp.ClientSession, url: str, body: bytes, record: RequestRecord, since_start_ms: Callable[[], float]
 ) -> None:
-    headers = {"Content-Type": "application/json", "X-Request-Id": f"{row.arm}-{row.index}"}
+    headers = {"Content-Type": "application/json", "X-Request-Id": f"{record.arm}-{record.index}"}
     async with session.post(url, data=body, headers=headers) as response:
-        row.http_status = response.status
+        record.http_status = response.status
         if response.status != 200:
             text = (await response.text(errors="replace")).strip()
-            row.error = f"HTTP {response.status}: {text}"[:ERROR_TEXT_CHARACTERS]
+            record.error = f"HTTP {response.status}: {text}"[:ERROR_TEXT_CHARACTERS]
             return
         splitter = EventSplitter()
         async for data in response.content.iter_any():
             arrived_ms = since_start_ms()
             for payload in splitter.feed(data):
                 if payload == b"[DONE]":
-                    row.end_ms = arrived_ms
+                    record.end_ms = arrived_ms
                     return
-                _take_event(row, json.loads(payload), arrived_ms)
-    row.error = row.error or f"the answer broke off after {len(row.token_ids)} tokens"
+                _take_event(record, json.loads(payload), arrived_ms)
+    record.error = record.error or f"the answer ended after {len(record.token_ids)} tokens"
 
 
-def _take_event(row: RequestRecord, event: dict[str, Any], arrived_ms: float) -> None:
+def _take_event(record: RequestRecord, event: dict[str, Any], arrived_ms: float) -> None:
     if "error" in event:
-        row.error = f"error in the stream: {event['error']}"[:ERROR_TEXT_CHARACTERS]
+        record.error = f"error in the stream: {event['error']}"[:ERROR_TEXT_CHARACTERS]
         return
     for choice in event.get("choices") or ():
-        _take_tokens(row, choice.get("token_ids") or [], arrived_ms)
-        row.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
-        row.finish_reason = choice.get("finish_reason") or row.finish_reason
+        _take_tokens(record, choice.get("token_ids") or [], arrived_ms)
+        record.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
+        record.finish_reason = choice.get("finish_reason") or record.finish_reason
     if usage := event.get("usage"):
-        row.prompt_tokens = usage["prompt_tokens"]
+        record.prompt_tokens = usage["prompt_tokens"]
         details = usage.get("prompt_tokens_details") or {}
-        row.cached_tokens = details.get("cached_tokens")
+        record.cached_tokens = details.get("cached_tokens")
         if (tiers := details.get("cached_tokens_by_tier")) is not None:
-            row.g1_tokens = tiers.get("device", 0)
-            row.g2_tokens = tiers.get("host", 0) + tiers.get("disk", 0)  # from disk they come through host memory
+            record.g1_tokens = tiers.get("device", 0)
+            record.g2_tokens = tiers.get("host", 0) + tiers.get("disk", 0)  # blocks from disk pass through host memory
 
 
-def _take_tokens(row: RequestRecord, token_ids: list[int], arrived_ms: float) -> None:
-    """Several tokens in one event share the time since the one before; of a first event only the first is timed."""
+def _take_tokens(record: RequestRecord, token_ids: list[int], arrived_ms: float) -> None:
+    """Split the gap since the previous event evenly over the tokens of this one; the first event has no gap."""
     if not token_ids:
         return
-    if row.last_token_ms is None:
-        row.first_token_ms = arrived_ms
+    if record.last_token_ms is None:
+        record.first_token_ms = arrived_ms
     else:
-        gap_ms = (arrived_ms - row.last_token_ms) / len(token_ids)
-        row.token_gaps_ms += [round(gap_ms, 4)] * len(token_ids)
-    row.last_token_ms = arrived_ms
-    row.token_ids += token_ids
+        gap_ms = (arrived_ms - record.last_token_ms) / len(token_ids)
+        record.token_gaps_ms += [round(gap_ms, 4)] * len(token_ids)
+    record.last_token_ms = arrived_ms
+    record.token_ids += token_ids
 
 
-def _complaint(row: RequestRecord, prompt_tokens: int, answer_tokens: int) -> str | None:
-    """What makes a complete stream useless for the comparison, if anything."""
-    if not row.token_ids:
-        return "the engine sent no token ids (it must know `return_token_ids`)"
-    if len(row.token_ids) != answer_tokens:
-        return f"the answer has {len(row.token_ids)} tokens instead of {answer_tokens}"
-    if row.prompt_tokens is not None and row.prompt_tokens != prompt_tokens:
-        return f"the engine counted {row.prompt_tokens} prompt tokens instead of {prompt_tokens}"
+def _defect(record: RequestRecord, prompt_tokens: int, answer_tokens: int) -> str | None:
+    """Why a complete answer cannot be compared; `None` if it can."""
+    if not record.token_ids:
+        return "the engine sent no token ids (it must support `return_token_ids`)"
+    if len(record.token_ids) != answer_tokens:
+        return f"the answer has {len(record.token_ids)} tokens instead of {answer_tokens}"
+    if record.prompt_tokens is not None and record.prompt_tokens != prompt_tokens:
+        return f"the engine counted {record.prompt_tokens} prompt tokens instead of {prompt_tokens}"
     return None

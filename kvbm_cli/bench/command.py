@@ -1,8 +1,9 @@
-"""`kvbm bench`: the command line around one experiment. The table, or the JSON, is all that goes to stdout."""
+"""`kvbm bench`: runs one experiment and prints its result. Only the table or the JSON goes to stdout."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import signal
 import sys
@@ -11,12 +12,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvbm.errors import EnvironmentProblem, KvbmError, UsageError
+from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
+from kvbm_cli.bench.comparison import AGAINST_BASELINE, BASELINE, Comparison
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm_cli.bench.experiment import Engines
-    from kvbm_cli.bench.verdict import Limits
+    from kvbm_cli.bench.verdict import VerdictLimits
     from kvbm_cli.profile.workload import Workload
 
 INTERRUPTED_EXIT_CODE = 130
@@ -32,35 +34,77 @@ def bench(
     output: Path | None,
     as_json: bool,
 ) -> int:
-    """Resolve profile and workload, then measure. Returns the exit code of the verdict."""
+    """Resolve the profiles and the workload, then measure. Returns the exit code of the verdict."""
     from kvbm_cli.engine.engines import make_model
     from kvbm_cli.profile.preflight import require_engine
     from kvbm_cli.profile.resolve import resolve
     from kvbm_cli.profile.workload import load_workload
     from kvbm_cli.terminal.console import print_note
 
-    if compare != "baseline":
-        raise UsageError(f"--compare takes `baseline`, not `{compare}`", hint="`kvbm bench --compare baseline`")
     resolved = resolve(reference, overrides)
-    if resolved.profile.disaggregated.is_wanted:
-        message = f"`{resolved.name}` starts several engines, and `kvbm bench` compares one with one"
-        raise UsageError(message, hint="take the profile that it extends")
+    other = None if compare == BASELINE else _profile_to_compare(compare)
+    for profile in (resolved, other) if other else (resolved,):
+        _require_one_engine(profile)
+    if other:
+        _require_comparable(resolved, other)
     chosen = load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
-    require_engine(resolved, force=False)
-    make_model(resolved.profile, say=print_note)
-    return measure(resolved, chosen, output=output, as_json=as_json)
+    for profile in (resolved, other) if other else (resolved,):
+        require_engine(profile, force=False)
+        make_model(profile.profile, say=print_note)
+    return measure(resolved, chosen, other=other, output=output, as_json=as_json)
+
+
+def _profile_to_compare(compare: str) -> ResolvedProfile:
+    """UsageError for a name that is neither `baseline` nor a profile; ProfileError for a wrong profile."""
+    from kvbm.config.layers import find
+    from kvbm_cli.package_data import profiles_directory
+    from kvbm_cli.profile.resolve import resolve
+
+    try:
+        find(compare, directories=[profiles_directory()])
+    except ProfileError as error:
+        hint = f"did you mean `{BASELINE}`?" if difflib.get_close_matches(compare, [BASELINE]) else error.hint
+        raise UsageError(f"--compare takes `{BASELINE}` or a profile: {error.message}", hint=hint) from None
+    return resolve(compare)
+
+
+def _require_one_engine(resolved: ResolvedProfile) -> None:
+    if resolved.profile.disaggregated.is_enabled:
+        message = f"`{resolved.name}` starts several engines, and `kvbm bench` starts one per arm"
+        raise UsageError(message, hint="use the profile that it extends")
+
+
+def _require_comparable(resolved: ResolvedProfile, other: ResolvedProfile) -> None:
+    """UsageError unless both engines answer the same requests."""
+    for key, one, another in (
+        ("engine.kind", resolved.profile.engine.kind, other.profile.engine.kind),
+        ("engine.model", resolved.profile.engine.model, other.profile.engine.model),
+        ("engine.arguments.served_model_name", _served_name(resolved), _served_name(other)),
+    ):
+        if one != another:
+            message = f"`{resolved.name}` and `{other.name}` cannot be compared: `{key}` is `{one}` and `{another}`"
+            raise UsageError(message, hint=f"`--compare` takes a profile with the same `{key}`")
+
+
+def _served_name(resolved: ResolvedProfile) -> str:
+    engine = resolved.profile.engine
+    return engine.arguments.served_model_name or engine.model
 
 
 def measure(
     resolved: ResolvedProfile,
     workload: Workload,
     *,
+    other: ResolvedProfile | None = None,
     output: Path | None,
     as_json: bool,
     engines: Engines | None = None,
-    limits: Limits | None = None,
+    limits: VerdictLimits | None = None,
 ) -> int:
-    """Run, write, print; returns the exit code. `engines` and `limits` replace the profile's own and the defaults."""
+    """Measure, write and print the result; returns the exit code of the verdict.
+
+    `other` is the profile to compare with, `None` for the baseline. `engines` and `limits` are for tests.
+    """
     from rich.console import Console
 
     from kvbm_cli.bench.arms import ProfileEngines
@@ -72,21 +116,24 @@ def measure(
     from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict
 
     directory = OutputDirectory.create(output)
-    surroundings = _surroundings(resolved)
+    comparison = AGAINST_BASELINE if other is None else _comparison(resolved, other)
+    surroundings = {**_surroundings(resolved), **(_compared_profiles(comparison, resolved, other) if other else {})}
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:
         with BenchProgress() as progress:
-            engines = engines or ProfileEngines(resolved.profile, workload, directory)
-            experiment = run_experiment(workload, engines, directory, progress)
+            engines = engines or ProfileEngines(
+                resolved.profile, workload, directory, comparison=comparison, reference=other.profile if other else None
+            )
+            experiment = run_experiment(workload, engines, directory, progress, comparison)
         summary = summarise(
             experiment, surroundings=surroundings, caveats=_caveats(resolved, workload), limits=limits or DEFAULT_LIMITS
         )
     except KeyboardInterrupt:
         directory.write_json("summary.json", interrupted_summary("interrupted", surroundings))
-        print(f"interrupted; {directory.path} holds a part of a run, marked as such", file=sys.stderr)
+        print(f"interrupted; {directory.path} holds an incomplete run, marked as such", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
     except KvbmError as error:
         with contextlib.suppress(OSError):
@@ -103,7 +150,7 @@ def measure(
         directory.close()
     try:
         directory.write_json("summary.json", summary)
-    finally:  # what was measured for minutes is told also where it cannot be written
+    finally:  # the result of minutes of measuring is printed even if it cannot be written
         if as_json:
             print(json.dumps(summary, indent=2))
         else:
@@ -125,8 +172,32 @@ def _surroundings(resolved: ResolvedProfile) -> dict[str, Any]:
     }
 
 
+def _comparison(measured: ResolvedProfile, reference: ResolvedProfile) -> Comparison:
+    from kvbm_cli.profile.diff import differences
+
+    found = {key: (one.value, another.value) for key, one, another in differences(measured, reference)}
+    return Comparison.of_profiles(measured.name, reference.name, found)
+
+
+def _compared_profiles(comparison: Comparison, measured: ResolvedProfile, reference: ResolvedProfile) -> dict[str, Any]:
+    from kvbm_cli.profile.size import as_data, size_if_known
+
+    def about(resolved: ResolvedProfile) -> dict[str, Any]:
+        sizing = size_if_known(resolved)
+        return {
+            "name": resolved.name,
+            "path": str(resolved.path),
+            "tiers": as_data(sizing)["tiers"] if sizing else None,
+        }
+
+    return {
+        "compared_profiles": {comparison.measured: about(measured), comparison.reference: about(reference)},
+        "profile_differences": {key: list(values) for key, values in (comparison.differences or {}).items()},
+    }
+
+
 def _engine_version(resolved: ResolvedProfile) -> dict[str, str]:
-    """vLLM may be in an interpreter of its own."""
+    """Version of vLLM in the interpreter of the profile, which may differ from this one."""
     from kvbm_cli.engine.engines import vllm_of
 
     found = vllm_of(resolved.profile) if resolved.profile.engine.kind == "vllm" else None
@@ -134,18 +205,18 @@ def _engine_version(resolved: ResolvedProfile) -> dict[str, str]:
 
 
 def _caveats(resolved: ResolvedProfile, workload: Workload) -> list[str]:
-    """What qualifies the numbers before anything is measured, and how busy the machine was meanwhile."""
+    """Caveats that follow from the profile, the workload and the load of the machine."""
     from kvbm_cli.bench.machine import load_average, usable_cpu_count
     from kvbm_cli.engine.engines import has_prefix_caching, runs_on_cpu
     from kvbm_cli.profile.size import size_if_known
 
     caveats = []
     if resolved.profile.engine.kind == "embedded":
-        caveats.append("numbers of the embedded reference engine: compare its arms with each other, with nothing else")
+        caveats.append("the embedded engine is a reference implementation: compare the arms with each other only")
     elif runs_on_cpu(resolved.profile):
-        caveats.append("vLLM computes on a CPU: how many times faster a GPU would be with kvbm is another number")
+        caveats.append("vLLM computes on a CPU: the speed-up on a GPU is different")
     if not has_prefix_caching(resolved.profile):
-        caveats.append("the engine's own prefix cache is off, so the baseline computes every prompt whole")
+        caveats.append("the engine's own prefix cache is off, so the baseline computes the whole of every prompt")
     sizing = size_if_known(resolved)
     if sizing is not None and sizing.host.token_count < workload.working_set_tokens:
         holds = f"G2 holds {sizing.host.token_count} tokens"

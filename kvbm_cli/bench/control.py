@@ -1,4 +1,4 @@
-"""The quiet side of an engine's HTTP interface: tokenize, empty the cache, read counters. Not used while measuring."""
+"""Control requests to an engine: tokenize, reset the cache, read metrics. None is sent during a measurement."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SOURCES = {"local_cache_hit": "g1", "external_kv_transfer": "g2", "local_compute
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
-    """One reading of /metrics: `text` as it came, `samples` by name and sorted labels."""
+class ScrapedMetrics:
+    """One response of /metrics: `text` unchanged, `samples` by name and sorted labels."""
 
     text: str
     samples: dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
     @classmethod
-    def parse(cls, text: str) -> Metrics:
+    def parse(cls, text: str) -> ScrapedMetrics:
         from prometheus_client.parser import text_string_to_metric_families
 
         samples = {}
@@ -34,7 +34,7 @@ class Metrics:
         return cls(text, samples)
 
     def total(self, name: str, **labels: str) -> float | None:
-        """Sum over all series of this name (with or without `_total`) that carry these labels; `None` without any."""
+        """Sum of all series of this name (with or without `_total`) with these labels; `None` if there are none."""
         wanted = set(labels.items())
         found = [
             value
@@ -44,7 +44,7 @@ class Metrics:
         return sum(found) if found else None
 
     def labels_of(self, name: str) -> dict[str, str]:
-        """Labels of the only series of this name, as an info metric has; empty without one."""
+        """Labels of the first series of this name, such as an info metric; empty if there is none."""
         return next((dict(labels) for sample_name, labels in self.samples if sample_name == name), {})
 
     def names(self, prefix: str) -> list[str]:
@@ -53,30 +53,30 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class MetricsDelta:
-    """What an arm's requests changed in the engine's counters."""
+    """The engine's metrics before and after the requests of an arm."""
 
-    before: Metrics
-    after: Metrics
+    before: ScrapedMetrics
+    after: ScrapedMetrics
 
     def change(self, name: str, **labels: str) -> float | None:
         after = self.after.total(name, **labels)
         return None if after is None else after - (self.before.total(name, **labels) or 0.0)
 
     def prompt_tokens_by_source(self) -> dict[str, int] | None:
-        """Prompt tokens by `g1`, `g2`, `computed`; `None` where the engine does not tell."""
+        """Prompt tokens by `g1`, `g2` and `computed`; `None` if the engine does not report them."""
         changes = {tier: self.change("vllm:prompt_tokens_by_source", source=source) for source, tier in SOURCES.items()}
         if all(change is None for change in changes.values()):
             return None
         return {tier: round(change or 0.0) for tier, change in changes.items()}
 
     def queue_wait_ms(self) -> float | None:
-        """Mean time in the engine's queue per request."""
+        """Mean queue time per request; `None` if the engine does not report it."""
         total_s = self.change("vllm:request_queue_time_seconds_sum")
         count = self.change("vllm:request_queue_time_seconds_count")
         return 1e3 * total_s / count if total_s is not None and count else None
 
     def kvbm_counters(self) -> dict[str, float]:
-        """Change of every kvbm_* series that is not about a state or a share."""
+        """Change of every kvbm_* counter; gauges of states and rates are left out."""
         changes = {
             name: self.change(name)
             for name in self.after.names("kvbm_")
@@ -96,11 +96,11 @@ class Control:
         content = {"model": self._model, "prompt": text, "add_special_tokens": False}
         return [int(token) for token in self._call("POST", "/tokenize", content=content).fields()["tokens"]]
 
-    def metrics(self) -> Metrics:
-        return Metrics.parse(self._call("GET", "/metrics").text())
+    def metrics(self) -> ScrapedMetrics:
+        return ScrapedMetrics.parse(self._call("GET", "/metrics").text())
 
     def reset_cache(self) -> None:
-        """Forget every block, in G1 and in what the connector keeps, as soon as no copy needs it any more."""
+        """Remove every block from G1 and from the connector; waits until no copy uses one."""
         deadline = time.monotonic() + RESET_TIMEOUT_S
         while not _has_reset(self._call("POST", RESET, accepted=(IN_USE,))):
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What a result was measured on: facts of the machine, versions, and how busy it was with other things."""
+"""The machine that a result was measured on: hardware, versions and load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def usable_cpu_count() -> int:
 
 
 def load_average() -> float | None:
-    """Runnable threads over the last minute; what is there before a run competes with it."""
+    """Average number of runnable threads over the last minute; `None` if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 

@@ -1,8 +1,8 @@
-"""The files of one run. Rows are appended as requests end, so that an interrupted run keeps what it has seen.
+"""The files of one run. A record is written as soon as its request ends, so an interrupted run keeps its records.
 
 plan.json            the expanded schedule: every token, every launch time, and a digest of both
 requests.jsonl       one line per request of every arm, errors included
-<arm>/engine.log     what the engine printed
+<arm>/engine.log     the output of the engine
 <arm>/metrics-before.txt, metrics-after.txt   the engine's counters around the measured requests
 summary.json         the result; `"complete": false` marks a run that was interrupted
 """
@@ -21,7 +21,7 @@ DEFAULT_PARENT = Path("kvbm-runs")
 
 
 class OutputDirectory:
-    """Owns one directory from the first byte; closed by `close()`."""
+    """Owns the directory of one run and its open file; `close()` closes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,12 +29,12 @@ class OutputDirectory:
 
     @classmethod
     def create(cls, path: Path | None) -> OutputDirectory:
-        """A new or empty directory; without `path` one named after the time. UsageError if anything is in it."""
+        """Create the directory; without `path` it is named after the time. UsageError if it is not empty."""
         path = path or _named_after_now(DEFAULT_PARENT)
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
-                raise UsageError(f"{path} is not empty, and a run never writes into another one's results")
+                raise UsageError(f"{path} is not empty; a run requires a new or empty directory")
             return cls(path)
         except OSError as error:
             raise EnvironmentProblem(f"cannot write to {path}: {(error.strerror or str(error)).lower()}") from None
@@ -44,11 +44,11 @@ class OutputDirectory:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def append_request(self, row: dict[str, Any]) -> None:
-        self._requests.write(json.dumps(row, separators=(",", ":")) + "\n")
+    def append_request(self, record: dict[str, Any]) -> None:
+        self._requests.write(json.dumps(record, separators=(",", ":")) + "\n")
 
     def write_json(self, name: str, content: dict[str, Any], *, indent: int | None = 2) -> None:
-        """Whole or not at all: written beside and renamed."""
+        """Write the file atomically."""
         write_atomically(self.path / name, json.dumps(content, indent=indent) + "\n")
 
     def close(self) -> None:

@@ -35,10 +35,10 @@ class BenchProgress(ProgressDisplay):
         self._last_ttft_ms = None
         self.report(text)
 
-    def row(self, row: RequestRecord) -> None:
-        self._answered += row.is_ok
-        self._failed += not row.is_ok
-        self._last_ttft_ms = row.ttft_ms if row.is_ok else self._last_ttft_ms
+    def request_ended(self, record: RequestRecord) -> None:
+        self._answered += record.is_ok
+        self._failed += not record.is_ok
+        self._last_ttft_ms = record.ttft_ms if record.is_ok else self._last_ttft_ms
 
     def left_s(self) -> float | None:
         """Seconds until the whole run ends; unknown until the recording has fixed the schedule."""

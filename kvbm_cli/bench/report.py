@@ -1,4 +1,4 @@
-"""A summary as a terminal page of at most 80 columns: the arms, the turns, the baseline's load, and the verdict."""
+"""Prints a summary in at most 80 columns: the arms, the turns, the load of the reference, and the verdict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH = 80
-BAR_CELLS = 10
+ARM_AND_BAR_CELLS = 19
+LONGEST_ARM = 13
 NUMBER_WIDTHS = (6, 6, 6, 6, 7, 7, 9, 7)
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 UNMEASURED = ("invalid", "wrong")
@@ -18,7 +19,7 @@ COLOURS = {"faster": "green", "same": "yellow", "slower": "red", "invalid": "red
 
 
 def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathLike[str]) -> None:
-    """Prints the page. Numbers are the summary's own, only rounded."""
+    """Print the page, with the numbers of the summary rounded."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -29,6 +30,8 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
         highlight=False,
     )
     console.print(_schedule_line(summary), highlight=False)
+    for line in _profile_lines(summary):
+        console.print(line, highlight=False)
     console.print(_arms_table(summary))
     for line in _turn_lines(summary["arms"]):
         console.print(Text(line))
@@ -47,15 +50,31 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
 
 
 def _schedule_line(summary: dict[str, Any]) -> str:
-    """How the arms ran, without which the numbers cannot be compared with another run's."""
+    """How the arms ran. Results of two runs are comparable only if this is equal."""
     if summary["workload"]["schedule"]["arms"] == "interleaved":
         apart_s = summary["plan"]["interval_s"] / len(summary["arms"])
         return f"arms: interleaved, all engines at the same time, launches {apart_s:.3g} s apart"
     return "arms: in turn, one engine after the other"
 
 
+def _profile_lines(summary: dict[str, Any]) -> list[str]:
+    """Which profile an arm ran and what its tiers hold, and the keys that differ; nothing for the baseline."""
+    if (profiles := summary.get("compared_profiles")) is None:
+        return []
+    lines = [f"{arm}: profile {about['name']}; {_tier_sizes(about['tiers'])}" for arm, about in profiles.items()]
+    keys = ", ".join(summary["profile_differences"])
+    return [*lines, f"they differ in {keys}" if keys else "the profiles are equal"]
+
+
+def _tier_sizes(tiers: dict[str, Any] | None) -> str:
+    """`tiers` is `None`, and so is G1, where only the engine knows the size."""
+    if tiers is None:
+        return "tier sizes unknown"
+    return ", ".join(f"{name} {tier['tokens']:,}" for name, tier in tiers.items() if tier is not None) + " tokens"
+
+
 def _arms_table(summary: dict[str, Any]) -> Table:
-    """Arms as columns, so that every row has room for its words and its unit."""
+    """One column per arm, one row per quantity with its unit."""
     from rich import box
     from rich.table import Table
 
@@ -75,17 +94,18 @@ def _arms_table(summary: dict[str, Any]) -> Table:
 
 
 def _turn_lines(arms: dict[str, Any]) -> list[str]:
-    """One line per turn and arm; the bars are medians, all on one scale."""
+    """One line per turn and arm; the bars show medians, all on one scale."""
+    width = min(LONGEST_ARM, max(map(len, arms))) + 1
+    bar_cells = ARM_AND_BAR_CELLS - width
     medians = [turn["ttft_ms"]["p50"] or 0.0 for arm in arms.values() for turn in arm["turns"]]
     longest = max(medians, default=0.0) or 1.0
-    lines = [_turn_line("", "", "TTFT, ms", "p50", "p90", "p99", "ITL", "G1", "G2", "computed", "failed")]
+    lines = [_turn_line("", f"{'':<{width}}TTFT, ms", "p50", "p90", "p99", "ITL", "G1", "G2", "computed", "failed")]
     for turns in zip(*(arm["turns"] for arm in arms.values()), strict=True):
         for position, (name, turn) in enumerate(zip(arms, turns, strict=True)):
             lines.append(
                 _turn_line(
                     f"turn {turn['turn']}" if position == 0 else "",
-                    name,
-                    _bar((turn["ttft_ms"]["p50"] or 0.0) / longest),
+                    f"{name[:LONGEST_ARM]:<{width}}" + _bar((turn["ttft_ms"]["p50"] or 0.0) / longest, bar_cells),
                     *(_milliseconds(turn["ttft_ms"][percent]) for percent in ("p50", "p90", "p99")),
                     _milliseconds(turn["itl_ms"]["p50"]),
                     *(_count(turn["prompt_tokens"][tier]) for tier in ("g1", "g2", "computed")),
@@ -95,22 +115,23 @@ def _turn_lines(arms: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _turn_line(turn: str, arm: str, bar: str, *numbers: str) -> str:
+def _turn_line(turn: str, arm_and_bar: str, *numbers: str) -> str:
     cells = (f"{number:>{width}}" for number, width in zip(numbers, NUMBER_WIDTHS, strict=True))
-    return f"{turn:<7}{arm:<9}{bar:<{BAR_CELLS}}{''.join(cells)}"
+    return f"{turn:<7}{arm_and_bar:<{ARM_AND_BAR_CELLS}}{''.join(cells)}"
 
 
-def _bar(share: float) -> str:
-    full, eighths = divmod(round(share * BAR_CELLS * 8), 8)
+def _bar(share: float, cells: int) -> str:
+    full, eighths = divmod(round(share * cells * 8), 8)
     return "█" * full + (EIGHTHS[eighths] if eighths else "") or EIGHTHS[1]
 
 
 def _load_line(summary: dict[str, Any]) -> str:
-    load = summary["baseline_load"]
+    reference = summary["compared"]["reference"]
+    load = summary["arms"][reference]
     queue_ms, queue_share = load["queue_wait_ms"], load["queue_share_of_ttft"]
-    waits = "queue wait unknown" if queue_ms is None else f"a request waits {_milliseconds(queue_ms)} ms in its queue"
+    waits = "queue time unknown" if queue_ms is None else f"{_milliseconds(queue_ms)} ms in its queue per request"
     part = "" if queue_share is None else f", {queue_share:.1%} of its TTFT"
-    return f"baseline load: busy {load['utilisation']:.0%} of the time, {waits}{part}"
+    return f"{reference} load: busy {load['utilisation']:.0%} of the time, {waits}{part}"
 
 
 def _outputs_line(summary: dict[str, Any]) -> str:
@@ -125,8 +146,9 @@ def _floor_line(summary: dict[str, Any]) -> str | None:
     ratio, share = summary["kvbm_over_floor"], summary["share_of_possible_gain"]
     if ratio is None or summary["verdict"] in UNMEASURED:
         return None
-    gain = "" if share is None else f"; {share:.0%} of the gain that is possible"
-    return f"kvbm's TTFT is {ratio:.2f} times the all-hit floor (G1 large enough for everything){gain}"
+    gain = "" if share is None else f"; {share:.0%} of the possible gain"
+    measured = summary["compared"]["measured"]
+    return f"TTFT of {measured} is {ratio:.2f} times that of the floor (G1 large enough for everything){gain}"
 
 
 def _milliseconds(value: float | None) -> str:

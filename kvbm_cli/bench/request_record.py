@@ -1,4 +1,4 @@
-"""Row: one request of one arm, as the client saw it. Errors are rows too: a field that never got a value is `None`."""
+"""One request of one arm, as the client saw it. A failed request has a record too, with `error` set."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request of one arm. Times in milliseconds since the arm's start; `None` for what never happened.
+    """Times are in milliseconds since the arm's start; `None` if the event never happened.
 
-    `cached_tokens` of the prompt were not computed. From which tier they came, not every engine says per request.
+    `cached_tokens` is the part of the prompt that was not computed. `g1_tokens` and `g2_tokens` split it by tier; they
+    are `None` if the engine does not report the tier per request.
     """
 
     arm: str
@@ -43,7 +44,7 @@ class RequestRecord:
 
     @property
     def ttft_ms(self) -> float | None:
-        """From the intended launch: what the user waits."""
+        """Time to first token from the intended launch, which is what the user waits."""
         return None if self.first_token_ms is None else self.first_token_ms - self.intended_ms
 
     @property

@@ -1,9 +1,8 @@
-"""What is sent, byte for byte, and when: fixed before any arm is measured, and the same for all of them.
+"""The requests of a run, byte for byte, and their launch times: fixed before the first arm, and equal for all arms.
 
-`Script` holds the tokens that users say, drawn from the workload's seed as text of high entropy and counted with the
-engine's own tokenizer. `Plan` adds the recorded answers and the launch times. Prompts are sent as token ids: their
-length is exact, and a repeated answer is the very tokens that the engine generated, whatever a tokenizer would make of
-its text, so that reuse of generated KV is tested too.
+`Script` holds the users' tokens: random text from the workload's seed, counted with the engine's own tokenizer.
+`Plan` adds the recorded answers and the launch times. Prompts are sent as token ids, so their length is exact. An
+answer that a later prompt repeats has the same token ids that the engine generated, so reuse of generated KV is tested.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LETTERS = string.ascii_letters + string.digits
 
 
 def random_text(generator: random.Random, characters: int) -> str:
-    """Words of random letters and digits: about 6 bits a character, so that no two users share more than chance."""
+    """Words of random letters and digits, about 6 bits per character, so that users share no prefix."""
     words: list[str] = []
     length = 0
     while length < characters:
@@ -34,7 +33,7 @@ def random_text(generator: random.Random, characters: int) -> str:
 
 
 def random_tokens(generator: random.Random, count: int, tokenize: Tokenize) -> tuple[int, ...]:
-    """Exactly `count` tokens of random text. The text is doubled until the tokenizer makes enough of it."""
+    """Exactly `count` tokens of random text. The text is doubled until it has enough tokens."""
     if count == 0:
         return ()
     characters = count + 16
@@ -44,16 +43,16 @@ def random_tokens(generator: random.Random, count: int, tokenize: Tokenize) -> t
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the recording was answered. `logprobs` has one number per token, or none where the engine sends none."""
+class RecordedAnswer:
+    """An answer of the recording. `logprobs` has one value per token, or none if the engine sends none."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """What one user brings along and asks."""
+class UserScript:
+    """The history and the questions of one user."""
 
     history: tuple[int, ...]
     questions: tuple[tuple[int, ...], ...]
@@ -61,10 +60,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """All tokens that come from users. `warmup` is a conversation that appears in no measured request."""
+    """All tokens of the users. `warmup` is a prompt that no measured request contains."""
 
     system: tuple[int, ...]
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[UserScript, ...]
     warmup: tuple[int, ...]
 
     @classmethod
@@ -75,12 +74,12 @@ class Script:
         for _ in range(workload.users):
             history = random_tokens(generator, workload.history_tokens, tokenize)
             questions = [random_tokens(generator, workload.question_tokens, tokenize) for _ in range(workload.turns)]
-            conversations.append(Conversation(history, tuple(questions)))
+            conversations.append(UserScript(history, tuple(questions)))
         warmup = random_tokens(generator, workload.prompt_tokens(1), tokenize)
         return cls(system, tuple(conversations), warmup)
 
-    def prompt(self, user: int, turn: int, answers: Sequence[Answer]) -> list[int]:
-        """Tokens of a user's prompt in turn 1, 2, ...; `answers` are those to the user's earlier turns."""
+    def prompt(self, user: int, turn: int, answers: Sequence[RecordedAnswer]) -> list[int]:
+        """Tokens of a user's prompt in turn 1, 2, ...; `answers` are the answers to the user's earlier turns."""
         conversation = self.conversations[user]
         tokens = [*self.system, *conversation.history]
         for question, answer in zip(conversation.questions[: turn - 1], answers, strict=False):
@@ -89,7 +88,7 @@ class Script:
 
 
 def request_body(model: str, prompt: Sequence[int], *, answer_tokens: int) -> bytes:
-    """A greedy streamed completion of exactly `answer_tokens` tokens, encoded once and sent as it is."""
+    """The encoded body of a greedy, streamed completion of exactly `answer_tokens` tokens."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(prompt),
@@ -107,14 +106,14 @@ def request_body(model: str, prompt: Sequence[int], *, answer_tokens: int) -> by
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of every arm. `intended_s` counts from the arm's start; `answer` is what the recording answered."""
+    """One request, sent once per arm. `intended_s` counts from the arm's start; `answer` is the recorded one."""
 
     index: int
     user: int
     turn: int
     intended_s: float
     prompt_tokens: int
-    answer: Answer
+    answer: RecordedAnswer
     body: bytes
 
     @property
@@ -124,7 +123,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole run before it starts."""
+    """All requests of an arm with their launch times."""
 
     workload: Workload
     script: Script
@@ -138,10 +137,10 @@ class Plan:
         script: Script,
         *,
         model: str,
-        answers: Sequence[Sequence[Answer]],
+        answers: Sequence[Sequence[RecordedAnswer]],
         interval_s: float,
     ) -> Plan:
-        """`answers[user][turn - 1]` are the recorded answers. Everyone's first turn, then everyone's second, ..."""
+        """Plan the first turn of every user, then the second, and so on. `answers[user][turn - 1]` is recorded."""
         requests: list[PlannedRequest] = []
         for turn in range(1, workload.turns + 1):
             for user in range(workload.users):
@@ -160,12 +159,12 @@ class Plan:
 
     @property
     def duration_s(self) -> float:
-        """From the first launch to one interval after the last."""
+        """Time from the first launch to one interval after the last."""
         return len(self.requests) * self.interval_s
 
     @property
     def digest(self) -> str:
-        """Names bytes and times: two runs with the same digest sent the same."""
+        """Hash of all bodies and launch times: two runs with equal digests sent equal requests."""
         total = hashlib.sha256()
         for request in self.requests:
             total.update(f"{request.intended_s:.6f} {len(request.body)}\n".encode())
@@ -173,7 +172,7 @@ class Plan:
         return total.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Everything needed to send the same again: a prompt is system, history, then question and answer per turn."""
+        """Everything needed to repeat the run. A prompt is system, history, then question and answer per turn."""
         return {
             "digest": self.digest,
             "workload": self.workload.model_dump(),

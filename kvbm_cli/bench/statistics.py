@@ -1,8 +1,8 @@
 """Percentiles and the paired comparison of two arms. Pure, deterministic, standard library only.
 
-Both arms run the same requests, so the comparison is paired: per request the log of baseline time over kvbm time, which
-removes what differs between requests (length, turn) from the noise. Requests of one user are correlated, because they
-share a history; the interval is therefore one of users: Student's t over the mean of each.
+Both arms run the same requests, so the comparison is paired: the log of reference time over measured time, per request.
+Differences between requests (length, turn) therefore add no noise. Requests of one user are correlated, because they
+share a history. The interval is therefore Student's t over the means of the users.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-# Student's t at 97.5 %, by degrees of freedom; without any, nothing is known about other users.
+# Student's t at 97.5 %, by degrees of freedom; infinite for 0, because one user says nothing about others.
 _T_975 = (math.inf, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145)
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear interpolation between the two nearest ranks, as numpy's default; `None` without values."""
+    """Percentile by linear interpolation between the nearest ranks, numpy's default; `None` without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -40,7 +40,7 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class PairedRatio:
-    """How many times faster the second arm is: geometric mean over pairs, with its 95 % interval."""
+    """How many times faster the second arm is: the geometric mean over pairs, with its 95 % interval."""
 
     ratio: float
     low: float
@@ -52,9 +52,9 @@ class PairedRatio:
 def paired_ratio(
     pairs_by_user: Mapping[int, Sequence[tuple[float, float]]],
 ) -> PairedRatio | None:
-    """Geometric mean of first / second, each user counting alike; the interval is Student's t over the users' means.
+    """Geometric mean of first / second with equal weight per user; the interval is Student's t over the users' means.
 
-    `None` without a pair. One user says nothing about others: the interval is then from 0 to infinity.
+    `None` without a pair. With one user the interval is 0 to infinity.
     """
     sums = [
         (sum(math.log(first / second) for first, second in pairs), len(pairs))
@@ -80,7 +80,7 @@ def paired_ratio(
 
 
 def busy_share(intervals: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """Share of [start, end] that at least one of the intervals covers; 0 for an empty window."""
+    """Share of [start, end] that the union of the intervals covers; 0 for an empty window."""
     if end <= start:
         return 0.0
     covered, reached = 0.0, start

@@ -1,7 +1,7 @@
-"""From rows and counters to summary.json. Pure: the same rows give the same summary.
+"""Computes summary.json from records and metrics. Pure: equal records give an equal summary.
 
-`ttft_ms`, `itl_ms` and `end_to_end_ms` of an arm are over turns 2 and later, those that a cache can help, and
-`ttft_speedup` is the ratio of two such medians; every turn is listed under `turns`. Token counts are over all requests.
+`ttft_ms`, `itl_ms` and `end_to_end_ms` of an arm cover turns 2 and later, which a cache can speed up. `ttft_speedup` is
+the ratio of two such medians. `turns` has every turn. Token counts cover all requests.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvbm_cli.bench.experiment import ARMS, BASELINE, FLOOR, KVBM, ArmResult, Experiment
+from kvbm_cli.bench.comparison import FLOOR, Comparison
+from kvbm_cli.bench.experiment import ArmResult, Experiment
 from kvbm_cli.bench.outputs import compare_outputs
 from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan
 from kvbm_cli.bench.statistics import PairedRatio, busy_share, paired_ratio, spread
-from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Limits, Verdict, judge
+from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Verdict, VerdictLimits, judge
 
 FORMAT = 1
 UNMEASURED = (Verdict.INVALID, Verdict.WRONG)
@@ -30,52 +31,50 @@ def summarise(
     *,
     surroundings: dict[str, Any],
     caveats: Sequence[str] = (),
-    limits: Limits = DEFAULT_LIMITS,
+    limits: VerdictLimits = DEFAULT_LIMITS,
 ) -> dict[str, Any]:
-    """The whole result. `surroundings` (machine, versions, profile) is copied into it as it is."""
-    plan = experiment.plan
-    arms = {name: _arm(plan, experiment.arms[name]) for name in ARMS}
-    rows = {name: experiment.arms[name].rows for name in ARMS}
-    outputs = {name: compare_outputs(plan, rows[name]) for name in ARMS}
-    ratio = paired_ratio(_pairs(rows[BASELINE], rows[KVBM]))
-    p50 = {name: arms[name]["ttft_ms"]["p50"] for name in ARMS}
-    transfers = _transfers(arms[KVBM])
+    """The content of summary.json. `surroundings` (machine, versions, profile) is copied into it unchanged."""
+    plan, comparison = experiment.plan, experiment.comparison
+    measured, reference = comparison.measured, comparison.reference
+    results = {name: experiment.arms[name] for name in comparison.arms}
+    arms = {name: _arm(plan, result) for name, result in results.items()}
+    outputs = {name: compare_outputs(plan, result.records) for name, result in results.items()}
+    ratio = paired_ratio(_pairs(results[reference].records, results[measured].records))
+    p50 = {name: arm["ttft_ms"]["p50"] for name, arm in arms.items()}
+    transfers = {name: _transfers(arms[name]) for name in comparison.arms_with_kvbm}
     evidence = Evidence(
+        comparison=comparison,
         request_count=len(plan.requests),
-        compared_count=outputs[KVBM].compared_count,
-        errors={name: arms[name]["errors"] for name in ARMS},
+        compared_count=outputs[measured].compared_count,
+        errors={name: arm["errors"] for name, arm in arms.items()},
         different_answers={name: len(difference.answers) for name, difference in outputs.items()},
-        kvbm_logprob_difference=outputs[KVBM].logprob,
-        other_logprob_difference=max(outputs[name].logprob or 0.0 for name in (BASELINE, FLOOR)),
-        baseline_ttft_ms=p50[BASELINE],
-        kvbm_ttft_ms=p50[KVBM],
+        logprob_differences={name: difference.logprob for name, difference in outputs.items()},
+        reference_ttft_ms=p50[reference],
+        measured_ttft_ms=p50[measured],
         ratio=ratio,
-        transfers_proven=transfers["proven"],
-        lateness_p99_ms={name: arms[name]["client"]["lateness_ms"]["p99"] or 0.0 for name in ARMS},
-        client_cpu_share={name: arms[name]["client"]["cpu_share"] for name in ARMS},
-        utilisation=arms[BASELINE]["utilisation"],
-        queue_share=arms[BASELINE]["queue_share_of_ttft"],
+        transfers_proven={name: found["proven"] for name, found in transfers.items()},
+        lateness_p99_ms={name: arm["client"]["lateness_ms"]["p99"] or 0.0 for name, arm in arms.items()},
+        client_cpu_share={name: arm["client"]["cpu_share"] for name, arm in arms.items()},
+        utilisation=arms[reference]["utilisation"],
+        queue_share=arms[reference]["queue_share_of_ttft"],
     )
     judgement = judge(evidence, limits)
+    has_gain = judgement.verdict not in UNMEASURED and not comparison.is_of_profiles
     result = {
         "format": FORMAT,
         "complete": True,
         **_verdict(judgement),
-        "ttft_speedup": _quotient(p50[BASELINE], p50[KVBM]),
+        "compared": {"measured": measured, "reference": reference},
+        "ttft_speedup": _quotient(p50[reference], p50[measured]),
         "ttft_speedup_paired": _ratio(ratio),
-        "kvbm_over_floor": _quotient(p50[KVBM], p50[FLOOR]),
-        "share_of_possible_gain": None if judgement.verdict in UNMEASURED else _share_of_gain(p50),
+        "kvbm_over_floor": _quotient(p50[measured], p50[FLOOR]),
+        "share_of_possible_gain": _share_of_gain(p50[reference], p50[measured], p50[FLOOR]) if has_gain else None,
         "outputs_equal": _are_equal(evidence, judgement),
-        "different_answers": {name: [list(key) for key in outputs[name].answers] for name in ARMS},
-        "largest_logprob_difference": {name: outputs[name].logprob for name in ARMS},
-        "transfers": transfers,
-        "baseline_load": {
-            "utilisation": evidence.utilisation,
-            "queue_wait_ms": arms[BASELINE]["queue_wait_ms"],
-            "queue_share_of_ttft": evidence.queue_share,
-        },
+        "different_answers": {name: [list(key) for key in difference.answers] for name, difference in outputs.items()},
+        "largest_logprob_difference": {name: difference.logprob for name, difference in outputs.items()},
+        "transfers": transfers[measured],
         "arms": arms,
-        "caveats": [*judgement.caveats, *caveats, *_caveats(plan, arms)],
+        "caveats": [*judgement.caveats, *caveats, *_caveats(plan, comparison, arms)],
         "workload": plan.workload.model_dump(),
         "plan": {"digest": plan.digest, "interval_s": plan.interval_s, "duration_s": plan.duration_s},
         **surroundings,
@@ -86,12 +85,15 @@ def summarise(
 
 
 def _are_equal(evidence: Evidence, judgement: Judgement) -> bool:
-    differs = evidence.different_answers[KVBM] > 0 or judgement.verdict is Verdict.WRONG
+    differs = (
+        any(evidence.different_answers[name] for name in evidence.comparison.judged_arms)
+        or judgement.verdict is Verdict.WRONG
+    )
     return evidence.compared_count > 0 and not differs
 
 
 def interrupted_summary(reason: str, surroundings: dict[str, Any]) -> dict[str, Any]:
-    """Marks a run directory that holds only a part."""
+    """The summary of an incomplete run."""
     return {
         "format": FORMAT,
         "complete": False,
@@ -116,29 +118,32 @@ def _verdict(judgement: Judgement) -> dict[str, Any]:
 
 
 def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
-    rows = arm.rows
-    answered = [row for row in rows if row.is_ok]
-    later = [row for row in answered if row.turn > 1]
+    records = arm.records
+    answered = [record for record in records if record.is_ok]
+    later = [record for record in answered if record.turn > 1]
     by_usage = _tokens(answered)
     by_metrics = arm.metrics.prompt_tokens_by_source() if arm.metrics else None
     queue_wait_ms = arm.metrics.queue_wait_ms() if arm.metrics else None
-    ttft_all = spread(_values(row.ttft_ms for row in answered))
+    ttft_all = spread(_values(record.ttft_ms for record in answered))
     return {
-        "requests": len(rows),
-        "errors": len(rows) - len(answered),
+        "requests": len(records),
+        "errors": len(records) - len(answered),
         **_times(later),
         "ttft_ms_all_turns": ttft_all,
-        "ttft_ms_from_launch": spread(_values(row.ttft_from_launch_ms for row in later)),
+        "ttft_ms_from_launch": spread(_values(record.ttft_from_launch_ms for record in later)),
         "prompt_tokens": by_usage if None not in by_usage.values() else by_metrics or by_usage,
         "prompt_tokens_by_usage": by_usage,
         "prompt_tokens_by_metrics": by_metrics,
-        "turns": [_turn(turn, [row for row in rows if row.turn == turn]) for turn in range(1, plan.workload.turns + 1)],
+        "turns": [
+            _turn(turn, [record for record in records if record.turn == turn])
+            for turn in range(1, plan.workload.turns + 1)
+        ],
         "throughput": _throughput(answered),
-        "utilisation": _utilisation(rows),
+        "utilisation": _utilisation(records),
         "queue_wait_ms": queue_wait_ms,
         "queue_share_of_ttft": _quotient(queue_wait_ms, ttft_all["mean"]),
         "client": {
-            "lateness_ms": spread(_values(row.lateness_ms for row in rows)),
+            "lateness_ms": spread(_values(record.lateness_ms for record in records)),
             "cpu_share": arm.client_cpu_share,
         },
         "engine": {**_engine(arm), "startup_s": arm.startup_s, "ended_early": arm.engine_ended},
@@ -148,23 +153,23 @@ def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
     }
 
 
-def _turn(turn: int, rows: list[RequestRecord]) -> dict[str, Any]:
-    answered = [row for row in rows if row.is_ok]
+def _turn(turn: int, records: list[RequestRecord]) -> dict[str, Any]:
+    answered = [record for record in records if record.is_ok]
     return {
         "turn": turn,
-        "requests": len(rows),
-        "errors": len(rows) - len(answered),
+        "requests": len(records),
+        "errors": len(records) - len(answered),
         **_times(answered),
         "throughput": _throughput(answered),
         "prompt_tokens": _tokens(answered),
     }
 
 
-def _times(rows: Sequence[RequestRecord]) -> dict[str, Any]:
+def _times(records: Sequence[RequestRecord]) -> dict[str, Any]:
     return {
-        "ttft_ms": spread(_values(row.ttft_ms for row in rows)),
-        "itl_ms": spread([gap for row in rows for gap in row.token_gaps_ms]),
-        "end_to_end_ms": spread(_values(row.end_to_end_ms for row in rows)),
+        "ttft_ms": spread(_values(record.ttft_ms for record in records)),
+        "itl_ms": spread([gap for record in records for gap in record.token_gaps_ms]),
+        "end_to_end_ms": spread(_values(record.end_to_end_ms for record in records)),
     }
 
 
@@ -172,12 +177,12 @@ def _values(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _tokens(rows: Sequence[RequestRecord]) -> dict[str, int | None]:
-    """Prompt tokens by source as the answers' usage reports them; `None` for what not every answer tells."""
+def _tokens(records: Sequence[RequestRecord]) -> dict[str, int | None]:
+    """Prompt tokens by source, from the usage of the answers; `None` if an answer does not report one."""
     return {
-        "g1": _sum_if_known(row.g1_tokens for row in rows),
-        "g2": _sum_if_known(row.g2_tokens for row in rows),
-        "computed": _sum_if_known(row.computed_tokens for row in rows),
+        "g1": _sum_if_known(record.g1_tokens for record in records),
+        "g2": _sum_if_known(record.g2_tokens for record in records),
+        "computed": _sum_if_known(record.computed_tokens for record in records),
     }
 
 
@@ -186,22 +191,24 @@ def _sum_if_known(counts: Iterable[int | None]) -> int | None:
     return sum(count for count in known if count is not None) if known and None not in known else None
 
 
-def _throughput(rows: Sequence[RequestRecord]) -> dict[str, float | None]:
-    """Per second from the first launch to the last end. The schedule is open loop, so it bounds all of these."""
-    starts, ends = _values(row.launched_ms for row in rows), _values(row.end_ms for row in rows)
+def _throughput(records: Sequence[RequestRecord]) -> dict[str, float | None]:
+    """Rates from the first launch to the last end. The fixed launch times of the schedule limit all of them."""
+    starts, ends = _values(record.launched_ms for record in records), _values(record.end_ms for record in records)
     span_s = (max(ends) - min(starts)) / 1e3 if starts and ends else 0.0
-    prompt_tokens = sum(_values(row.prompt_tokens for row in rows))
+    prompt_tokens = sum(_values(record.prompt_tokens for record in records))
     return {
-        "requests_per_s": _quotient(len(rows), span_s),
+        "requests_per_s": _quotient(len(records), span_s),
         "prompt_tokens_per_s": _quotient(prompt_tokens, span_s),
-        "output_tokens_per_s": _quotient(sum(len(row.token_ids) for row in rows), span_s),
+        "output_tokens_per_s": _quotient(sum(len(record.token_ids) for record in records), span_s),
     }
 
 
-def _utilisation(rows: Sequence[RequestRecord]) -> float:
-    """Share of the time with at least one request in flight, from the first launch to the last end."""
+def _utilisation(records: Sequence[RequestRecord]) -> float:
+    """Share of the time from the first launch to the last end in which at least one request was in flight."""
     intervals = [
-        (row.launched_ms, row.end_ms) for row in rows if row.launched_ms is not None and row.end_ms is not None
+        (record.launched_ms, record.end_ms)
+        for record in records
+        if record.launched_ms is not None and record.end_ms is not None
     ]
     if not intervals:
         return 0.0
@@ -215,18 +222,18 @@ def _engine(arm: ArmResult) -> dict[str, int | None]:
 
 
 def _pairs(first: Sequence[RequestRecord], second: Sequence[RequestRecord]) -> dict[int, list[tuple[float, float]]]:
-    """By user, the times to first token of every request of turn 2 or later that both arms answered."""
-    others = {row.key: row.ttft_ms for row in second if row.is_ok}
+    """Times to first token in both arms, by user, of every request of turn 2 or later that both answered."""
+    others = {record.key: record.ttft_ms for record in second if record.is_ok}
     pairs: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for row in first:
-        other_ms = others.get(row.key)
-        if row.turn > 1 and row.is_ok and row.ttft_ms is not None and other_ms is not None:
-            pairs[row.user].append((row.ttft_ms, other_ms))
+    for record in first:
+        other_ms = others.get(record.key)
+        if record.turn > 1 and record.is_ok and record.ttft_ms is not None and other_ms is not None:
+            pairs[record.user].append((record.ttft_ms, other_ms))
     return pairs
 
 
 def _transfers(kvbm: dict[str, Any]) -> dict[str, Any]:
-    """Whether blocks came back from G2: tokens that the engine says it took from there, or blocks that kvbm brought."""
+    """Evidence that blocks came back from G2: the engine's token counts or kvbm's block counter."""
     tokens = max((kvbm[key] or {}).get("g2") or 0 for key in ("prompt_tokens", "prompt_tokens_by_metrics"))
     blocks = kvbm["kvbm_counters"].get(ONBOARDED_BLOCKS, 0)
     return {"proven": max(tokens, blocks) > 0, "g2_tokens": tokens, "counters": kvbm["kvbm_counters"]}
@@ -247,34 +254,34 @@ def _quotient(dividend: float | None, divisor: float | None) -> float | None:
     return dividend / divisor if dividend is not None and divisor else None
 
 
-def _share_of_gain(p50: dict[str, float | None]) -> float | None:
-    """Of what the all-hit floor saves, the part that kvbm saves."""
-    baseline, kvbm, floor = p50[BASELINE], p50[KVBM], p50[FLOOR]
+def _share_of_gain(baseline: float | None, kvbm: float | None, floor: float | None) -> float | None:
+    """The time that kvbm saves over the time that the all-hit floor saves."""
     if baseline is None or kvbm is None or floor is None or baseline <= floor:
         return None
     return (baseline - kvbm) / (baseline - floor)
 
 
-def _caveats(plan: Plan, arms: dict[str, dict[str, Any]]) -> list[str]:
+def _caveats(plan: Plan, comparison: Comparison, arms: dict[str, dict[str, Any]]) -> list[str]:
     workload = plan.workload
     caveats = []
-    blocks, block_size = arms[BASELINE]["engine"]["g1_blocks"], arms[BASELINE]["engine"]["block_size"]
+    engine = arms[comparison.reference]["engine"]
+    blocks, block_size = engine["g1_blocks"], engine["block_size"]
     if blocks and block_size and blocks * block_size >= workload.working_set_tokens:
         caveats.append(
             f"the working set of {workload.working_set_tokens} tokens fits into G1 ({blocks * block_size} tokens): "
-            "there is nothing to gain"
+            "kvbm cannot speed it up"
         )
     if workload.answer_tokens == 1:
-        caveats.append("answers of one token hide what offloading costs while tokens are generated")
+        caveats.append("with answers of one token, the cost of offloading during generation is not visible")
     if workload.users > 1:
-        caveats.append("users take turns in a fixed order, the hardest one for a G1 that is too small")
+        caveats.append("users take turns in a fixed order, which is the worst case for a G1 that is too small")
     samples = workload.users * (workload.turns - 1)
     if samples < FEW_SAMPLES:
-        caveats.append(f"p99 is over {samples} requests and hardly less than the slowest of them")
+        caveats.append(f"p99 is over {samples} requests, so it is close to the maximum")
     if any(arm["prompt_tokens_by_usage"]["g1"] is None for arm in arms.values()):
         caveats.append(
-            "the engine does not tell per request which tier its cached tokens came from: G1 and G2 are known for a "
-            "whole arm, from its counters, and not per turn"
+            "the engine does not report per request which tier cached tokens came from: G1 and G2 are known per arm, "
+            "from its metrics, and not per turn"
         )
     caveats += [
         f"arm {name}: usage and /metrics disagree on where prompt tokens came from"
@@ -285,7 +292,7 @@ def _caveats(plan: Plan, arms: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _disagree(by_usage: dict[str, int | None], by_metrics: dict[str, int] | None) -> bool:
-    """Where both know."""
+    """Whether a count that both report differs."""
     return by_metrics is not None and any(by_usage[tier] not in (None, by_metrics[tier]) for tier in TIERS)
 
 

@@ -54,7 +54,7 @@ def plan(
     `ports` yields the ports of the engines, `environment` is the caller's.
     """
     counts = profile.disaggregated
-    assert counts.is_wanted, "the profile has one engine"
+    assert counts.is_enabled, "the profile has one engine"
     ports = ports if ports is not None else free_ports()
     devices = _devices(profile, counts.prefill + counts.decode, environment)
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.config.variables import others
+from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError, UsageError
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
 from kvbm_cli.doctor.check_runner import TIME_IS_UP, CheckRunner
@@ -51,7 +51,7 @@ def doctor(
     machine = machine or Machine()
     _require_options(profile, overrides, write)
     found, variables = environment.check_variables(machine.environment)
-    resolved = _resolve(profile, overrides, {**others(machine.environment), **variables}, directory)
+    resolved = _resolve(profile, overrides, {**other_variables(machine.environment), **variables}, directory)
     if write is not None:
         require_disk_tier(resolved)
     if resolved is None:

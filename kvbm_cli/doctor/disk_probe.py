@@ -233,7 +233,7 @@ class _Probe:
         return min(free, *limits, MAX_FILE_BYTES)
 
     def _with_speed(self, file: ProbeFile, found: DiskReport, block_bytes: int, seconds: float) -> DiskReport:
-        """Measures speeds in the space that remains of the tenth; the feature tests have freed theirs."""
+        """Measures speeds in the space that remains of the tenth; the feature tests have freed their files."""
         assert found.settings is not None
         room = self._room() * 9 // 10  # leaves room for the filesystem's metadata
         stride = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from kvbm.config.form import Form
-from kvbm.config.variables import PREFIX, named, read_variables, settle, variable_of
+from kvbm.config.variables import PREFIX, drop_unused, read_variables, variable_names, variable_of
 from kvbm.errors import ProfileError
 from kvbm_cli.doctor.result import Check, failure, ok, warning
 
@@ -27,17 +27,17 @@ FALSE = frozenset({"0", "false", "no", "off"})
 def check_variables(environment: Mapping[str, str]) -> tuple[list[Check], dict[str, str]]:
     """Returns the checks, and the variables that are valid."""
     found: list[Check] = []
-    usable: dict[str, str] = {}
-    for name in named(environment):
+    valid: dict[str, str] = {}
+    for name in variable_names(environment):
         try:
             _, warnings = read_variables({name: environment[name]})
-            read_variables({**usable, name: environment[name]})
+            read_variables({**valid, name: environment[name]})
         except ProfileError as error:
             found.append(failure(name, error.message.splitlines()[0], error.hint or f"`unset {name}`"))
             continue
-        usable[name] = environment[name]
+        valid[name] = environment[name]
         found += [warning(name, text.partition(": ")[2], f"`unset {name}`") for text in warnings]
-    return [*found, *(check for name in usable for check in _misread(name, usable))], usable
+    return [*found, *(check for name in valid for check in _misread(name, valid))], valid
 
 
 def or_all_valid(found: list[Check], count: int) -> list[Check]:
@@ -56,46 +56,54 @@ def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
 
     document, _ = read_variables(variables)
     try:
-        idle = [_idle(text) for text in settle(document)]
+        ineffective = [_ineffective(text) for text in drop_unused(document)]
     except ProfileError as error:
         return None, [failure("tiers", error.message.splitlines()[0], error.hint or "choose another value")]
     if "tiers" not in document:
-        return None, idle
+        return None, ineffective
     try:
         config = ConnectorConfig.model_validate(plain_values(document))
     except ValidationError as error:
         mistakes = mistakes_in(error, document, "variables", FileKind("configuration", keys(ConnectorConfig), {}))
-        return None, [*idle, *(failure("values", one.text, one.hint or "choose another value") for one in mistakes)]
-    return config.tiers, [*idle, *_priority(config.offload.min_priority, warning)]
+        return None, [
+            *ineffective,
+            *(failure("values", one.text, one.hint or "choose another value") for one in mistakes),
+        ]
+    return config.tiers, [*ineffective, *_priority(config.offload.min_priority, warning)]
 
 
 def check_with_profile(resolved: ResolvedProfile) -> list[Check]:
     """Returns a check for each setting that this profile makes ineffective. None of its engines sends priorities."""
-    reported = ("` has no effect: there", "` has no effect: the", "` wins over `")
-    idle = [_idle(text) for text in resolved.warnings if any(words in text for words in reported)]
-    return [*idle, *_priority(resolved.profile.offload.min_priority, failure)]
+    ineffective = [_ineffective(text) for text in resolved.warnings if _is_about_supported(text)]
+    return [*ineffective, *_priority(resolved.profile.offload.min_priority, failure)]
 
 
 def _priority(threshold: int, check: Callable[[str, str, str], Check]) -> Iterator[Check]:
     if threshold:
         finding = f"`offload.min_priority` is {threshold}, but the engine sends no priorities: it would offload nothing"
-        yield check("priorities", finding, "`offload.min_priority: 0`")
+        yield check("priorities", finding, "set `offload.min_priority: 0`")
 
 
-def _idle(text: str) -> Check:
+def _ineffective(text: str) -> Check:
     name = _name_in(text)
     finding = text.partition(" has no effect: ")[2] or text.partition("; `unset ")[0]
     return warning(name, finding, f"`unset {name}`")
+
+
+def _is_about_supported(text: str) -> bool:
+    """False for a variable that never has an effect; `check_variables` has reported it."""
+    variable = variable_of(_name_in(text))
+    return variable is not None and variable.is_supported
 
 
 def _name_in(text: str) -> str:
     return text.split("`")[1].partition("=")[0]
 
 
-def _misread(name: str, usable: Mapping[str, str]) -> Iterator[Check]:
+def _misread(name: str, valid: Mapping[str, str]) -> Iterator[Check]:
     """Yields a warning for a value that NVIDIA's block manager read differently."""
-    value, variable = usable[name].strip(), variable_of(name)
-    if variable is None or not variable.is_honoured:
+    value, variable = valid[name].strip(), variable_of(name)
+    if variable is None or not variable.is_supported:
         return
     if name in PRESENCE_ONLY and value.lower() in FALSE:
         finding = f"`{value}` means off; NVIDIA's block manager treated any value as on"
@@ -106,7 +114,7 @@ def _misread(name: str, usable: Mapping[str, str]) -> Iterator[Check]:
     elif name == NUMA and value.lower() in FALSE:
         finding = f"`{value}` means off; NVIDIA's block manager ignored it"
         yield warning(name, finding, f"`unset {name}`")
-    elif name == METRICS and value.lower() not in FALSE and METRICS_HOST not in usable:
+    elif name == METRICS and value.lower() not in FALSE and METRICS_HOST not in valid:
         finding = "served on 127.0.0.1 or `server.host`; NVIDIA's block manager listened on every address"
         yield warning(name, finding, f"`{METRICS_HOST}=0.0.0.0` if Prometheus runs on another machine")
 

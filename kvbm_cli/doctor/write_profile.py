@@ -69,11 +69,11 @@ def _from_elsewhere(resolved: ResolvedProfile) -> dict[str, Value]:
 def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
     """Loads a file with `keys` as options and without DYN_KVBM_* variables."""
     from kvbm.config.load import load
-    from kvbm.config.variables import others
+    from kvbm.config.variables import other_variables
 
     options = {key: (key, value if isinstance(value, str) else _written(value)) for key, value in keys.items()}
     places = [profiles_directory()]
-    return load(_as_path(path), directories=places, variables=others(os.environ), options=options).profile
+    return load(_as_path(path), directories=places, variables=other_variables(os.environ), options=options).profile
 
 
 def _as_path(path: Path) -> str:

@@ -16,7 +16,7 @@ SILENCE_S = 20.0
 
 
 class Readiness:
-    """Probes the health address of a starting engine. `is_own` tells whether the engine listens at an address."""
+    """Probes the health address of a starting engine. `is_own(address)` is true if the engine listens there."""
 
     def __init__(self, plan: LaunchPlan, log: EngineLog, is_own: Callable[[str], bool]) -> None:
         self._url = plan.health_url

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Finds all that can be found without starting an engine, and loads the workload of `kvbm bench` too."""
+    """Reports all mistakes, including those of the workload for `kvbm bench`. Returns the exit code."""
     from kvbm.config.document import together
     from kvbm.config.load import Examined, examine
 
@@ -36,12 +36,12 @@ def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool) ->
         show_warning(warning)
     if mistakes:
         raise together(mistakes)
-    print_data(f"{examined.path}: no mistake found")
+    print_data(f"{examined.path}: no mistakes found")
     return 0
 
 
 def _mistakes_here(examined: Examined) -> list[ProfileError]:
-    """What this machine finds wrong with the keys that are right by themselves."""
+    """Mistakes that only this machine can find, in keys that are valid by themselves."""
     if examined.resolved is None:
         return []
     _, mistakes = examine_here(examined.resolved)

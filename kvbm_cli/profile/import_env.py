@@ -1,7 +1,7 @@
-"""`kvbm profile import-env`: the `DYN_KVBM_*` variables of this environment as a profile, each value with its variable.
+"""`kvbm profile import-env`: converts the `DYN_KVBM_*` variables into a profile that names the variable of each value.
 
-What is written resolves to the very configuration that a connector would make of the variables: that is checked before
-anything is written. What has no effect here stands in a comment with the reason.
+The profile resolves to exactly the configuration that a connector would make of the variables, which is checked before
+anything is written. A variable without effect becomes a comment with the reason.
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ if TYPE_CHECKING:
     from kvbm.config.document import Entry
 
 MODEL = "Qwen/Qwen3-8B"
-SERVER_PORT = 8000  # what `server.port` is where nothing is said
+SERVER_PORT = 8000  # the default of `server.port`
 HEAD = """\
-# The DYN_KVBM_* variables of an environment, as `kvbm profile import-env` has found them. `unset` them afterwards:
-# those that are still set win over this file.
-description: what DYN_KVBM_* variables said
+# Written by `kvbm profile import-env` from the DYN_KVBM_* variables. `unset` the variables now: a variable that is
+# still set overrides this file.
+description: imported from DYN_KVBM_* variables
 """
 METRICS_NOTE = [
-    "# Metrics listen on 127.0.0.1 here, NVIDIA's did on every address: `metrics.host: 0.0.0.0` is for a Prometheus",
-    "# on another machine.",
+    "# Metrics are served on 127.0.0.1; NVIDIA's block manager served them on every address. If Prometheus runs on",
+    "# another machine, set `metrics.host: 0.0.0.0`.",
     "",
 ]
 WIDTH = 118
 
 
 def import_env(environment: Mapping[str, str], *, output: Path | None, model: str | None) -> None:
-    """Prints the profile, or writes it to `output`. ProfileError for variables that are wrong."""
-    from kvbm.config.variables import named
+    """Prints the profile, or writes it to `output`. ProfileError for invalid variables."""
+    from kvbm.config.variables import variable_names
 
-    if not named(environment):
-        hint = "it reads the environment that it is started in; `kvbm profile new` writes a profile without one"
+    if not variable_names(environment):
+        hint = "run it in the environment of the engine; `kvbm profile new` writes a profile without variables"
         raise UsageError("no DYN_KVBM_* variable is set", hint=hint)
     text = profile_text(environment, model=model)
     if output is None:
         print_data(text.rstrip("\n"))
     else:
         _write(output, text)
-        print_note(f"{output}: written; `kvbm doctor --profile {output}` says whether it can be served here")
-        print_note(f"the variables win over it as long as they are set: `unset {' '.join(named(environment))}`")
+        print_note(f"{output}: written; `kvbm doctor --profile {output}` checks it on this machine")
+        print_note(f"the variables override it while they are set: `unset {' '.join(variable_names(environment))}`")
 
 
 def profile_text(environment: Mapping[str, str], *, model: str | None = None) -> str:
-    """The profile of an engine that takes the model for its own, and of all that the variables say."""
+    """Returns the text of a profile with this model and the values of the variables."""
     from kvbm.config.connector import resolve_connector
-    from kvbm.config.variables import read_variables, settle
+    from kvbm.config.variables import drop_unused, read_variables
 
     kind = _engine_kind(model or MODEL)
     config = resolve_connector({}, environment, engine=kind, warns=False)
     document, warnings = read_variables(environment)
-    warnings += settle(document)
-    note = "" if model is not None else "  # yours; no variable names it"
+    warnings += drop_unused(document)
+    note = "" if model is not None else "  # set your model here; no variable sets it"
     engine = ["engine:", f"  kind: {kind}", f"  model: {_escaped('engine.model', model or MODEL)}{note}", ""]
     if config.metrics.serve and config.metrics.port == SERVER_PORT:
-        engine += ["server:", f"  port: {SERVER_PORT + 1}  # {SERVER_PORT} is the port of the metrics", ""]
+        engine += ["server:", f"  port: {SERVER_PORT + 1}  # {SERVER_PORT} is used for metrics", ""]
     notes = METRICS_NOTE if config.metrics.serve and config.metrics.host is None else []
     lines = [*engine, *_section(document, ""), *notes, *_comments(warnings)]
     text = HEAD + "\n" + "\n".join(lines).rstrip("\n") + "\n"
-    _require_meaning(text, config)
+    _require_equal(text, config)
     return text
 
 
 def _engine_kind(model: str) -> str:
-    """The engine that has this model, if it is a synthetic one. ProfileError where none has it."""
+    """Returns the engine kind for this model. ProfileError for an unknown synthetic model."""
     from kvbm.embedded.engine.synthetic_models import SYNTHETIC
     from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
 
@@ -96,7 +96,7 @@ def _section(section: Mapping[str, Entry], path: str) -> Iterator[str]:
 
 
 def _escaped(path: str, value: object) -> str:
-    """As YAML, and so that no variable is looked for in it."""
+    """Formats a value as YAML in which no variable is replaced."""
     from kvbm.config.interpolation import is_interpolated
 
     if isinstance(value, str):
@@ -110,7 +110,7 @@ def _shown(text: str) -> str:
 
 def _comments(warnings: tuple[str, ...]) -> Iterator[str]:
     if warnings:
-        yield "# Without effect here:"
+        yield "# Variables without effect:"
         for warning in warnings:
             text = _shown(warning.replace("` has no effect: ", "`: ", 1))
             yield from textwrap.wrap(
@@ -118,8 +118,8 @@ def _comments(warnings: tuple[str, ...]) -> Iterator[str]:
             )
 
 
-def _require_meaning(text: str, config: object) -> None:
-    """InvariantError unless the text means what the variables do."""
+def _require_equal(text: str, config: object) -> None:
+    """InvariantError unless the text resolves to the configuration of the variables."""
     import tempfile
 
     from kvbm.config.load import load
@@ -133,10 +133,10 @@ def _require_meaning(text: str, config: object) -> None:
         raise no_temporary_file(error) from None
     sections = ("tiers", "offload", "onboard", "transfer", "metrics")
     if any(getattr(profile, name) != getattr(config, name) for name in sections):
-        raise InvariantError("the profile does not mean what the variables do")
+        raise InvariantError("the profile differs from the configuration of the variables")
 
 
 def _write(output: Path, text: str) -> None:
     if output.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"`{output}` must end in `.yaml`", hint=f"`--output {output}.yaml`")
+        raise UsageError(f"`{output}` must end in `.yaml`", hint=f"use `--output {output}.yaml`")
     write_new(output, text)

@@ -1,7 +1,7 @@
-"""`kvbm profile new`: writes a commented profile from options, or from a few questions on a terminal.
+"""`kvbm profile new`: writes a commented profile from options, or from questions on a terminal.
 
-What is written is read back and must mean what was asked for; only then does it get its name, so that a file of that
-name is always whole and right. Nothing is overwritten without being asked to.
+The text is written to a draft, read back and compared with the wanted profile. Only then is the draft renamed, so the
+file is always complete and valid. An existing file is overwritten only with --force.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Asked for an option that was not given. `default` is what an empty answer means, None for nothing at all."""
+    """Question for an option that was not given. An empty answer means `default`, or no value if that is None."""
 
     option: str
     text: str
@@ -46,35 +46,35 @@ class Question:
 
 
 TIERS = (
-    Question("--host", "Host memory for blocks, such as 64GiB; empty for none"),
-    Question("--disk", "Disk space for blocks, such as 1TB; empty for none"),
+    Question("--host", "Host memory for blocks, such as 64GiB (empty: none)"),
+    Question("--disk", "Disk space for blocks, such as 1TB (empty: none)"),
 )
 QUESTIONS = (
-    Question("--engine", "Engine, `vllm` or `embedded`", "vllm"),
+    Question("--engine", "Engine: `vllm` or `embedded`", "vllm"),
     Question("--model", "Model: a local Hugging Face directory, a name on the hub, or `synthetic:...`"),
     *TIERS,
     Question("--dir", "Directory of the disk tier", "~/.cache/kvbm"),
-    Question("--port", "Port to serve on", "8000"),
+    Question("--port", "Port of the engine's server", "8000"),
 )
 
 
 def new_profile(
     file: Path, answers: Mapping[str, str], overrides: Sequence[str], *, extends: str | None, is_forced: bool
 ) -> None:
-    """Writes `file`. KvbmError for a mistake, and then nothing is written."""
+    """Writes `file`. KvbmError for a mistake; then nothing is written."""
     from kvbm.config.layers import find
 
     _require_place(file, is_forced=is_forced)
     parent = find(extends, directories=[profiles_directory()]) if extends is not None else None
-    lacking = _lacking(answers, overrides) if parent is None else []
-    if lacking and sys.stdin.isatty() and sys.stderr.isatty():
-        answers = _asked(answers)
-    elif lacking:
-        hint = "`--extends demo` takes it from a profile, and on a terminal `kvbm profile new` asks for what is missing"
-        raise UsageError(f"missing: {', and '.join(lacking)}", hint=hint)
-    written, wanted = _examined(file, answers, overrides, parent)
+    missing = _missing(answers, overrides) if parent is None else []
+    if missing and sys.stdin.isatty() and sys.stderr.isatty():
+        answers = _with_questions(answers)
+    elif missing:
+        hint = "`--extends demo` takes missing values from a profile; on a terminal `kvbm profile new` asks for them"
+        raise UsageError(f"missing: {', and '.join(missing)}", hint=hint)
+    written, expected = _examined(file, answers, overrides, parent)
     reference = _reference(extends, parent, file) if parent is not None and extends is not None else None
-    _write(file, _text(written, wanted, reference), wanted, is_forced=is_forced)
+    _write(file, _text(written, expected, reference), expected, is_forced=is_forced)
     print_data(str(file))
     print_note(f"`kvbm serve --profile {file}` starts the engine")
 
@@ -85,35 +85,35 @@ def _require_place(file: Path, *, is_forced: bool) -> None:
     if file.is_dir():
         raise UsageError(f"`{file}` is a directory")
     if file.exists() and not is_forced:
-        raise UsageError(f"`{file}` is there already", hint="`--force` overwrites it")
+        raise UsageError(f"`{file}` exists", hint="`--force` overwrites it")
 
 
-def _lacking(answers: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
-    """What a profile without a parent cannot do without."""
+def _missing(answers: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
+    """Options that a profile without a parent requires and that were not given."""
     keys = [*(KEYS[option] for option in answers), *(text.partition("=")[0].strip() for text in overrides)]
     options = [f"`{option}`" for option in ("--engine", "--model") if KEYS[option] not in keys]
-    lacking = [" and ".join(options)] if options else []
+    missing = [" and ".join(options)] if options else []
     has_tier = any(key.startswith(("tiers.host.", "tiers.disk.")) for key in keys)
-    return lacking if has_tier else [*lacking, "one of `--host` and `--disk`"]
+    return missing if has_tier else [*missing, "one of `--host` and `--disk`"]
 
 
-def _asked(answers: Mapping[str, str]) -> dict[str, str]:
-    """The answers with those to questions; a wrong one is asked for again."""
-    asked = dict(answers)
+def _with_questions(given: Mapping[str, str]) -> dict[str, str]:
+    """Asks for the missing options, again after an invalid answer. Returns all answers."""
+    answers = dict(given)
     waiting = deque(QUESTIONS)
     while waiting:
         question = waiting.popleft()
-        if question.option in asked or (question.option == "--dir" and "--disk" not in asked):
+        if question.option in answers or (question.option == "--dir" and "--disk" not in answers):
             continue
         answer = _ask(question)
-        if answer and _is_right(question, answer, asked):
-            asked[question.option] = answer
+        if answer and _is_valid(question, answer, answers):
+            answers[question.option] = answer
         elif answer or question not in TIERS:
             waiting.appendleft(question)
-        elif question is TIERS[-1] and not {tier.option for tier in TIERS} & set(asked):
-            print_note("one of host memory and disk is needed")
+        elif question is TIERS[-1] and not {tier.option for tier in TIERS} & set(answers):
+            print_note("host memory or disk space is required")
             waiting.extendleft(reversed(TIERS))
-    return asked
+    return answers
 
 
 def _ask(question: Question) -> str:
@@ -126,13 +126,13 @@ def _ask(question: Question) -> str:
     return line.strip() or question.default or ""
 
 
-def _is_right(question: Question, answer: str, asked: Mapping[str, str]) -> bool:
-    """Whether the answer is one, by itself and on this machine; if not, what is wrong with it is shown."""
+def _is_valid(question: Question, answer: str, earlier: Mapping[str, str]) -> bool:
+    """Whether the answer is valid, also on this machine. Prints its mistakes if not."""
     from kvbm.config.document import Mistake
 
-    answers = {**asked, question.option: answer}
+    answers = {**earlier, question.option: answer}
     if not {"--host", "--disk"} & set(answers):
-        answers["--host"] = "1GiB"  # a profile needs one of them to be one
+        answers["--host"] = "1GiB"  # a profile requires one of them
     examined = _examine(Path("answers.yaml"), answers, ())[1]
     here = examine_here(examined.resolved)[1] if examined.resolved is not None else []
     found = [*examined.mistakes, *here]
@@ -159,20 +159,20 @@ def _examine(
 def _examined(
     file: Path, answers: Mapping[str, str], overrides: Sequence[str], parent: Path | None
 ) -> tuple[Document, Examined]:
-    """What is to be written, and what it means. ProfileError unless `kvbm profile check` will find nothing wrong."""
+    """Returns the document to write and its profile. ProfileError for anything `kvbm profile check` refuses."""
     from kvbm.config.document import together
 
     written, examined = _examine(file, answers, overrides, parent)
     if examined.mistakes:
         raise together(examined.mistakes)
-    assert examined.resolved is not None, "without a mistake there is a profile"
+    assert examined.resolved is not None, "no mistakes means a profile"
     check(examined.resolved)
     require_workload(examined.resolved)
     return written, examined
 
 
 def _reference(extends: str, parent: Path, file: Path) -> str:
-    """The parent as the new file has to name it: a path is relative to the file that says it."""
+    """Returns the value of `extends`: a path is relative to the new file."""
     if parent.parent.resolve() == profiles_directory().resolve():
         return parent.stem
     if parent.is_absolute():
@@ -181,24 +181,24 @@ def _reference(extends: str, parent: Path, file: Path) -> str:
     return relative if relative.startswith("../") else f"./{relative}"
 
 
-def _text(written: Document, wanted: Examined, reference: str | None) -> str:
+def _text(written: Document, expected: Examined, reference: str | None) -> str:
     from kvbm.config.document import plain_values
 
     values = plain_values(written)
     if reference is not None:
         return short_text(values, extends=reference)
-    assert wanted.resolved is not None
-    return whole_text(values, engine=wanted.resolved.profile.engine.kind)
+    assert expected.resolved is not None
+    return whole_text(values, engine=expected.resolved.profile.engine.kind)
 
 
-def _write(file: Path, text: str, wanted: Examined, *, is_forced: bool) -> None:
+def _write(file: Path, text: str, expected: Examined, *, is_forced: bool) -> None:
     draft = file.with_name(f".{file.stem}.{os.getpid()}{file.suffix}")
     try:
         with open(draft, "x", encoding="utf-8") as opened:
             opened.write(text)
-        _require_meaning(draft, wanted)
+        _require_equal(draft, expected)
         if not is_forced:
-            open(file, "x").close()  # takes the name, or fails where somebody has taken it meanwhile
+            open(file, "x").close()  # reserves the name, fails if it exists by now
         os.replace(draft, file)
     except OSError as error:
         raise EnvironmentProblem(f"cannot write `{file}`: {(error.strerror or str(error)).lower()}") from None
@@ -207,14 +207,14 @@ def _write(file: Path, text: str, wanted: Examined, *, is_forced: bool) -> None:
             draft.unlink(missing_ok=True)
 
 
-def _require_meaning(draft: Path, wanted: Examined) -> None:
+def _require_equal(draft: Path, expected: Examined) -> None:
     from kvbm.config.load import load
-    from kvbm.config.variables import others
+    from kvbm.config.variables import other_variables
 
-    assert wanted.resolved is not None
+    assert expected.resolved is not None
     try:
-        read = load(str(draft), directories=[profiles_directory()], variables=others(os.environ))
+        read = load(str(draft), directories=[profiles_directory()], variables=other_variables(os.environ))
     except KvbmError as error:
-        raise InvariantError(f"what was written is not right: {error.message}") from error
-    if read.profile != wanted.resolved.profile:
-        raise InvariantError("what was written does not mean what was asked for")
+        raise InvariantError(f"the written profile is not valid: {error.message}") from error
+    if read.profile != expected.resolved.profile:
+        raise InvariantError("the written profile differs from the requested one")

@@ -1,6 +1,6 @@
-"""What this machine knows of a profile before an engine starts: its model, interpreter, address, lengths and memory.
+"""Checks of a profile on this machine before an engine starts: model, interpreter, address, lengths, memory, disk.
 
-Asked by `kvbm profile check`, and by `kvbm serve` before anything else. A mistake is shown where its key was written.
+`kvbm profile check` and `kvbm serve` run them. A mistake is shown at the place of its key.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from kvbm.sizing import SizeUnknown, Sizing
 
 
-def check(resolved: ResolvedProfile, *, warns_of_room: bool = True) -> Sizing | SizeUnknown:
-    """Sizes of a profile that can be served here, or why only the engine can tell them; else ProfileError.
+def check(resolved: ResolvedProfile, *, warns_of_space: bool = True) -> Sizing | SizeUnknown:
+    """Returns the sizes of a profile, or the reason why only the engine knows them. ProfileError for mistakes.
 
-    Prints a warning where memory or disk space is too scarce.
+    Prints a warning if memory or disk space is too small.
     """
     from kvbm.config.document import together
 
-    sizing, mistakes = examine_here(resolved, warns_of_room=warns_of_room)
+    sizing, mistakes = examine_here(resolved, warns_of_space=warns_of_space)
     if mistakes:
         raise together(mistakes)
-    assert sizing is not None, "without a mistake there is a size, or a reason why there is none"
+    assert sizing is not None, "a profile without mistakes has sizes or a reason why not"
     return sizing
 
 
 def examine_here(
-    resolved: ResolvedProfile, *, warns_of_room: bool = True
+    resolved: ResolvedProfile, *, warns_of_space: bool = True
 ) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
-    """Sizes, None where a mistake keeps them from being known, and all that this machine finds wrong with a profile."""
+    """Returns the sizes, None if a mistake prevents computing them, and all mistakes found on this machine."""
     from kvbm.sizing import SizeUnknown
 
     sizing: Sizing | SizeUnknown | None = None
@@ -63,16 +63,16 @@ def examine_here(
             _require_length(resolved, sizing)
         except ProfileError as mistake:
             mistakes.append(mistake)
-        if warns_of_room:
+        if warns_of_space:
             _warn_of_memory(resolved, sizing)
             _warn_of_disk(resolved, sizing)
     return sizing, mistakes
 
 
 def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
-    """EnvironmentProblem if the engine's interpreter lacks what the profile's engine needs; a warning under `force`.
+    """EnvironmentProblem if the engine's interpreter lacks the engine of the profile; only a warning with `force`.
 
-    Of the embedded engine, the process finds out itself.
+    The embedded engine is checked by its own process.
     """
     from kvbm_cli.engine.engines import vllm_problem
 
@@ -86,7 +86,7 @@ def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
 
 
 def require_log(path: Path) -> None:
-    """EnvironmentProblem for a log that cannot be written, before anything is made for it."""
+    """EnvironmentProblem for a log that cannot be written, before anything is created."""
     holder = nearest_existing(path.absolute().parent)
     for is_wrong, reason in (
         (path.is_dir(), "is a directory"),
@@ -94,11 +94,14 @@ def require_log(path: Path) -> None:
         (not os.access(path if path.exists() else holder, os.W_OK), "permission denied"),
     ):
         if is_wrong:
-            raise EnvironmentProblem(f"cannot write the engine's log `{path}`: {reason}", hint="`--log FILE`, or none")
+            raise EnvironmentProblem(
+                f"cannot write the engine's log `{path}`: {reason}",
+                hint="name another file with `--log FILE`, or remove `--log`",
+            )
 
 
 def require_workload(resolved: ResolvedProfile) -> None:
-    """ProfileError for a workload of `kvbm bench` that is absent or wrong."""
+    """ProfileError for a workload of `kvbm bench` that is missing or invalid."""
     from kvbm_cli.profile.workload import load_workload
 
     if (workload := resolved.profile.bench.workload) is not None:
@@ -111,8 +114,8 @@ def require_workload(resolved: ResolvedProfile) -> None:
 def _require_program(resolved: ResolvedProfile) -> None:
     python = resolved.profile.engine.python
     if python is not None and shutil.which(python) is None:
-        hint = "leave `engine.python` out to run the engine with the interpreter of `kvbm`"
-        raise resolved.mistake("engine.python", f"`{python}` is not a program", hint=hint)
+        hint = "name an executable, or remove `engine.python` to use the interpreter of `kvbm`"
+        raise resolved.mistake("engine.python", f"`engine.python`: `{python}` is not an executable", hint=hint)
 
 
 def _require_address(resolved: ResolvedProfile) -> None:
@@ -123,21 +126,22 @@ def _require_address(resolved: ResolvedProfile) -> None:
 
 
 def _require_metrics(resolved: ResolvedProfile) -> None:
-    """Each engine that keeps blocks has a port of its own for their series."""
+    """Each engine with a cache serves its metrics on a port of its own."""
     ports = _metrics_ports(resolved)
     if ports and ports[-1] > MAX_PORT:
-        message = f"`metrics.port` and those that follow it, one for each of {len(ports)} engines, end at {MAX_PORT}"
+        needed = f"{len(ports)} engines need ports up to {ports[-1]}"
+        message = f"`metrics.port` is too high: {needed}, but the maximum is {MAX_PORT}"
         raise resolved.mistake("metrics.port", message)
     if ports and resolved.profile.metrics.host is not None:
         try:
             choose_port(resolved.profile.metrics.host, 0)
         except EnvironmentProblem as error:
-            hint = "`metrics.host` is an address of this machine, or left out that of `server.host`"
+            hint = "set `metrics.host` to an address of this machine, or remove it to use `server.host`"
             raise resolved.mistake("metrics.host", error.message, hint=hint) from None
 
 
 def require_free_port(resolved: ResolvedProfile) -> None:
-    """EnvironmentProblem where somebody listens at the server's port: just before a start."""
+    """EnvironmentProblem if the server's port is in use. Called just before the start."""
     server = resolved.profile.server
     try:
         choose_port(server.host, server.port)
@@ -146,14 +150,14 @@ def require_free_port(resolved: ResolvedProfile) -> None:
 
 
 def require_metrics_ports(resolved: ResolvedProfile) -> None:
-    """EnvironmentProblem where somebody listens at a port that is wanted for the series: just before a start."""
+    """EnvironmentProblem if a port for metrics is in use. Called just before the start."""
     metrics, server = resolved.profile.metrics, resolved.profile.server
     try:
         for port in _metrics_ports(resolved):
             choose_port(metrics.host or server.host, port)
     except EnvironmentProblem as error:
         key = "metrics.port" if "metrics.port" in resolved.sources else "metrics.serve"
-        hint = "`metrics.port: 0` chooses a free port, `metrics.serve: false` does without"
+        hint = "`metrics.port: 0` chooses a free port; `metrics.serve: false` needs none"
         message = error.message.replace(": ", " for metrics: ", 1)
         raise EnvironmentProblem(resolved.mistake(key, message).message, hint=hint) from None
 
@@ -162,53 +166,55 @@ def _metrics_ports(resolved: ResolvedProfile) -> range:
     from kvbm_cli.engine.engines import copy_count
 
     metrics = resolved.profile.metrics
-    is_wanted = metrics.serve and metrics.port
-    return range(metrics.port, metrics.port + copy_count(resolved.profile)) if is_wanted else range(0)
+    is_fixed = metrics.serve and metrics.port
+    return range(metrics.port, metrics.port + copy_count(resolved.profile)) if is_fixed else range(0)
 
 
 def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    """A request runs wholly in G1, and no model takes more than its positions."""
+    """ProfileError if `max_model_len` exceeds the positions of the model or the tokens of G1."""
     from kvbm.config.values import count_of
     from kvbm.sizing.model import text_facts
     from kvbm_cli.engine.engines import knows_block_tokens
 
     engine = resolved.profile.engine
-    key, wanted = "engine.arguments.max_model_len", count_of(engine.arguments.max_model_len)
+    key, length = "engine.arguments.max_model_len", count_of(engine.arguments.max_model_len)
     positions = text_facts(model_facts(engine.model, kind=engine.kind)).get("max_position_embeddings")
-    limits = [(positions, "the model takes", "")]
+    limits = [(positions, "the model accepts", "")]
     if sizing.device is not None and knows_block_tokens(resolved.profile):
-        holds = sizing.device.token_count - _kept_tokens(resolved, sizing)
+        holds = sizing.device.token_count - _reserved_tokens(resolved, sizing)
         limits.append((holds, "G1 holds", f", or raise `{sizing.device.set_by}`"))
     for limit, holder, or_raise in limits:
-        if wanted is not None and isinstance(limit, int) and wanted > limit:
-            message = f"`max_model_len` is {wanted} tokens, but {holder} {limit}"
+        if length is not None and isinstance(limit, int) and length > limit:
+            message = f"`max_model_len` is {length} tokens, but {holder} at most {limit}"
             raise resolved.mistake(key, message, hint=f"lower `{key}`{or_raise}")
 
 
-def _kept_tokens(resolved: ResolvedProfile, sizing: Sizing) -> int:
-    """Tokens of the one block that vLLM keeps for itself."""
+def _reserved_tokens(resolved: ResolvedProfile, sizing: Sizing) -> int:
+    """Tokens of the one block that vLLM reserves."""
     return sizing.block_tokens if resolved.profile.engine.kind == "vllm" else 0
 
 
 def _require_directory(resolved: ResolvedProfile) -> None:
-    """A directory that cannot be made would be found only after the model has been loaded."""
+    """ProfileError for a directory that cannot be created; else it would fail only after the model is loaded."""
     if resolved.profile.tiers.disk is None:
         return
     key, holder = "tiers.disk.directory", nearest_existing(Path(resolved.profile.tiers.disk.directory).expanduser())
     for is_wrong, text in (
         (not holder.is_dir(), "is not a directory"),
-        (not os.access(holder, os.W_OK | os.X_OK), "cannot be written to"),
+        (not os.access(holder, os.W_OK | os.X_OK), "is not writable"),
     ):
         if is_wrong:
             raise resolved.mistake(
-                key, f"`{key}`: {holder} {text}", hint=f"set `{key}`, or `kvbm doctor --dir DIRECTORY`"
+                key,
+                f"`{key}`: {holder} {text}",
+                hint=f"set `{key}` to another directory; `kvbm doctor --dir DIR` checks one",
             )
 
 
 def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> None:
-    """EnvironmentProblem where the disk tier cannot fit, whichever caches it takes over or removes: before a start.
+    """EnvironmentProblem if the disk tier does not fit even after unused caches are reused or removed.
 
-    Prints a warning where it can only fit into the place of such a cache.
+    Prints a warning if it fits only in the space of such a cache. Called just before the start.
     """
     from kvbm.disk.directory import list_caches
 
@@ -217,23 +223,23 @@ def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) 
         return
     missing_bytes, mistake = problem
     disk = resolved.profile.tiers.disk
-    assert disk is not None, "it has been measured"
+    assert disk is not None, "its space was checked"
     caches = list_caches(Path(disk.directory).expanduser())
     if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):
         show_warning(mistake.message)
         return
-    hint = "lower it, or another `tiers.disk.directory`; `--force` starts it all the same"
+    hint = "lower it, or use another `tiers.disk.directory`; `--force` starts anyway"
     raise EnvironmentProblem(mistake.message, hint=hint)
 
 
 def _warn_of_disk(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    """An earlier cache of the same model may have the space already."""
+    """Only warns, because an earlier cache of the same model may already hold the space."""
     if (problem := _lack_of_disk(resolved, sizing)) is not None:
         show_warning(problem[1].message)
 
 
 def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[int, ProfileError] | None:
-    """How many bytes more than are free the disk tier needs, and how to say so; None where it needs no more."""
+    """Returns the bytes missing for the disk tier and the mistake to show, None if it fits."""
     from kvbm.config.sizes import format_size
     from kvbm.sizing import SizeUnknown
 
@@ -242,11 +248,11 @@ def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tu
         return None
     facts = os.statvfs(nearest_existing(Path(disk.directory).expanduser()))
     needed_bytes, free_bytes = sizing.disk.total_bytes, facts.f_bavail * facts.f_frsize
-    if not facts.f_blocks or needed_bytes <= free_bytes:  # some filesystems do not say how large they are
+    if not facts.f_blocks or needed_bytes <= free_bytes:  # some filesystems do not report their size
         return None
     key = sizing.disk.set_by
-    taken, free = format_size(needed_bytes), format_size(free_bytes)
-    message = f"`{key}` takes {taken}, and {disk.directory} has {free} left for a new cache"
+    needed, free = format_size(needed_bytes), format_size(free_bytes)
+    message = f"`{key}` requires {needed}, but {disk.directory} has only {free} free"
     return needed_bytes - free_bytes, resolved.mistake(key, message)
 
 
@@ -264,4 +270,4 @@ def too_much_memory(resolved: ResolvedProfile, taken_bytes: int, room: Room) -> 
     from kvbm.config.sizes import format_size
 
     key, taken, available = size_key(resolved), format_size(taken_bytes), format_size(room.available_bytes)
-    return resolved.mistake(key, f"`{key}` takes {taken}, more than the {room.limit}, {available}")
+    return resolved.mistake(key, f"`{key}` requires {taken}, but only {available} are available ({room.limit})")

@@ -1,4 +1,4 @@
-"""The one way in which a command resolves the profile that it was given."""
+"""Resolves the profile of a command: file, parents, DYN_KVBM_* variables, --set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def resolve(
     reference: str, overrides: Sequence[str] = (), options: Mapping[str, tuple[str, str]] | None = None
 ) -> ResolvedProfile:
-    """The profile under this process's DYN_KVBM_* variables. Prints a warning for each that has no effect."""
+    """Loads a profile with the DYN_KVBM_* variables of this process. Prints a warning for each without effect."""
     from kvbm.config.load import load
 
     resolved = load(

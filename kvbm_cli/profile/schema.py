@@ -1,4 +1,4 @@
-"""`kvbm profile schema`: the JSON Schema for editors, or what single keys mean, for people."""
+"""`kvbm profile schema`: prints the JSON Schema for editors, or the description of a key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvbm_cli.terminal.console import WIDTH, print_data, print_json
 
 
 def show_schema(key: str | None) -> None:
-    """The JSON Schema; of a key or a section, a text with what it may be. UsageError for a key that is none."""
+    """Prints the JSON Schema, or the description of a key or section. UsageError for an unknown key."""
     from kvbm.config.json_schema import json_schema
 
     if key is None:
@@ -20,29 +20,29 @@ def show_schema(key: str | None) -> None:
         return
     lines = list(_lines(key))
     if not lines:
-        raise UsageError(f"no key of a profile is named `{key}`", hint=_nearest(key))
+        raise UsageError(f"unknown key `{key}`", hint=_nearest(key))
     print_data("\n".join(lines))
 
 
 def _lines(wanted: str) -> Iterator[str]:
-    """Of the key and all below it; a key that two kinds of engines have is told once for each."""
+    """Describes the key and all keys below it; once per engine kind if the descriptions differ."""
     from kvbm.config.engine import ENGINE_KINDS
     from kvbm.config.schema import keys
 
-    told = set()
+    seen = set()
     for kind in ENGINE_KINDS:
         for key in keys(engine=kind):
             is_below = key.path == wanted or key.path.startswith(f"{wanted}.")
-            if not is_below or (about := (key.path, key.kind, key.description)) in told:
+            if not is_below or (about := (key.path, key.kind, key.description)) in seen:
                 continue
-            told.add(about)
+            seen.add(about)
             default = "" if key.is_section else ", required" if key.is_required else f", default {_shown(key.default)}"
-            engine = f" ({kind})" if key.path.startswith("engine.") and _is_twofold(key.path) else ""
+            engine = f" ({kind})" if key.path.startswith("engine.") and _differs_by_engine(key.path) else ""
             yield f"{key.path}{engine}: {key.kind.replace('`', '')}{default}"
             yield from textwrap.wrap(key.description, WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
-def _is_twofold(path: str) -> bool:
+def _differs_by_engine(path: str) -> bool:
     from kvbm.config.engine import ENGINE_KINDS
     from kvbm.config.schema import keys
 
@@ -63,4 +63,4 @@ def _nearest(wanted: str) -> str:
     nearest = difflib.get_close_matches(wanted, paths, n=1) or [
         by_name[name] for name in difflib.get_close_matches(wanted.rpartition(".")[2], by_name, n=1)
     ]
-    return f"did you mean `{nearest[0]}`?" if nearest else "`kvbm profile schema tiers` has the keys of a section"
+    return f"did you mean `{nearest[0]}`?" if nearest else "`kvbm profile schema tiers` lists the keys of a section"

@@ -1,4 +1,4 @@
-"""`kvbm profile list` and `kvbm profile show`, and how a value and its origin are printed."""
+"""`kvbm profile list`, `kvbm profile show`, and the formatting of values and their origins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _listed(resolved: ResolvedProfile) -> dict[str, str]:
 
 
 def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Every key with its value and where that came from."""
+    """Prints every key with its value and origin."""
     resolved = resolve(reference, overrides)
     values = resolved.values
     if as_json:
@@ -60,7 +60,7 @@ def _line(key: str, value: str, origin: str, width: int) -> str:
 
 
 def short_origin(origin: str) -> str:
-    """A file without its directories."""
+    """Returns an origin without the directories of its file."""
     place, space, variables = origin.partition(" ")
     return f"{place.rpartition('/')[2]}{space}{variables}"
 

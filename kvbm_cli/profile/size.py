@@ -1,4 +1,4 @@
-"""`kvbm size` and the tiers that `kvbm serve` prints: blocks, tokens and bytes of each, with what set them."""
+"""`kvbm size`, and the table of tiers that `kvbm serve` prints: blocks, tokens, bytes and the key that sets them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ def show_size(reference: str, overrides: Sequence[str], *, as_json: bool) -> Non
 
 
 def size_of(resolved: ResolvedProfile) -> Sizing:
-    """ProfileError, where the key was written, for a model that has no size or memory that holds no block of it.
+    """Computes the sizes of the tiers.
 
-    SizeUnknown where only the engine can tell.
+    ProfileError, at the place of the key, for a model without a size or a tier that holds no block. SizeUnknown if only
+    the engine knows the sizes.
     """
     from kvbm.sizing import check_model, size
 
     profile, key = resolved.profile, "engine.model"
     try:
         facts = model_facts(profile.engine.model, kind=profile.engine.kind)
-        check_model(profile, facts)  # what it finds is about the model; what `size` still finds is not
+        check_model(profile, facts)  # errors here are about the model; errors of `size` are not
         key = size_key(resolved)
         on_cpu = profile.engine.kind == "vllm" and runs_on_cpu(profile)
         return size(profile, facts, environment=os.environ, on_cpu=on_cpu)
@@ -49,7 +50,7 @@ def size_of(resolved: ResolvedProfile) -> Sizing:
 
 
 def size_if_known(resolved: ResolvedProfile) -> Sizing | None:
-    """What `size_of` says, None where only the engine can tell."""
+    """Returns the sizes, None if only the engine knows them."""
     from kvbm.sizing import SizeUnknown
 
     try:
@@ -59,7 +60,7 @@ def size_if_known(resolved: ResolvedProfile) -> Sizing | None:
 
 
 def size_key(resolved: ResolvedProfile) -> str:
-    """The key that sets G2's size, or that of G3 where there is no G2."""
+    """The key that sets the size of G2, or of G3 without a host tier."""
     tiers = resolved.profile.tiers
     section, name = (tiers.host, "tiers.host") if tiers.host is not None else (tiers.disk, "tiers.disk")
     return f"{name}.blocks" if section is not None and section.blocks else f"{name}.capacity"
@@ -89,18 +90,18 @@ def _row(name: str, tier: TierSize | None) -> tuple[str, str, str, str]:
 
 
 def _set_by(resolved: ResolvedProfile, tier: TierSize | None) -> tuple[str, str]:
-    """What set a tier's size, and where that was written."""
+    """Returns the key that set the size of a tier, and its origin."""
     if tier is None:
-        return "the engine decides at its start", ""
+        return "determined by the engine at start-up", ""
     if tier.set_by == "tiers.host.blocks" and resolved.profile.tiers.host is None:
-        return "a buffer on the way to disk", ""
+        return "buffer for the disk tier", ""
     variable = f"engine.environment.{tier.set_by}"
     key = variable if variable in resolved.origins else tier.set_by
     return key, f"({resolved.origins.get(key, 'environment').rpartition('/')[2]})"
 
 
 def as_data(sizing: Sizing) -> Mapping[str, object]:
-    """G1 is null where the engine decides at its start."""
+    """The sizes as JSON data. G1 is null if the engine determines it at start-up."""
     return {
         "block": {"tokens": sizing.block_tokens, "bytes": sizing.block_bytes, "ranks": sizing.rank_count},
         "tiers": {"G1": _tier_data(sizing.device), "G2": _tier_data(sizing.host), "G3": _tier_data(sizing.disk)},

@@ -1,7 +1,7 @@
-"""The text of a profile, with the description of every key above it.
+"""Formats the text of a profile, with the description of every key above it.
 
-`#key: value` is a default: without the `#` it can be changed. Sections without a key of their own are left empty, which
-says nothing; a tier that there is not is commented out as a whole.
+`#key: value` is a default; remove the `#` to change it. A section without keys is empty, which has no effect. A tier
+that the profile does not have is commented out.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _PLAIN = re.compile(r"[A-Za-z~/.][\w./~-]*(?::[\w./~-]+)*|[0-9][\w.]*", re.ASCII
 
 HEAD = """\
 # Written by `kvbm profile new`. `kvbm profile check FILE` finds every mistake.
-# `#key: value` is a default; to change it, take the `#` away.
+# `#key: value` is a default; remove the `#` to change it.
 """
-SHORT_HEAD = "# Written by `kvbm profile new`. `kvbm profile show FILE` has every key.\n"
+SHORT_HEAD = "# Written by `kvbm profile new`. `kvbm profile show FILE` lists every key.\n"
 
 
 def whole_text(values: Mapping[str, object], *, engine: str) -> str:
-    """A profile that says `values`, with every other key of that kind of engine as a comment."""
+    """A profile with `values`, and with every other key of that engine kind as a comment."""
     lines = [HEAD.rstrip()]
     absent = [f"tiers.{name}" for name in ("host", "disk") if not _is_section(values, f"tiers.{name}")]
     for key in keys(engine=engine):
@@ -35,7 +35,7 @@ def whole_text(values: Mapping[str, object], *, engine: str) -> str:
 
 
 def short_text(values: Mapping[str, object], *, extends: str) -> str:
-    """A profile that says `values` over those of another one, and nothing else."""
+    """A profile that extends another one and contains only `values`."""
     described = {key.path: key.description for kind in ENGINE_KINDS for key in keys(engine=kind)}
     return "\n".join([f"{SHORT_HEAD}extends: {scalar(extends)}", *_section(values, "", described), ""])
 
@@ -50,15 +50,15 @@ def _entry(key: Key, values: Mapping[str, object], *, is_off: bool) -> Iterator[
     if key.is_section:
         yield f"{indent}{'#' if is_off else ''}{name}:"
         if key.path == "engine.arguments":
-            yield from _passed_on(key, values)
+            yield from _undeclared_flags(key, values)
     elif _has(values, key.path):
         yield from _written(name, _value(values, key.path), indent)
     else:
         yield f"{indent}#{name}: {_default(key)}".rstrip()
 
 
-def _passed_on(section: Key, values: Mapping[str, object]) -> Iterator[str]:
-    """Flags that are no keys of the schema."""
+def _undeclared_flags(section: Key, values: Mapping[str, object]) -> Iterator[str]:
+    """Flags that the schema does not declare."""
     known = {key.path for kind in ENGINE_KINDS for key in keys(engine=kind)}
     for name, value in _section_at(values, section.path).items():
         if f"{section.path}.{name}" not in known:
@@ -92,7 +92,7 @@ def _written(name: str, value: object, indent: str) -> Iterator[str]:
 
 
 def scalar(value: object) -> str:
-    """A value on one line, as YAML that is read as that value."""
+    """Formats a value as one line of YAML that is read back as the same value."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -136,7 +136,7 @@ def _value(values: Mapping[str, object], path: str) -> object:
 
 
 def _section_at(values: Mapping[str, object], path: str) -> Mapping[str, object]:
-    """The section at `path`, empty where there is none."""
+    """Returns the section at `path`, empty if there is none."""
     section: object = values
     for name in filter(None, path.split(".")):
         section = section.get(name) if isinstance(section, Mapping) else None

@@ -1,8 +1,8 @@
-"""A workload: who says how much to whom, and when. Read from a small YAML file, checked, frozen.
+"""The workload of `kvbm bench`: users, turns, lengths and launch times. Read from a YAML file, validated, immutable.
 
-All lengths are in tokens of the engine's own tokenizer. Each user holds one conversation: the shared system prompt, an
-own history, then per turn a question and an answer of fixed length, which the next turn's prompt repeats. Users take
-turns in order, so that a user's conversation comes back only after everyone else's.
+All lengths are in tokens of the engine's own tokenizer. Each user has one conversation: the shared system prompt, the
+user's own history, then per turn a question and an answer of fixed length. The prompt of the next turn repeats them.
+Users take turns in order, so a user's next turn comes after one turn of every other user.
 """
 
 from __future__ import annotations
@@ -21,56 +21,59 @@ from kvbm_cli.package_data import workloads_directory
 
 
 class Schedule(Section):
-    """When requests are launched: a fixed time apart, whether or not earlier ones have been answered (open loop).
+    """Launch times: a fixed interval, whether or not earlier requests have ended (open loop).
 
-    Without `interval_s` it is chosen, before any arm is measured, such that an engine that computes every prompt is
-    busy for `target_utilisation` of the time on this machine. `arms: interleaved` runs all engines at the same time,
-    the launches of the arms evenly spread over the interval; a target below a third keeps them from meeting. It needs
-    a machine with room for all of them. `in_turn` runs one engine after the other.
+    Without `interval_s` the interval is computed before any arm runs, so that an engine on this machine that computes
+    every prompt is busy for `target_utilisation` of the time. `arms: interleaved` runs all engines at the same time,
+    with the launches of the arms evenly spread over the interval. With a target below one third, most requests end
+    before the next arm launches one. The machine must be able to run all engines at once. `in_turn` runs one engine
+    after the other.
     """
 
     arms: Literal["interleaved", "in_turn"] = Field(
         default="in_turn",
-        description="`in_turn` runs one arm's engine after the other; `interleaved` runs all at once, their launches "
-        "evenly spread over the interval, and needs a machine with room for all of them.",
+        description="`in_turn` runs the engine of one arm after the other. `interleaved` runs all engines at the same "
+        "time, with their launches evenly spread over the interval; the machine must have room for all of them.",
     )
     interval_s: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds between two launches of an arm; left out, it follows from `target_utilisation`.",
+        description="Seconds between two launches of an arm; by default computed from `target_utilisation`.",
     )
     target_utilisation: float = Field(
         default=0.5,
         gt=0,
         lt=1,
-        description="Share of the time that an engine which computes every prompt should be busy; the interval is "
-        "chosen for it on this machine.",
+        description="Share of the time that an engine which computes every prompt is busy; without `interval_s` it "
+        "determines the interval on this machine.",
     )
 
 
 class Workload(Section):
-    name: str = Field(min_length=1, description="What the result calls it.")
-    description: str = Field(default="", description="One line on what it stands for.")
-    seed: int = Field(default=0, ge=0, description="Seed of the random text that users say.")
-    users: int = Field(ge=1, description="Conversations, which take turns in a fixed order.")
+    name: str = Field(min_length=1, description="Name of the workload in the result.")
+    description: str = Field(default="", description="One line that describes the workload.")
+    seed: int = Field(default=0, ge=0, description="Seed of the random text of the users.")
+    users: int = Field(
+        ge=1, description="Number of users, each with one conversation; they take turns in a fixed order."
+    )
     turns: int = Field(
-        ge=2, description="Requests of each user. A cache helps from the second on, which is what is measured."
+        ge=2, description="Requests per user. The result covers turns 2 and later, which a cache can speed up."
     )
-    system_tokens: int = Field(ge=0, description="Tokens at the start of every prompt, the same for all users.")
-    history_tokens: int = Field(ge=1, description="Tokens of an own history that each user brings along.")
-    question_tokens: int = Field(ge=1, description="Tokens that a user adds in each turn.")
-    answer_tokens: int = Field(ge=1, description="Tokens of every answer, no more and no less.")
+    system_tokens: int = Field(ge=0, description="Tokens of the system prompt, which is the same for all users.")
+    history_tokens: int = Field(ge=1, description="Tokens of each user's own history.")
+    question_tokens: int = Field(ge=1, description="Tokens of the user's question in each turn.")
+    answer_tokens: int = Field(ge=1, description="Exact number of tokens of every answer.")
     history: Literal["recorded"] = Field(
-        default="recorded", description="Earlier answers in a prompt are the recorded ones, in every arm."
+        default="recorded", description="Source of the earlier answers in a prompt: the recording, in every arm."
     )
-    schedule: Schedule = Field(default=Schedule(), description="When requests are launched.")
+    schedule: Schedule = Field(default=Schedule(), description="Launch times of the requests.")
     request_timeout_s: float = Field(
-        default=60.0, gt=0, allow_inf_nan=False, description="Seconds after which a request counts as failed."
+        default=60.0, gt=0, allow_inf_nan=False, description="Timeout of a request in seconds."
     )
 
     def prompt_tokens(self, turn: int) -> int:
-        """Length of the prompt of turn 1, 2, ..."""
+        """Prompt length of a turn, counted from 1."""
         earlier = (turn - 1) * (self.question_tokens + self.answer_tokens)
         return self.system_tokens + self.history_tokens + earlier + self.question_tokens
 
@@ -81,7 +84,7 @@ class Workload(Section):
 
     @property
     def working_set_tokens(self) -> int:
-        """Tokens that a cache must hold to never compute a prefix twice: the system prompt counts once."""
+        """Tokens that a cache must hold so that no prefix is computed twice; the system prompt counts once."""
         return self.system_tokens + self.users * (self.conversation_tokens - self.system_tokens)
 
     @property
@@ -92,30 +95,30 @@ class Workload(Section):
 KEYS = keys(Workload)
 _REQUIRED = tuple(key.path for key in KEYS if key.is_required)
 _KIND = FileKind(
-    "workload", KEYS, dict.fromkeys(_REQUIRED, f"a workload needs {', '.join(f'`{name}`' for name in _REQUIRED)}")
+    "workload", KEYS, dict.fromkeys(_REQUIRED, f"a workload requires {', '.join(f'`{name}`' for name in _REQUIRED)}")
 )
 
 
 def shipped_workloads() -> dict[str, Path]:
-    """Name to file."""
+    """Paths of the shipped workloads by name."""
     return {path.stem: path for path in sorted(workloads_directory().glob("*.yaml"))}
 
 
 def load_workload(name_or_path: str) -> Workload:
-    """A shipped workload by name, or a file. UsageError if there is none, ProfileError if it is wrong."""
+    """Load a shipped workload by name, or a file. UsageError if it does not exist, ProfileError if it is invalid."""
     shipped = shipped_workloads()
     path = shipped.get(name_or_path, Path(name_or_path))
     names = ", ".join(f"`{name}`" for name in shipped)
     if not path.is_file():
         raise UsageError(
-            f"no workload is named `{name_or_path}`, and there is no such file",
-            hint=f"shipped: {names}; `docs/reference/workload.md` has the keys of a file",
+            f"no workload and no file is named `{name_or_path}`",
+            hint=f"shipped workloads: {names}; docs/reference/workload.md describes the file format",
         )
     return _validated(read_file(path, noun="workload"), path)
 
 
 def parse_workload(text: str, *, source: str) -> Workload:
-    """The workload that `text` describes; `source` is what mistakes are said to be in."""
+    """Parse a workload; error messages name `source` as the file."""
     return _validated(read_document(text, label=source, noun="workload"), Path(source))
 
 

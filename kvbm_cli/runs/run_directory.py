@@ -168,7 +168,7 @@ class Runs:
             runs._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(runs._directory, os.W_OK | os.X_OK):
                 return runs
-        except (OSError, RuntimeError):  # RuntimeError: there is no home
+        except (OSError, RuntimeError):  # RuntimeError: no home directory
             pass
         return None
 

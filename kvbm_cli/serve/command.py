@@ -97,13 +97,13 @@ def _serve(
 
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
     require_engine(resolved, force=force or dry_run)
-    sizing = check(resolved, warns_of_room=force or dry_run)
+    sizing = check(resolved, warns_of_space=force or dry_run)
     server = resolved.profile.server
     if dry_run:
         plan = _plan(resolved.profile, server.port)
         _print_dry_run(resolved, sizing, plan, as_json=as_json)
         return 0
-    if resolved.profile.disaggregated.is_wanted:
+    if resolved.profile.disaggregated.is_enabled:
         require_nixl(resolved.profile)
     if not force:
         require_disk_space(resolved, sizing)
@@ -202,7 +202,7 @@ def _describe(
 
 
 def _plan(profile: Profile, port: int, living: Sequence[EngineRun] = ()) -> LaunchPlan | DisaggregatedPlan:
-    if profile.disaggregated.is_wanted:
+    if profile.disaggregated.is_enabled:
         from kvbm_cli.disaggregated.plan import free_ports, plan
 
         taken = {port, *taken_ports(living)}
@@ -273,4 +273,4 @@ def _plan_text(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, launch_p
 def _disaggregated_line(resolved: ResolvedProfile) -> list[str]:
     wanted = resolved.profile.disaggregated
     text = f"engines  {wanted.prefill} for prefill, each with the tiers below; {wanted.decode} for decode, with G1 only"
-    return [text] if wanted.is_wanted else []
+    return [text] if wanted.is_enabled else []

@@ -2,7 +2,7 @@
 
 The engine is ready when it is healthy and has generated a first token. The launcher forwards the first SIGINT, SIGTERM
 or SIGHUP (as SIGTERM). The engine then has the run's stop timeout to finish its requests; a second signal kills it. The
-exit code is that of the engine, or 128 + n if signal n arrived before the engine was ready.
+exit code is the engine's, or 128 + n if signal n arrived before the engine was ready.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def _processes() -> dict[int, _Stat]:
     table = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # from the third on: a name may hold anything
+            fields = file.read().rpartition(b")")[2].split()  # after the process name, which may contain anything
             if fields[0] not in DEAD_STATES:
                 table[int(name)] = _Stat(int(fields[1]), int(fields[2]), int(fields[19]))
     return table

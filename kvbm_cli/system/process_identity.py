@@ -74,7 +74,7 @@ def _start_of(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in DEAD_STATES else int(fields[19])  # fields from the third on: a name may hold anything
+    return None if fields[0] in DEAD_STATES else int(fields[19])  # fields after the process name
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What the bench tests share: a small workload, mock engines by arm, and limits that a busy machine does not break."""
+"""Shared by the tests of `kvbm bench`: a small workload, mock engines by arm, and limits for a busy machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from mock_engine import MockEngine, Options
 
 from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.verdict import Limits
+from kvbm_cli.bench.verdict import VerdictLimits
 from kvbm_cli.profile.workload import Schedule, Workload
 
 WORKLOAD = Workload(
@@ -23,7 +23,7 @@ WORKLOAD = Workload(
     schedule=Schedule(arms="interleaved", interval_s=0.12),
     request_timeout_s=5.0,
 )
-PATIENT = Limits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)
+PATIENT = VerdictLimits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)
 SMALL_G1_BLOCKS = 60
 COMPUTED_TOKEN_MS = 0.1
 
@@ -53,19 +53,24 @@ class MockEngines:
             yield engine
         self.running -= 1
 
+    def of_profiles(self, measured: str, reference: str, slower: dict[str, object] | None = None) -> MockEngines:
+        """Engines of two profiles, both with a block manager; `slower` are options of the reference."""
+        kvbm = self.options["kvbm"]
+        return MockEngines(**{measured: kvbm, reference: replace(kvbm, **(slower or {}))})
+
     def changed(self, arm: str, **changes: object) -> MockEngines:
         return MockEngines(**{**self.options, arm: replace(self.options[arm], **changes)})
 
 
 class SilentProgress:
-    """Remembers what it was told."""
+    """Collects what it receives."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []
-        self.rows: list[RequestRecord] = []
+        self.records: list[RequestRecord] = []
 
     def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None:
         self.phases.append(text)
 
-    def row(self, row: RequestRecord) -> None:
-        self.rows.append(row)
+    def request_ended(self, record: RequestRecord) -> None:
+        self.records.append(record)

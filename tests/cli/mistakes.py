@@ -308,6 +308,11 @@ COMMAND_LINE = {
     "command_missing_argument": Row("profile show"),
     "command_extra_argument": Row("size --profile demo more"),
     "command_unknown_arm": Row("bench --profile demo --compare basline"),
+    "command_arm_of_another_model": Row("bench --profile demo --compare vllm-cpu-demo"),
+    "command_arm_of_several_engines": Row("bench --profile demo --compare vllm-pd-cpu-demo"),
+    "command_arm_with_a_wrong_key": Row(
+        "bench --profile demo --compare ./mine.yaml", {"mine.yaml": MINE + "server: {prt: 1}\n"}
+    ),
     "command_port_that_is_none": Row("serve --profile demo --port http"),
     "command_unknown_workload": Row("bench --profile demo --workload chatt"),
     "command_schema_of_no_key": Row("profile schema tiers.disk.treads"),

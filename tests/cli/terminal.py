@@ -32,7 +32,7 @@ FILTERS = (
     (re.escape(sys.executable), "[PYTHON]"),  # before ROOT, below which it may lie
     (re.escape(str(ROOT)), "[ROOT]"),
     (re.escape(version("kvbm-cli")), "[VERSION]"),
-    (r"( has )[\d.]+ \w+( left for a new cache)", r"\1[FREE]\2"),
+    (r"( has only )[\d.]+ \w+( free)", r"\1[FREE]\2"),
     (r"(127\.0\.0\.1[: ](?:port )?)\d{5}\b", r"\1[PORT]"),
     (r"\b\d+\.\d s\b", "[TIME] s"),
     (r"\bfor \d+ s\b", "for [TIME] s"),

@@ -5,7 +5,7 @@ import pytest
 from kvbm.config.load import load
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.bench.arms import fresh_disk
-from kvbm_cli.bench.control import Metrics
+from kvbm_cli.bench.control import ScrapedMetrics
 from kvbm_cli.bench.experiment import _require_empty_disk
 from kvbm_cli.package_data import profiles_directory
 
@@ -38,7 +38,9 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path):
 
 
 def test_a_disk_that_is_not_empty_before_the_run_ends_it():
-    _require_empty_disk(Metrics.parse('kvbm_disk_blocks{state="free"} 8.0\nkvbm_disk_blocks{state="evictable"} 0.0\n'))
-    _require_empty_disk(Metrics.parse(""))
+    _require_empty_disk(
+        ScrapedMetrics.parse('kvbm_disk_blocks{state="free"} 8.0\nkvbm_disk_blocks{state="evictable"} 0.0\n')
+    )
+    _require_empty_disk(ScrapedMetrics.parse(""))
     with pytest.raises(EngineError, match="holds 3 blocks"):
-        _require_empty_disk(Metrics.parse('kvbm_disk_blocks{state="evictable"} 3.0\n'))
+        _require_empty_disk(ScrapedMetrics.parse('kvbm_disk_blocks{state="evictable"} 3.0\n'))

@@ -15,9 +15,10 @@ import yaml
 from bench_rig import COMPUTED_TOKEN_MS, PATIENT, SMALL_G1_BLOCKS, WORKLOAD, MockEngines
 
 from kvbm.config.launch_plan import LaunchPlan
-from kvbm.errors import EngineError, UsageError
+from kvbm.errors import EngineError, ProfileError, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import ProfileEngines, with_reset, with_room
+from kvbm_cli.bench.comparison import Comparison
 from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.workload import Schedule
@@ -26,8 +27,10 @@ RESOLVED = resolve("demo")
 MOCK = Path(__file__).with_name("mock_engine.py")
 
 
-def measure(tmp_path, engines, *, as_json=True, limits=PATIENT, workload=WORKLOAD) -> int:
-    return command.measure(RESOLVED, workload, output=tmp_path / "run", as_json=as_json, engines=engines, limits=limits)
+def measure(tmp_path, engines, *, other=None, as_json=True, limits=PATIENT, workload=WORKLOAD) -> int:
+    return command.measure(
+        RESOLVED, workload, other=other, output=tmp_path / "run", as_json=as_json, engines=engines, limits=limits
+    )
 
 
 def summary_of(tmp_path):
@@ -57,9 +60,9 @@ def test_exit_code_and_json_say_the_verdict(tmp_path, capsys, changes, verdict, 
 
 
 def test_a_gain_below_the_margin_is_the_same_and_ends_with_0(tmp_path, capsys):
-    from kvbm_cli.bench.verdict import Limits
+    from kvbm_cli.bench.verdict import VerdictLimits
 
-    generous = Limits(**{**{name: getattr(PATIENT, name) for name in PATIENT.__slots__}, "margin": 1000.0})
+    generous = VerdictLimits(**{**{name: getattr(PATIENT, name) for name in PATIENT.__slots__}, "margin": 1000.0})
     assert measure(tmp_path, MockEngines(), limits=generous) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "same"
 
@@ -71,24 +74,52 @@ def test_the_page_fits_80_columns_and_says_verdict_load_and_where_the_files_are(
     lines = page.splitlines()
     assert max(len(line) for line in lines if "every request" not in line) <= 80
     text = " ".join(page.split())
-    assert "faster: from turn 2 on the first token comes" in text
+    assert "faster: from turn 2 on, the first token comes" in text
     assert "arms: interleaved, all engines at the same time, launches 0.04 s apart" in text
     assert "geometric mean over pairs" in text
-    assert "over the users of this run, which says nothing of other runs" in text
+    assert "over the users of this run, which does not cover differences between runs" in text
     assert "baseline load: busy" in text
     assert "output tokens per s" not in text
     assert "in its queue" in text
-    assert "times the all-hit floor" in text
+    assert "times that of the floor" in text
     assert str(tmp_path / "run") in page
     for word in ("baseline", "kvbm", "floor", "turn 1", "turn 2", "computed", "failed"):
         assert word in page
+
+
+def test_two_profiles_are_compared_under_their_names(tmp_path, capsys):
+    small = resolve("demo", ["tiers.host.capacity=64MiB"])
+    engines = MockEngines().of_profiles("demo", "demo-2", {"g2_token_ms": 0.15})
+    assert measure(tmp_path, engines, other=small) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert engines.started == ["recording", "demo-2", "demo", "floor"]
+    assert summary["compared"] == {"measured": "demo", "reference": "demo-2"}
+    assert summary["profile_differences"] == {"tiers.host.capacity": ["256MiB", "64MiB"]}
+    assert "times faster with demo than with demo-2" in summary["explanation"]
+    assert summary["arms"]["demo-2"]["prompt_tokens"]["g2"] > 0
+    assert summary["share_of_possible_gain"] is None
+    tiers = {arm: about["tiers"]["G2"]["bytes"] for arm, about in summary["compared_profiles"].items()}
+    assert tiers["demo"] > tiers["demo-2"] > 0
+
+
+def test_the_page_of_two_profiles_names_them_their_tiers_and_what_differs(tmp_path, capsys):
+    measure(tmp_path, MockEngines().of_profiles("demo", "demo-disk"), other=resolve("demo-disk"), as_json=False)
+    page = capsys.readouterr().out
+    assert max(len(line) for line in page.splitlines() if "every request" not in line) <= 80
+    text = " ".join(page.split())
+    assert "demo: profile demo; G1 8,960, G2 32,768 tokens" in text
+    assert "demo-disk: profile demo-disk; G1 8,960, G2 16,384, G3 131,072 tokens" in text
+    assert "they differ in tiers.host.capacity, tiers.disk.capacity" in text
+    assert "demo-disk load: busy" in text
+    assert "TTFT of demo is" in text
+    assert "possible gain" not in text
 
 
 def test_an_invalid_run_says_nothing_of_a_gain(tmp_path, capsys):
     in_turn = WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.12)})
     assert measure(tmp_path, MockEngines().changed("kvbm", g2_blocks=0), as_json=False, workload=in_turn) == 11
     page = capsys.readouterr().out
-    assert "invalid: nothing was measured" in page
+    assert "invalid: the result cannot be used" in page
     assert "arms: in turn, one engine after the other" in page
     assert "gain" not in page
     assert "floor (" not in page
@@ -132,9 +163,41 @@ def test_an_engine_that_refuses_the_recording_marks_the_run_and_is_an_error(tmp_
     assert summary_of(tmp_path)["complete"] is False
 
 
-def test_only_the_baseline_can_be_compared_with():
-    with pytest.raises(UsageError, match="--compare takes `baseline`, not `sglang`"):
-        command.bench("demo", [], compare="sglang", workload=None, output=None, as_json=False)
+@pytest.mark.parametrize(
+    ("compare", "message"),
+    [
+        ("basline", "--compare takes `baseline` or a profile: no profile is named `basline`"),
+        ("vllm-cpu-demo", "`demo` and `vllm-cpu-demo` cannot be compared: `engine.kind` is `embedded` and `vllm`"),
+        ("vllm-pd-cpu-demo", "`vllm-pd-cpu-demo` starts several engines"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(compare, message):
+    with pytest.raises(UsageError, match=message):
+        command.bench("demo", [], compare=compare, workload=None, output=None, as_json=False)
+
+
+def profile_file(tmp_path, text):
+    path = tmp_path / "other.yaml"
+    path.write_text("extends: demo\n" + text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("engine: {model: 'synthetic:small'}", "`engine.model` is `synthetic:tiny` and `synthetic:small`"),
+        ("engine: {arguments: {served_model_name: mine}}", "`engine.arguments.served_model_name` is `synthetic:tiny`"),
+    ],
+)
+def test_engines_that_cannot_answer_the_same_requests_are_refused(tmp_path, text, message):
+    with pytest.raises(UsageError, match=message):
+        command.bench("demo", [], compare=profile_file(tmp_path, text), workload=None, output=None, as_json=False)
+
+
+def test_a_profile_to_compare_that_is_wrong_is_shown_with_its_line(tmp_path):
+    wrong = profile_file(tmp_path, "server: {prt: 1}")
+    with pytest.raises(ProfileError, match=r"unknown key `server\.prt`"):
+        command.bench("demo", [], compare=wrong, workload=None, output=None, as_json=False)
 
 
 def test_the_floor_has_room_for_the_working_set_and_its_prefix_cache_on():
@@ -195,6 +258,29 @@ def test_arms_are_processes_of_their_own_which_end_with_the_arm(tmp_path, mock_p
         assert engine.model == "mock"
     assert engine.has_ended()
     assert (tmp_path / "run" / "kvbm" / "engine.log").exists()
+
+
+def test_both_profiles_run_with_the_block_manager_and_a_free_metrics_port(tmp_path, monkeypatch, mock_processes):
+    from kvbm.embedded import launch
+
+    planned, plan = [], launch.plan
+
+    def keep(profile, *, connector, port):
+        planned.append((profile.engine.arguments.num_blocks, connector, profile.metrics.port))
+        return plan(profile, connector=connector, port=port)
+
+    monkeypatch.setattr("kvbm.embedded.launch.plan", keep)
+    directory = OutputDirectory.create(tmp_path / "run")
+    directory.close()
+    one, another = (resolve("demo", [f"engine.arguments.num_blocks={count}"]).profile for count in (60, 80))
+    comparison = Comparison.of_profiles("one", "another", {})
+    engines = ProfileEngines(one, WORKLOAD, directory, comparison=comparison, reference=another)
+    for arm in ("recording", *comparison.arms):
+        with engines(arm):
+            pass
+    room = planned[0][0]
+    assert room > 80
+    assert planned == [(room, False, 6880), (80, True, 0), (60, True, 6880), (room, False, 6880)]
 
 
 def test_the_whole_command_with_processes(tmp_path, capsys, mock_processes):

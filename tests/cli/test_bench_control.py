@@ -5,7 +5,7 @@ from mock_engine import MockEngine, Options
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench import control
-from kvbm_cli.bench.control import Control, Metrics, MetricsDelta
+from kvbm_cli.bench.control import Control, MetricsDelta, ScrapedMetrics
 
 BEFORE = """
 # TYPE vllm:prompt_tokens_by_source counter
@@ -29,7 +29,7 @@ AFTER = AFTER.replace("d2h 5", "d2h 25").replace("7\n", "9\n") + (
 
 
 def test_counters_are_read_as_changes():
-    delta = MetricsDelta(Metrics.parse(BEFORE), Metrics.parse(AFTER))
+    delta = MetricsDelta(ScrapedMetrics.parse(BEFORE), ScrapedMetrics.parse(AFTER))
     assert delta.prompt_tokens_by_source() == {"g1": 0, "g2": 48, "computed": 300}
     assert delta.queue_wait_ms() == pytest.approx(100.0)
     assert delta.kvbm_counters() == {"kvbm_offload_blocks_d2h": 20.0}
@@ -37,7 +37,7 @@ def test_counters_are_read_as_changes():
 
 
 def test_an_engine_that_counts_nothing_says_nothing():
-    delta = MetricsDelta(Metrics.parse(""), Metrics.parse(""))
+    delta = MetricsDelta(ScrapedMetrics.parse(""), ScrapedMetrics.parse(""))
     assert delta.prompt_tokens_by_source() is None
     assert delta.queue_wait_ms() is None
     assert delta.kvbm_counters() == {}

@@ -9,10 +9,13 @@ import pytest
 from bench_rig import PATIENT, WORKLOAD, MockEngines, SilentProgress
 
 from kvbm.errors import EngineError, UsageError
-from kvbm_cli.bench.experiment import ARMS, run_experiment
+from kvbm_cli.bench.comparison import AGAINST_BASELINE
+from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.profile.workload import Schedule
+
+ARMS = AGAINST_BASELINE.arms
 
 
 def run(tmp_path, engines, workload=WORKLOAD):
@@ -22,7 +25,7 @@ def run(tmp_path, engines, workload=WORKLOAD):
     return experiment, summarise(experiment, surroundings={}, limits=PATIENT), progress
 
 
-def rows(tmp_path):
+def records(tmp_path):
     return [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
 
 
@@ -39,7 +42,7 @@ def test_a_cache_in_g2_makes_later_turns_faster(tmp_path):
     assert summary["arms"]["floor"]["prompt_tokens"]["g1"] >= 3 * 432
     for name in ARMS:
         assert summary["arms"][name]["prompt_tokens"] == summary["arms"][name]["prompt_tokens_by_metrics"]
-    assert len(progress.rows) == 4 * WORKLOAD.request_count
+    assert len(progress.records) == 4 * WORKLOAD.request_count
     assert experiment.plan.interval_s == WORKLOAD.schedule.interval_s
 
 
@@ -52,19 +55,19 @@ def test_arms_run_together_or_one_after_the_other(tmp_path, arms):
     assert engines.most_at_once == (3 if arms == "interleaved" else 1)
     assert summary["verdict"] == "faster"
     assert summary["arms"]["kvbm"]["prompt_tokens"]["g2"] > 600
-    measured = [row.arm for row in progress.rows if row.arm != "recording"]
+    measured = [record.arm for record in progress.records if record.arm != "recording"]
     assert (measured[:6] == ["baseline"] * 6) == (arms == "in_turn")
 
 
 def test_all_arms_send_the_same_bytes_at_the_same_intended_times(tmp_path):
     run(tmp_path, MockEngines())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    by_arm = {name: [row for row in rows(tmp_path) if row["arm"] == name] for name in ARMS}
+    by_arm = {name: [record for record in records(tmp_path) if record["arm"] == name] for name in ARMS}
     for of_arm in by_arm.values():
-        of_arm.sort(key=lambda row: row["index"])
-        assert [row["intended_ms"] / 1e3 for row in of_arm] == [one["intended_s"] for one in plan["requests"]]
-        assert [row["prompt_tokens"] for row in of_arm] == [one["prompt_tokens"] for one in plan["requests"]]
-        assert [row["token_ids"] for row in of_arm] == [row["token_ids"] for row in by_arm["baseline"]]
+        of_arm.sort(key=lambda record: record["index"])
+        assert [record["intended_ms"] / 1e3 for record in of_arm] == [one["intended_s"] for one in plan["requests"]]
+        assert [record["prompt_tokens"] for record in of_arm] == [one["prompt_tokens"] for one in plan["requests"]]
+        assert [record["token_ids"] for record in of_arm] == [record["token_ids"] for record in by_arm["baseline"]]
 
 
 def test_the_run_directory_holds_plan_requests_and_counters(tmp_path):
@@ -72,7 +75,7 @@ def test_the_run_directory_holds_plan_requests_and_counters(tmp_path):
     files = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file())
     snapshots = [f"{arm}/metrics-{when}.txt" for arm in sorted(ARMS) for when in ("after", "before")]
     assert files == [*snapshots, "plan.json", "requests.jsonl"]
-    assert len(rows(tmp_path)) == 3 * WORKLOAD.request_count
+    assert len(records(tmp_path)) == 3 * WORKLOAD.request_count
 
 
 def test_without_an_interval_the_cold_prompts_fix_it(tmp_path):
@@ -122,12 +125,12 @@ def test_a_block_manager_that_brings_nothing_is_invalid(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["http_500", "break_off", "error_event"])
-def test_failed_requests_are_rows_and_make_the_run_invalid(tmp_path, fault):
+def test_failed_requests_are_records_and_make_the_run_invalid(tmp_path, fault):
     _, summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={4: fault}))
     assert summary["verdict"] == "invalid"
     assert summary["arms"]["kvbm"]["errors"] == 1
-    failed = [row for row in rows(tmp_path) if row["status"] == "error"]
-    assert [(row["arm"], row["user"], row["turn"]) for row in failed] == [("kvbm", 1, 2)]
+    failed = [record for record in records(tmp_path) if record["status"] == "error"]
+    assert [(record["arm"], record["user"], record["turn"]) for record in failed] == [("kvbm", 1, 2)]
 
 
 def test_an_engine_that_ends_makes_the_run_invalid_and_the_other_arms_go_on(tmp_path):
@@ -144,7 +147,7 @@ def test_without_counters_the_usage_is_enough(tmp_path):
         engines = engines.changed(arm, has_metrics=False)
     _, summary, _ = run(tmp_path, engines)
     assert summary["verdict"] == "faster"
-    assert summary["baseline_load"]["queue_wait_ms"] is None
+    assert summary["arms"]["baseline"]["queue_wait_ms"] is None
 
 
 def test_a_recording_that_fails_says_which_request(tmp_path):

@@ -11,7 +11,7 @@ from kvbm_cli.bench.progress import BenchProgress, duration
 from kvbm_cli.bench.request_record import RequestRecord
 
 
-def row(ttft_ms: float | None, error: str | None = None) -> RequestRecord:
+def record(ttft_ms: float | None, error: str | None = None) -> RequestRecord:
     return RequestRecord("kvbm", 0, 0, 1, intended_ms=0.0, first_token_ms=ttft_ms, error=error)
 
 
@@ -31,7 +31,7 @@ def test_elsewhere_than_on_a_terminal_a_phase_is_a_line(capsys):
     with BenchProgress() as progress:
         progress.phase("recording: starting the engine")
         progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
-        progress.row(row(12.0))
+        progress.request_ended(record(12.0))
     assert capsys.readouterr().err == "recording: starting the engine\nkvbm: 24 requests (1 min 30 s left)\n"
 
 
@@ -39,8 +39,8 @@ def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left(monk
     terminal = on_a_terminal(monkeypatch)
     with BenchProgress() as progress:
         progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
-        progress.row(row(12.0))
-        progress.row(row(None, "HTTP 503"))
+        progress.request_ended(record(12.0))
+        progress.request_ended(record(None, "HTTP 503"))
         time.sleep(0.6)  # two refreshes of the live line
     text = terminal.getvalue()
     assert "━  kvbm: 24 requests · 1 answered, 1 failed · first token 12 ms · 1 min" in text
@@ -62,8 +62,8 @@ def test_the_live_line_never_wraps(width, monkeypatch):
     with BenchProgress() as progress:
         progress.phase("baseline, kvbm, floor: 72 requests", expected_s=600.0, remaining_s=30.0)
         for _ in range(14):
-            progress.row(row(1234.0))
-        progress.row(row(None, "HTTP 503"))
+            progress.request_ended(record(1234.0))
+        progress.request_ended(record(None, "HTTP 503"))
         time.sleep(0.6)  # two refreshes of the live line
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", terminal.getvalue()).split("\r")
     assert max(len(line) for line in lines) < width

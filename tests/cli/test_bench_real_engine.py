@@ -1,4 +1,4 @@
-"""`kvbm bench` with the embedded engine, once as it is and once with a transfer path that is broken on purpose."""
+"""`kvbm bench` with the embedded engine: against the baseline, against a profile, and with corrupted transfers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from bench_rig import PATIENT
 
+from kvbm.config.load import ResolvedProfile
 from kvbm_cli.bench import command
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.workload import Schedule, Workload
@@ -37,9 +38,14 @@ DeviceCopier.onboard = broken
 """
 
 
-def run_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, dict]:
-    resolved = resolve("demo", ["engine.arguments.num_blocks=90", "engine.arguments.threads=1", *overrides])
-    code = command.measure(resolved, WORKLOAD, output=tmp_path / "run", as_json=True, limits=PATIENT)
+SMALL_ENGINE = ("engine.arguments.num_blocks=90", "engine.arguments.threads=1")
+
+
+def run_bench(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str, other: ResolvedProfile | None = None
+) -> tuple[int, dict]:
+    resolved = resolve("demo", [*SMALL_ENGINE, *overrides])
+    code = command.measure(resolved, WORKLOAD, other=other, output=tmp_path / "run", as_json=True, limits=PATIENT)
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -59,6 +65,24 @@ def test_blocks_come_back_from_g2_and_every_output_is_the_same(tmp_path, capsys)
     assert arms["kvbm"]["prompt_tokens"]["computed"] == arms["floor"]["prompt_tokens"]["computed"]
     assert arms["kvbm"]["prompt_tokens"]["computed"] < arms["baseline"]["prompt_tokens"]["computed"]
     assert arms["kvbm"]["kvbm_counters"]["kvbm_onboard_blocks_h2d"] > 30
+
+
+@needs_torch
+@pytest.mark.slow
+def test_two_profiles_run_at_the_same_time_with_tiers_and_ports_of_their_own(tmp_path, capsys):
+    """Both write metrics on a port and both have a disk in the same directory."""
+    both = ["metrics.serve=true", f"tiers.disk.directory={tmp_path / 'cache'}", "tiers.disk.capacity=64MiB"]
+    small = resolve("demo", [*SMALL_ENGINE, *both, "tiers.host.capacity=32MiB"])
+    code, summary = run_bench(tmp_path, capsys, *both, other=small)
+    assert code in (0, 10), summary["explanation"]
+    assert summary["outputs_equal"] is True
+    assert summary["compared"] == {"measured": "demo", "reference": "demo-2"}
+    assert list(summary["profile_differences"]) == ["tiers.host.capacity"]
+    for arm in ("demo", "demo-2"):
+        assert summary["arms"][arm]["errors"] == 0
+        assert summary["arms"][arm]["prompt_tokens"]["g2"] > 500
+        assert summary["arms"][arm]["kvbm_counters"]["kvbm_onboard_blocks_h2d"] > 30
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 @needs_torch

@@ -7,9 +7,9 @@ import zlib
 import pytest
 from bench_rig import WORKLOAD
 
-from kvbm_cli.bench.schedule import Answer, Plan, Script, random_text, random_tokens
+from kvbm_cli.bench.schedule import Plan, RecordedAnswer, Script, random_text, random_tokens
 
-ANSWERS = [[Answer((user, turn, 1, 2, 3, 4)) for turn in (1, 2)] for user in range(3)]
+ANSWERS = [[RecordedAnswer((user, turn, 1, 2, 3, 4)) for turn in (1, 2)] for user in range(3)]
 
 
 def by_byte(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The summary from rows that were made up, so that every number is known exactly."""
+"""The summary from records that were made up, so that every number is known exactly."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import json
 import pytest
 from bench_rig import WORKLOAD
 
-from kvbm_cli.bench.control import Metrics, MetricsDelta
+from kvbm_cli.bench.comparison import AGAINST_BASELINE
+from kvbm_cli.bench.control import MetricsDelta, ScrapedMetrics
 from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
 from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.schedule import Answer, Plan, Script
+from kvbm_cli.bench.schedule import Plan, RecordedAnswer, Script
 from kvbm_cli.bench.summary import summarise
 
-ANSWER = Answer((1, 2, 3, 4, 5, 6), (-0.5,) * 6)
+ANSWER = RecordedAnswer((1, 2, 3, 4, 5, 6), (-0.5,) * 6)
 SCRIPT = Script.write(WORKLOAD, lambda text: list(text.encode()))
 PLAN = Plan.make(WORKLOAD, SCRIPT, model="m", answers=[[ANSWER, ANSWER]] * 3, interval_s=1.0)
-# arm -> time to first token of turn 1, of turn 2, and how turn 2's prompt of 470 tokens came about
+# arm -> time to first token of turn 1, of turn 2, and the tokens of turn 2 (of 470) from G1 and G2
 FASTER = {"baseline": (500.0, 400.0, (32, 0)), "kvbm": (520.0, 20.0, (32, 400)), "floor": (500.0, 16.0, (432, 0))}
 
 
-def metrics(g1: int, g2: int, computed: int, queue_s: float, count: int) -> Metrics:
-    return Metrics.parse(
+def metrics(g1: int, g2: int, computed: int, queue_s: float, count: int) -> ScrapedMetrics:
+    return ScrapedMetrics.parse(
         f'vllm:prompt_tokens_by_source_total{{source="local_cache_hit"}} {g1}\n'
         f'vllm:prompt_tokens_by_source_total{{source="external_kv_transfer"}} {g2}\n'
         f'vllm:prompt_tokens_by_source_total{{source="local_compute"}} {computed}\n'
@@ -32,26 +33,35 @@ def metrics(g1: int, g2: int, computed: int, queue_s: float, count: int) -> Metr
 
 
 def arm(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], lateness_ms: float = 1.0) -> ArmResult:
-    rows = []
+    records = []
     for request in PLAN.requests:
         intended_ms = request.intended_s * 1e3
         first_token_ms = intended_ms + (first_ms if request.turn == 1 else later_ms)
         g1, g2 = sources if request.turn == 2 else (0, 0)
-        row = RequestRecord(
+        record = RequestRecord(
             arm=name, index=request.index, user=request.user, turn=request.turn, intended_ms=intended_ms
         )
-        row.launched_ms, row.http_status = intended_ms + lateness_ms, 200
-        row.first_token_ms, row.last_token_ms, row.end_ms = first_token_ms, first_token_ms + 50, first_token_ms + 51
-        row.token_ids, row.token_gaps_ms = list(request.answer.token_ids), [10.0] * 5
-        row.logprobs = list(request.answer.logprobs)
-        row.prompt_tokens, row.cached_tokens, row.g1_tokens, row.g2_tokens = request.prompt_tokens, g1 + g2, g1, g2
-        rows.append(row)
+        record.launched_ms, record.http_status = intended_ms + lateness_ms, 200
+        record.first_token_ms, record.last_token_ms, record.end_ms = (
+            first_token_ms,
+            first_token_ms + 50,
+            first_token_ms + 51,
+        )
+        record.token_ids, record.token_gaps_ms = list(request.answer.token_ids), [10.0] * 5
+        record.logprobs = list(request.answer.logprobs)
+        record.prompt_tokens, record.cached_tokens, record.g1_tokens, record.g2_tokens = (
+            request.prompt_tokens,
+            g1 + g2,
+            g1,
+            g2,
+        )
+        records.append(record)
     g1, g2 = 3 * sources[0], 3 * sources[1]
     total = sum(request.prompt_tokens for request in PLAN.requests)
     delta = MetricsDelta(metrics(5, 7, 11, 1.0, 10), metrics(5 + g1, 7 + g2, 11 + total - g1 - g2, 1.006, 16))
     return ArmResult(
         name=name,
-        rows=tuple(rows),
+        records=tuple(records),
         client_cpu_share=0.05,
         started_unix_s=0.0,
         duration_s=6.0,
@@ -63,7 +73,9 @@ def arm(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], l
 
 def experiment(**changes: ArmResult) -> Experiment:
     recording = Recording(SCRIPT, ((ANSWER, ANSWER),) * 3, (500.0, 500.0, 500.0), 2.0)
-    return Experiment(PLAN, recording, {**{name: arm(name, *times) for name, times in FASTER.items()}, **changes})
+    return Experiment(
+        AGAINST_BASELINE, PLAN, recording, {**{name: arm(name, *times) for name, times in FASTER.items()}, **changes}
+    )
 
 
 def test_every_number_of_a_known_run():
@@ -123,7 +135,7 @@ def test_no_token_from_g2_is_invalid():
 
 def test_one_other_token_is_wrong_and_named():
     changed = experiment()
-    changed.arms["kvbm"].rows[4].token_ids[5] += 1
+    changed.arms["kvbm"].records[4].token_ids[5] += 1
     summary = summarise(changed, surroundings={})
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
     assert summary["different_answers"] == {"baseline": [], "kvbm": [[1, 2]], "floor": []}
@@ -131,32 +143,32 @@ def test_one_other_token_is_wrong_and_named():
 
 def test_the_same_tokens_with_other_probabilities_are_wrong():
     changed = experiment()
-    changed.arms["kvbm"].rows[4].logprobs[3] += 0.02
-    changed.arms["floor"].rows[4].logprobs[3] -= 1e-5
+    changed.arms["kvbm"].records[4].logprobs[3] += 0.02
+    changed.arms["floor"].records[4].logprobs[3] -= 1e-5
     summary = summarise(changed, surroundings={})
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
     assert summary["largest_logprob_difference"] == {"baseline": 0.0, "kvbm": 0.02, "floor": 1e-5}
-    assert "logprobs differ by up to 0.02, without kvbm by 1e-05" in summary["explanation"]
+    assert "differ from the recording by up to 0.02, without kvbm by 1e-05" in summary["explanation"]
 
 
 def test_probabilities_that_also_differ_without_kvbm_are_no_error_of_kvbm():
     changed = experiment()
-    changed.arms["kvbm"].rows[4].logprobs[3] += 0.02
-    changed.arms["baseline"].rows[2].logprobs[0] += 0.01
+    changed.arms["kvbm"].records[4].logprobs[3] += 0.02
+    changed.arms["baseline"].records[2].logprobs[0] += 0.01
     assert summarise(changed, surroundings={})["verdict"] == "faster"
 
 
 def test_probabilities_after_the_first_other_token_are_not_compared():
     changed = experiment()
-    row = changed.arms["kvbm"].rows[4]
-    row.token_ids[2], row.logprobs[2:] = 9, [-4.0] * 4
+    record = changed.arms["kvbm"].records[4]
+    record.token_ids[2], record.logprobs[2:] = 9, [-4.0] * 4
     assert summarise(changed, surroundings={})["largest_logprob_difference"]["kvbm"] == 0.0
 
 
 def test_an_engine_without_logprobs_is_pointed_out():
     changed = experiment()
-    for row in changed.arms["kvbm"].rows:
-        row.logprobs = []
+    for record in changed.arms["kvbm"].records:
+        record.logprobs = []
     summary = summarise(changed, surroundings={})
     assert summary["verdict"] == "faster"
     assert any("sends no logprobs" in caveat for caveat in summary["caveats"])
@@ -164,7 +176,7 @@ def test_an_engine_without_logprobs_is_pointed_out():
 
 def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out():
     changed = experiment()
-    changed.arms["baseline"].rows[3].error = "HTTP 503"
+    changed.arms["baseline"].records[3].error = "HTTP 503"
     summary = summarise(changed, surroundings={})
     assert summary["verdict"] == "invalid"
     assert summary["arms"]["baseline"]["errors"] == 1
@@ -176,13 +188,13 @@ def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out():
 def test_a_late_client_is_invalid():
     summary = summarise(experiment(floor=arm("floor", 500.0, 90.0, (432, 0), lateness_ms=60.0)), surroundings={})
     assert summary["verdict"] == "invalid"
-    assert "launched late in arm floor" in summary["explanation"]
+    assert "launched requests late in arm floor" in summary["explanation"]
 
 
 def test_without_usage_the_counters_tell_the_sources():
     changed = experiment()
-    for row in changed.arms["kvbm"].rows:
-        row.g1_tokens = row.g2_tokens = None
+    for record in changed.arms["kvbm"].records:
+        record.g1_tokens = record.g2_tokens = None
     summary = summarise(changed, surroundings={})
     assert summary["arms"]["kvbm"]["prompt_tokens"]["g2"] == 1200
     assert summary["verdict"] == "faster"
@@ -190,7 +202,7 @@ def test_without_usage_the_counters_tell_the_sources():
 
 def test_sources_that_contradict_each_other_are_pointed_out():
     changed = experiment()
-    changed.arms["kvbm"].rows[4].g2_tokens -= 16
+    changed.arms["kvbm"].records[4].g2_tokens -= 16
     caveats = summarise(changed, surroundings={})["caveats"]
     assert "arm kvbm: usage and /metrics disagree on where prompt tokens came from" in caveats
 
@@ -205,8 +217,8 @@ def test_a_working_set_that_fits_into_g1_is_pointed_out():
 
 def test_a_summary_of_an_arm_without_answers_is_still_whole():
     changed = experiment()
-    for row in changed.arms["kvbm"].rows:
-        row.error, row.token_ids, row.first_token_ms = "the engine ended", [], None
+    for record in changed.arms["kvbm"].records:
+        record.error, record.token_ids, record.first_token_ms = "the engine ended", [], None
     summary = summarise(changed, surroundings={})
     assert (summary["verdict"], summary["outputs_equal"]) == ("invalid", False)
     assert summary["ttft_speedup"] is None
@@ -215,8 +227,8 @@ def test_a_summary_of_an_arm_without_answers_is_still_whole():
 
 def without_tiers(result: ArmResult) -> ArmResult:
     """As an engine answers that says only how many tokens of a prompt were cached."""
-    for row in result.rows:
-        row.g1_tokens = row.g2_tokens = None
+    for record in result.records:
+        record.g1_tokens = record.g2_tokens = None
     return result
 
 
@@ -235,6 +247,6 @@ def test_tiers_of_an_engine_that_tells_them_only_in_its_counters_are_known_for_t
 
 def test_computed_tokens_that_usage_and_counters_count_differently_are_pointed_out():
     result = without_tiers(arm("kvbm", *FASTER["kvbm"]))
-    result.rows[0].cached_tokens += 16
+    result.records[0].cached_tokens += 16
     summary = summarise(experiment(kvbm=result), surroundings={})
     assert "arm kvbm: usage and /metrics disagree on where prompt tokens came from" in summary["caveats"]

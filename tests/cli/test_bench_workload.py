@@ -45,7 +45,7 @@ def test_a_file_of_ones_own_is_read(tmp_path):
 
 
 def test_a_name_that_is_none_lists_the_shipped_ones():
-    with pytest.raises(UsageError, match="no workload is named `nonsense`") as caught:
+    with pytest.raises(UsageError, match="no workload and no file is named `nonsense`") as caught:
         load_workload("nonsense")
     assert "conversations" in (caught.value.hint or "")
 
@@ -58,7 +58,7 @@ def test_a_name_that_is_none_lists_the_shipped_ones():
         ("schedule: {target_utilisation: 1.5}", "`schedule.target_utilisation` must be less than 1, not `1.5`", "1.5"),
         ("history: live", "`history` must be 'recorded', not the text `live`", "live"),
         ("request_timeout_s: .inf", "`request_timeout_s` must be a number, not the text `.inf`", ".inf"),
-        ("users: 4", "`users` appears twice; it is already on line 3", "users"),
+        ("users: 4", "`users` appears twice; the first is on line 3", "users"),
         ("seed: {", "not valid YAML", ""),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_missing_key_is_named_and_the_hint_has_all_that_are_needed(text, key):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("- 1\n", "a workload is a mapping of keys"), ("name: [\n", "not valid YAML")]
+    ("text", "message"), [("- 1\n", "a workload must be a mapping of keys"), ("name: [\n", "not valid YAML")]
 )
 def test_what_is_no_mapping_is_refused_once(text, message):
     with pytest.raises(ProfileError, match=message) as caught:
@@ -103,7 +103,7 @@ def test_what_is_no_mapping_is_refused_once(text, message):
 
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ProfileError, match="is not a text file in UTF-8"):
+    with pytest.raises(ProfileError, match="not UTF-8 text"):
         load_workload(str(tmp_path / "binary.yaml"))
 
 

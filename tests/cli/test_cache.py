@@ -169,9 +169,9 @@ def test_directory_inside_a_cache_is_not_taken_for_an_empty_one(
         outcome = run(home, f"{command} --dir {inside}")
         assert (outcome.exit_code, outcome.stdout) == (2, "")
         assert outcome.stderr.split("\n")[:4] == [
-            f"error: `--dir {inside}` lies inside a cache of Qwen3-8B",
+            f"error: `--dir {inside}` is inside a cache of Qwen3-8B",
             "",
-            f"hint: `--dir {home / 'caches'}`",
+            f"hint: use `--dir {home / 'caches'}`",
             "",
         ]
     assert all(cache.is_dir() for cache in caches)

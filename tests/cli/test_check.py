@@ -36,21 +36,27 @@ GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 256}
 MISTAKES = {
     "model: synthetic:huge": (
-        "`engine.model`: there is no `synthetic:huge`",
-        "there are `synthetic:tiny`, `synthetic:small`, `synthetic:8b`",
+        "`engine.model`: unknown model `synthetic:huge`",
+        "use one of `synthetic:tiny`, `synthetic:small`, `synthetic:8b`",
     ),
-    "model: synthetic:smal": ("`engine.model`: there is no `synthetic:smal`", "did you mean `synthetic:small`?"),
-    "model: meta-llama/Llama-3-8B": ("there is no directory `meta-llama/Llama-3-8B`", "a model is a local directory"),
+    "model: synthetic:smal": ("`engine.model`: unknown model `synthetic:smal`", "did you mean `synthetic:small`?"),
+    "model: meta-llama/Llama-3-8B": ("there is no directory `meta-llama/Llama-3-8B`", "use a local directory"),
     "model: ./gpt2": ("`gpt2` is a `gpt2` model, which the embedded engine does not support", "cohere2, deepseek_v3"),
-    "model: ./shapeless": ("the model's configuration has no usable `num_hidden_layers`", None),
-    "model: ./empty": ("cannot read `empty/config.json`: no such file", "the directory of a model holds `config.json`"),
-    "model: ./broken": ("`broken/config.json` is not JSON", "the directory of a model holds `config.json`"),
+    "model: ./shapeless": ("the model's configuration has no valid `num_hidden_layers`", None),
+    "model: ./empty": ("cannot read `empty/config.json`: no such file", "a model directory contains `config.json`"),
+    "model: ./broken": ("`broken/config.json` is not JSON", "a model directory contains `config.json`"),
     "model: ./unnamed": ("`unnamed/config.json` has no `model_type`", "supported models, text only: cohere2"),
-    "python: /no/such/python": ("`/no/such/python` is not a program", "leave `engine.python` out"),
-    "max_model_len: 1025": ("`max_model_len` is 1025 tokens, but G1 holds 1024", "raise `engine.arguments.num_blocks`"),
-    "max_model_len: 50000": ("`max_model_len` is 50000 tokens, but the model takes 40960", "lower `engine.arg"),
-    "capacity: 1KiB": ("host memory of 1KiB holds no block: one takes 128KiB", "raise `tiers.host.capacity`"),
-    "host: 192.0.2.1": ("cannot listen on 192.0.2.1: cannot assign", "`server.host` is an address of this machine"),
+    "python: /no/such/python": ("`/no/such/python` is not an executable", "remove `engine.python`"),
+    "max_model_len: 1025": (
+        "`max_model_len` is 1025 tokens, but G1 holds at most 1024",
+        "raise `engine.arguments.num_blocks`",
+    ),
+    "max_model_len: 50000": (
+        "`max_model_len` is 50000 tokens, but the model accepts at most 40960",
+        "lower `engine.arg",
+    ),
+    "capacity: 1KiB": ("host memory of 1KiB is too small: one block requires 128KiB", "raise `tiers.host.capacity`"),
+    "host: 192.0.2.1": ("cannot listen on 192.0.2.1: cannot assign", "set `server.host` to an address of this machine"),
 }
 
 
@@ -89,7 +95,7 @@ def write(home: Path, *changes: str) -> dict[str, int]:
 def test_right_profile_has_no_mistake(home: Path) -> None:
     write(home)
     outcome = kvbm_here("profile", "check", "./mine.yaml", home=home)
-    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "mine.yaml: no mistake found\n", "")
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "mine.yaml: no mistakes found\n", "")
 
 
 @pytest.mark.parametrize(("change", "way"), ways(MISTAKES))
@@ -128,14 +134,14 @@ def test_more_memory_than_there_is_gets_a_warning(home: Path, command: str) -> N
     write(home, "capacity: 900TB")
     outcome = kvbm_here(*command.split(), home=home)
     assert outcome.exit_code == 0
-    assert outcome.stderr.startswith("warning: `tiers.host.capacity` takes 818.5 TiB, more than the ")
+    assert outcome.stderr.startswith("warning: `tiers.host.capacity` requires 818.5 TiB, but only ")
     assert outcome.stderr.endswith("  9 |     capacity: 900TB\n    |               ^^^^^\n")
 
 
 DISKS = {
     "tiers.disk.directory=/dev/null/x": (2, "error: `tiers.disk.directory`: /dev/null is not a directory"),
-    "tiers.disk.capacity=1KiB": (2, "error: a disk of 1KiB holds no block: one takes 128KiB"),
-    "tiers.disk.capacity=900TiB": (0, "warning: `tiers.disk.capacity` takes 900.0 TiB, and ~/.cache/kvbm has "),
+    "tiers.disk.capacity=1KiB": (2, "error: a disk tier of 1KiB is too small: one block requires 128KiB"),
+    "tiers.disk.capacity=900TiB": (0, "warning: `tiers.disk.capacity` requires 900.0 TiB, but ~/.cache/kvbm has only "),
 }
 
 
@@ -176,7 +182,9 @@ def test_a_disk_that_cannot_fit_is_refused_unless_an_unused_cache_makes_room(
     resolved = resolve("demo-disk", overrides)
     sizing = size_of(resolved)
     if ends == "cannot fit":
-        with pytest.raises(EnvironmentProblem, match=f"`tiers.disk.capacity` takes .* and {tmp_path} has 1.0 GiB left"):
+        with pytest.raises(
+            EnvironmentProblem, match=f"`tiers.disk.capacity` requires .* but {tmp_path} has only 1.0 GiB free"
+        ):
             require_disk_space(resolved, sizing)
     else:
         require_disk_space(resolved, sizing)

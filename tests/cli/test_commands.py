@@ -106,7 +106,7 @@ def test_warning_about_a_variable_does_not_touch_stdout(home: Path) -> None:
     warned = kvbm("profile", "check", "demo", home=home, DYN_KVBM_ENABLE="0")
     assert warned.stdout == quiet.stdout
     assert warned.stderr == (
-        "warning: `DYN_KVBM_ENABLE` has no effect: nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off\n"
+        "warning: `DYN_KVBM_ENABLE` has no effect: no version reads it: `DYN_KVBM_ENABLE=0` disables nothing\n"
     )
 
 
@@ -114,7 +114,7 @@ def test_warning_stands_before_the_data_where_both_go_to_one_file(home: Path) ->
     with (home / "both").open("w") as both:
         env = environment(home, DYN_KVBM_CPU_CACHE_GB="0.5")
         subprocess.run([*PROGRAM, "size", "-p", "./mine.yaml"], cwd=home, env=env, stdout=both, stderr=both, check=True)
-    assert (home / "both").read_text().startswith("warning: `DYN_KVBM_CPU_CACHE_GB=0.5` wins over `tiers.host")
+    assert (home / "both").read_text().startswith("warning: `DYN_KVBM_CPU_CACHE_GB=0.5` overrides `tiers.host")
 
 
 def test_debug_shows_the_traceback_of_a_mistake(home: Path) -> None:
@@ -136,7 +136,7 @@ def test_bug_is_one_line_without_a_traceback(home: Path) -> None:
     (saved,) = (home / ".local/state/kvbm/crashes").iterdir()
     assert done.stderr == (
         "error: a bug in kvbm: TypeError: 'NoneType' object is not callable\n\n"
-        f"hint: the traceback is in {saved}; please report it\n"
+        f"hint: report it with the traceback in {saved}\n"
     )
     assert "$ kvbm size -p demo\n\nTraceback (most recent call last):" in saved.read_text()
     assert saved.stat().st_mode & 0o777 == 0o600

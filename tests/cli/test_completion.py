@@ -24,6 +24,8 @@ ASKED = {
     "kvbm serve -p demo-": {"demo-disk"},
     "kvbm profile show demo-": {"demo-disk"},
     "kvbm completion f": {"fish"},
+    "kvbm bench -p demo --compare ba": {"baseline"},
+    "kvbm bench -p demo --compare demo-": {"demo-disk"},
     "kvbm bench -p demo --workload conv": {"conversations"},
     "kvbm size -p demo --set tiers.disk.dir": {"tiers.disk.directory="},
     "kvbm profile new mine.yaml --engine v": {"vllm"},

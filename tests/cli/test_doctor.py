@@ -189,6 +189,16 @@ def test_remedy_without_a_profile_names_the_variable(remedy: str) -> None:
     assert with_variables(remedy) == REMEDIES[remedy]
 
 
+def test_variable_without_effect_is_reported_once(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR": "1", "DYN_KVBM_CPU_CACHE_GB": "0"}
+    outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", environment=variables))
+    environment = outcome.stdout.partition("\n\n")[0]
+    assert environment.count("warning  DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR") == 1
+    assert environment.count("warning  DYN_KVBM_CPU_CACHE_GB") == 1, "it removes a tier of the profile"
+
+
 def test_a_disk_that_host_memory_outgrows_is_no_remedy(
     tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,8 +277,8 @@ def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path: Path, capsys: pytest.C
 UNUSABLE = {
     "a file": (lambda path: path.write_text(""), "not writable: not a directory"),
     "below a file": (lambda path: path.parent.write_text(""), "not writable: not a directory"),
-    "a link": (lambda path: path.symlink_to("/tmp"), "is no directory (links are not followed)"),
-    "for everyone": (lambda path: path.mkdir() or path.chmod(0o777), "may be written by everyone (mode 0777)"),
+    "a link": (lambda path: path.symlink_to("/tmp"), "is not a directory (links are not followed)"),
+    "for everyone": (lambda path: path.mkdir() or path.chmod(0o777), "is writable by everyone (mode 0777)"),
 }
 
 
@@ -303,7 +313,7 @@ def test_caches_that_are_there_count_as_space(
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", report=report))
     assert outcome.exit_code == 0
     assert "unused caches hold 1.0 MiB" in " ".join(outcome.stdout.split())
-    assert "1 cannot be used: no superblock, or a damaged one" in " ".join(outcome.stdout.split())
+    assert "1 cannot be used: superblock missing or damaged" in " ".join(outcome.stdout.split())
     assert sorted(path.name for path in instance.iterdir()) == ["arena"]
 
 
@@ -319,9 +329,9 @@ def test_what_takes_long_is_named_on_stderr(
         return GOOD
 
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", probe_disk=slow))
-    (line,) = outcome.stderr.splitlines()
-    assert line.startswith("checking    0.")
-    assert line.endswith(" s  random reads")
+    lines = [line for line in outcome.stderr.splitlines() if line.endswith(" s  random reads")]
+    assert lines  # on a busy machine other phases take long too
+    assert all(line.startswith("checking    ") for line in lines)
 
 
 MISTAKES = {

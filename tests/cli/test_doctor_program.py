@@ -50,7 +50,7 @@ def test_quick_examination_is_quick_and_leaves_nothing(tmp_path: Path, profile: 
 
 def test_what_is_written_is_a_right_profile(tmp_path: Path, profile: Path) -> None:
     kvbm("doctor", "-p", str(profile), "--quick", "--write", "./new.yaml", home=tmp_path)
-    assert kvbm("profile", "check", "./new.yaml", home=tmp_path).stdout == "new.yaml: no mistake found\n"
+    assert kvbm("profile", "check", "./new.yaml", home=tmp_path).stdout == "new.yaml: no mistakes found\n"
     assert (
         "{allocator: default, o_direct: true, zerofill: false, capacity: 16MiB," in (tmp_path / "new.yaml").read_text()
     )

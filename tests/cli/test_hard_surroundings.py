@@ -37,14 +37,14 @@ def test_noise_alone_is_hardly_ever_called_faster(users: int, turns: int) -> Non
             for user in range(users)
         }
         ours, theirs = (median(pair[side] for user in pairs.values() for pair in user) for side in (1, 0))
-        evidence = replace(GOOD, ratio=paired_ratio(pairs), baseline_ttft_ms=theirs, kvbm_ttft_ms=ours)
+        evidence = replace(GOOD, ratio=paired_ratio(pairs), reference_ttft_ms=theirs, measured_ttft_ms=ours)
         said += judge(evidence).verdict is Verdict.FASTER
     assert said <= 0.05 * 300
 
 
 def test_slower_by_its_median_is_never_faster() -> None:
     ratio = paired_ratio({user: [(100.0, 110.0), (100.0, 110.0), (3000.0, 100.0)] for user in range(6)})
-    assert judge(replace(GOOD, ratio=ratio, baseline_ttft_ms=100.0, kvbm_ttft_ms=110.0)).verdict is Verdict.SAME
+    assert judge(replace(GOOD, ratio=ratio, reference_ttft_ms=100.0, measured_ttft_ms=110.0)).verdict is Verdict.SAME
 
 
 def test_hangup_that_the_parent_ignores_does_not_stop_serve(home: Path) -> None:  # noqa: F811

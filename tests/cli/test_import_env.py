@@ -125,8 +125,8 @@ def test_file_says_which_variables_would_win_over_it(tmp_path: Path) -> None:
     )
     (line, *_) = checked.stderr.splitlines()
     assert line == (
-        "warning: `DYN_KVBM_CPU_CACHE_GB=3` wins over `tiers.host.capacity: 1GB` (mine.yaml:11); "
-        "`unset DYN_KVBM_CPU_CACHE_GB` to go by the file"
+        "warning: `DYN_KVBM_CPU_CACHE_GB=3` overrides `tiers.host.capacity: 1GB` (mine.yaml:11); "
+        "`unset DYN_KVBM_CPU_CACHE_GB` to use the value of the file"
     )
 
 

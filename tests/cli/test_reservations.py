@@ -72,8 +72,8 @@ def test_one_without_reservations_is_refused_at_its_key(memory: HostMemory, reso
     require_memory(resolved, 1024 * MIB, [], memory=memory)
     with pytest.raises(EnvironmentProblem) as caught:
         require_memory(resolved, 1025 * MIB, [], memory=memory)
-    told = "`tiers.host.capacity` takes 1.0 GiB, more than the free memory of this machine, 1.0 GiB"
-    assert caught.value.message.splitlines()[0] == told
+    expected = "`tiers.host.capacity` requires 1.0 GiB, but only 1.0 GiB are available (free memory of this machine)"
+    assert caught.value.message.splitlines()[0] == expected
     assert caught.value.hint == "lower `tiers.host.capacity`; `--force` starts it anyway"
 
 

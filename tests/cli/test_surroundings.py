@@ -66,7 +66,7 @@ ROWS = (
     Row("full .local", SERVE, 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: check `df -h`"),
     Row("full .local", f"{SERVE} --detach", 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: check `df -h`"),
     Row("full .local", "stop", 0, "no engine is running"),
-    Row("full .local", "profile check mine.yaml", 0, "no mistake found"),
+    Row("full .local", "profile check mine.yaml", 0, "no mistakes found"),
     Row("full caches", "cache ls --dir caches", 0, "1 cache,"),
     Row("full caches", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
     Row("full caches", "cache clear --yes --dir caches", 0, "removed 1 cache"),
@@ -74,7 +74,7 @@ ROWS = (
     Row("frozen work", NEW, 1, f"error: cannot write `work/new.yaml`: {READ_ONLY}\n"),
     Row("frozen work", "profile new work/old.yaml --force --extends demo", 1, f"`work/old.yaml`: {READ_ONLY}\n"),
     Row("frozen work", "bench -p mine.yaml --output work/run", 1, READ_ONLY),
-    Row("frozen .local", f"{SERVE} --detach", 1, "no run directory can be made in ~/.local/state/kvbm"),
+    Row("frozen .local", f"{SERVE} --detach", 1, "cannot create a run directory in ~/.local/state/kvbm"),
     Row("frozen caches", "cache ls --dir caches", 0, "1 cache,"),
     Row("frozen caches", "cache verify --dir caches", 1, "Read-only file system"),
     Row("frozen caches", "cache clear --yes --dir caches", 1, "Read-only file system"),
@@ -83,7 +83,7 @@ ROWS = (
     Row("ulimit -f 0", "cache ls --dir caches", 1, "error: cannot write a temporary file: "),
     Row("ulimit -n 8", SERVE, 1, TOO_MANY),
     Row("ulimit -n 8", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
-    Row(IN_NONE, "profile check demo", 0, "no mistake found"),
+    Row(IN_NONE, "profile check demo", 0, "no mistakes found"),
     Row(IN_NONE, "serve -p ../mine.yaml", 1, NO_CURRENT),
     Row(IN_NONE, "bench -p ../mine.yaml", 1, NO_CURRENT),
     Row("exec >/dev/full", "--help", 1, NO_OUTPUT),
@@ -95,7 +95,7 @@ ROWS = (
     Row("exec 2>/dev/full", "status", 0, ""),
     Row("exec <&- >&- 2>&-", "profile check demo", 0, ""),
     Row("exec <&- >&- 2>&-", f"{SERVE} --detach", 1, ""),
-    Row("exec <&-", "cache clear --dir caches", 2, "error: nobody is there to be asked"),
+    Row("exec <&-", "cache clear --dir caches", 2, "error: cannot ask for confirmation"),
     Row("exec <&- >&- 2>&-", "profile check none.yaml", 2, ""),
 )
 
@@ -215,7 +215,10 @@ def test_no_process_no_thread_and_no_memory_are_no_bugs() -> None:
         assert found.hint
     refused = problem_of(PermissionError(13, "Permission denied", "/a"))
     assert refused is not None
-    assert (refused.message, refused.hint) == ("cannot use `/a`: permission denied", "`namei -l /a` shows who may")
+    assert (refused.message, refused.hint) == (
+        "cannot use `/a`: permission denied",
+        "check the permissions with `namei -l /a`",
+    )
     assert problem_of(ValueError("x")) is None
     assert problem_of(OSError(9, "Bad file descriptor")) is None
 
@@ -244,7 +247,7 @@ def test_a_run_that_cannot_be_read_is_told_of(
     for command, exit_code in (("status --all", 0), ("stop --all", 0), ("status demo-1", 2), ("logs", 2)):
         assert run(command.split()) == exit_code
         err = capsys.readouterr().err
-        assert (f"warning: `{file}` is damaged, or of another version" in err) == (command != "logs")
+        assert (f"warning: `{file}` is damaged or has the format of another version" in err) == (command != "logs")
 
 
 def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(

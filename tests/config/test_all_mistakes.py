@@ -32,23 +32,23 @@ server: {port: eighty, port: 81}
 onboard: !auto {}
 """
 EXPECTED = """\
-FILE:3 `engine.python` needs the variable `NOWHERE`, which is not set
+FILE:3 `engine.python` refers to the variable `NOWHERE`, which is not set
 FILE:4 `engine.environment.A-B` must be a name of letters, digits and underscores, not the text `A-B`
-FILE:4 `engine.environment.C` must be text: an environment knows no booleans; write `'true'` or `'1'`
+FILE:4 `engine.environment.C` must be text, not a boolean: write `'true'` or `'1'`
 FILE:6 unknown key `tiers.host.capcity`
-FILE:7 `tiers.disk.capacity` needs a unit: `100GB` or `100GiB`
-FILE:8 `tiers.object` is not in this version
+FILE:7 `tiers.disk.capacity` requires a unit, such as `100GB` or `100GiB`
+FILE:8 `tiers.object` is not supported in this version
 FILE:9 `server.port` must be a whole number or `auto`, not the text `eighty`
-FILE:9 `port` appears twice; it is already on line 9
-FILE:10 tags are not supported
+FILE:9 `port` appears twice; the first is on line 9
+FILE:10 YAML tags are not supported
 PARENT:6 `max_model_len` and `max-model-len` are the same flag
 PARENT:7 `port` is set by kvbm
-PARENT:8 `no_enable_chunked_prefill` is the negation of a flag
+PARENT:8 `no_enable_chunked_prefill` is the negated form of a flag
 PARENT:9 unknown key `server.prt`
 PARENT:10 `transfer.batch_blocks` must be at least 1, not `0`
 DYN_KVBM_CPU_CACHE_GB `DYN_KVBM_CPU_CACHE_GB` must be a number of GB (1e9 bytes), fractions allowed, not `lots`
 DYN_KVBM_CPU_CASH unknown variable `DYN_KVBM_CPU_CASH`
---set `--set` takes KEY=VALUE, such as `tiers.host.capacity=2GB`
+--set `--set` requires KEY=VALUE, not `server.port`
 --set `bench.workload` must be text, not `7`
 """
 
@@ -82,7 +82,7 @@ ONE_MISTAKE = {
     "the name of a required key": ("engine: {modle: m}\ntiers: {host: {blocks: 1}}\n", "unknown key `engine.modle`"),
     "the size of the only tier": (
         "engine: {model: m}\ntiers: {host: {capacity: 1}}\n",
-        "`tiers.host.capacity` needs a unit: `1GB` or `1GiB`",
+        "`tiers.host.capacity` requires a unit, such as `1GB` or `1GiB`",
     ),
     "the kind of engine": (
         "engine: {kind: vlm, model: m, arguments: {max_num_seqs: 1, gpu_memory_utilization: 0.9}}\n"
@@ -91,13 +91,13 @@ ONE_MISTAKE = {
     ),
     "a flag with a dot in its name": (
         "engine: {kind: vllm, model: m, arguments: {max-num-seqs.x: 1}}\ntiers: {host: {blocks: 1}}\n",
-        "`max-num-seqs.x` is not the name of a flag",
+        "`max-num-seqs.x` is not a valid flag name",
     ),
     "a key with a dot in its name": (
         "engine: {model: m}\ntiers: {host: {blocks: 1}}\nserver.port: 1\n",
         "unknown key `server.port`",
     ),
-    "a parent that is not there": ("extends: ./no.yaml\ntiers: {host: {}}\n", "there is no file `DIR/no.yaml`"),
+    "a parent that is not there": ("extends: ./no.yaml\ntiers: {host: {}}\n", "`extends`: no such file: `DIR/no.yaml`"),
     "a file that is no YAML": ("engine: [\n", "not valid YAML: a bracket is not closed"),
 }
 
@@ -119,7 +119,7 @@ def test_what_is_right_is_known_beside_the_mistakes(tmp_path: Path) -> None:
 def test_mistake_behind_another_in_one_section_is_told_too(tmp_path: Path) -> None:
     text = "engine: {model: m}\ntiers: {host: {blocks: 1}}\noffload: {min_priority: 3, to_disc: always}\n"
     assert told(tmp_path, examined(tmp_path, text)) == (
-        "FILE:3 `offload.min_priority` needs an engine that sends priorities; `embedded` sends none: leave it out\n"
+        "FILE:3 `offload.min_priority` requires an engine that sends priorities, but `embedded` sends none; remove it\n"
         "FILE:3 unknown key `offload.to_disc`\n"
     )
 
@@ -127,6 +127,4 @@ def test_mistake_behind_another_in_one_section_is_told_too(tmp_path: Path) -> No
 def test_value_for_a_section_does_not_take_away_what_lies_below(tmp_path: Path) -> None:
     text = "engine: {model: m, arguments: {num_blocks: 7}}\ntiers: {host: {blocks: 1}}\n"
     found = examined(tmp_path, text, "engine.arguments=none", "engine.arguments={}")
-    assert told(tmp_path, found) == (
-        "--set `engine.arguments` must be a section with keys of its own, not the text `none`\n"
-    )
+    assert told(tmp_path, found) == ("--set `engine.arguments` must be a section with keys, not the text `none`\n")

@@ -70,20 +70,20 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], str, str | None]] = {
     "no tier": (
         {},
         {},
-        "no tier is configured: kvbm has nowhere to keep blocks",
-        f"set `{GIGABYTES}` (1e9 bytes, over all ranks) or `{BLOCKS}`, for a disk `DYN_KVBM_DISK_CACHE_GB`",
+        "no tier is configured: kvbm cannot store blocks",
+        f"set `{GIGABYTES}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `DYN_KVBM_DISK_CACHE_GB`",
     ),
     "no blocks are no tier": (
         {},
         {BLOCKS: "0"},
-        "no tier is configured: kvbm has nowhere to keep blocks",
-        f"set `{GIGABYTES}` (1e9 bytes, over all ranks) or `{BLOCKS}`, for a disk `DYN_KVBM_DISK_CACHE_GB`",
+        "no tier is configured: kvbm cannot store blocks",
+        f"set `{GIGABYTES}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `DYN_KVBM_DISK_CACHE_GB`",
     ),
     "no gigabytes": (
         {},
         {GIGABYTES: "0"},
-        "no tier is configured: kvbm has nowhere to keep blocks",
-        f"set `{GIGABYTES}` (1e9 bytes, over all ranks) or `{BLOCKS}`, for a disk `DYN_KVBM_DISK_CACHE_GB`",
+        "no tier is configured: kvbm cannot store blocks",
+        f"set `{GIGABYTES}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `DYN_KVBM_DISK_CACHE_GB`",
     ),
     "unknown variable": (
         {},
@@ -102,7 +102,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], str, str | None]] = {
     "wrong value": (
         {"kvbm": {"tiers": {"host": {"capacity": 5}}}},
         {},
-        "`tiers.host.capacity` needs a unit: `5GB` or `5GiB`\n"
+        "`tiers.host.capacity` requires a unit, such as `5GB` or `5GiB`\n"
         "  kv_connector_extra_config.kvbm.tiers.host.capacity = 5\n"
         "                                                       ^",
         None,
@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, str], str, str | None]] = {
         {"kvbm": {}},
         {GIGABYTES: "1"},
         "`tiers` is missing\n  kv_connector_extra_config.kvbm",
-        "it says how large host and disk are",
+        "it sets the sizes of host and disk tiers",
     ),
     "contents that are none": (
         {"kvbm": "1GiB"},
@@ -135,5 +135,5 @@ def test_variable_without_an_effect_is_logged(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         resolve_connector({}, {GIGABYTES: "1", "DYN_KVBM_ENABLE": "0"}, engine="vllm")
     assert caplog.messages == [
-        "`DYN_KVBM_ENABLE` has no effect: nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off"
+        "`DYN_KVBM_ENABLE` has no effect: no version reads it: `DYN_KVBM_ENABLE=0` disables nothing"
     ]

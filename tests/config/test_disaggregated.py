@@ -95,7 +95,7 @@ def test_every_engine_has_gpus_of_its_own_unless_the_profile_names_them(tmp_path
     assert gpus(plan_of(tmp_path, size, two_ranks)) == ["0,1", "2,3"]
     visible = {"CUDA_VISIBLE_DEVICES": "7,5,3"}
     assert gpus(plan_of(tmp_path, size, environment=visible)) == ["7", "5"]
-    with pytest.raises(EnvironmentProblem, match="the engines take 4 GPUs, and CUDA_VISIBLE_DEVICES names 3"):
+    with pytest.raises(EnvironmentProblem, match="the engines need 4 GPUs, but CUDA_VISIBLE_DEVICES lists 3"):
         plan_of(tmp_path, size, two_ranks, environment=visible)
     shared = "engine.environment.CUDA_VISIBLE_DEVICES=6"
     assert gpus(plan_of(tmp_path, size, shared, environment=visible)) == ["6", "6"]
@@ -104,8 +104,8 @@ def test_every_engine_has_gpus_of_its_own_unless_the_profile_names_them(tmp_path
 @pytest.mark.parametrize(
     ("disaggregated", "message"),
     [
-        ("{prefill: 1}", "`disaggregated` needs engines of both kinds: `prefill` and `decode`"),
-        ("{prefill: 0, decode: 2}", "`disaggregated` needs engines of both kinds: `prefill` and `decode`"),
+        ("{prefill: 1}", "`disaggregated` requires engines of both kinds: set `prefill` and `decode`"),
+        ("{prefill: 0, decode: 2}", "`disaggregated` requires engines of both kinds: set `prefill` and `decode`"),
         ("{prefill: 1, decode: -1}", "`disaggregated.decode` must be at least 0, not `-1`"),
         ("{prefil: 1}", "unknown key `disaggregated.prefil`"),
     ],
@@ -118,12 +118,12 @@ def test_mistakes(tmp_path: Path, disaggregated: str, message: str) -> None:
 
 def test_it_needs_vllm(tmp_path: Path) -> None:
     text = "engine: {model: synthetic:tiny}\ntiers: {host: {blocks: 1}}\ndisaggregated: {prefill: 1, decode: 1}\n"
-    with pytest.raises(ProfileError, match=r"`disaggregated` needs `engine\.kind: vllm`"):
+    with pytest.raises(ProfileError, match=r"`disaggregated` requires `engine\.kind: vllm`"):
         load_text(tmp_path, text)
 
 
 def test_an_engine_is_one(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="`disaggregated` needs engines that are one each"):
+    with pytest.raises(ProfileError, match="`disaggregated` cannot be combined with"):
         plan_of(tmp_path, "{prefill: 1, decode: 1}", "engine.arguments.data_parallel_size=2")
 
 
@@ -144,4 +144,4 @@ def test_profile_in_the_guide_is_right(tmp_path: Path) -> None:
 
 
 def test_one_engine_does_all_unless_asked_otherwise(tmp_path: Path) -> None:
-    assert not load_text(tmp_path, BASE).profile.disaggregated.is_wanted
+    assert not load_text(tmp_path, BASE).profile.disaggregated.is_enabled

@@ -48,20 +48,24 @@ def test_every_entry_knows_its_place() -> None:
 
 
 MISTAKES = {
-    "duplicate": ("a: 1\nb: 2\na: 3\n", "`a` appears twice; it is already on line 1", "3:1"),
-    "duplicate in a section": ("x:\n  a: 1\n  a: 1\n", "`a` appears twice; it is already on line 2", "3:3"),
-    "alias": ("a: &x 1\nb: *x\n", "not valid YAML: aliases are not supported; `extends` shares keys", "2:4"),
-    "alias to itself": ("a: &x [*x]\n", "not valid YAML: aliases are not supported; `extends` shares keys", "1:8"),
-    "tag": ("a: !!python/object:os.system x\n", "tags are not supported", "1:4"),
-    "standard tag": ("a: !!int '3'\n", "tags are not supported", "1:4"),
-    "list at the top": ("- a\n", "a profile is a mapping of keys", "1:1"),
-    "text at the top": ("hello\n", "a profile is a mapping of keys", "1:1"),
+    "duplicate": ("a: 1\nb: 2\na: 3\n", "`a` appears twice; the first is on line 1", "3:1"),
+    "duplicate in a section": ("x:\n  a: 1\n  a: 1\n", "`a` appears twice; the first is on line 2", "3:3"),
+    "alias": ("a: &x 1\nb: *x\n", "not valid YAML: aliases are not supported; use `extends` to share keys", "2:4"),
+    "alias to itself": (
+        "a: &x [*x]\n",
+        "not valid YAML: aliases are not supported; use `extends` to share keys",
+        "1:8",
+    ),
+    "tag": ("a: !!python/object:os.system x\n", "YAML tags are not supported", "1:4"),
+    "standard tag": ("a: !!int '3'\n", "YAML tags are not supported", "1:4"),
+    "list at the top": ("- a\n", "a profile must be a mapping of keys", "1:1"),
+    "text at the top": ("hello\n", "a profile must be a mapping of keys", "1:1"),
     "key that is a list": ("? [a]\n: 1\n", "a key must be text", "1:3"),
-    "two documents": ("a: 1\n---\nb: 1\n", "not valid YAML: a second document begins", "2:1"),
+    "two documents": ("a: 1\n---\nb: 1\n", "not valid YAML: a second document starts here", "2:1"),
     "open bracket": ("a: [1\n", "not valid YAML: a bracket is not closed", "1:6"),
-    "tab": ("a:\n\tb: 1\n", "not valid YAML: a tab, where YAML wants spaces", "2:1"),
+    "tab": ("a:\n\tb: 1\n", "not valid YAML: a tab; YAML requires spaces", "2:1"),
     "control character": ("a: 1\nb: \x07", "not valid YAML: the character U+0007 is not allowed", "2:4"),
-    "NUL": ('a: "\\0"\n', "a value may not hold a NUL", "1:4"),
+    "NUL": ('a: "\\0"\n', "a value must not contain a NUL character", "1:4"),
 }
 
 

@@ -66,7 +66,7 @@ def test_lengths_as_vllm_takes_them(tmp_path: Path, value: str) -> None:
     assert str(arguments(tmp_path, BASE, f"engine.arguments.max_model_len={value}")["max_model_len"]) == value
 
 
-COUNT = "must be a whole number of at least 1, or one with a suffix such as `32k` (1000) or `32K` (1024)"
+COUNT = "must be a whole number of at least 1, optionally with a suffix: `32k` (32000) or `32K` (32768)"
 MISTAKES = {
     "both spellings": (
         "    max-model-len: 1\n    max_model_len: 2\n",
@@ -79,53 +79,53 @@ MISTAKES = {
         "    ssl-keyfile: k\n",
         "`ssl_keyfile` is set by kvbm",
         "5:5",
-        "kvbm talks to the engine in plain HTTP; put what ends TLS in front of it",
+        "kvbm uses plain HTTP; use a reverse proxy for TLS",
     ),
     "another cache": (
         "    kv_offloading_size: 4\n",
         "`kv_offloading_size` is set by kvbm",
         "5:5",
-        "kvbm is the connector of this engine; `tiers.host` says how much host memory it takes",
+        "kvbm replaces it; set the size of host memory with `tiers.host`",
     ),
     "flag of the embedded engine": (
         "    num_blocks: 560\n",
         "`num_blocks` is a flag of the embedded engine",
         "5:5",
-        "vLLM's is `num_gpu_blocks_override`",
+        "use `num_gpu_blocks_override` with vLLM",
     ),
     "flag of the embedded engine without a counterpart": (
         "    worker_process: true\n",
         "`worker_process` is a flag of the embedded engine",
         "5:5",
-        "leave it out, or use `engine.kind: embedded`",
+        "remove it, or use `engine.kind: embedded`",
     ),
     "negation": (
         "    no-enable-prefix-caching: true\n",
-        "`no_enable_prefix_caching` is the negation of a flag",
+        "`no_enable_prefix_caching` is the negated form of a flag",
         "5:5",
         "write `enable_prefix_caching: false`",
     ),
     "hyphens in front": (
         "    --max-model-len: 1\n",
-        "`--max-model-len` is not the name of a flag",
+        "`--max-model-len` is not a valid flag name",
         "5:5",
-        "write it without the hyphens in front, such as `max_model_len: 8192`",
+        "write the name without leading hyphens, such as `max_model_len: 8192`",
     ),
     "another connector": (
         "    kv_transfer_config:\n      kv_connector: NixlConnector\n",
-        "`kv_transfer_config.kv_connector` is `DynamoConnector` in an engine that kvbm starts",
+        "`kv_transfer_config.kv_connector` must be `DynamoConnector`, not `NixlConnector`",
         "6:21",
-        "leave it out; another connector is started without `kvbm`",
+        "remove it; to use another connector, start vLLM without `kvbm`",
     ),
     "configuration of the connector": (
         "    kv_transfer_config:\n      kv_connector_extra_config: {kvbm: {}}\n",
-        "`kv_connector_extra_config.kvbm` is what kvbm makes of the profile",
+        "`kv_connector_extra_config.kvbm` is set by kvbm from the profile",
         "6:35",
         "use `tiers`, `offload` and `transfer` of the profile",
     ),
     "transfer configuration that is text": (
         "    kv_transfer_config: '{}'\n",
-        "`engine.arguments.kv_transfer_config` must be a section with keys of its own, not the text `{}`",
+        "`engine.arguments.kv_transfer_config` must be a section with keys, not the text `{}`",
         "5:25",
         None,
     ),
@@ -143,7 +143,7 @@ MISTAKES = {
     ),
     "flag without a value": (
         "    swap_space:\n",
-        "`engine.arguments.swap_space` needs a value; leave the key out for the engine's own default",
+        "`engine.arguments.swap_space` requires a value; remove the key to use the engine's default",
         "5:16",
         None,
     ),
@@ -202,7 +202,7 @@ def test_flag_of_vllm_under_the_embedded_engine_says_what_it_needs(tmp_path: Pat
     with pytest.raises(ProfileError) as caught:
         load_text(tmp_path, f"engine: {{model: m, arguments: {{gpu_memory_utilization: 0.5}}}}\n{TAIL}")
     assert caught.value.message.startswith("unknown key `engine.arguments.gpu_memory_utilization`")
-    assert str(caught.value.hint).endswith("; flags of vLLM need `engine.kind: vllm`")
+    assert str(caught.value.hint).endswith("; flags of vLLM require `engine.kind: vllm`")
 
 
 def test_transfer_configuration_may_repeat_what_kvbm_says(tmp_path: Path) -> None:

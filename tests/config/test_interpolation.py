@@ -10,8 +10,8 @@ from kvbm.errors import ProfileError
 
 ENVIRONMENT = {"NAME": "value", "EMPTY": "", "DOLLARS": "${NAME}"}
 WHERE_IT_IS_READ = (
-    "variables are read in `engine.model`, `engine.python`, `engine.environment`, `tiers.disk.directory`, "
-    "`metrics.record_directory`, `bench.workload`; `$${` is the text itself"
+    "variables are replaced in `engine.model`, `engine.python`, `engine.environment`, `tiers.disk.directory`, "
+    "`metrics.record_directory`, `bench.workload`; write `$${` for the text `${`"
 )
 
 
@@ -80,7 +80,7 @@ MISTAKES = {
     "variable that is not set": (
         "'x-${ABSENT}'",
         "",
-        "`engine.model` needs the variable `ABSENT`, which is not set\n"
+        "`engine.model` refers to the variable `ABSENT`, which is not set\n"
         "  FILE:1:20\n    |\n  1 | engine: {model: 'x-${ABSENT}'}\n    |                    ^^^^^^^^^",
         "`export ABSENT=...`, or write `${ABSENT:-default}`",
     ),
@@ -89,33 +89,33 @@ MISTAKES = {
         "",
         "`engine.model`: `${NAME:?no}` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:?no}'}\n    |                  ^^^^^^^^^^^",
-        "`$${` is the text itself",
+        "write `$${` for the text `${`",
     ),
     "bracket that is open": (
         "'${NAME'",
         "",
         "`engine.model`: `${NAME` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME'}\n    |                  ^^^^^^",
-        "`$${` is the text itself",
+        "write `$${` for the text `${`",
     ),
     "variable without brackets": (
         "$NAME/model",
         "",
-        "`engine.model`: `$NAME` is not replaced\n"
+        "`engine.model`: `$NAME` would not be replaced\n"
         "  FILE:1:17\n    |\n  1 | engine: {model: $NAME/model}\n    |                 ^^^^^",
-        "write `${NAME}` for the variable, or `$$NAME` for the text itself",
+        "write `${NAME}` for the variable, or `$$NAME` for the text `$NAME`",
     ),
     "key that reads none": (
         "m",
         "server: {host: '${NAME}'}\n",
-        "`server.host` reads no variables, so `${NAME}` means nothing\n"
+        "`server.host` does not support variables: `${NAME}`\n"
         "  FILE:3:17\n    |\n  3 | server: {host: '${NAME}'}\n    |                 ^^^^^^^",
         WHERE_IT_IS_READ,
     ),
     "number": (
         "m",
         "server: {port: '${NAME}'}\n",
-        "`server.port` reads no variables, so `${NAME}` means nothing\n"
+        "`server.port` does not support variables: `${NAME}`\n"
         "  FILE:3:17\n    |\n  3 | server: {port: '${NAME}'}\n    |                 ^^^^^^^",
         WHERE_IT_IS_READ,
     ),
@@ -136,7 +136,7 @@ def test_text_in_a_list_is_looked_at(tmp_path: Path) -> None:
         "engine: {kind: vllm, model: m, arguments: {served_model_name: [a, '${NAME}'], "
         "hf_overrides: {b: [c, {d: '$${NAME}'}]}}}\ntiers: {host: {blocks: 1}}\n"
     )
-    with pytest.raises(ProfileError, match=r"`engine\.arguments\.served_model_name` reads no variables"):
+    with pytest.raises(ProfileError, match=r"`engine\.arguments\.served_model_name` does not support variables"):
         load(str(path), directories=[], variables=ENVIRONMENT)
     path.write_text(path.read_text().replace("'${", "'$${"))
     arguments = load(str(path), directories=[], variables=ENVIRONMENT).profile.engine.arguments

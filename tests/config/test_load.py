@@ -171,17 +171,17 @@ FILE_MISTAKES = {
     "key like no other": (
         f"{BASE}    zzz: 5\n",
         "unknown key `tiers.host.zzz`\n  FILE:6:5\n    |\n  6 |     zzz: 5\n    |     ^^^",
-        "`tiers.host` has `capacity`, `blocks`",
+        "keys of `tiers.host`: `capacity`, `blocks`",
     ),
     "engine flag like no other": (
         f"{BASE}qqqq: 5\n",
         "unknown key `qqqq`\n  FILE:6:1\n    |\n  6 | qqqq: 5\n    | ^^^^",
-        "a profile has `description`, `engine`, `tiers`, `offload`, `onboard`, `transfer`, `server`, `metrics`, "
+        "keys of a profile: `description`, `engine`, `tiers`, `offload`, `onboard`, `transfer`, `server`, `metrics`, "
         "`disaggregated`, `bench`",
     ),
     "size without unit": (
         "engine: {model: m}\ntiers: {host: {capacity: 100}}\n",
-        "`tiers.host.capacity` needs a unit: `100GB` or `100GiB`\n"
+        "`tiers.host.capacity` requires a unit, such as `100GB` or `100GiB`\n"
         "  FILE:2:26\n    |\n  2 | tiers: {host: {capacity: 100}}\n    |                          ^^^",
         None,
     ),
@@ -281,8 +281,7 @@ FILE_MISTAKES = {
     ),
     "value for a section": (
         f"{BASE}server: 8000\n",
-        "`server` must be a section with keys of its own, not `8000`\n"
-        "  FILE:6:9\n    |\n  6 | server: 8000\n    |         ^^^^",
+        "`server` must be a section with keys, not `8000`\n  FILE:6:9\n    |\n  6 | server: 8000\n    |         ^^^^",
         None,
     ),
     "section for a value": (
@@ -292,7 +291,7 @@ FILE_MISTAKES = {
     ),
     "boolean in the environment": (
         "engine: {model: m, environment: {A: true}}\ntiers: {host: {blocks: 1}}\n",
-        "`engine.environment.A` must be text: an environment knows no booleans; write `'true'` or `'1'`\n"
+        "`engine.environment.A` must be text, not a boolean: write `'true'` or `'1'`\n"
         "  FILE:1:37\n    |\n  1 | engine: {model: m, environment: {A: true}}\n"
         "    |                                     ^^^^",
         None,
@@ -312,40 +311,40 @@ FILE_MISTAKES = {
     ),
     "engine of a later version": (
         "engine: {kind: tensorrt-llm, model: m}\ntiers: {host: {blocks: 1}}\n",
-        "engine kind `tensorrt-llm` is not in this version\n"
+        "engine kind `tensorrt-llm` is not supported in this version\n"
         "  FILE:1:16\n    |\n  1 | engine: {kind: tensorrt-llm, model: m}\n    |                ^^^^^^^^^^^^",
-        "there are `embedded` and `vllm`",
+        "supported: `embedded` and `vllm`",
     ),
     "disk without a size": (
         f"{BASE}  disk:\n    io: nixl\n",
-        "`tiers.disk` needs `capacity` or `blocks`\n  FILE:6:3\n    |\n  6 |   disk:\n    |   ^^^^",
+        "`tiers.disk` requires `capacity` or `blocks`\n  FILE:6:3\n    |\n  6 |   disk:\n    |   ^^^^",
         None,
     ),
     "disk in a relative directory": (
         f"{BASE}  disk: {{blocks: 1, directory: cache}}\n",
-        "`tiers.disk.directory` must be an absolute path, or begin with `~`, not `cache`\n"
+        "`tiers.disk.directory` must be an absolute path or start with `~`, not `cache`\n"
         "  FILE:6:32\n    |\n  6 |   disk: {blocks: 1, directory: cache}\n    |                                ^^^^^",
         None,
     ),
     "empty disk": (
         f"{BASE}  disk:\n",
-        "`tiers.disk` needs `capacity` or `blocks`\n  FILE:6:3\n    |\n  6 |   disk:\n    |   ^^^^",
+        "`tiers.disk` requires `capacity` or `blocks`\n  FILE:6:3\n    |\n  6 |   disk:\n    |   ^^^^",
         None,
     ),
     "object tier": (
         f"{BASE}  object: {{bucket: b}}\n",
-        "`tiers.object` is not in this version\n  FILE:6:3\n    |\n  6 |   object: {bucket: b}\n    |   ^^^^^^",
-        "this version keeps blocks in host memory and on disk; use `tiers.host` and `tiers.disk`",
+        "`tiers.object` is not supported in this version\n"
+        "  FILE:6:3\n    |\n  6 |   object: {bucket: b}\n    |   ^^^^^^",
+        "use `tiers.host` and `tiers.disk`",
     ),
     "filters": (
         f"{BASE}filters:\n",
-        "`filters` is not in this version\n  FILE:6:1\n    |\n  6 | filters:\n    | ^^^^^^^",
-        "the section `offload` says what goes where; leave this one out",
+        "`filters` is not supported in this version\n  FILE:6:1\n    |\n  6 | filters:\n    | ^^^^^^^",
+        "use the section `offload`",
     ),
     "metrics at the engine's port": (
         f"{BASE}server: {{port: 6880}}\nmetrics: {{serve: true}}\n",
-        "`metrics.port` must not be the one of `server.port`\n  FILE:7:1\n    |\n"
-        "  7 | metrics: {serve: true}\n    | ^^^^^^^",
+        "`metrics.port` must differ from `server.port`\n  FILE:7:1\n    |\n  7 | metrics: {serve: true}\n    | ^^^^^^^",
         None,
     ),
     "nothing": (
@@ -366,34 +365,33 @@ FILE_MISTAKES = {
     ),
     "no host tier": (
         "engine: {model: m}\ntiers:\n",
-        "`tiers` needs `host`, `disk` or both\n  FILE:2:1\n    |\n  2 | tiers:\n    | ^^^^^",
+        "`tiers` requires `host`, `disk` or both\n  FILE:2:1\n    |\n  2 | tiers:\n    | ^^^^^",
         "add `tiers.host.capacity`, such as `64GiB`",
     ),
     "host tier without a size": (
         "engine: {model: m}\ntiers:\n  host: {}\n",
-        "`tiers.host` needs `capacity` or `blocks`\n  FILE:3:3\n    |\n  3 |   host: {}\n    |   ^^^^",
+        "`tiers.host` requires `capacity` or `blocks`\n  FILE:3:3\n    |\n  3 |   host: {}\n    |   ^^^^",
         None,
     ),
     "extends nothing": (
         "extends:\n",
-        "`extends` must be the name or the path of a profile\n  FILE:1:9\n    |\n  1 | extends:\n    |         ^",
+        "`extends` must be the name or path of a profile\n  FILE:1:9\n    |\n  1 | extends:\n    |         ^",
         None,
     ),
     "extends a stranger": (
         "extends: min\n",
         "no profile is named `min`\n  FILE:1:10\n    |\n  1 | extends: min\n    |          ^^^",
-        "did you mean `mine`? A file is given with its path: `./min.yaml`",
+        "did you mean `mine`? For a file, give its path: `./min.yaml`",
     ),
     "extends no file": (
         "extends: ./other.yaml\n",
-        "there is no file `DIR/other.yaml`\n"
+        "`extends`: no such file: `DIR/other.yaml`\n"
         "  FILE:1:10\n    |\n  1 | extends: ./other.yaml\n    |          ^^^^^^^^^^^^",
         None,
     ),
     "extends itself": (
         "extends: mine\n",
-        "`extends` leads back to `DIR/mine.yaml`: mine.yaml -> mine.yaml\n"
-        "  FILE:1:10\n    |\n  1 | extends: mine\n    |          ^^^^",
+        "`extends` forms a cycle: mine.yaml -> mine.yaml\n  FILE:1:10\n    |\n  1 | extends: mine\n    |          ^^^^",
         None,
     ),
 }
@@ -418,7 +416,7 @@ def test_mistake_in_a_parent_is_shown_in_the_parent(tmp_path: Path) -> None:
 
 def test_circle_of_parents_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("extends: mine\n")
-    with pytest.raises(ProfileError, match="`extends` leads back to"):
+    with pytest.raises(ProfileError, match="`extends` forms a cycle"):
         load_text(tmp_path, "extends: other\n")
 
 
@@ -426,12 +424,12 @@ UNREADABLE = {
     "unknown name": (
         "dem",
         "no profile is named `dem`",
-        "did you mean `demo`? A file is given with its path: `./dem.yaml`",
+        "did you mean `demo`? For a file, give its path: `./dem.yaml`",
     ),
     "name like no other": (
         "zz",
         "no profile is named `zz`",
-        "there are `binary`, `demo`; a file is given with its path",
+        "shipped profiles: `binary`, `demo`; for a file, give its path",
     ),
     "misspelt file": (
         "DIR/dmo.yaml",
@@ -441,12 +439,13 @@ UNREADABLE = {
     "missing file": ("DIR/no.yaml", "cannot read the profile `DIR/no.yaml`: no such file or directory", None),
     "engine of a later version": (
         "trtllm",
-        "there is no profile `trtllm`: TensorRT-LLM is not in this version; engines are `embedded` and `vllm`",
-        "`kvbm profile list`",
+        "no profile is named `trtllm`: TensorRT-LLM is not supported in this version; "
+        "engines are `embedded` and `vllm`",
+        "`kvbm profile list` lists the profiles",
     ),
     "endless file": ("/dev/zero", "cannot read the profile `/dev/zero`: it is larger than 128 KiB", None),
     "directory": ("DIR/", "cannot read the profile `DIR`: is a directory", None),
-    "not text": ("DIR/binary.yaml", "`DIR/binary.yaml` is not a text file in UTF-8", None),
+    "not text": ("DIR/binary.yaml", "cannot read the profile `DIR/binary.yaml`: not UTF-8 text", None),
 }
 
 
@@ -477,7 +476,7 @@ OVERRIDE_MISTAKES = {
         None,
     ),
     "server=x": (
-        "`server` must be a section with keys of its own, not the text `x`\n  --set server=x\n               ^",
+        "`server` must be a section with keys, not the text `x`\n  --set server=x\n               ^",
         None,
     ),
     "server.port.x=1": (
@@ -485,16 +484,16 @@ OVERRIDE_MISTAKES = {
         None,
     ),
     "server.port": (
-        "`--set` takes KEY=VALUE, such as `tiers.host.capacity=2GB`\n  --set server.port\n        ^^^^^^^^^^^",
-        None,
+        "`--set` requires KEY=VALUE, not `server.port`\n  --set server.port\n        ^^^^^^^^^^^",
+        "for example `--set tiers.host.capacity=2GB`",
     ),
     "server..port=1": (
-        "`--set` takes KEY=VALUE, such as `tiers.host.capacity=2GB`\n  --set server..port=1\n        ^^^^^^^^^^^^^^",
-        None,
+        "`--set` requires KEY=VALUE, not `server..port=1`\n  --set server..port=1\n        ^^^^^^^^^^^^^^",
+        "for example `--set tiers.host.capacity=2GB`",
     ),
     "extends=demo": (
-        "`extends` is for files\n  --set extends=demo\n        ^^^^^^^",
-        "write it into a file, whose keys are then laid over those of its parent",
+        "`--set` cannot set `extends`\n  --set extends=demo\n        ^^^^^^^",
+        "write `extends` into a profile file",
     ),
     "server={prt: 1}": (
         "unknown key `server.prt`\n  --set server={prt: 1}\n                ^^^",
@@ -519,8 +518,8 @@ OVERRIDE_MISTAKES = {
         None,
     ),
     "engine.kind=sglang": (
-        "engine kind `sglang` is not in this version\n  --set engine.kind=sglang\n                    ^^^^^^",
-        "there are `embedded` and `vllm`",
+        "engine kind `sglang` is not supported in this version\n  --set engine.kind=sglang\n                    ^^^^^^",
+        "supported: `embedded` and `vllm`",
     ),
 }
 
@@ -602,15 +601,15 @@ VARIABLE_MISTAKES = {
     ),
     "DYN_KVBM_CPU_CACHE_GB=100GB": (
         "`DYN_KVBM_CPU_CACHE_GB` must be a number of GB (1e9 bytes), fractions allowed, not `100GB`\nVALUE",
-        "`DYN_KVBM_CPU_CACHE_GB=100`",
+        "use `DYN_KVBM_CPU_CACHE_GB=100`",
     ),
     "DYN_KVBM_CPU_CACHE_GB=0": (
-        "`tiers` needs `host`, `disk` or both\nVALUE",
+        "`tiers` requires `host`, `disk` or both\nVALUE",
         "add `tiers.host.capacity`, such as `64GiB`",
     ),
     "DYN_KVBM_CPU_CACHE_GB=": (
         "`DYN_KVBM_CPU_CACHE_GB` is empty\nVALUE",
-        "`unset DYN_KVBM_CPU_CACHE_GB`, or give it a value",
+        "`unset DYN_KVBM_CPU_CACHE_GB`, or set a value",
     ),
     "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS=1.5": (
         "`DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS` must be a whole number, not `1.5`\nVALUE",
@@ -627,10 +626,10 @@ VARIABLE_MISTAKES = {
     "DYN_KVBM_WHATEVER=1": ("unknown variable `DYN_KVBM_WHATEVER`\nNAME", "`unset DYN_KVBM_WHATEVER`"),
     "DYN_KVBM_DISK_CACHE_GB=0.5TB": (
         "`DYN_KVBM_DISK_CACHE_GB` must be a number of GB (1e9 bytes), fractions allowed, not `0.5TB`\nVALUE",
-        "`DYN_KVBM_DISK_CACHE_GB=500`",
+        "use `DYN_KVBM_DISK_CACHE_GB=500`",
     ),
     "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY=30": (
-        "`offload.min_priority` needs an engine that sends priorities; `embedded` sends none: leave it out\nVALUE",
+        "`offload.min_priority` requires an engine that sends priorities, but `embedded` sends none; remove it\nVALUE",
         None,
     ),
     "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY=101": (
@@ -670,9 +669,8 @@ def test_override_of_zero_blocks_is_no_override(tmp_path: Path) -> None:
 def test_variable_that_nothing_reads_is_a_warning_with_the_reason(tmp_path: Path) -> None:
     variables = {"DYN_KVBM_ENABLE": "0", "DYN_KVBM_NIXL_BACKEND_UCX": "true", "DYN_KVBM_DISK_CACHE_DIR": "/mnt"}
     assert load_text(tmp_path, BASE, variables=variables).warnings == (
-        "`DYN_KVBM_ENABLE` has no effect: nothing ever read it: `DYN_KVBM_ENABLE=0` switches nothing off",
-        "`DYN_KVBM_NIXL_BACKEND_UCX` has no effect: the released wheel never read it; `tiers.disk.io` chooses "
-        "NIXL here",
+        "`DYN_KVBM_ENABLE` has no effect: no version reads it: `DYN_KVBM_ENABLE=0` disables nothing",
+        "`DYN_KVBM_NIXL_BACKEND_UCX` has no effect: no released version reads it; set `tiers.disk.io` instead",
         "`DYN_KVBM_DISK_CACHE_DIR` has no effect: there is no disk tier without `DYN_KVBM_DISK_CACHE_GB` or "
         "`tiers.disk.capacity`",
     )

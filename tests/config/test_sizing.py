@@ -63,13 +63,13 @@ def test_blocks_win_over_capacity() -> None:
 def test_host_memory_below_one_block_is_an_error() -> None:
     with pytest.raises(ProfileError) as caught:
         size(profile({"dtype": "bfloat16"}, {"capacity": "2MB"}), LLAMA_3_8B)
-    assert caught.value.message == "host memory of 2MB holds no block: one takes 2MiB"
+    assert caught.value.message == "host memory of 2MB is too small: one block requires 2MiB"
     assert caught.value.hint == "raise `tiers.host.capacity`"
 
 
 @pytest.mark.parametrize("value", [None, 0, "32", 1.5])
 def test_config_without_a_usable_fact_is_an_error(value: object) -> None:
-    with pytest.raises(ProfileError, match="no usable `num_hidden_layers`"):
+    with pytest.raises(ProfileError, match="no valid `num_hidden_layers`"):
         bytes_per_token({**LLAMA_3_8B, "num_hidden_layers": value}, element_bytes=2)
 
 

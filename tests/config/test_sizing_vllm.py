@@ -192,7 +192,7 @@ def test_what_only_vllm_knows_is_said_to_be_unknown(name: str) -> None:
 
 
 def test_config_without_a_usable_fact_is_an_error() -> None:
-    with pytest.raises(ProfileError, match="no usable `num_hidden_layers`"):
+    with pytest.raises(ProfileError, match="no valid `num_hidden_layers`"):
         sized({**QWEN3_81M, "num_hidden_layers": None})
 
 

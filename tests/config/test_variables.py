@@ -112,7 +112,7 @@ def test_zero_takes_the_disk_tier_of_a_profile_away_and_says_so(tmp_path) -> Non
     resolved = load_text(tmp_path, WITH_DISK, variables={"DYN_KVBM_DISK_CACHE_GB": "0.0"})
     assert resolved.profile.tiers.disk is None
     assert resolved.profile.tiers.host is not None
-    assert resolved.warnings == ("`DYN_KVBM_DISK_CACHE_GB=0.0` takes away `tiers.disk` of the profile",)
+    assert resolved.warnings == ("`DYN_KVBM_DISK_CACHE_GB=0.0` removes `tiers.disk` of the profile",)
 
 
 def test_zero_takes_the_host_tier_away_and_leaves_a_disk_alone(tmp_path) -> None:
@@ -149,21 +149,21 @@ def test_what_else_is_said_of_a_disk_of_size_zero_is_idle(tmp_path) -> None:
 # -- a value of a file that a variable replaces ------------------------------------------------------------------------
 
 OVERRULED = {
-    "capacity": ("host: {capacity: 1GB}", {C: "2"}, f"`{C}=2` wins over `tiers.host.capacity: 1GB`"),
+    "capacity": ("host: {capacity: 1GB}", {C: "2"}, f"`{C}=2` overrides `tiers.host.capacity: 1GB`"),
     "the same in another unit": ("host: {capacity: 1000MB}", {C: "1"}, None),
-    "blocks lose to a capacity": ("host: {blocks: 7}", {C: "2"}, f"`{C}=2` wins over `tiers.host.blocks: 7`"),
+    "blocks lose to a capacity": ("host: {blocks: 7}", {C: "2"}, f"`{C}=2` overrides `tiers.host.blocks: 7`"),
     "capacity loses to blocks": (
         "host: {capacity: 1GB}",
         {BLOCKS: "7"},
-        f"`{BLOCKS}=7` wins over `tiers.host.capacity: 1GB`",
+        f"`{BLOCKS}=7` overrides `tiers.host.capacity: 1GB`",
     ),
     "the same blocks": ("host: {capacity: 1GB, blocks: 7}", {BLOCKS: "7"}, None),
-    "no tier": ("host: {capacity: 1GB}\n  disk: null", {D: "2"}, f"`{D}=2` wins over `tiers.disk: null`"),
+    "no tier": ("host: {capacity: 1GB}\n  disk: null", {D: "2"}, f"`{D}=2` overrides `tiers.disk: null`"),
     "nothing is said": ("host: {capacity: 1GB}", {"DYN_KVBM_METRICS": "1"}, None),
     "a boolean": (
         "host: {capacity: 1GB}\nmetrics: {serve: false}",
         {"DYN_KVBM_METRICS": "1"},
-        "`DYN_KVBM_METRICS=1` wins over `metrics.serve: false`",
+        "`DYN_KVBM_METRICS=1` overrides `metrics.serve: false`",
     ),
 }
 
@@ -195,11 +195,11 @@ def test_disk_without_host_memory_under_a_bare_command() -> None:
 
 
 def test_port_that_nothing_serves_on_is_idle() -> None:
-    from kvbm.config.variables import settle
+    from kvbm.config.variables import drop_unused
 
     document, _ = read_variables({"DYN_KVBM_METRICS_PORT": "7000", "DYN_KVBM_METRICS": "0"})
-    why = "the series have no port of their own without `DYN_KVBM_METRICS=1` or `metrics.serve`"
-    assert settle(document) == (f"`DYN_KVBM_METRICS_PORT` has no effect: {why}",)
+    why = "there is no metrics server without `DYN_KVBM_METRICS=1` or `metrics.serve`"
+    assert drop_unused(document) == (f"`DYN_KVBM_METRICS_PORT` has no effect: {why}",)
 
 
 # -- mistakes: one row each --------------------------------------------------------------------------------------------
@@ -211,18 +211,22 @@ MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
     "negative": ({C: "-5"}, f"`{C}` must be {GB}, not `-5`", None),
     "not a number": ({C: "NaN"}, f"`{C}` must be {GB}, not `NaN`", None),
     "infinite": ({D: "inf"}, f"`{D}` must be {GB}, not `inf`", None),
-    "with a unit": ({C: "100GB"}, f"`{C}` must be {GB}, not `100GB`", f"`{C}=100`"),
-    "in another unit": ({C: "64 GiB"}, f"`{C}` must be {GB}, not `64 GiB`", f"`{C}=68.719476736`"),
-    "in terabytes": ({D: "0.5T"}, f"`{D}` must be {GB}, not `0.5T`", f"`{D}=500`"),
+    "with a unit": ({C: "100GB"}, f"`{C}` must be {GB}, not `100GB`", f"use `{C}=100`"),
+    "in another unit": ({C: "64 GiB"}, f"`{C}` must be {GB}, not `64 GiB`", f"use `{C}=68.719476736`"),
+    "in terabytes": ({D: "0.5T"}, f"`{D}` must be {GB}, not `0.5T`", f"use `{D}=500`"),
     "decimal comma": ({C: "2,5"}, f"`{C}` must be {GB}, not `2,5`", None),
     "huge": ({C: "1e30"}, "`tiers.host.capacity` must be more than 0 and at most 1024PiB, not `{VALUE}`", None),
     "less than a byte": ({C: "1e-20"}, "`tiers.host.capacity` must be more than 0 and at most 1024PiB", None),
-    "empty": ({C: ""}, f"`{C}` is empty", f"`unset {C}`, or give it a value"),
-    "blocks with a fraction": ({BLOCKS: "12.0"}, f"`{BLOCKS}` must be a whole number, not `12.0`", f"`{BLOCKS}=12`"),
+    "empty": ({C: ""}, f"`{C}` is empty", f"`unset {C}`, or set a value"),
+    "blocks with a fraction": (
+        {BLOCKS: "12.0"},
+        f"`{BLOCKS}` must be a whole number, not `12.0`",
+        f"use `{BLOCKS}=12`",
+    ),
     "blocks with commas": (
         {BLOCKS: "1,000,000"},
         f"`{BLOCKS}` must be a whole number, not `1,000,000`",
-        f"`{BLOCKS}=1000000`",
+        f"use `{BLOCKS}=1000000`",
     ),
     "negative blocks": ({BLOCKS: "-1"}, f"`{BLOCKS}` must be a whole number, not `-1`", None),
     "blocks out of range": ({BLOCKS: "9" * 18}, "`tiers.host.blocks` must be at most 1099511627776", None),
@@ -259,12 +263,12 @@ MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
     ),
     "directory from nowhere": (
         {D: "1", "DYN_KVBM_DISK_CACHE_DIR": "cache"},
-        "`tiers.disk.directory` must be an absolute path, or begin with `~`, not `cache`",
+        "`tiers.disk.directory` must be an absolute path or start with `~`, not `cache`",
         None,
     ),
     "priorities that nobody sends": (
         {C: "1", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "10"},
-        "`offload.min_priority` needs an engine that sends priorities; `vllm` sends none: leave it out",
+        "`offload.min_priority` requires an engine that sends priorities, but `vllm` sends none; remove it",
         "`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`",
     ),
     "misspelt": ({"DYN_KVBM_CPU_CACHE_GBS": "1"}, "unknown variable `DYN_KVBM_CPU_CACHE_GBS`", f"did you mean `{C}`?"),
@@ -286,22 +290,22 @@ MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
     "two that disagree": (
         {C: "1", "DYN_KVBM_ENABLE_NUMA": "1", "DYN_MEMORY_DISABLE_NUMA": "1"},
         "`DYN_MEMORY_DISABLE_NUMA=1` contradicts `DYN_KVBM_ENABLE_NUMA=1`",
-        "`unset` one of them; both set `transfer.numa`",
+        "both set `transfer.numa`: `unset` one of them",
     ),
     "old and new name disagree": (
         {C: "1", "DYN_KVBM_ENABLE_RECORD": "no", "ENABLE_KVBM_RECORD": "1"},
         "`ENABLE_KVBM_RECORD=1` contradicts `DYN_KVBM_ENABLE_RECORD=no`",
-        "`unset` one of them; both set `metrics.record`",
+        "both set `metrics.record`: `unset` one of them",
     ),
     "no tier": (
         {"DYN_KVBM_METRICS": "1"},
-        "no tier is configured: kvbm has nowhere to keep blocks",
-        f"set `{C}` (1e9 bytes, over all ranks) or `{BLOCKS}`, for a disk `{D}`",
+        "no tier is configured: kvbm cannot store blocks",
+        f"set `{C}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `{D}`",
     ),
     "both tiers of no size": (
         {C: "0", D: "0"},
-        "no tier is configured: kvbm has nowhere to keep blocks",
-        f"set `{C}` (1e9 bytes, over all ranks) or `{BLOCKS}`, for a disk `{D}`",
+        "no tier is configured: kvbm cannot store blocks",
+        f"set `{C}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `{D}`",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""What the state machine cannot see: misuse, eviction order, resets and duplicates told as stories, many dicts."""
+"""What the state machine cannot see: misuse, eviction order, resets and duplicates as scenarios, many dicts."""
 
 import gc
 import os

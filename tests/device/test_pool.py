@@ -1,4 +1,4 @@
-"""One suite for both pools: what a worker may rely on, whoever runs the copies."""
+"""One suite for both pools: the contract that a worker relies on."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ LIMIT_S = 30.0
 
 
 class ThreadHands:
-    """Lets a TransferPool work, and waits for what comes of it."""
+    """Runs a TransferPool and waits for its results."""
 
     def __init__(self, thread_count=1):
         self.pool = TransferPool(thread_count, name="test")

@@ -133,7 +133,7 @@ def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) ->
 
 
 def test_blocks_that_were_there_are_told_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "BLOCKS_AT_A_TIME", 2)
+    monkeypatch.setattr(client, "FOUND_BATCH_BLOCKS", 2)
     with opened(tmp_path) as rig:
         assert rig.tier.recovered() == (b"", b"", True)
         rig.write(range(5), [3, 4, 5, 9, 1])
@@ -146,7 +146,7 @@ def test_blocks_that_were_there_are_told_some_at_a_time(tmp_path: Path, monkeypa
 
 
 def test_clear_covers_what_was_found_and_is_not_told_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "BLOCKS_AT_A_TIME", 2)
+    monkeypatch.setattr(client, "FOUND_BATCH_BLOCKS", 2)
     with opened(tmp_path) as rig:
         rig.write(range(5), range(5))
     with opened(tmp_path) as rig:
@@ -196,7 +196,7 @@ def test_problem_of_opening_is_the_leaders(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem) as raised, opened(tmp_path / "file"):
         pass
-    assert "is no directory" in raised.value.message
+    assert "is not a directory" in raised.value.message
     assert "`tiers.disk.directory`" in (raised.value.hint or "")
 
 
@@ -230,9 +230,9 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
         assert not rig.tier.is_on
         assert rig.tier.counters.times_off == 1
         assert rig.write([3], [3]).is_good == (False,)
-        assert rig.wait(rig.start_read([1], [0], [0])).error == "off: the process for disk I/O has ended"
+        assert rig.wait(rig.start_read([1], [0], [0])).error == "off: the disk process has exited"
         rig.tier.forget([0])
-    assert len([message for message in caplog.messages if "has ended" in message]) == 1
+    assert len([message for message in caplog.messages if "has exited" in message]) == 1
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 0}
 

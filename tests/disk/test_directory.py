@@ -65,7 +65,7 @@ def test_file_that_is_a_link_is_refused(tmp_path, name):
 def test_file_with_two_names_is_refused(tmp_path, name):
     fill(tmp_path / "cache")
     os.link(instance_of(tmp_path / "cache") / name, tmp_path / "other")
-    with pytest.raises(EnvironmentProblem, match="one name"), opened(tmp_path / "cache"):
+    with pytest.raises(EnvironmentProblem, match="single hard link"), opened(tmp_path / "cache"):
         pass
 
 
@@ -76,7 +76,7 @@ def test_what_others_may_read_is_refused(tmp_path, name):
     path.chmod(0o755)
     with pytest.raises(EnvironmentProblem, match=r"mode 0755") as caught, opened(tmp_path):
         pass
-    assert caught.value.hint == f"chmod go-rwx {path}"
+    assert caught.value.hint == f"`chmod go-rwx {path}`"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -94,7 +94,7 @@ def test_directory_that_is_a_link_or_open_to_all_is_refused(tmp_path):
     with pytest.raises(EnvironmentProblem, match="links are not followed"), opened(tmp_path / "link"):
         pass
     (tmp_path / "real").chmod(0o777)
-    with pytest.raises(EnvironmentProblem, match="written by everyone"), opened(tmp_path / "real"):
+    with pytest.raises(EnvironmentProblem, match="writable by everyone"), opened(tmp_path / "real"):
         pass
     (tmp_path / "real").chmod(0o1777)
     with opened(tmp_path / "real"):
@@ -199,7 +199,7 @@ def test_capacity_in_bytes_is_rounded_down_and_a_count_wins(tmp_path):
         assert rig.tier.slot_count == 3
     with opened(tmp_path / "b", block_count=2, capacity_bytes=1 << 40) as rig:
         assert rig.tier.slot_count == 2
-    with pytest.raises(EnvironmentProblem, match="holds no block"), opened(tmp_path / "c", block_count=None):
+    with pytest.raises(EnvironmentProblem, match="smaller than one block"), opened(tmp_path / "c", block_count=None):
         pass
 
 
@@ -284,7 +284,7 @@ def test_oldest_unused_caches_make_room_only_if_that_is_allowed(tmp_path, monkey
     with opened(tmp_path, namespace=third, reclaim=True):
         assert not oldest.exists()
         assert len(list_caches(tmp_path)) == 2
-    assert f"removed the disk cache {oldest}" in caplog.text
+    assert f"removed the unused disk cache {oldest}" in caplog.text
 
 
 def test_locked_caches_and_those_of_another_format_are_never_reclaimed(tmp_path):
@@ -340,7 +340,7 @@ def test_direct_io_that_lies_is_found_by_the_first_page(tmp_path, monkeypatch):
         return count
 
     monkeypatch.setattr("kvbm.disk.files.os.preadv", lie)
-    with pytest.raises(EnvironmentProblem, match="what was written is not what was read"), opened(tmp_path):
+    with pytest.raises(EnvironmentProblem, match="the bytes read differ from the bytes written"), opened(tmp_path):
         pass
 
 

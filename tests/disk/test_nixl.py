@@ -291,7 +291,7 @@ def test_agent_that_cannot_be_made_later_leaves_the_call_to_the_system_calls(nix
 
 def test_backend_that_does_not_work_is_a_problem_of_the_machine(nixl: FakeNixl, fd: int) -> None:
     nixl.refused = {"create"}
-    with pytest.raises(EnvironmentProblem, match="NIXL cannot use uring here"):
+    with pytest.raises(EnvironmentProblem, match="NIXL cannot use uring on this machine"):
         NixlIO(fd, [rows()], queue="uring")
 
 

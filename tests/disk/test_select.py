@@ -77,22 +77,22 @@ def test_second_queue_is_taken_where_the_first_is_denied(wanted: str) -> None:
     assert (
         choice.reason
         == {
-            "nixl": "a trial of aio moved every byte; uring: it is denied",
-            "auto": "5.00 GB/s by NIXL with aio and 4.00 by threads in a trial",
+            "nixl": "the test of aio passed; uring: it is denied",
+            "auto": "benchmark: 5.00 GB/s by NIXL with aio, 4.00 GB/s by threads",
         }[wanted]
     )
 
 
 def test_auto_without_a_working_nixl_takes_threads_and_says_why() -> None:
     choice = choose("auto", Trials(uring="it is denied", aio="it hangs"))
-    assert choice == Choice(None, "NIXL does not work here (uring: it is denied; aio: it hangs)")
+    assert choice == Choice(None, "NIXL does not work on this machine (uring: it is denied; aio: it hangs)")
 
 
 def test_wanted_nixl_that_does_not_work_is_an_error_that_names_the_key() -> None:
     with pytest.raises(EnvironmentProblem) as raised:
         choose("nixl", Trials(uring="it is denied", aio="it hangs"))
     assert raised.value.message == (
-        "`tiers.disk.io` is `nixl`, which does not work here: uring: it is denied; aio: it hangs"
+        "`tiers.disk.io: nixl` does not work on this machine: uring: it is denied; aio: it hangs"
     )
     assert "`tiers.disk.io: auto`" in (raised.value.hint or "")
 
@@ -106,7 +106,7 @@ def gds_may_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("missing", "complaint"),
-    [("GPU", "there is no GPU ({})"), ("MODULES", "its driver would hang for want of {}")],
+    [("GPU", "no GPU ({} does not exist)"), ("MODULES", "its driver hangs without {}")],
 )
 def test_gds_is_not_even_tried_where_it_cannot_work(
     gds_may_be_tried: None, tmp_path: Path, missing: str, complaint: str
@@ -116,14 +116,14 @@ def test_gds_is_not_even_tried_where_it_cannot_work(
     with pytest.raises(EnvironmentProblem) as raised:
         choose("gds", trials)
     said = complaint.format(tmp_path / missing)
-    assert raised.value.message == f"`tiers.disk.io` is `gds`, which does not work here: gds: {said}"
+    assert raised.value.message == f"`tiers.disk.io: gds` does not work on this machine: gds: {said}"
     assert trials.asked == []
 
 
 @pytest.mark.usefixtures("gds_may_be_tried")
 def test_gds_is_taken_only_when_asked_for_and_after_a_trial() -> None:
     trials = Trials(gds=None, uring=None)
-    assert choose("gds", trials) == Choice("gds", "a trial of gds moved every byte")
+    assert choose("gds", trials) == Choice("gds", "the test of gds passed")
     assert choose("auto", trials).queue == choose("nixl", trials).queue == "uring"
     assert trials.asked == ["gds", "uring", "uring"]
     with pytest.raises(EnvironmentProblem, match="gds: it moved nothing"):
@@ -153,16 +153,16 @@ def test_gds_is_a_plugin_of_nixl_that_moves_host_memory(nixl: FakeNixl, tmp_path
 def test_real_trial_of_gds_without_a_gpu_says_that_it_does_not_load(tmp_path: Path) -> None:
     complaint = try_nixl(tmp_path, GDS)
     assert complaint is not None
-    assert "NIXL cannot use gds here" in complaint or "no answer in" in complaint
+    assert "NIXL cannot use gds on this machine" in complaint or "no answer in" in complaint
 
 
 @pytest.mark.parametrize(
     ("rates", "name", "reason"),
     [
-        (NIXL_WINS, "nixl", "5.00 GB/s by NIXL with uring and 4.00 by threads in a trial"),
-        (THREADS_WIN, "threads", "4.00 GB/s by NIXL with uring and 5.00 by threads in a trial"),
-        (TIE, "threads", "5.20 GB/s by NIXL with uring and 5.00 by threads in a trial"),
-        ("no answer in 20 s", "threads", "NIXL could not be timed: no answer in 20 s"),
+        (NIXL_WINS, "nixl", "benchmark: 5.00 GB/s by NIXL with uring, 4.00 GB/s by threads"),
+        (THREADS_WIN, "threads", "benchmark: 4.00 GB/s by NIXL with uring, 5.00 GB/s by threads"),
+        (TIE, "threads", "benchmark: 5.20 GB/s by NIXL with uring, 5.00 GB/s by threads"),
+        ("no answer in 20 s", "threads", "the benchmark of NIXL failed: no answer in 20 s"),
     ],
 )
 def test_auto_takes_nixl_only_where_it_is_faster(rates: Rates | str, name: str, reason: str) -> None:
@@ -208,7 +208,7 @@ def test_choice_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture, wanted:
     caplog.set_level(logging.INFO, "kvbm.disk.io.select")
     choose(wanted, Trials(uring=None))
     assert len(caplog.messages) == lines
-    assert all("is by nixl: " in message for message in caplog.messages)
+    assert all(" uses nixl: " in message for message in caplog.messages)
 
 
 def test_trial_that_hangs_is_ended_in_time(tmp_path: Path) -> None:
@@ -233,13 +233,13 @@ def is_running(pid: int) -> bool:
 
 
 def test_trial_that_crashes_is_a_complaint(tmp_path: Path) -> None:
-    assert try_nixl(tmp_path, "uring", program=("/bin/sh", "-c", "kill -SEGV $$")) == "signal 11 ended the trial"
+    assert try_nixl(tmp_path, "uring", program=("/bin/sh", "-c", "kill -SEGV $$")) == "the test was ended by signal 11"
 
 
 def test_complaint_is_the_last_line(tmp_path: Path) -> None:
     program = ("/bin/sh", "-c", "echo noise >&2; echo it is broken; exit 1")
     assert try_nixl(tmp_path, "uring", program=program) == "it is broken"
-    assert try_nixl(tmp_path, "uring", program=("/bin/false",)) == "it said nothing"
+    assert try_nixl(tmp_path, "uring", program=("/bin/false",)) == "no output"
 
 
 @pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: `pip install 'kvbm-cli[nixl]'`")
@@ -273,13 +273,13 @@ def test_race_that_hangs_or_complains_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", ["a plugin says goodbye", "1e9 2e9 3e9", "1e9"])
 def test_race_that_says_something_else_is_a_complaint(tmp_path: Path, said: str) -> None:
-    assert benchmark_nixl(tmp_path, "uring", 4096, program=("/bin/echo", said)) == f"it said `{said}`"
+    assert benchmark_nixl(tmp_path, "uring", 4096, program=("/bin/echo", said)) == f"unexpected output `{said}`"
 
 
 def test_race_whose_last_word_is_not_its_own_takes_threads(tmp_path: Path) -> None:
     program = ("/bin/sh", "-c", "echo 1e9 2e9; echo an agent is destroyed >&2")
     choice = choose("auto", Trials(uring=None), rates=benchmark_nixl(tmp_path, "uring", 4096, program=program))
-    assert choice == Choice(None, "NIXL could not be timed: it said `an agent is destroyed`")
+    assert choice == Choice(None, "the benchmark of NIXL failed: unexpected output `an agent is destroyed`")
 
 
 def test_trial_needs_no_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_trial_needs_no_place_for_temporary_files(tmp_path: Path, monkeypatch: p
 
 def test_trial_that_cannot_be_started_is_a_complaint(tmp_path: Path) -> None:
     complaint = try_nixl(tmp_path, "uring", program=(str(tmp_path / "gone"),))
-    assert complaint == "the trial cannot be run: No such file or directory"
+    assert complaint == "cannot run the test: No such file or directory"
 
 
 def test_trial_ends_itself_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,9 +339,9 @@ def test_trial_finds_a_nixl_that_lies_about_the_end_of_a_file(nixl: FakeNixl, tm
 
 def test_trial_finds_a_nixl_that_lies_about_bytes(nixl: FakeNixl, tmp_path: Path) -> None:
     nixl.lies, nixl.refused = True, {"end"}
-    assert "the bytes are not those" in (module._try_here(tmp_path, "uring") or "")
+    assert "bytes read differ" in (module._try_here(tmp_path, "uring") or "")
 
 
 def test_trial_finds_a_nixl_that_moves_nothing(nixl: FakeNixl, tmp_path: Path) -> None:
     nixl.refused = {"end"}
-    assert module._try_here(tmp_path, "uring") == "it could not move the bytes"
+    assert module._try_here(tmp_path, "uring") == "NIXL could not move the bytes"

@@ -38,7 +38,7 @@ def test_blocks_survive_a_restart_the_oldest_first(tmp_path):
 
 
 def test_blocks_that_were_there_are_told_some_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "BLOCKS_FOUND_TOGETHER", 3)
+    monkeypatch.setattr(storage, "FOUND_BATCH_BLOCKS", 3)
     with opened(tmp_path) as rig:
         rig.write(range(8), range(8))
     with opened(tmp_path) as rig:

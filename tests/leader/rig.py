@@ -1,8 +1,8 @@
 """A block manager around a toy engine: real leader, real workers and segments, real bytes, copies stepped by hand.
 
 The toy engine has a block pool with reference counts. A block's bytes are a pattern of its sequence hash and the rank;
-a block that nobody references is overwritten with garbage at once, so that a copy from or to memory that was given up
-too early shows.
+a block without references is overwritten with garbage at once, so that a copy from or to memory that was released too
+early is detected.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class Rig:
     def settle(self) -> list[LoadResult]:
         """Second half: words are written, the leader reads them, and everything must still be consistent.
 
-        Returns what live requests are told; `departed` keeps the rest.
+        Returns the results of live requests; `departed` keeps the others.
         """
         for rank in self.ranks:
             rank.worker.poll()

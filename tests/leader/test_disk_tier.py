@@ -437,8 +437,8 @@ def test_a_load_whose_disk_has_ended_is_computed_at_once():
     rig.order()
     assert len(rig.disk.waiting) == 2
     rig.disk.end()
-    told = rig.settle() + settled(rig, 1)
-    assert [(result.request_id, len(result.failed_block_ids)) for result in told] == [("r", 8)]
+    results = rig.settle() + settled(rig, 1)
+    assert [(result.request_id, len(result.failed_block_ids)) for result in results] == [("r", 8)]
     rig.finish("r", hashes, blocks)
     assert not +rig.g1.references
     rig.disk.begin_again()
@@ -651,7 +651,7 @@ def test_a_load_is_given_up_as_soon_as_it_will_take_longer_than_computing():
 @pytest.mark.parametrize("at_a_time", [1, 32])
 @pytest.mark.parametrize("came", range(3))
 def test_what_has_come_before_a_load_is_given_up_is_the_engines(came, at_a_time, monkeypatch):
-    """Up to the first block that is missing; what comes later is for nobody."""
+    """Up to the first missing block; blocks behind it are not used."""
     monkeypatch.setattr(onboards, "FETCHES_AT_A_TIME", at_a_time)
     rig, hashes = known(tokens_per_s=160, blocks_per_s=100)
     blocks = rig.load("r", hashes)

@@ -62,6 +62,15 @@ def test_a_block_is_registered_only_when_every_rank_has_proven_it(two_ranks):
     assert two_ranks.leader.match("other", hashes, 0) == 2
 
 
+def test_blocks_whose_handle_was_dropped_are_reported_in_the_log(rig, caplog):
+    pinned = rig.leader._host.pin(rig.fill("a", 2))
+    rig.step()
+    assert "leaked" not in caplog.text
+    del pinned
+    rig.step()
+    assert "leaked blocks of host memory: PinnedBlocks(2 blocks" in caplog.text
+
+
 def test_a_block_in_g2_or_in_flight_is_not_copied_again(rig):
     hashes = chain("a", 3)
     rig.compute("first", hashes)

@@ -1,7 +1,7 @@
 """Any order of requests, copies, failures, aborts, preemptions and resets: never a wrong byte, never a leak.
 
 The model is the toy engine itself: it knows which hash belongs in which G1 block, and overwrites a block with garbage
-as soon as nobody references it.
+as soon as its last reference is released.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class DiskMachine(LeaderMachine):
     @precondition(lambda self: not self.rig.disk.is_lost)
     @rule(has_committed=st.booleans(), lost=st.sets(st.integers(0, 8)))
     def disk_process_ends(self, has_committed, lost):
-        """And nobody knows which of the last writes are on disk, nor whether some rows have gone with it."""
+        """Then it is unknown which of the last writes are on disk, and some rows may be lost."""
         self.rig.disk.end(has_committed=has_committed)
         for slot in lost:
             self.rig.disk.kept.pop(slot, None)

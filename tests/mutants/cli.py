@@ -22,6 +22,30 @@ MUTANTS = (
         fails="tests/cli/test_doctor_program.py -x -k SIGKILL",
     ),
     Mutant(
+        name="bench-profile-without-kvbm",
+        bug="A profile to compare with runs without its block manager.",
+        file="kvbm_cli/bench/comparison.py",
+        old="return (self.reference, self.measured) if self.is_of_profiles else (self.measured,)",
+        new="return (self.measured,)",
+        fails="tests/cli/test_bench_comparison.py",
+    ),
+    Mutant(
+        name="bench-profiles-share-a-metrics-port",
+        bug="Two profiles with one metrics port run at the same time.",
+        file="kvbm_cli/bench/arms.py",
+        old="compared = profile if reference is None else with_free_metrics_port(reference)",
+        new="compared = profile if reference is None else reference",
+        fails="tests/cli/test_bench_command.py -k metrics_port",
+    ),
+    Mutant(
+        name="bench-other-engine-is-wrong",
+        bug="Answers of a profile with another engine are judged as wrong.",
+        file="kvbm_cli/bench/comparison.py",
+        old="if arm == self.measured or not self.engine_differences)",
+        new="if arm)",
+        fails="tests/cli/test_bench_comparison.py",
+    ),
+    Mutant(
         name="doctor-passes-with-failures",
         bug="A failed check does not show in the exit code.",
         file="kvbm_cli/doctor/command.py",
@@ -58,7 +82,7 @@ MUTANTS = (
         bug="A value where a section belongs takes away what lies below it, and is covered by the next layer.",
         file="kvbm/config/layers.py",
         old="""\
-    take_away(document, findings.add(no_sections(document, _SECTIONS)))
+    remove_mistaken(document, findings.add(not_sections(document, _SECTIONS)))
 """,
         new="",
         fails="tests/config/test_all_mistakes.py",

@@ -75,8 +75,8 @@ MUTANTS = (
         name="disk-clear-misses-what-is-in-flight",
         bug="A write that was under way when all was cleared is committed after it.",
         file="kvbm/disk/index_thread.py",
-        old="for transfer in (*self._in_flight, *written, *begun):",
-        new="for transfer in begun:",
+        old="for transfer in (*self._in_flight, *written, *started):",
+        new="for transfer in started:",
         fails="tests/disk/test_disk_faults.py -k clear",
     ),
     Mutant(

@@ -19,7 +19,7 @@ MUTANTS = (
         file="kvbm/disk/service/client.py",
         old="""\
         self._found.clear()
-        self._is_told = True
+        self._has_all_found = True
 """,
         new="",
         fails="tests/disk/test_client.py -k not_told_yet",
@@ -129,7 +129,7 @@ MUTANTS = (
         bug="a clear that was not durable is forgotten with the process that was asked for it",
         file="kvbm/disk/service/supervisor.py",
         old="""\
-        if self._owes_clear:
+        if self._has_pending_clear:
             opened.clear()
 """,
         new="",

@@ -67,8 +67,8 @@ MUTANTS = (
         fails="tests/leader",
     ),
     Mutant(
-        name="leader-never-tells-the-end-of-an-aborted-load",
-        bug="the engine is not told when the load of an aborted request has ended",
+        name="leader-never-reports-the-end-of-an-aborted-load",
+        bug="the end of an aborted request's load is not reported to the engine",
         file="kvbm/leader/leader.py",
         old="""\
         self._unreported.append(LoadResult(request.request_id, block_ids, failed, self._is_live(request)))

@@ -1,4 +1,4 @@
-"""Bugs in loads: what is read from disk and host memory for a request, and when its end is told."""
+"""Bugs in loads: what is read from disk and host memory for a request, and when its end is reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mutant import Mutant
 MUTANTS = (
     Mutant(
         name="leader-gives-up-again-and-again",
-        bug="an overdue load is told as failed at every step",
+        bug="an overdue load is reported as failed at every step",
         file="kvbm/leader/onboards.py",
         old="""\
         load.is_reported = True
@@ -99,8 +99,8 @@ MUTANTS = (
         fails="tests/leader",
     ),
     Mutant(
-        name="loads-tell-after-the-first-part",
-        bug="a load is told as ended when its first part has",
+        name="loads-report-after-the-first-part",
+        bug="a load is reported as ended when its first part has ended",
         file="kvbm/leader/onboards.py",
         old="if load.open_parts or load.waiting:",
         new="if load.waiting:",

@@ -1,7 +1,7 @@
-"""KernelAio: many reads or writes of one file, handed to Linux at once (`io_submit`, which needs no library).
+"""KernelAio: batches of reads or writes of one file, submitted to Linux together by `io_submit`, without a library.
 
-A batch costs two system calls and one wait, where `preadv` costs both for each block, and with O_DIRECT all of it is in
-the device's queue at the same time. Without O_DIRECT the kernel would do it one by one within `io_submit`.
+A batch costs two system calls and one wait; `preadv` costs both per block. With O_DIRECT the whole batch is in the
+device's queue at once. Without O_DIRECT the kernel would process it sequentially inside `io_submit`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from kvbm.host.libc import LIBC, last_error
 
-MAX_REQUESTS = 128  # of one batch; what all processes may have together is /proc/sys/fs/aio-max-nr, by default 65536
+MAX_REQUESTS = 128  # per batch; the limit of all processes together is /proc/sys/fs/aio-max-nr, 65536 by default
 READ, WRITE = 0, 1  # IOCB_CMD_PREAD and IOCB_CMD_PWRITE
 
 
@@ -48,12 +48,12 @@ _REQUEST = np.dtype(
 )
 _EVENT = np.dtype([("data", "<u8"), ("request", "<u8"), ("result", "<i8"), ("result2", "<i8")])
 
-_system_call = LIBC["syscall"]  # a function of our own, unlike LIBC.syscall, whose result is an int
+_system_call = LIBC["syscall"]  # its own function object, unlike LIBC.syscall, whose result type is int
 _system_call.restype = ctypes.c_long
 
 
 class KernelAio:
-    """For one thread at a time. Raises OSError where the kernel does not give it, or has no more of it to give."""
+    """An AIO context, for one thread at a time. Raises OSError if AIO is not available or its limit is reached."""
 
     def __init__(self, fd: int) -> None:
         numbers = _SYSTEM_CALLS.get(platform.machine())
@@ -72,9 +72,9 @@ class KernelAio:
     def move(
         self, operation: int, offsets: Sequence[int], addresses: Sequence[int], byte_counts: Sequence[int]
     ) -> list[int]:
-        """Do at most MAX_REQUESTS; returns of each how many bytes it has moved, or minus an errno.
+        """Run at most MAX_REQUESTS; return for each the number of bytes moved, or a negative errno.
 
-        When it returns or raises, none of it is running any more.
+        No I/O of the batch is running after it returns or raises.
         """
         requests = self._requests[: len(offsets)]
         requests["operation"] = operation
@@ -94,13 +94,13 @@ class KernelAio:
         return results.tolist()
 
     def close(self) -> None:
-        """Waits for what is running."""
+        """Wait for running requests and free the context."""
         if self._context:
             _system_call(self._numbers.destroy, self._context)
             self._context.value = 0
 
     def _submit(self, count: int) -> int:
-        """Returns how many are running. The kernel takes those before the first that it refuses."""
+        """Return how many were submitted: those before the first that the kernel refuses."""
         taken: int = _system_call(
             self._numbers.submit, self._context, ctypes.c_long(count), ctypes.c_void_p(self._pointers.ctypes.data)
         )

@@ -1,17 +1,17 @@
-"""NixlIO: a BlockIO that hands all runs of a call over at once: to the kernel by NIXL's POSIX plugin (io_uring or aio),
-or to GPUDirect Storage by its GDS plugin, which has never run here, and from which the same is expected.
+"""NixlIO: a BlockIO that submits all runs of a call together through NIXL.
 
-What the plugin demands, each learnt from a crash or from wrong bytes; `choose_io` proves that it works here:
+It uses the POSIX plugin (io_uring or aio), or the GDS plugin for GPUDirect Storage, which is untested on real hardware.
+Each rule below avoids a crash or wrong bytes; `choose_io` tests that the plugin works on this machine:
 
-- An agent serves one call at a time, and there are as many as there are calls at one time. The agent's lock is held
-  while it submits, and releasing a handle waits for that lock without giving up the interpreter's, which would stop the
-  engine. Agents have the strict lock all the same: without it, a second thread ends the process.
-- A handle is released only when it is done or failed. Released earlier, its I/O would go on into the buffers, and later
-  transfers would hang. So a call waits as long as the kernel does.
-- Nothing is known to have ended unless somebody polls. Polling costs more of a processor than the I/O does, so a call
-  first sleeps for most of the time that its bytes have taken lately.
-- Failures say nothing but that they are some. ThreadsIO does the order again, and either ends it or says why not.
-- The default backend, UCX, would crash the process when it exits; it is never loaded.
+- One agent per concurrent call. An agent holds its lock while it submits, and releasing a handle waits for that lock
+  with the GIL held, which would stop the engine. Agents still use the strict lock mode: without it, a second thread
+  crashes the process.
+- A handle is released only when it is done or failed. If it were released earlier, its I/O would continue into the
+  buffers, and later transfers would hang. A call therefore waits as long as the kernel does.
+- Completion must be polled. Polling costs more CPU than the I/O, so a call first sleeps for most of the time that its
+  bytes are expected to take.
+- Failures have no reason. ThreadsIO repeats the call, which succeeds or raises the reason.
+- The default backend, UCX, crashes the process at exit; it is never loaded.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from kvbm.errors import EnvironmentProblem
 log = logging.getLogger(__name__)
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
-QUEUES = ("uring", "aio")  # the better one first
+QUEUES = ("uring", "aio")  # in order of preference
 GDS = "gds"
 INSTALL = "`pip install 'kvbm-cli[nixl]'`"
 POLL_INTERVAL_S = 0.0005
 LONGEST_SLEEP_S = 0.005
-SHARE_SLEPT = 0.8  # of the time that a transfer is expected to take
+SHARE_SLEPT = 0.8  # of the expected time of a transfer
 WEIGHT_OF_LAST = 0.2
-MAX_DESCRIPTORS = 512  # of one handle, and half of the pool below: an agent whose pool ran out fails for ever
+MAX_DESCRIPTORS = 512  # per handle, half of POOL_SIZE: an agent that exhausts its pool fails from then on
 POOL_SIZE = 1024
-WHOLE_FILE = 1 << 62  # lengths of files are not looked at
+WHOLE_FILE = 1 << 62  # NIXL ignores the length of a file
 
 Descriptors = NDArray[np.uint64]
 
-_never_freed: list[object] = []  # agents and handles of transfers that did not start as a whole
+_never_freed: list[object] = []  # agents and handles of transfers that started only in part
 
 
 class NixlIO:
-    """`memory` holds every buffer that comes later, as arrays of rows. Raises EnvironmentProblem.
+    """`memory` contains all buffers of later calls, as arrays of rows. Raises EnvironmentProblem.
 
-    `redone_count` says how often the system calls had to do what NIXL could not.
+    `redone_count` counts calls that system calls had to repeat.
     """
 
-    piece_bytes = 8 << 20  # of less, handles and polls cost more than checksums of what the cache still holds save
+    piece_bytes = 8 << 20  # less: handles and polls cost more than a warm CPU cache saves
 
     def __init__(self, fd: int, memory: Sequence[Buffer], *, queue: str) -> None:
         self._nixl = _load()
         self._fd, self._queue = fd, queue
         self._spans = [_span(rows) for rows in memory]
         self._threads = ThreadsIO(fd)
-        self._idle = [self._new_agent()]  # any thread's: pop and append of a list are whole
+        self._idle = [self._new_agent()]  # shared by all threads: pop and append of a list are atomic
         self._is_off = False
         self._seconds_per_byte = 0.0
         self.redone_count = 0
@@ -86,20 +86,20 @@ class NixlIO:
         self._threads.close()
 
     def _is_moved(self, operation: str, runs: Sequence[IoRun]) -> bool:
-        """False says nothing about what was moved, only that the system calls may do it now."""
+        """Return False if system calls must repeat the whole call."""
         if self._is_off or not self._is_ours(runs):
             return False
         try:
             agent = self._take_agent()
         except EnvironmentProblem as error:
-            log.warning("%s; the system calls do it", error.message)
+            log.warning("%s; using system calls", error.message)
             return False
         is_moved = all(self._is_done(agent, operation, *transfer) for transfer in _transfers(runs, self._fd))
         self._idle.append(agent)
         return is_moved
 
     def _is_ours(self, runs: Sequence[IoRun]) -> bool:
-        """Orders lie in the registered memory, or, like a probe's page, not at all."""
+        """Return whether the buffers are in registered memory; the page of a probe is not."""
         first = address_of(runs[0].buffers[0]) if runs else 0
         return any(start <= first < start + length for start, length in self._spans)
 
@@ -110,17 +110,17 @@ class NixlIO:
             return self._new_agent()
 
     def _is_done(self, agent: Any, operation: str, memory: Descriptors, file: Descriptors) -> bool:
-        """Comes back when none of the transfer's I/O is running."""
+        """Run one transfer; return when none of its I/O is running."""
         try:
             sides = agent.get_xfer_descs(memory, "DRAM"), agent.get_xfer_descs(file, "FILE")
             handle = agent.initialize_xfer(operation, *sides, agent.name)
         except self._nixl.errors as error:
-            log.warning("NIXL refused a transfer (%s); the system calls do it", error)
+            log.warning("NIXL refused a transfer (%s); using system calls for it", error)
             return False
         try:
             state = agent.transfer(handle)
-        except self._nixl.errors as error:  # some of it may be running, and nothing tells when that ends
-            log.warning("NIXL could not start a transfer (%s); the system calls do all from here on", error)
+        except self._nixl.errors as error:  # part of it may be running, and its end cannot be detected
+            log.warning("NIXL could not start a transfer (%s); using system calls from now on", error)
             self._is_off = True
             _never_freed.append((agent, handle))
             return False
@@ -153,31 +153,31 @@ class NixlIO:
             agent.register_memory([(start, length, 0, "") for start, length in self._spans], "DRAM")
             agent.register_memory([(0, WHOLE_FILE, self._fd, "")], "FILE")
         except self._nixl.errors as error:
-            raise EnvironmentProblem(f"NIXL cannot use {self._queue} here: {error}") from error
+            raise EnvironmentProblem(f"NIXL cannot use {self._queue} on this machine: {error}") from error
         return agent
 
 
 @dataclass(frozen=True, slots=True)
 class _Nixl:
-    """The Python side of NIXL, and all that it raises."""
+    """The Python API of NIXL, and its exception types."""
 
     api: Any
     errors: tuple[type[Exception], ...]
 
 
 def _load() -> _Nixl:
-    """Whichever of the packages is there: the plugin for files is the same in each."""
+    """Import the first installed package: all contain the same file plugins."""
     for package in PACKAGES:
         try:
             api = importlib.import_module(f"{package}._api")
             bindings = importlib.import_module(f"{package}._bindings")
         except ModuleNotFoundError as error:
             if error.name != package:
-                raise EnvironmentProblem(f"NIXL does not load: {error}") from error
+                raise EnvironmentProblem(f"cannot load NIXL: {error}") from error
         except ImportError as error:
-            raise EnvironmentProblem(f"NIXL does not load: {error}") from error
+            raise EnvironmentProblem(f"cannot load NIXL: {error}") from error
         else:
-            if "NIXL_LOG_LEVEL" not in os.environ:  # it tells of each agent, on stdout
+            if "NIXL_LOG_LEVEL" not in os.environ:  # it logs each agent to stdout
                 logging.getLogger("nixl").setLevel(logging.WARNING)
             names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
             return _Nixl(api, tuple(getattr(bindings, name) for name in names))
@@ -185,7 +185,7 @@ def _load() -> _Nixl:
 
 
 def _transfers(runs: Sequence[IoRun], fd: int) -> Iterator[tuple[Descriptors, Descriptors]]:
-    """Both sides of each transfer of at most MAX_DESCRIPTORS buffers: (address, length, 0) and (offset, length, fd)."""
+    """Yield transfers of at most MAX_DESCRIPTORS buffers: rows of (address, length, 0) and of (offset, length, fd)."""
     memory, file = [], []
     for _, offset, buffer in pieces(runs):
         memory.append((address_of(buffer), buffer.nbytes, 0))
@@ -196,6 +196,6 @@ def _transfers(runs: Sequence[IoRun], fd: int) -> Iterator[tuple[Descriptors, De
 
 
 def _span(rows: Buffer) -> tuple[int, int]:
-    """Where an array of rows begins, and how many bytes lie between there and its end."""
+    """Return the address and the length in bytes of an array of rows."""
     start = address_of(rows)
     return start, address_of(rows[-1:]) + rows[-1:].nbytes - start

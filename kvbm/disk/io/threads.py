@@ -1,10 +1,10 @@
-"""BlockIO: the bytes of blocks to and from the arena; and ThreadsIO, which does it with the kernel's means alone.
+"""BlockIO: moves bytes of blocks to and from the arena. ThreadsIO implements it with system calls.
 
-Calls block, and come from several threads at once. A list of runs is one order, handed to the device together. A call
-returns only when none of its I/O is running any more, also when it raises. It has moved every byte, or it raises
-OSError; what it moved before that is not said.
+Calls block, and several threads call at the same time. The runs of one call are submitted to the device together. After
+a call returns or raises, none of its I/O is running. A call moves every byte or raises OSError; how much it moved
+before the error is undefined.
 
-Offsets and lengths keep to the arena's alignment, and buffers lie in memory that is aligned to pages.
+Offsets and lengths are multiples of the arena's alignment, and buffers are page-aligned.
 """
 
 from __future__ import annotations
@@ -30,55 +30,55 @@ SystemCall = Callable[[int, Any, int], int]  # preadv or pwritev
 
 
 class IoRun(NamedTuple):
-    """A contiguous piece of the arena, and the buffers that hold its bytes one after the other."""
+    """A contiguous range of the arena, and the buffers that hold its bytes in order."""
 
     offset: int
     buffers: Sequence[Buffer]
 
 
 class BlockIO(Protocol):
-    """See the module's text."""
+    """See the module docstring."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The value of `tiers.disk.io`, for logs and reports."""
 
     @property
     def piece_bytes(self) -> int:
-        """How much it should be given in one call, where one block is not more than that."""
+        """The best size of one call; a larger block is still one call."""
 
     def read(self, runs: Sequence[IoRun]) -> None:
-        """Fill the buffers. Raises EndOfArena where the file ends too early."""
+        """Fill the buffers. Raises EndOfArena if the file ends too early."""
 
     def write(self, runs: Sequence[IoRun]) -> None:
-        """Write the buffers. They are not safe from a power cut before `Arena.sync`."""
+        """Write the buffers. They are durable only after `Arena.sync`."""
 
     def close(self) -> None:
-        """No call is running, and none comes any more. The file descriptor stays the arena's."""
+        """Free resources, when no call is running. The file descriptor remains open; it belongs to the arena."""
 
 
 class EndOfArena(OSError):
-    """The arena ends before the run does: somebody has cut it."""
+    """The arena ends before the run: the file was truncated."""
 
     def __init__(self, offset: int) -> None:
         super().__init__(errno.ENODATA, f"the arena ends at byte {offset}")
 
 
 class ThreadsIO:
-    """System calls in the caller's thread: `io_submit` for what is several pieces, `preadv` and `pwritev` otherwise.
+    """System calls in the caller's thread: `io_submit` for several buffers, `preadv` and `pwritev` otherwise.
 
-    They also end what the kernel did only in part, and say what is wrong with what it did not do. Without direct I/O
-    what was read does not stay in the page cache; what was written leaves it at `Arena.sync`.
+    `preadv` and `pwritev` also finish partial transfers of `io_submit` and raise its errors. Without direct I/O, pages
+    that were read are dropped from the page cache at once, and pages that were written at `Arena.sync`.
     """
 
     name = "threads"
-    piece_bytes = 4 << 20  # of less, a disk in memory waits for us; of more, checksums find the processor's cache cold
+    piece_bytes = 4 << 20  # less: calls dominate on a fast disk; more: checksums miss the CPU cache
 
     def __init__(self, fd: int, *, is_direct: bool = True) -> None:
         self._fd = fd
         self._is_direct = is_direct
         self._has_aio = is_direct
-        self._idle: list[KernelAio] = []  # any thread's: pop and append of a list are whole
+        self._idle: list[KernelAio] = []  # shared by all threads: pop and append of a list are atomic
 
     def read(self, runs: Sequence[IoRun]) -> None:
         for run in self._not_moved(READ, runs):
@@ -95,7 +95,7 @@ class ThreadsIO:
             self._idle.pop().close()
 
     def _not_moved(self, operation: int, runs: Sequence[IoRun]) -> Sequence[IoRun]:
-        """Move the runs at once if that is possible; returns those that are not, or not wholly, moved."""
+        """Move the runs by `io_submit` if possible; return those that were not completely moved."""
         offsets, addresses, byte_counts, owners = [], [], [], []
         for number, offset, buffer in pieces(runs):
             offsets.append(offset)
@@ -118,7 +118,7 @@ class ThreadsIO:
         return [runs[number] for number in sorted(left)]
 
     def _take_aio(self) -> KernelAio | None:
-        """None where there is none to be had: then it is one system call after the other."""
+        """Return None if AIO is not available; the caller then uses one system call per run."""
         with suppress(IndexError):
             return self._idle.pop()
         if not self._has_aio:
@@ -126,12 +126,12 @@ class ThreadsIO:
         try:
             return KernelAio(self._fd)
         except OSError as error:
-            logger.info("io_submit cannot be used (%s): blocks are moved one by one", error)
+            logger.info("io_submit is not available (%s): using one system call per block", error)
             self._has_aio = False
             return None
 
     def _move(self, call: SystemCall, run: IoRun) -> int:
-        """Returns where it ended."""
+        """Return the offset after the run."""
         offset, buffers = run
         for start in range(0, len(buffers), MAX_BUFFERS):
             offset = self._move_some(call, offset, buffers[start : start + MAX_BUFFERS])
@@ -148,7 +148,7 @@ class ThreadsIO:
 
 
 def _rest(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
-    """The buffers without their first `count` bytes."""
+    """Return the buffers without their first `count` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[index + 1 :]]
@@ -157,7 +157,7 @@ def _rest(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
 
 
 def pieces(runs: Sequence[IoRun]) -> Iterator[tuple[int, int, Buffer]]:
-    """Each buffer of each run: the run's number, and where in the arena the buffer's bytes lie."""
+    """Yield (index of the run, offset in the arena, buffer) for each buffer."""
     for number, (offset, buffers) in enumerate(runs):
         for buffer in buffers:
             yield number, offset, buffer

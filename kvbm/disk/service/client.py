@@ -1,9 +1,9 @@
-"""DiskProcess: a DiskTier in a process of its own, as the leader sees it.
+"""DiskClient: the leader's end of a disk process, which runs a DiskStorage.
 
-The threads of a disk tier take the interpreter's lock several times per block. In the engine's process each of these
-times costs either the engine, whose step pauses, or the disk, which waits for the step: so they have their own process
-(docs/adr/0011). Calls send a message and do not wait, except for `open`, `clear` and `close`. The child ends with this
-process. If it ends before, what is in flight has failed and this one is off from then on.
+The threads of a DiskStorage take the GIL several times per block. In the engine's process this would pause either the
+engine's step or the disk, so they have a process of their own (docs/adr/0011). Calls send a message and do not block,
+except `open`, `clear` and `close`. The child exits with this process. If it exits earlier, all orders in flight fail
+and the client stays off.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.cores import allowed_cores
 from kvbm.types import SegmentInfo
 
-HOME = str(Path(__file__).parents[3])  # where the child finds this package
+HOME = str(Path(__file__).parents[3])  # the child imports this package from here
 CLEAR_TIMEOUT_S = HealthLimits().clear_timeout_s + 5.0
 GRACE_S = 2.0
-BLOCKS_AT_A_TIME = 1024
+FOUND_BATCH_BLOCKS = 1024
 
 log = logging.getLogger(__name__)
 
 
 class DiskClient:
-    """See the module's text. `slot_count` and `io_name` are those of the tier."""
+    """One disk process. `slot_count` and `io_name` come from its storage."""
 
     def __init__(self, child: subprocess.Popen[bytes], channel: DiskChannel) -> None:
         self._child = child
@@ -66,11 +66,11 @@ class DiskClient:
         self._unanswered_clears = 0
         self._off_because: str | None = None
         self._is_alive = True
-        self._has_ended = False  # set by who waits for its end, before the channel tells
+        self._has_exited = False  # set by `wait_for_end`, before the channel reports it
         self._found: deque[FoundBlocks] = deque()
-        self._is_told = self._is_asked = False  # all of it; some of it
-        self._is_kept = False
-        self.home: Path | None = None  # of all caches of the namespace, if it is kept
+        self._has_all_found = self._is_recover_pending = False
+        self._is_persistent = False
+        self.home: Path | None = None  # directory of the namespace, if the cache is persistent
         self.counters = DiskCounters()
         _OPEN.add(self)
 
@@ -85,28 +85,31 @@ class DiskClient:
         progress: Callable[[int, int], None] | None = None,
         instance: Path | None = None,
     ) -> DiskClient:
-        """`progress(done_bytes, total_bytes)` while space is taken; `instance`: this one, or a new one if it cannot be
-        had. Raises EnvironmentProblem."""
+        """Start a process and open its storage. Raises EnvironmentProblem.
+
+        `progress(done_bytes, total_bytes)` is called while space is allocated. `instance`: this one, or a new one if it
+        is not available.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             child = _start(theirs.fileno())
-        process = cls(child, DiskChannel(ours))
+        client = cls(child, DiskChannel(ours))
         try:
             cores = frozenset(allowed_cores())
-            process._send(Open(settings, namespace, tuple(segments), hash_bytes, cores, instance))
-            opened = process._wait_until_open(progress)
+            client._send(Open(settings, namespace, tuple(segments), hash_bytes, cores, instance))
+            opened = client._wait_until_open(progress)
         except BaseException:
-            process._end()
+            client._end()
             raise
-        process._take_over(opened)
-        process._is_kept = settings.persist
-        process.home = opened.path.parent if settings.persist else None
-        return process
+        client._take_over(opened)
+        client._is_persistent = settings.persist
+        client.home = opened.path.parent if settings.persist else None
+        return client
 
     @property
     def is_on(self) -> bool:
-        """False after repeated errors or while I/O hangs; every ticket then ends as failed."""
-        return self._off_because is None and not self._has_ended
+        """False after repeated errors, while I/O hangs, or after the end of the process; every ticket then fails."""
+        return self._off_because is None and not self._has_exited
 
     @property
     def off_because(self) -> str | None:
@@ -114,16 +117,16 @@ class DiskClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its end has not been noticed here."""
+        """Whether the end of the process has not been noticed yet."""
         return self._is_alive
 
     @property
     def path(self) -> Path:
-        """Where its files lie; without `persist`, the directory."""
+        """The directory of its files; without `persist`, the configured directory."""
         return self._path
 
     def fileno(self) -> int:
-        """Readable when `poll` has something, for who can wait."""
+        """Return a descriptor that is readable when `poll` has a result."""
         return self._channel.fileno()
 
     @property
@@ -131,16 +134,18 @@ class DiskClient:
         return self._child.pid
 
     def wear(self) -> Wear:
-        """What this has done to the drive."""
+        """Measure the wear of the drive."""
         return self._wear.measure(self.counters.bytes_written)
 
     def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
-        """The next of the blocks that were there at opening, each once, the one written longest ago first. They are few
-        at a time, so that a step can take them and none has two places in this process. None if they have not come
-        yet, or if the process has ended."""
-        while not self._found and self._is_alive and not self._is_told:
-            if not self._is_asked:
-                self._is_asked = True
+        """Return the next batch of blocks found at opening, oldest first, each block once.
+
+        Batches are small, so that an engine's step can process one. None if the next batch has not arrived, or if the
+        process has ended.
+        """
+        while not self._found and self._is_alive and not self._has_all_found:
+            if not self._is_recover_pending:
+                self._is_recover_pending = True
                 self._send(Recover())
             elif waits:
                 self._channel.wait(None)
@@ -149,26 +154,26 @@ class DiskClient:
                 break
         if self._found:
             return self._found.popleft()
-        return FoundBlocks(b"", b"", is_last=True) if self._is_told else None
+        return FoundBlocks(b"", b"", is_last=True) if self._has_all_found else None
 
     def submit(self, order: Read | Write) -> None:
-        """Send it. `poll` returns its result, as failed if the process has ended or ends before that."""
+        """Send an order. `poll` returns its result; it fails if the process has ended or ends before."""
         self._in_flight[order.ticket] = order
         self._send(order)
 
     def forget(self, disk_slots: Sequence[int]) -> None:
-        """Durable soon, in the order of submission with writes."""
+        """Delete blocks, durably soon, in order of submission with writes."""
         if disk_slots:
             self._send(Forget(disk_slots))
 
     def clear(self, tenant: bytes | None = None) -> None:
-        """Forget all blocks, or one tenant's, and every write that `poll` has not returned. Durable when it returns.
+        """Delete all blocks, or those of one tenant, and every write not yet returned by `poll`; durable on return.
 
-        Raises EnvironmentProblem if it is not: the tier is off then until it is, and tries again as long as it is open.
+        Raises EnvironmentProblem if that fails: the disk is then off, and retries until the clear succeeds.
         """
         self._unanswered_clears += 1
         self._found.clear()
-        self._is_told = True
+        self._has_all_found = True
         self._send(Clear(tenant))
         deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
         while self._unanswered_clears and self._is_alive and time.monotonic() < deadline_s:
@@ -176,20 +181,20 @@ class DiskClient:
             self._receive()
         self._results = [self._without(result, tenant) for result in self._results]
         if self._unanswered_clears and not self._is_alive:
-            self._clear_in_its_place(tenant)
+            self._clear_offline(tenant)
             return
         answered = None if self._unanswered_clears else self._cleared
-        problem = answered.problem if answered else (self._not_cleared(), None)
+        problem = answered.problem if answered else (self._clear_failure(), None)
         if problem is not None:
             raise EnvironmentProblem(problem[0], hint=problem[1])
 
-    def _clear_in_its_place(self, tenant: bytes | None) -> None:
-        """The child has ended, and with it its hold on the cache. Raises EnvironmentProblem."""
-        if not self._is_kept:
-            return  # it went with the child
+    def _clear_offline(self, tenant: bytes | None) -> None:
+        """Clear the index after the child has exited and released its lock. Raises EnvironmentProblem."""
+        if not self._is_persistent:
+            return  # the cache was deleted with the child
         lock = InstanceLock.take(self._path)
         if lock is None:
-            raise EnvironmentProblem(self._not_cleared(), hint=f"remove {self._path} before the next start")
+            raise EnvironmentProblem(self._clear_failure(), hint=f"remove {self._path} before the next start")
         try:
             index = BlockIndex.open(self._path / INDEX)
             try:
@@ -197,12 +202,12 @@ class DiskClient:
             finally:
                 index.close()
         except (OSError, sqlite3.Error) as error:
-            raise EnvironmentProblem(f"{self._not_cleared()}: {error}") from error
+            raise EnvironmentProblem(f"{self._clear_failure()}: {error}") from error
         finally:
             lock.release()
 
     def poll(self) -> list[DiskResult]:
-        """The tickets that have ended since the last call."""
+        """Return the tickets that have ended since the last call."""
         self._receive()
         for result in self._results:
             self._in_flight.pop(result.ticket, None)
@@ -210,7 +215,7 @@ class DiskClient:
         return results
 
     def close(self, timeout_s: float) -> None:
-        """Fail what has not begun, wait at most `timeout_s` for what runs, and end the process."""
+        """Fail what has not started, wait at most `timeout_s` for running I/O, and end the process."""
         self._send(Close(timeout_s))
         deadline_s = time.monotonic() + timeout_s + GRACE_S
         while self._is_alive and time.monotonic() < deadline_s:
@@ -219,13 +224,13 @@ class DiskClient:
         self._end()
 
     def wait_for_end(self) -> int:
-        """How the process has ended, as soon as it has; for a thread of its own."""
+        """Block until the process has exited; return its exit code. For a separate thread."""
         code = self._child.wait()
-        self._has_ended = True
+        self._has_exited = True
         return code
 
     def discard(self) -> None:
-        """Of a process that has ended."""
+        """Release the channel of a process that has exited."""
         self._channel.close()
         self._is_alive = False
 
@@ -242,7 +247,7 @@ class DiskClient:
                         return message
                     case Logged():
                         _log(message)
-        raise EnvironmentProblem(f"the process for disk I/O ended with {self._child.wait(GRACE_S)}")
+        raise EnvironmentProblem(f"the disk process exited with {self._child.wait(GRACE_S)}")
 
     def _take_over(self, opened: Opened) -> None:
         self.slot_count = opened.slot_count
@@ -251,13 +256,13 @@ class DiskClient:
         self._wear = WearMeter(opened.path)
 
     def _send(self, message: object) -> None:
-        """Where the child has ended, `_lose` has said so, and a ticket fails at once."""
+        """Send a message; if the child has exited, fail all tickets in flight."""
         if self._is_alive:
             try:
                 self._channel.send(message)
                 return
             except ChannelClosed:
-                self._lose()
+                self._handle_exit()
         self._fail_in_flight()
 
     def _receive(self, *, is_closing: bool = False) -> None:
@@ -270,9 +275,9 @@ class DiskClient:
                 case Cleared():
                     self._cleared = message
                     self._unanswered_clears -= 1
-                case Found() if not self._is_told:
-                    self._found.extend(message.blocks.parts(BLOCKS_AT_A_TIME))
-                    self._is_asked, self._is_told = False, message.blocks.is_last
+                case Found() if not self._has_all_found:
+                    self._found.extend(message.blocks.parts(FOUND_BATCH_BLOCKS))
+                    self._is_recover_pending, self._has_all_found = False, message.blocks.is_last
                 case Logged():
                     _log(message)
 
@@ -283,17 +288,17 @@ class DiskClient:
             self._channel.flush()
             return self._channel.receive()
         except ChannelClosed:
-            self._lose(is_expected=is_closing)
+            self._handle_exit(is_expected=is_closing)
             return []
 
-    def _lose(self, *, is_expected: bool = False) -> None:
-        """The child has ended; the kernel closes the channel when the last I/O of its threads is over."""
+    def _handle_exit(self, *, is_expected: bool = False) -> None:
+        """Handle the exit of the child. The kernel closes the channel only after the last I/O of its threads."""
         self._is_alive = False
         if is_expected:
             return
-        self._off_because = "the process for disk I/O has ended"
+        self._off_because = "the disk process has exited"
         self.counters = replace(self.counters, times_off=self.counters.times_off + 1)
-        log.error("the disk tier is off: its process %d has ended", self._child.pid)
+        log.error("the disk tier is off: its process %d has exited", self._child.pid)
         self._fail_in_flight()
 
     def _fail_in_flight(self) -> None:
@@ -303,30 +308,30 @@ class DiskClient:
                 self._results.append(DiskResult.failed(order, f"off: {self._off_because}"))
 
     def _without(self, result: DiskResult, tenant: bytes | None) -> DiskResult:
-        """A write that ended before it was cleared."""
+        """Mark the cleared blocks of a write whose result arrived before the clear."""
         order = self._in_flight[result.ticket]
         if not isinstance(order, Write):
             return result
         is_kept = [tenant is not None and owner != tenant for owner in order.tenants]
         return replace(result, is_good=tuple(good and kept for good, kept in zip(result.is_good, is_kept, strict=True)))
 
-    def _not_cleared(self) -> str:
-        why = f"not within {CLEAR_TIMEOUT_S:g} s" if self._is_alive else f"{self._off_because}"
+    def _clear_failure(self) -> str:
+        why = f"no answer in {CLEAR_TIMEOUT_S:g} s" if self._is_alive else f"{self._off_because}"
         return f"the disk cache is not cleared durably: {why}"
 
     def _end(self) -> None:
-        """Closes the channel, which ends a child that can still end."""
+        """Close the channel, which makes the child exit unless it is blocked in the kernel."""
         self._channel.close()
         self._is_alive = False
         try:
             self._child.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             self._child.kill()
-            log.warning("the process %d still waits for its disk: the cache stays locked", self._child.pid)
+            log.warning("disk process %d is blocked in I/O: the cache stays locked until it exits", self._child.pid)
 
 
 def _start(fd: int) -> subprocess.Popen[bytes]:
-    """In a session of its own: what a terminal sends to the engine's group is the engine's to act on."""
+    """Start the child in its own session, so that signals of the terminal reach only the engine."""
     paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
     try:
         return subprocess.Popen(
@@ -338,7 +343,7 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
             start_new_session=True,
         )
     except OSError as error:
-        raise EnvironmentProblem(f"no process for disk I/O can be started: {error.strerror}") from error
+        raise EnvironmentProblem(f"cannot start a disk process: {error.strerror}") from error
 
 
 def _log(message: Logged) -> None:
@@ -349,7 +354,7 @@ _OPEN: weakref.WeakSet[DiskClient] = weakref.WeakSet()
 
 
 def _close_in_forked_child() -> None:
-    """It would keep the channel open after the leader's end."""
+    """Close the channels in a forked child: it would keep them open after the leader's exit."""
     for process in _OPEN:
         process._channel.close()
 

@@ -1,10 +1,10 @@
-"""DiskChannel: between the leader and the process that does its disk I/O, and the messages that travel there.
+"""DiskChannel: the socket between the leader and its disk process, and the messages on it.
 
     leader ──▶ Open, Recover, Read, Write, Forget, Clear, Close ──▶ child
     leader ◀── SpaceTaken, Problem, Opened, Found, Status, Cleared, Logged ◀── child
 
-Neither `send` nor `receive` waits, so that an engine's step never does: what the socket does not take now is kept and
-sent by the next call. Messages are pickled; both ends are the same program, and nobody else has the socket.
+`send` and `receive` never block, so that an engine's step never does: what the socket does not accept is buffered and
+sent by a later call. Messages are pickled; both ends are the same program, and no other process has the socket.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUFFER_BYTES = 4 << 20
 
 
 class Open(NamedTuple):
-    """The first message. `cores` are those that the disk's threads may use; `instance`: this one or a new one."""
+    """The first message. `cores`: allowed for the disk's threads. `instance`: this one or a new one."""
 
     settings: DiskSettings
     namespace: Namespace
@@ -40,7 +40,7 @@ class Open(NamedTuple):
 
 
 class Recover(NamedTuple):
-    """Tell the next of the blocks that were there."""
+    """Request the next batch of blocks found at opening."""
 
 
 class Clear(NamedTuple):
@@ -52,14 +52,14 @@ class Close(NamedTuple):
 
 
 class SpaceTaken(NamedTuple):
-    """Bytes of the arena that have been taken."""
+    """Allocated bytes of the arena."""
 
     done: int
     total: int
 
 
 class Problem(NamedTuple):
-    """The disk cannot be opened."""
+    """The disk could not be opened."""
 
     message: str
     hint: str | None
@@ -72,13 +72,13 @@ class Opened(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What `Recover` asked for."""
+    """The answer to `Recover`."""
 
     blocks: FoundBlocks
 
 
 class Status(NamedTuple):
-    """What has ended, and how the disk is."""
+    """Tickets that have ended, and the state of the disk."""
 
     results: Sequence[DiskResult]
     off_because: str | None
@@ -96,11 +96,11 @@ class Logged(NamedTuple):
 
 
 class ChannelClosed(Exception):
-    """The other process has ended."""
+    """The other process has exited."""
 
 
 class DiskChannel:
-    """One end. One thread uses it."""
+    """One end of the channel. One thread uses it."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -119,7 +119,7 @@ class DiskChannel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what was kept. Raises ChannelClosed."""
+        """Send buffered bytes. Raises ChannelClosed."""
         try:
             while self._outgoing:
                 del self._outgoing[: self._socket.send(self._outgoing)]
@@ -132,7 +132,7 @@ class DiskChannel:
         return bool(self._outgoing)
 
     def receive(self) -> list[object]:
-        """All whole messages that have come. Raises ChannelClosed when none is left and none will come."""
+        """Return all complete messages. Raises ChannelClosed when none is left and the channel is closed."""
         is_over = False
         try:
             while received := self._socket.recv(RECEIVE_BYTES):
@@ -148,7 +148,7 @@ class DiskChannel:
         return messages
 
     def wait(self, timeout_s: float | None, *, or_readable: Sequence[int] = ()) -> None:
-        """Until something comes, also at one of these descriptors; meanwhile what was kept is sent."""
+        """Wait until the channel or one of these descriptors is readable; meanwhile send buffered bytes."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())

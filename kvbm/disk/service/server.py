@@ -1,10 +1,9 @@
-"""The process that does a leader's disk I/O: it maps the ranks' segments, owns a DiskTier, and obeys its channel.
+"""Disk process: maps the segments of the ranks, owns a DiskStorage, and executes the orders of one leader.
 
-    python -m kvbm.disk.service.server FD        FD is one end of a pair of sockets
+    python -m kvbm.disk.service.server FD        FD is one end of a socket pair
 
-It has an interpreter of its own, so that its threads never wait for the engine's lock nor the engine for theirs. It
-ends with its leader, however that ends: when the channel closes, and where it does not look at that, when its parent is
-another one. Nothing needs to be tidied up then: the disk's format is made for it.
+It has its own interpreter, so that its threads and the engine never wait for each other's GIL. It exits with its
+leader: when the channel closes, or when its parent process changes. The disk format is crash-safe without cleanup.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 
-BUSY_INTERVAL_S = 0.1  # between two looks at whether something in flight hangs
+BUSY_INTERVAL_S = 0.1  # between checks for I/O that hangs
 IDLE_INTERVAL_S = 0.5
 PARENT_INTERVAL_S = 0.5
-REMOVED = 3  # the code it ends with when its files have been removed: nothing it does could be found again
+REMOVED = 3  # exit code when its files were deleted: no block that it writes could be found again
 
 
 class _Log(logging.Handler):
-    """Keeps what is logged, by any thread, until it is sent."""
+    """Collects log records of all threads until they are sent."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -58,34 +57,36 @@ class _Log(logging.Handler):
 
 
 class _Child:
-    """Serves one leader."""
+    """Serves one leader. `_in_flight_count` orders have no result yet."""
 
     def __init__(self, channel: DiskChannel, storage: DiskStorage, log: _Log) -> None:
         self._channel = channel
         self._storage = storage
         self._log = log
         self._in_flight_count = 0
-        self._told_off_because = storage.off_because
-        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        storage.on_result = partial(os.eventfd_write, self._news, 1)
+        self._reported_off_because = storage.off_because
+        self._result_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        storage.on_result = partial(os.eventfd_write, self._result_event, 1)
 
     def serve(self) -> None:
-        """Until the leader closes it. Raises ChannelClosed if it does not."""
+        """Run until the leader sends Close. Raises ChannelClosed if the leader exits without."""
         while True:
-            self._channel.wait(BUSY_INTERVAL_S if self._in_flight_count else IDLE_INTERVAL_S, or_readable=(self._news,))
+            self._channel.wait(
+                BUSY_INTERVAL_S if self._in_flight_count else IDLE_INTERVAL_S, or_readable=(self._result_event,)
+            )
             with suppress(BlockingIOError):
-                os.eventfd_read(self._news)
+                os.eventfd_read(self._result_event)
             for message in self._channel.receive():
                 if isinstance(message, Close):
                     self._storage.close(message.timeout_s)
                     return
-                self._obey(message)
-            self._tell(self._storage.poll())
+                self._handle(message)
+            self._report(self._storage.poll())
             if self._storage.is_removed:
                 _send_all(self._channel)
                 os._exit(REMOVED)
 
-    def _obey(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         match message:
             case Read() | Write():
                 self._in_flight_count += 1
@@ -103,30 +104,30 @@ class _Child:
             self._storage.clear(tenant)
         except EnvironmentProblem as error:
             problem = error.message, error.hint
-        self._tell([])
+        self._report([])
         self._channel.send(Cleared(problem))
 
-    def _tell(self, results: list[DiskResult]) -> None:
+    def _report(self, results: list[DiskResult]) -> None:
         self._in_flight_count -= len(results)
         off_because = self._storage.off_because
-        if results or off_because != self._told_off_because:
-            self._told_off_because = off_because
+        if results or off_because != self._reported_off_because:
+            self._reported_off_because = off_because
             self._channel.send(Status(results, off_because, self._storage.counters))
         while self._log.kept:
             self._channel.send(self._log.kept.popleft())
 
 
 def main() -> int:
-    """0 when the leader closed it, 1 when it could not open, and an end in the middle when the leader is gone."""
+    """Return 0 after Close, 1 if the disk could not be opened. If the leader exits, the process exits at once."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the leader may still have blocks to write, and says when that is over
+        signal.signal(number, signal.SIG_IGN)  # the leader may still write blocks, and then sends Close
     log = _Log()
     logging.getLogger("kvbm").addHandler(log)
     logging.getLogger("kvbm").setLevel(logging.INFO)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
     channel = DiskChannel(socket.socket(fileno=int(sys.argv[1])))
     try:
-        order = _first(channel)
+        order = _receive_open(channel)
         os.sched_setaffinity(0, order.cores)
         try:
             region = Region.map(order.segments)
@@ -151,7 +152,7 @@ def main() -> int:
     return 0
 
 
-def _first(channel: DiskChannel) -> Open:
+def _receive_open(channel: DiskChannel) -> Open:
     while True:
         channel.wait(None)
         for message in channel.receive():
@@ -164,8 +165,8 @@ def _send_all(channel: DiskChannel) -> None:
         channel.wait(IDLE_INTERVAL_S)
 
 
-def _end_with(parent: int) -> None:
-    """Also while a call of the tier takes long, and where another process has the leader's end of the channel."""
+def _exit_with(parent: int) -> None:
+    """Exit with the leader, also during a long call and if another process holds the leader's end of the channel."""
     while os.getppid() == parent:
         time.sleep(PARENT_INTERVAL_S)
     os._exit(0)

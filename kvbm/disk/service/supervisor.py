@@ -1,14 +1,15 @@
-"""LastingDisk: a DiskProcess, and another one in its place when it has ended.
+"""DiskSupervisor: a DiskClient that is restarted when its process exits.
 
-A thread waits for the process, so that no zombie stays and the end is told also while the engine rests. It pauses,
-longer after each process that did not last, and opens the next one, which finds what the last one had committed. The
-leader never waits for that:
+A thread waits for the process, so that no zombie remains and the exit is noticed while the engine is idle. It then
+pauses, longer after each short-lived process, and opens the next one, which recovers what the last one had committed.
+The leader never waits for this:
 
-    process ends        its tickets have failed, `losses` grows, nothing is on
-    next one is open    `poll` puts it in its place, and `recovered` tells what it has found
+    process exits          its tickets fail, `losses` increases, `is_on` is False
+    next process is open   `poll` switches to it, and `recovered` returns its blocks
 
-The next one takes the same instance, whose lock went with the process, or makes a new one: never another that is there,
-which may hold blocks from before a `clear`. A clear that was not durable is made up for before anything is served.
+The next process opens the same instance, whose lock the exit has released, or creates a new one. It never takes over
+another existing instance, which may hold blocks from before a `clear`. A clear that was not durable is repeated before
+any block is served.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
     from kvbm.types import SegmentInfo
 
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 60.0  # also how long a process must last for the next pause to be the first one again
+LONGEST_PAUSE_S = 60.0  # also the lifetime of a process that resets the pause
 JOIN_S = 2.0
 
 log = logging.getLogger(__name__)
 
 
 class DiskSupervisor:
-    """See the module's text. One thread uses it, the leader's."""
+    """A disk process and its successors. Only the leader's thread uses it."""
 
     def __init__(self, process: DiskClient, open_next: Callable[[Path], DiskClient]) -> None:
-        """*Consumes* the process. `open_next(path)` opens another, in the instance at `path` if that can be had."""
+        """*Consumes* the process. `open_next(path)` opens another, in the instance at `path` if that is available."""
         self.slot_count = process.slot_count
         self.home = process.home
         self.losses = 0
@@ -51,16 +52,16 @@ class DiskSupervisor:
         self._open_next = open_next
         self._process = process
         self._is_lost = False
-        self._before: DiskCounters | None = None  # of the processes before this one
+        self._earlier_counters: DiskCounters | None = None  # sum of the earlier processes
         self._is_closing = threading.Event()
-        # Owned by whoever holds the lock; the thread does while it opens.
+        # Owned by the holder of the lock. The thread holds it while it opens a process.
         self._lock = threading.Lock()
         self._next: DiskClient | None = None
-        self._owes_clear = False
+        self._has_pending_clear = False
         # Owned by the thread.
         self._path = process.path
-        self._told = ""
-        self._thread = threading.Thread(target=self._keep, args=(process,), name="kvbm-disk-keeper", daemon=True)
+        self._last_error = ""
+        self._thread = threading.Thread(target=self._supervise, args=(process,), name="kvbm-disk-keeper", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -73,14 +74,14 @@ class DiskSupervisor:
         hash_bytes: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> DiskSupervisor:
-        """As DiskProcess.open, of which later ones are opened too. Raises EnvironmentProblem."""
+        """Open the first process, as DiskClient.open; later ones use the same arguments. Raises EnvironmentProblem."""
         open_one = partial(DiskClient.open, settings, namespace, segments, hash_bytes=hash_bytes)
         first = open_one(progress=progress)
         device = _device_of(settings.directory)
 
         def open_next(path: Path) -> DiskClient:
             if _device_of(settings.directory) != device:
-                raise EnvironmentProblem(f"{settings.directory} is on another file system than it was")
+                raise EnvironmentProblem(f"{settings.directory} is on another file system than at the start")
             return open_one(instance=path if settings.persist else None)
 
         return cls(first, open_next)
@@ -99,12 +100,12 @@ class DiskSupervisor:
 
     @property
     def counters(self) -> DiskCounters:
-        """Of all processes together."""
+        """The sum of all processes."""
         counters = self._process.counters
-        return counters if self._before is None else self._before.plus(counters)
+        return counters if self._earlier_counters is None else self._earlier_counters.plus(counters)
 
     def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
-        """The next of what the process found when it was opened, each once; None while there is none."""
+        """Return the next batch of blocks that the process found at opening; None while there is none."""
         return None if self._is_lost else self._process.recovered(waits=waits)
 
     def submit(self, order: Read | Write) -> None:
@@ -117,7 +118,7 @@ class DiskSupervisor:
         return self._process.wear()
 
     def poll(self) -> list[DiskResult]:
-        """The tickets that have ended: all of them when `losses` has grown."""
+        """Return the tickets that have ended. When `losses` increases, all tickets have."""
         if self._is_lost:
             self._take_next()
         results = self._process.poll()
@@ -127,23 +128,25 @@ class DiskSupervisor:
         return results
 
     def clear(self) -> None:
-        """Forget all blocks, durably when it returns. Raises EnvironmentProblem if that cannot be: then no block is
-        served until it is, by no process."""
-        self._owes_clear = True
+        """Delete all blocks, durably on return.
+
+        Raises EnvironmentProblem if that fails: no process then serves a block until the clear has succeeded.
+        """
+        self._has_pending_clear = True
         if not self._lock.acquire(timeout=CLEAR_TIMEOUT_S):
             raise EnvironmentProblem(
-                f"the disk cache is not cleared durably: its next process did not open within {CLEAR_TIMEOUT_S:g} s"
+                f"the disk cache is not cleared durably: the next disk process did not open in {CLEAR_TIMEOUT_S:g} s"
             )
         try:
             (self._next or self._process).clear()
-            self._owes_clear = False
+            self._has_pending_clear = False
         finally:
             self._lock.release()
 
     def close(self, timeout_s: float) -> None:
         self._is_closing.set()
         self._process.close(timeout_s)
-        if self._lock.acquire(timeout=timeout_s):  # else the thread closes what it is opening
+        if self._lock.acquire(timeout=timeout_s):  # otherwise the thread closes what it is opening
             try:
                 if self._next is not None:
                     self._next.close(timeout_s)
@@ -155,7 +158,7 @@ class DiskSupervisor:
         if self._next is None or not self._lock.acquire(blocking=False):
             return
         try:
-            self._before = self.counters
+            self._earlier_counters = self.counters
             self._process.discard()
             self._process, self._next = self._next, None
             self._is_lost = False
@@ -165,7 +168,7 @@ class DiskSupervisor:
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
-    def _keep(self, process: DiskClient) -> None:
+    def _supervise(self, process: DiskClient) -> None:
         pause_s = FIRST_PAUSE_S / 2
         while True:
             began_s = time.monotonic()
@@ -174,7 +177,7 @@ class DiskSupervisor:
                 return
             has_lasted = time.monotonic() - began_s >= LONGEST_PAUSE_S
             pause_s = FIRST_PAUSE_S if has_lasted else _longer(pause_s)
-            log.warning("the disk tier's process %d %s; the next one in %g s", process.pid, how, pause_s)
+            log.warning("disk process %d %s; restarting in %g s", process.pid, how, pause_s)
             while not self._is_closing.wait(pause_s):
                 if (opened := self._open()) is not None:
                     process = opened
@@ -184,7 +187,7 @@ class DiskSupervisor:
                 return
 
     def _open(self) -> DiskClient | None:
-        """The next process, which is handed to the leader's thread."""
+        """Open the next process and hand it to the leader's thread."""
         with self._lock:
             try:
                 opened = self._open_next(self._path)
@@ -194,22 +197,22 @@ class DiskSupervisor:
                     opened.close(0)
                     raise
             except (EnvironmentProblem, OSError) as error:
-                if str(error) != self._told:
-                    self._told = str(error)
+                if str(error) != self._last_error:
+                    self._last_error = str(error)
                     log.warning("the disk tier stays off: %s", error)
                 return None
-            if self._next is not None:  # nobody has seen it
+            if self._next is not None:  # it exited before `poll` took it
                 self._next.discard()
-            self._path, self._told, self._owes_clear = opened.path, "", False
+            self._path, self._last_error, self._has_pending_clear = opened.path, "", False
             self._next = opened
             return opened
 
     def _require_fit(self, opened: DiskClient) -> None:
         if self._is_closing.is_set():
-            raise EnvironmentProblem("it is closed")
+            raise EnvironmentProblem("closed")
         if opened.slot_count != self.slot_count:
-            raise EnvironmentProblem(f"{opened.path} has {opened.slot_count} slots, and not {self.slot_count}")
-        if self._owes_clear:
+            raise EnvironmentProblem(f"{opened.path} has {opened.slot_count} slots, not {self.slot_count}")
+        if self._has_pending_clear:
             opened.clear()
 
 
@@ -218,14 +221,14 @@ def _longer(pause_s: float) -> float:
 
 
 def _how_it_ended(code: int) -> str:
-    return f"was ended by signal {-code}" if code < 0 else f"has ended with {code}"
+    return f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
 
 
 def _device_of(directory: Path) -> int:
-    """Of the file system that holds it, or would, if it was made again."""
+    """Return the device of the file system of `directory`, or of its nearest existing parent."""
     for path in (directory, *directory.parents):
         try:
             return os.stat(path).st_dev
         except (FileNotFoundError, NotADirectoryError):
             continue
-    raise EnvironmentProblem(f"{directory} has no file system")
+    raise EnvironmentProblem(f"no file system at {directory}")
