@@ -10,15 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from kvbm.config.values import (
-    Count,
-    EnvironmentValue,
-    FlagValue,
-    Length,
-    Names,
-    Section,
-    VariableName,
-)
+from kvbm.config.values import Count, EnvironmentValue, FlagValue, Length, Names, Section, VariableName
 
 ENGINE_KINDS = ("embedded", "vllm")
 MIN_SHUTDOWN_TIMEOUT_S, MAX_SHUTDOWN_TIMEOUT_S = 5, 25  # at 0 vLLM kills its scheduler; kvbm waits 30 s
@@ -76,8 +68,7 @@ class VllmArguments(Section):
         description="Maximum length of a request in tokens, prompt and output; `32k` is 32000, `32K` is 32768.",
     )
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = Field(
-        default=None,
-        description="Data type of weights and KV cache; by default that of the model's configuration.",
+        default=None, description="Data type of weights and KV cache; by default that of the model's configuration."
     )
     kv_cache_dtype: str | None = Field(
         default=None,
