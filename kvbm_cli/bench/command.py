@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
+from kvbm.errors import KvbmError, ProfileError, UsageError
 from kvbm_cli.bench.comparison import AGAINST_BASELINE, BASELINE, Comparison
 
 if TYPE_CHECKING:
@@ -43,12 +43,13 @@ def bench(
 
     resolved = resolve(reference, overrides)
     other = None if compare == BASELINE else _profile_to_compare(compare)
-    for profile in (resolved, other) if other else (resolved,):
+    profiles = [resolved, *([other] if other else [])]
+    for profile in profiles:
         _require_one_engine(profile)
     if other:
         _require_comparable(resolved, other)
     chosen = load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
-    for profile in (resolved, other) if other else (resolved,):
+    for profile in profiles:
         require_engine(profile, force=False)
         make_model(profile.profile, say=print_note)
     return measure(resolved, chosen, other=other, output=output, as_json=as_json)
@@ -109,7 +110,7 @@ def measure(
 
     from kvbm_cli.bench.arms import ProfileEngines
     from kvbm_cli.bench.experiment import run_experiment
-    from kvbm_cli.bench.output_directory import OutputDirectory
+    from kvbm_cli.bench.output_directory import OutputDirectory, cannot_write
     from kvbm_cli.bench.progress import BenchProgress
     from kvbm_cli.bench.report import WIDTH, show
     from kvbm_cli.bench.summary import interrupted_summary, summarise
@@ -135,15 +136,13 @@ def measure(
         directory.write_json("summary.json", interrupted_summary("interrupted", surroundings))
         print(f"interrupted; {directory.path} holds an incomplete run, marked as such", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
-    except KvbmError as error:
+    except (KvbmError, OSError) as error:
+        problem = error if isinstance(error, KvbmError) else cannot_write(directory.path, error)
         with contextlib.suppress(OSError):
-            directory.write_json("summary.json", interrupted_summary(error.message, surroundings))
-        raise
-    except OSError as error:
-        reason = f"cannot write to {directory.path}: {(error.strerror or str(error)).lower()}"
-        with contextlib.suppress(OSError):
-            directory.write_json("summary.json", interrupted_summary(reason, surroundings))
-        raise EnvironmentProblem(reason) from None
+            directory.write_json("summary.json", interrupted_summary(problem.message, surroundings))
+        if problem is error:
+            raise
+        raise problem from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
