@@ -6,7 +6,7 @@ With --quick, checks that have not started after QUICK_WORK_S are skipped (check
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ def doctor(
     with ProgressDisplay("checking", delay_s=PROGRESS_AFTER_S) as progress:
         runner = CheckRunner(progress, as_json=as_json, format_remedy=_remedy_format(resolved, configured_tiers))
         with runner.at_most(QUICK_WORK_S if is_quick else None):
-            runner.group("environment", _each(environment.or_all_valid([*found, *mistakes], len(variables))))
+            runner.group("environment", iter(environment.or_all_valid([*found, *mistakes], len(variables))))
             sizing, unsized = runner.in_time(partial(_size, resolved)) or (None, [skipped("size", TIME_IS_UP)])
             place = _directory(configured_tiers, directory)
             context = DoctorContext(
@@ -69,7 +69,7 @@ def doctor(
             )
             settings = runner.group("disk", disk.checks(context), about=_shown(context.directory))
             runner.group("memory", memory.checks(context))
-            runner.group("tiers", _each([*unsized, *tiers.checks(context)]))
+            runner.group("tiers", iter([*unsized, *tiers.checks(context)]))
             runner.group("ports", ports.checks(context))
             runner.group("self test", self_test.checks(context, settings))
             runner.group("engine", engine.checks(context))
@@ -145,10 +145,6 @@ def _size(resolved: ResolvedProfile | None) -> tuple[Sizing | None, list[Check]]
 def _remedy_format(resolved: ResolvedProfile | None, tiers: Tiers | None) -> Callable[[str], str]:
     """Returns how remedies are formatted: as variables if only variables configure the tiers, else as profile keys."""
     return with_variables if resolved is None and tiers is not None else str
-
-
-def _each(found: Sequence[Check] | Iterator[Check]) -> Generator[Check, None, None]:
-    yield from found
 
 
 def _write(

@@ -91,9 +91,7 @@ def _device(context: DoctorContext) -> str:
     """Returns the device of G1: `cuda` if there is a driver and the profile does not choose the CPU."""
     from kvbm_cli.engine.engines import runs_on_cpu
 
-    if not (context.machine.devices / "nvidiactl").exists():
-        return "cpu"
-    if context.resolved is None:
+    if context.resolved is None or not (context.machine.devices / "nvidiactl").exists():
         return "cpu"
     engine = context.resolved.profile.engine
     if engine.kind == "embedded":
