@@ -396,9 +396,9 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code. Prints failures; raises them only with --debug."""
     if COMPLETION_VARIABLE in os.environ:
-        from kvbm_cli.completion import prepare
+        from kvbm_cli.terminal.completion_shells import answer_shells
 
-        prepare()
+        answer_shells()
     try:
         result = typer.main.get_command(app).main(args=list(arguments), prog_name="kvbm", standalone_mode=False)
         sys.stdout.flush()
