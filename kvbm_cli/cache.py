@@ -15,15 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvbm.config.schema import DiskTierSection
+from kvbm.config.sizes import format_size
+from kvbm.disk.clear import clear_tenant
+from kvbm.disk.directory import SUPERBLOCK, CacheFacts, InstanceLock, directory_around, remove_instance
+from kvbm.disk.directory import list_caches as found_in
+from kvbm.disk.superblock import OtherFormat, read_superblock
+from kvbm.disk.verify import Verified, drop, holder, verify
 from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.hashing import tenant
+from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system.filesystem import write_atomically
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
-
-if TYPE_CHECKING:
-    from kvbm.disk.directory import CacheFacts, InstanceLock
-    from kvbm.disk.verify import Verified
 
 FORMATS = ("json", "csv")
 NOTE_INTERVAL_S = 2.0
@@ -145,8 +149,6 @@ def export_stats(directory: Path | None, profile: str | None, *, form: str, outp
 
 def _place(directory: Path | None, profile: str | None) -> Path:
     """Returns `--dir`, the directory of the profile, or the default directory."""
-    from kvbm.config.schema import DiskTierSection
-
     if directory is not None:
         if profile is not None:
             raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
@@ -156,8 +158,6 @@ def _place(directory: Path | None, profile: str | None) -> Path:
         return directory
     if profile is None:
         return Path(DiskTierSection.model_fields["directory"].default).expanduser()
-    from kvbm_cli.profile.resolve import resolve
-
     disk = resolve(profile).profile.tiers.disk
     if disk is None:
         raise UsageError(f"profile `{profile}` has no disk tier", hint="name the directory with `--dir DIR`")
@@ -166,8 +166,6 @@ def _place(directory: Path | None, profile: str | None) -> Path:
 
 def _require_outside(place: Path) -> None:
     """UsageError for a path inside a cache directory, where no cache would be found."""
-    from kvbm.disk.directory import directory_around
-
     around = directory_around(place)
     if around is not None:
         models = {str(cache.facts.get("model")) for cache in _caches(around) if cache.path.is_relative_to(place)}
@@ -177,14 +175,10 @@ def _require_outside(place: Path) -> None:
 
 def _caches(place: Path) -> list[CacheFacts]:
     """Returns the caches, the most recently used first."""
-    from kvbm.disk.directory import list_caches as found_in
-
     return found_in(place) if place.exists() else []
 
 
 def _stats(cache: CacheFacts) -> CacheStats:
-    from kvbm.disk.verify import holder
-
     superblock = cache.superblock
     block_bytes = superblock.payload_bytes if superblock else None
     model = cache.facts.get("model")
@@ -232,8 +226,6 @@ def _as_csv(caches: Sequence[CacheStats]) -> str:
 
 
 def _verify(cache: CacheFacts) -> VerifyResult:
-    from kvbm.disk.directory import InstanceLock
-
     name = cache.path.name
     if cache.problem is not None:
         return _verify_result(cache, None, problem=cache.problem)
@@ -253,8 +245,6 @@ def _verify(cache: CacheFacts) -> VerifyResult:
 
 def _read_all(cache: CacheFacts, *, may_drop: bool) -> VerifyResult:
     """Raises OSError, EnvironmentProblem or sqlite3.Error."""
-    from kvbm.disk.verify import drop, verify
-
     assert cache.superblock is not None, f"{cache.path} has neither a superblock nor a problem"
     found = verify(cache.path, cache.superblock, progress=_ReadProgress(cache.path.name))
     if found.bad and may_drop:
@@ -303,9 +293,6 @@ class _ReadProgress:
 
 def _is_of_this_format(cache: CacheFacts) -> bool:
     """False, with a note, for a cache of another format version, which is not touched."""
-    from kvbm.disk.directory import SUPERBLOCK
-    from kvbm.disk.superblock import OtherFormat, read_superblock
-
     try:
         read_superblock(cache.path / SUPERBLOCK)
     except OtherFormat as error:
@@ -348,8 +335,6 @@ def _is_confirmed(question: str) -> bool:
 @contextmanager
 def _all_locked(caches: Sequence[CacheFacts]) -> Iterator[list[InstanceLock]]:
     """Locks all caches, so that nothing is removed if one of them is in use."""
-    from kvbm.disk.directory import InstanceLock
-
     with ExitStack() as stack:
         locks = []
         for cache in caches:
@@ -362,16 +347,11 @@ def _all_locked(caches: Sequence[CacheFacts]) -> Iterator[list[InstanceLock]]:
 
 
 def _remove(locks: Sequence[InstanceLock]) -> None:
-    from kvbm.disk.directory import remove_instance
-
     for lock in locks:
         remove_instance(lock)
 
 
 def _clear_tenant(cache: CacheFacts, salt: str) -> int:
-    from kvbm.disk.clear import clear_tenant
-    from kvbm.hashing import tenant
-
     assert cache.superblock is not None, f"{cache.path} has neither a superblock nor a problem"
     try:
         return clear_tenant(cache.path, cache.superblock, tenant(salt))
@@ -392,8 +372,6 @@ def _user(pid: int | None) -> str:
 
 
 def _size(byte_count: int | None) -> str:
-    from kvbm.config.sizes import format_size
-
     return "-" if byte_count is None else format_size(byte_count)
 
 

@@ -22,6 +22,7 @@ from kvbm_cli.doctor.disk_probe import IN_MEMORY, DiskReport, RecommendedSetting
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
 from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
+from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.system.filesystem import nearest_existing
 
 Found = Generator[Check, None, RecommendedSettings | None]
@@ -214,8 +215,6 @@ def _quotas_and_limits(context: DoctorContext, report: DiskReport, needed: int |
 
 
 def _engine_count(context: DoctorContext) -> int:
-    from kvbm_cli.engine.engines import copy_count
-
     return 1 if context.resolved is None else copy_count(context.resolved.profile)
 
 

@@ -11,14 +11,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.config.document import Document, Source, entry_at, read_file
+from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.variables import other_variables
 from kvbm.errors import InvariantError, KvbmError, UsageError
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.text import scalar
 from kvbm_cli.system.filesystem import write_new
 
 if TYPE_CHECKING:
-    from kvbm.config.document import Document, Source
-    from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import Profile
 
 SECTION = "tiers.disk"
@@ -66,9 +67,6 @@ def _from_elsewhere(resolved: ResolvedProfile) -> dict[str, Value]:
 
 def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
     """Loads a file with `keys` as options and without DYN_KVBM_* variables."""
-    from kvbm.config.load import load
-    from kvbm.config.variables import other_variables
-
     options = {key: (key, value if isinstance(value, str) else scalar(value)) for key, value in keys.items()}
     places = [profiles_directory()]
     return load(_as_path(path), directories=places, variables=other_variables(os.environ), options=options).profile
@@ -94,8 +92,6 @@ def _extending(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> str:
 
 def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
     """Returns the text of the file with the keys set, None if it has no section for them."""
-    from kvbm.config.document import entry_at, read_file
-
     document = read_file(path, noun="profile")
     section = entry_at(document, SECTION.split("."))
     if section is None or not section.section:

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.config.engine import EmbeddedArguments, VllmArguments
 from kvbm.errors import EnvironmentProblem
+from kvbm.sizing.vllm import block_tokens as block_tokens_of_vllm
+from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, VllmInstallation, is_known, shown
 from kvbm_cli import make_model as models
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX
 from kvbm_cli.engine.python_probe import find_vllm
@@ -19,7 +22,6 @@ from kvbm_cli.engine.python_probe import find_vllm
 if TYPE_CHECKING:
     from kvbm.config.launch_plan import LaunchPlan
     from kvbm.config.schema import Profile
-    from kvbm.vllm_integration.versions import VllmInstallation
 
 
 def launch_plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
@@ -122,8 +124,6 @@ def vllm_of(profile: Profile) -> VllmInstallation | None:
 
 def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
     """Returns why vLLM in the profile's interpreter is not usable or not tested, None if it is."""
-    from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, is_known, shown
-
     python = profile.engine.python or sys.executable
     try:
         found = find_vllm(python)
@@ -148,8 +148,6 @@ def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
 
 def has_prefix_caching(profile: Profile) -> bool:
     """Whether the engine reuses blocks of earlier prompts in G1."""
-    from kvbm.config.engine import EmbeddedArguments
-
     arguments = profile.engine.arguments
     if isinstance(arguments, EmbeddedArguments):
         return arguments.prefix_caching
@@ -158,9 +156,6 @@ def has_prefix_caching(profile: Profile) -> bool:
 
 def block_tokens(profile: Profile) -> int:
     """Returns the tokens per block. vLLM's default depends on the platform of its build."""
-    from kvbm.config.engine import EmbeddedArguments
-    from kvbm.sizing.vllm import block_tokens as block_tokens_of_vllm
-
     arguments = profile.engine.arguments
     if isinstance(arguments, EmbeddedArguments):
         return arguments.block_size
@@ -182,8 +177,6 @@ def runs_on_cpu(profile: Profile) -> bool:
 
 def copy_count(profile: Profile) -> int:
     """Returns how many engines with their own tiers the profile starts."""
-    from kvbm.config.engine import VllmArguments
-
     arguments = profile.engine.arguments
     copies = (arguments.data_parallel_size or 1) if isinstance(arguments, VllmArguments) else 1
     return copies * max(profile.disaggregated.prefill, 1)
@@ -191,8 +184,6 @@ def copy_count(profile: Profile) -> int:
 
 def with_device_blocks(profile: Profile, block_count: int) -> Profile:
     """Returns the profile with prefix caching enabled and at least `block_count` blocks in G1."""
-    from kvbm.config.engine import EmbeddedArguments
-
     arguments = profile.engine.arguments
     changed: dict[str, object]
     if isinstance(arguments, EmbeddedArguments):

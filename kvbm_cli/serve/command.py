@@ -20,6 +20,7 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.disaggregated.engines import log_of
+from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports, plan, require_nixl
 from kvbm_cli.engine.engines import copy_count, how_to_make_model, launch_plan, make_model, versions
 from kvbm_cli.engine.process import STOP_TIMEOUT_S, additions, choose_port
 from kvbm_cli.profile.preflight import (
@@ -32,8 +33,10 @@ from kvbm_cli.profile.preflight import (
 )
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import as_data, block_line, tier_table
-from kvbm_cli.runs.run_directory import RunDirectory, Runs
+from kvbm_cli.runs.run_directory import EngineRun, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunFacts
+from kvbm_cli.serve.background import Background
+from kvbm_cli.serve.launcher import launch
 from kvbm_cli.serve.reservations import living_runs, require_memory, require_port, taken_ports
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import print_data, print_json, print_note
@@ -44,8 +47,6 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import Profile
     from kvbm.sizing import SizeUnknown, Sizing
-    from kvbm_cli.disaggregated.plan import DisaggregatedPlan
-    from kvbm_cli.runs.run_directory import EngineRun
 
 
 def serve(
@@ -60,10 +61,6 @@ def serve(
     log: Path | None,
 ) -> int:
     """Runs the engine of a profile and returns its exit code; with `detach`, returns 0 when it is ready."""
-    from kvbm_cli.disaggregated.plan import require_nixl
-    from kvbm_cli.serve.background import Background
-    from kvbm_cli.serve.launcher import launch
-
     if detach and dry_run:
         raise UsageError("`--dry-run` and `--detach` cannot be combined", hint="omit one of them")
     if log is not None:
@@ -178,8 +175,6 @@ def _describe(
 
 def _plan(profile: Profile, port: int, living: Sequence[EngineRun] = ()) -> LaunchPlan | DisaggregatedPlan:
     if profile.disaggregated.is_enabled:
-        from kvbm_cli.disaggregated.plan import free_ports, plan
-
         taken = {port, *taken_ports(living)}
         return plan(profile, port=port, ports=(free for free in free_ports() if free not in taken))
     return launch_plan(profile, connector=True, port=port)
