@@ -22,7 +22,7 @@ from kvbm.disk.clear import clear_tenant
 from kvbm.disk.directory import SUPERBLOCK, CacheFacts, InstanceLock, directory_around, remove_instance
 from kvbm.disk.directory import list_caches as found_in
 from kvbm.disk.superblock import OtherFormat, read_superblock
-from kvbm.disk.verify import Verified, drop, holder, verify
+from kvbm.disk.verify import drop, holder, verify
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm.hashing import tenant
 from kvbm_cli.profile.resolve import resolve
@@ -64,11 +64,11 @@ class VerifyResult:
 
     cache: str
     path: str
-    good: int
-    bad: int
-    dropped: int
-    replaced: int
-    problem: str | None
+    good: int = 0
+    bad: int = 0
+    dropped: int = 0
+    replaced: int = 0
+    problem: str | None = None
 
     @property
     def is_intact(self) -> bool:
@@ -112,7 +112,9 @@ def clear_caches(directory: Path | None, profile: str | None, *, salt: str | Non
     if not caches:
         print_data(f"no caches in {place}")
         return 0
-    _require_free(caches)
+    for cache in caches:
+        if cache.is_locked:
+            raise _in_use(cache)
     if salt is not None:
         _require_indexes(caches)
     summary = _caches_and_space([_stats(cache) for cache in caches])
@@ -121,7 +123,8 @@ def clear_caches(directory: Path | None, profile: str | None, *, salt: str | Non
         return 1
     with _all_locked(caches) as locks:
         if salt is None:
-            _remove(locks)
+            for lock in locks:
+                remove_instance(lock)
             print_data(f"removed {summary}")
         else:
             count = sum(_clear_tenant(cache, salt) for cache in caches)
@@ -226,37 +229,26 @@ def _as_csv(caches: Sequence[CacheStats]) -> str:
 
 
 def _verify(cache: CacheFacts) -> VerifyResult:
-    name = cache.path.name
+    name, path = cache.path.name, str(cache.path)
     if cache.problem is not None:
-        return _verify_result(cache, None, problem=cache.problem)
+        return VerifyResult(name, path, problem=cache.problem)
+    assert cache.superblock is not None, f"{path} has neither a superblock nor a problem"
     lock = InstanceLock.take(cache.path)
     if lock is None:
         print_note(f"{name} is in use by {_user(_stats(cache).pid)}: damaged blocks are reported but not dropped")
     try:
-        return _read_all(cache, may_drop=lock is not None)
+        found = verify(cache.path, cache.superblock, progress=_ReadProgress(name))
+        if found.bad and lock is not None:
+            drop(cache.path, found.bad)
     except OSError as error:
-        return _verify_result(cache, None, problem=f"{error.filename or cache.path}: {error.strerror}")
+        return VerifyResult(name, path, problem=f"{error.filename or path}: {error.strerror}")
     except (EnvironmentProblem, sqlite3.Error) as error:
-        return _verify_result(cache, None, problem=str(error))
+        return VerifyResult(name, path, problem=str(error))
     finally:
         if lock is not None:
             lock.release()
-
-
-def _read_all(cache: CacheFacts, *, may_drop: bool) -> VerifyResult:
-    """Raises OSError, EnvironmentProblem or sqlite3.Error."""
-    assert cache.superblock is not None, f"{cache.path} has neither a superblock nor a problem"
-    found = verify(cache.path, cache.superblock, progress=_ReadProgress(cache.path.name))
-    if found.bad and may_drop:
-        drop(cache.path, found.bad)
-    return _verify_result(cache, found, dropped=len(found.bad) if may_drop else 0)
-
-
-def _verify_result(
-    cache: CacheFacts, found: Verified | None, *, dropped: int = 0, problem: str | None = None
-) -> VerifyResult:
-    good, bad, replaced = (found.good_count, len(found.bad), found.replaced_count) if found else (0, 0, 0)
-    return VerifyResult(cache.path.name, str(cache.path), good, bad, dropped, replaced, problem)
+    bad = len(found.bad)
+    return VerifyResult(name, path, found.good_count, bad, 0 if lock is None else bad, found.replaced_count)
 
 
 def _summary(result: VerifyResult) -> str:
@@ -303,12 +295,6 @@ def _is_of_this_format(cache: CacheFacts) -> bool:
     return True
 
 
-def _require_free(caches: Sequence[CacheFacts]) -> None:
-    for cache in caches:
-        if cache.is_locked:
-            raise _in_use(cache)
-
-
 def _in_use(cache: CacheFacts) -> EnvironmentProblem:
     user = _user(_stats(cache).pid)
     return EnvironmentProblem(
@@ -344,11 +330,6 @@ def _all_locked(caches: Sequence[CacheFacts]) -> Iterator[list[InstanceLock]]:
             stack.callback(lock.release)
             locks.append(lock)
         yield locks
-
-
-def _remove(locks: Sequence[InstanceLock]) -> None:
-    for lock in locks:
-        remove_instance(lock)
 
 
 def _clear_tenant(cache: CacheFacts, salt: str) -> int:

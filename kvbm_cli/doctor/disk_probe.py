@@ -213,7 +213,8 @@ class _Probe:
         found = self._base(write, has_unnamed_files=file.is_unnamed)
         if not write.works:
             return replace(found, fallocate=allocated)
-        by_open, by_fcntl = _direct_by_open(file), _direct_by_fcntl(file)
+        by_open = DirectIO(False, file.direct_error) if file.direct_fd is None else _try_direct(file.direct_fd)
+        by_fcntl = _direct_by_fcntl(file)
         return replace(
             found,
             fallocate=allocated,
@@ -332,12 +333,6 @@ def _direct_flag(fd: int) -> Iterator[bool]:
         yield bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-
-
-def _direct_by_open(file: ProbeFile) -> DirectIO:
-    if file.direct_fd is None:
-        return DirectIO(False, file.direct_error)
-    return _try_direct(file.direct_fd)
 
 
 def _direct_by_fcntl(file: ProbeFile) -> DirectIO:

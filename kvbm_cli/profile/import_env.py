@@ -49,7 +49,9 @@ def import_env(environment: Mapping[str, str], *, output: Path | None, model: st
     if output is None:
         print_data(text.rstrip("\n"))
     else:
-        _write(output, text)
+        if output.suffix not in (".yaml", ".yml"):
+            raise UsageError(f"`{output}` must end in `.yaml`", hint=f"use `--output {output}.yaml`")
+        write_new(output, text)
         print_note(f"{output}: written; `kvbm doctor --profile {output}` checks it on this machine")
         print_note(f"the variables override it while they are set: `unset {' '.join(variable_names(environment))}`")
 
@@ -128,9 +130,3 @@ def _require_equal(text: str, config: object) -> None:
     sections = ("tiers", "offload", "onboard", "transfer", "metrics")
     if any(getattr(profile, name) != getattr(config, name) for name in sections):
         raise InvariantError("the profile differs from the configuration of the variables")
-
-
-def _write(output: Path, text: str) -> None:
-    if output.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"`{output}` must end in `.yaml`", hint=f"use `--output {output}.yaml`")
-    write_new(output, text)

@@ -67,7 +67,8 @@ def examine_here(
             mistakes.append(mistake)
         if warns_of_space:
             _warn_of_memory(resolved, sizing)
-            _warn_of_disk(resolved, sizing)
+            if (problem := _lack_of_disk(resolved, sizing)) is not None:  # an earlier cache may hold the space
+                show_warning(problem[1].message)
     return sizing, mistakes
 
 
@@ -173,17 +174,13 @@ def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
     positions = text_facts(model_facts(engine.model, kind=engine.kind)).get("max_position_embeddings")
     limits = [(positions, "the model accepts", "")]
     if sizing.device is not None and knows_block_tokens(resolved.profile):
-        holds = sizing.device.token_count - _reserved_tokens(resolved, sizing)
+        reserved_tokens = sizing.block_tokens if engine.kind == "vllm" else 0  # vLLM reserves one block
+        holds = sizing.device.token_count - reserved_tokens
         limits.append((holds, "G1 holds", f", or raise `{sizing.device.set_by}`"))
     for limit, holder, or_raise in limits:
         if length is not None and isinstance(limit, int) and length > limit:
             message = f"`max_model_len` is {length} tokens, but {holder} at most {limit}"
             raise resolved.mistake(key, message, hint=f"lower `{key}`{or_raise}")
-
-
-def _reserved_tokens(resolved: ResolvedProfile, sizing: Sizing) -> int:
-    """Tokens of the one block that vLLM reserves."""
-    return sizing.block_tokens if resolved.profile.engine.kind == "vllm" else 0
 
 
 def _require_directory(resolved: ResolvedProfile) -> None:
@@ -222,12 +219,6 @@ def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) 
         return
     hint = "lower it, or use another `tiers.disk.directory`; `--force` starts anyway"
     raise EnvironmentProblem(mistake.message, hint=hint)
-
-
-def _warn_of_disk(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    """Only warns, because an earlier cache of the same model may already hold the space."""
-    if (problem := _lack_of_disk(resolved, sizing)) is not None:
-        show_warning(problem[1].message)
 
 
 def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[int, ProfileError] | None:

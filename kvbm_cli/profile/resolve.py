@@ -15,11 +15,7 @@ def resolve(
 ) -> ResolvedProfile:
     """Loads a profile with the DYN_KVBM_* variables of this process. Prints a warning for each without effect."""
     resolved = load(
-        reference,
-        directories=[profiles_directory()],
-        variables=os.environ,
-        overrides=overrides,
-        options=options,
+        reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides, options=options
     )
     for warning in resolved.warnings:
         show_warning(warning)

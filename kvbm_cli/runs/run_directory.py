@@ -38,14 +38,8 @@ from kvbm_cli.system.process_identity import ProcessIdentity
 KEPT_RUNS = 20
 MOST_BYTES = 1 << 20  # of run.json
 ABANDONED_AFTER_S = 3600.0  # age of a directory without run.json before it is removed
-FACTS, PROFILE, ENGINE_LOG, OWN_LOG, LOCK, STOP = (
-    "run.json",
-    "profile.yaml",
-    "engine.log",
-    "kvbm.log",
-    "lock",
-    "stop.json",
-)
+FACTS, PROFILE, LOCK, STOP = "run.json", "profile.yaml", "lock", "stop.json"
+ENGINE_LOG, OWN_LOG = "engine.log", "kvbm.log"
 _NUMBERED = re.compile(r"(.+)-(\d+)")
 
 
