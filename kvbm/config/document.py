@@ -158,7 +158,7 @@ def _without_waiting(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISFIFO(os.lstat(path).st_mode) and not select.select([descriptor], [], [], FIFO_TIMEOUT_S)[0]:
         os.close(descriptor)
-        raise OSError(errno.EAGAIN, "No process writes to this FIFO")
+        raise OSError(errno.EAGAIN, "No process writes to this pipe")
     os.set_blocking(descriptor, True)
     return descriptor
 

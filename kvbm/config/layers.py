@@ -70,9 +70,9 @@ def shipped(directories: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _nearest_name(reference: str, names: Sequence[str]) -> str:
-    beside = Path(f"{reference}{SUFFIXES[0]}")
-    if beside.is_file():
-        return f"use `./{beside}` for the file in this directory"
+    file = Path(f"{reference}{SUFFIXES[0]}")
+    if file.is_file():
+        return f"use `./{file}` for the file in this directory"
     nearest = difflib.get_close_matches(reference, names, n=1)
     if nearest:
         return f"did you mean `{nearest[0]}`? For a file, give its path: `./{reference}.yaml`"

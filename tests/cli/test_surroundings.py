@@ -163,8 +163,8 @@ def test_names_that_are_no_text_are_used_or_refused(home: Path) -> None:
         (home / name).rename(home / f"{odd}{name}")
     for arguments, exit_code, said in (
         (["serve", "-p", f"{odd}mine.yaml"], 1, "the engine exited before it was healthy"),
-        (["serve", "-p", "demo", "--set", f"description={odd}"], 2, "`description` must be text in UTF-8"),
-        (["serve", "-p", "demo", "--set", f"engine.environment.A={odd}"], 2, "`engine.environment.A` must be text"),
+        (["serve", "-p", "demo", "--set", f"description={odd}"], 2, "`description` must be UTF-8 text"),
+        (["serve", "-p", "demo", "--set", f"engine.environment.A={odd}"], 2, "must be UTF-8 text, not `?`"),
         (["cache", "export-stats", "--dir", f"{odd}caches", "--format", "csv", "--output", "stats.csv"], 0, ""),
     ):
         outcome = kvbm(*arguments, home=home)
@@ -200,7 +200,7 @@ def test_no_home_is_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_profile_that_nobody_writes_holds_nobody_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     assert run(["profile", "check", f"{tmp_path}/pipe.yaml"]) == 2
-    assert "pipe.yaml`: nobody writes to it\n" in capsys.readouterr().err
+    assert "pipe.yaml`: no process writes to this pipe\n" in capsys.readouterr().err
 
 
 def test_no_process_no_thread_and_no_memory_are_no_bugs() -> None:
