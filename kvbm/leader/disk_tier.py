@@ -184,6 +184,10 @@ class DiskTier:
         """Hold all of `hashes` against eviction from disk; None if one of them is missing."""
         return self.store.pin(hashes) if self.is_on else None
 
+    def has_lost(self, hashes: Sequence[bytes]) -> bool:
+        """Whether one of these pinned blocks is gone, because another read of it has failed."""
+        return self.is_on and bool(self.store.missing(hashes))
+
     def fetch(self, hashes: Sequence[bytes], tenant: bytes) -> Fetch | None:
         """Start to read pinned blocks of a tenant into host memory; `settle` returns the end. None while there is no
         room or the disk is off."""

@@ -274,11 +274,15 @@ class Onboards:
 
     def _begin_fetches(self) -> None:
         """First come, first served: a later load does not overtake one that waits for room."""
-        for load in self._from_disk:
+        for load in list(self._from_disk):
             while load.waiting:
                 if len(self._fetches) >= FETCHES_AT_A_TIME or len(self._lanes) <= len(self._fetches):
                     return
                 assert self._disk is not None
+                if self._disk.has_lost(load.waiting[0].hashes):
+                    self._cut(load, load.waiting[0].first)
+                    self._end_if_over(load)
+                    break
                 fetch = self._disk.fetch(load.waiting[0].hashes, load.request.tenant)
                 if fetch is None:
                     return

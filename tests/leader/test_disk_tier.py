@@ -770,3 +770,25 @@ def test_blocks_of_another_disk_are_refused_when_they_do_not_fit():
     disk.kept = {0: (chain("a", 1)[0], []), 1: (chain("a", 1)[0], [])}
     with pytest.raises(Exception, match="restored"):
         make(disk)
+
+
+def test_a_load_whose_blocks_are_lost_to_an_abandoned_read_is_computed(rig):
+    hashes = rig.fill("a", 8)
+    settled(rig, 8)
+    rig = restarted(rig, slots=8)
+    late = rig.load("late", hashes)
+    rig.now_s = 11.0
+    rig.order()
+    assert [result.failed_block_ids for result in rig.settle()] == [tuple(late)]
+    rig.finish("late", hashes, late)
+    blocks = rig.load("r", hashes)
+    while rig.disk.run("read", "fail-all"):
+        pass
+    results = [*rig.settle(), *settled(rig)]
+    assert [result.failed_block_ids for result in results] == [tuple(blocks)]
+    rig.finish("r", hashes, blocks)
+    settled(rig)
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
+    assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
+    assert not +rig.g1.references
+    rig.close()
