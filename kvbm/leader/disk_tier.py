@@ -154,10 +154,12 @@ def open_disk(
         reclaim=section.reclaim,
     )
     if section.persist and not is_stable:
-        log.warning("kvbm: blocks on disk are not kept for the next start: block hashes change with every start")
+        log.warning(
+            "kvbm: blocks on disk will not be kept after this engine exits: block hashes change with every start"
+        )
     name = Namespace(namespace(facts), facts)
     disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
-    log.info("kvbm: room for %d blocks in %s, moved by %s", disk.slot_count, settings.directory, disk.io_name)
+    log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
     return disk
 
 
@@ -382,7 +384,9 @@ class DiskTier:
                 done = len(absent) - len(self._queue.hashes)
                 log.info("kvbm: writing host memory to disk, %d of %d blocks", done, len(absent))
         left = len(self._queue.hashes)
-        log.info("kvbm: wrote %d blocks of host memory to disk before exit, %d are lost", len(absent) - left, left)
+        log.info(
+            "kvbm: wrote %d blocks of host memory to disk before exit; %d were not written", len(absent) - left, left
+        )
         self._disk.close(max(0.1, deadline_s - self._clock()))
 
     def check(self) -> None:
