@@ -1,4 +1,4 @@
-"""Lookup: how much of a request's blocks the tiers hold together. Starts nothing and reserves nothing.
+"""Lookup: how many blocks of a request the tiers hold together. Starts nothing and reserves nothing.
 
 A block counts in either tier: a chain may begin in host memory, continue on disk and end in host memory again. `disk`
 is None if there is no disk tier, or if the request may not read it.
