@@ -77,7 +77,7 @@ class Counters:
 
 
 # metric name -> (attribute of Counters, help). The first three names are NVIDIA's.
-COUNTERS: dict[str, tuple[str, str]] = {
+_NAMED: dict[str, tuple[str, str]] = {
     "kvbm_matched_tokens": ("matched_tokens", "prompt tokens loaded from the cache instead of computed"),
     "kvbm_offload_blocks_d2h": ("offload_blocks", "blocks copied from device to host memory and registered there"),
     "kvbm_onboard_blocks_h2d": ("onboard_blocks", "blocks copied from host memory to device and passed to the engine"),
@@ -102,57 +102,34 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "disk_offload_bytes",
         "bytes of blocks copied from host memory to disk and registered there",
     ),
-    "kvbm_disk_fetched_blocks": (
-        "disk_fetched_blocks",
-        "blocks read from disk, verified and registered in host memory",
-    ),
-    "kvbm_disk_failed_blocks": (
-        "disk_failed_blocks",
-        "blocks whose write or read failed, or whose checksum was wrong; they are deleted",
-    ),
-    "kvbm_disk_declined_blocks": (
-        "disk_declined_blocks",
-        "blocks on disk not read because computing was predicted faster",
-    ),
-    "kvbm_disk_late_blocks": ("disk_late_blocks", "blocks on disk computed because their read took too long"),
-    "kvbm_disk_dropped_blocks": ("disk_dropped_blocks", "blocks evicted from host memory before they could be written"),
-    "kvbm_disk_filter_admitted_blocks": ("disk_filter_admitted_blocks", "blocks that the frequency filter admitted"),
-    "kvbm_disk_filter_rejected_blocks": (
-        "disk_filter_rejected_blocks",
-        "blocks that the frequency filter rejected when they were registered in host memory",
-    ),
-    "kvbm_disk_checksum_failures": ("disk_checksum_failures", "blocks read from disk with a wrong checksum"),
-    "kvbm_disk_io_errors": ("disk_io_errors", "reads and writes that failed or were incomplete"),
-    "kvbm_disk_flushes": ("disk_flushes", "flushes of written blocks to durable storage"),
-    "kvbm_disk_off": ("disk_off", "1 while the disk tier is off: no block is written or read"),
-    "kvbm_disk_times_off": ("disk_times_off", "times the disk tier turned itself off after repeated errors"),
-    "kvbm_disk_restarts": (
-        "disk_restarts",
-        "restarts of the disk I/O process",
-    ),
-    "kvbm_offload_failed_blocks": (
-        "offload_failed_blocks",
-        "blocks whose copy to host memory failed; they were not registered",
-    ),
-    "kvbm_offload_skipped_blocks": (
-        "offload_skipped_blocks",
-        "computed blocks not copied because host memory was full or too many copies were in flight",
-    ),
-    "kvbm_onboard_failed_blocks": (
-        "onboard_failed_blocks",
-        "blocks whose copy to device failed; the engine recomputed them",
-    ),
-    "kvbm_onboard_shared_requests": (
-        "onboard_shared_requests",
-        "requests that waited while another request loaded the same blocks",
-    ),
-    "kvbm_overdue_transfers": ("overdue_transfers", "queries for the result of a transfer that was late"),
-    "kvbm_evicted_blocks": ("evicted_blocks", "registered blocks evicted from host memory to make space"),
-    "kvbm_resets": ("resets", "times the cache was emptied on request"),
-    "kvbm_finished_requests": ("finished_requests", "finished requests that looked up blocks in the cache"),
-    "kvbm_record_dropped_calls": ("record_dropped_calls", "decisions dropped because the recording queue was full"),
-    "kvbm_disabled": ("disabled", "1 after a rank was lost: the engine continues without the cache"),
 }
+# metric name -> help. The attribute is the name without `kvbm_`.
+_OWN = {
+    "kvbm_disk_fetched_blocks": "blocks read from disk, verified and registered in host memory",
+    "kvbm_disk_failed_blocks": "blocks whose write or read failed, or whose checksum was wrong; they are deleted",
+    "kvbm_disk_declined_blocks": "blocks on disk not read because computing was predicted faster",
+    "kvbm_disk_late_blocks": "blocks on disk computed because their read took too long",
+    "kvbm_disk_dropped_blocks": "blocks evicted from host memory before they could be written",
+    "kvbm_disk_filter_admitted_blocks": "blocks that the frequency filter admitted",
+    "kvbm_disk_filter_rejected_blocks": "blocks that the frequency filter rejected at registration in host memory",
+    "kvbm_disk_checksum_failures": "blocks read from disk with a wrong checksum",
+    "kvbm_disk_io_errors": "reads and writes that failed or were incomplete",
+    "kvbm_disk_flushes": "flushes of written blocks to durable storage",
+    "kvbm_disk_off": "1 while the disk tier is off: no block is written or read",
+    "kvbm_disk_times_off": "times the disk tier turned itself off after repeated errors",
+    "kvbm_disk_restarts": "restarts of the disk I/O process",
+    "kvbm_offload_failed_blocks": "blocks whose copy to host memory failed; they were not registered",
+    "kvbm_offload_skipped_blocks": "computed blocks not copied: host memory was full, or too many copies in flight",
+    "kvbm_onboard_failed_blocks": "blocks whose copy to device failed; the engine recomputed them",
+    "kvbm_onboard_shared_requests": "requests that waited while another request loaded the same blocks",
+    "kvbm_overdue_transfers": "queries for the result of a transfer that was late",
+    "kvbm_evicted_blocks": "registered blocks evicted from host memory to make space",
+    "kvbm_resets": "times the cache was emptied on request",
+    "kvbm_finished_requests": "finished requests that looked up blocks in the cache",
+    "kvbm_record_dropped_calls": "decisions dropped because the recording queue was full",
+    "kvbm_disabled": "1 after a rank was lost: the engine continues without the cache",
+}
+COUNTERS = {**_NAMED, **{name: (name.removeprefix("kvbm_"), about) for name, about in _OWN.items()}}
 
 HIT_RATES = {
     tier: (

@@ -51,38 +51,34 @@ FILES = _completed_by("files")
 PROFILE_HELP = "Name of a shipped profile, or path to a profile file."
 
 
+def _option(names: str, metavar: str, help_: str, completer: Any = None, **limits: Any) -> Any:
+    """Declares an option with a value. `names` are separated by a space; `completer` offers values."""
+    return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, **limits)
+
+
+def _flag(names: str, help_: str) -> Any:
+    return typer.Option(*names.split(), help=help_)
+
+
+def _argument(metavar: str, help_: str, completer: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help_, autocompletion=completer)
+
+
 def _profile_option(help_: str = PROFILE_HELP) -> Any:
-    return typer.Option("--profile", "-p", metavar="NAME|PATH", help=help_, autocompletion=PROFILES)
+    return _option("--profile -p", "NAME|PATH", help_, PROFILES)
 
 
 ProfileOption = Annotated[str, _profile_option()]
-ProfileArgument = Annotated[
-    str,
-    typer.Argument(metavar="NAME|PATH", help=PROFILE_HELP, autocompletion=PROFILES),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a profile key; may be repeated. `kvbm profile schema KEY` describes it.",
-        autocompletion=_completed_by("keys"),
-    ),
-]
-CacheDirectoryOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--dir",
-        metavar="DIR",
-        help="Directory of the caches [default: from the profile, else ~/.cache/kvbm].",
-        autocompletion=FILES,
-    ),
-]
+ProfileArgument = Annotated[str, _argument("NAME|PATH", PROFILE_HELP, PROFILES)]
+SET_HELP = "Override a profile key; may be repeated. `kvbm profile schema KEY` describes it."
+SetOption = Annotated[list[str] | None, _option("--set", "KEY=VALUE", SET_HELP, _completed_by("keys"))]
+DIR_HELP = "Directory of the caches [default: from the profile, else ~/.cache/kvbm]."
+CacheDirectoryOption = Annotated[Path | None, _option("--dir", "DIR", DIR_HELP, FILES)]
 CacheProfileOption = Annotated[str | None, _profile_option("Use the `tiers.disk.directory` of this profile.")]
 RUN_HELP = "Name of a run (`demo-1`) or of its profile [default: the only running engine]."
-RunArgument = typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=_completed_by("runs"))
-LivingRunArgument = typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=_completed_by("living_runs"))
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+RunArgument = Annotated[str | None, _argument("RUN", RUN_HELP, _completed_by("runs"))]
+LivingRunArgument = Annotated[str | None, _argument("RUN", RUN_HELP, _completed_by("living_runs"))]
+JsonOption = Annotated[bool, _flag("--json", "Print JSON to stdout.")]
 
 
 def _print_version(value: bool) -> None:
@@ -99,22 +95,14 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, _flag("--debug", "Show the traceback of an error.")] = False,
 ) -> None:
     """Options of every command; `run` reads --debug itself."""
     _help_without_command(context)
 
 
 @profile_app.callback(invoke_without_command=True)
-def _profile(context: typer.Context) -> None:
-    _help_without_command(context)
-
-
 @cache_app.callback(invoke_without_command=True)
-def _cache(context: typer.Context) -> None:
-    _help_without_command(context)
-
-
 def _help_without_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -125,27 +113,17 @@ def serve(
     profile: ProfileOption,
     set_: SetOption = None,
     port: Annotated[
-        str | None, typer.Option("--port", metavar="PORT", help="Port of the engine's server; 0 chooses a free port.")
+        str | None, _option("--port", "PORT", "Port of the engine's server; 0 chooses a free port.")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and the command without starting the engine.")
-    ] = False,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Run the engine in the background; return when it is ready.")
-    ] = False,
+    dry_run: Annotated[bool, _flag("--dry-run", "Print the plan and the command without starting the engine.")] = False,
+    detach: Annotated[bool, _flag("--detach -d", "Run the engine in the background; return when it is ready.")] = False,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Start even with an untested engine version, or too little memory or disk space."),
+        bool, _flag("--force", "Start even with an untested engine version, or too little memory or disk space.")
     ] = False,
     json: JsonOption = False,
     log: Annotated[
         Path | None,
-        typer.Option(
-            "--log",
-            metavar="FILE",
-            help="File for the engine's log [default: a file in the run's directory].",
-            autocompletion=FILES,
-        ),
+        _option("--log", "FILE", "File for the engine's log [default: a file in the run's directory].", FILES),
     ] = None,
 ) -> int:
     """Start an engine with a profile."""
@@ -158,8 +136,8 @@ def serve(
 
 @app.command()
 def status(
-    run: Annotated[str | None, RunArgument] = None,
-    all_: Annotated[bool, typer.Option("--all", "-a", help="Include runs that have ended.")] = False,
+    run: RunArgument = None,
+    all_: Annotated[bool, _flag("--all -a", "Include runs that have ended.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Show running engines."""
@@ -170,16 +148,15 @@ def status(
 
 @app.command()
 def stop(
-    run: Annotated[str | None, LivingRunArgument] = None,
-    all_: Annotated[bool, typer.Option("--all", "-a", help="Stop all running engines.")] = False,
+    run: LivingRunArgument = None,
+    all_: Annotated[bool, _flag("--all -a", "Stop all running engines.")] = False,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            "--timeout",
-            "-t",
-            metavar="SECONDS",
+        _option(
+            "--timeout -t",
+            "SECONDS",
+            "Seconds to wait for running requests before the engine is killed [default: from the profile].",
             min=0,
-            help="Seconds to wait for running requests before the engine is killed [default: from the profile].",
         ),
     ] = None,
     json: JsonOption = False,
@@ -192,11 +169,10 @@ def stop(
 
 @app.command()
 def logs(
-    run: Annotated[str | None, RunArgument] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the engine exits.")] = False,
+    run: RunArgument = None,
+    follow: Annotated[bool, _flag("--follow -f", "Follow the log until the engine exits.")] = False,
     lines: Annotated[
-        int | None,
-        typer.Option("--lines", "-n", metavar="N", min=0, help="Print only the last N lines [default: all]."),
+        int | None, _option("--lines -n", "N", "Print only the last N lines [default: all].", min=0)
     ] = None,
 ) -> None:
     """Show the log of a run."""
@@ -211,27 +187,24 @@ def bench(
     set_: SetOption = None,
     compare: Annotated[
         str,
-        typer.Option(
+        _option(
             "--compare",
-            metavar="NAME|PATH",
-            help="Compare with `baseline`, the engine without kvbm, or with a profile; --set does not apply to it.",
-            autocompletion=_completed_by("compared"),
+            "NAME|PATH",
+            "Compare with `baseline`, the engine without kvbm, or with a profile; --set does not apply to it.",
+            _completed_by("compared"),
         ),
     ] = "baseline",
     workload: Annotated[
         str | None,
-        typer.Option(
+        _option(
             "--workload",
-            metavar="NAME|PATH",
-            help="Name of a shipped workload, or path to a workload file.",
-            autocompletion=_completed_by("workloads"),
+            "NAME|PATH",
+            "Name of a shipped workload, or path to a workload file.",
+            _completed_by("workloads"),
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", metavar="DIR", help="Directory for the request records and the summary.", autocompletion=FILES
-        ),
+        Path | None, _option("--output", "DIR", "Directory for the request records and the summary.", FILES)
     ] = None,
     json: JsonOption = False,
 ) -> int:
@@ -255,22 +228,11 @@ def doctor(
     set_: SetOption = None,
     directory: Annotated[
         Path | None,
-        typer.Option(
-            "--dir",
-            metavar="DIR",
-            help="Directory to check [default: from the profile, else ~/.cache/kvbm].",
-            autocompletion=FILES,
-        ),
+        _option("--dir", "DIR", "Directory to check [default: from the profile, else ~/.cache/kvbm].", FILES),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Finish within 20 seconds and skip slow checks.")] = False,
+    quick: Annotated[bool, _flag("--quick", "Finish within 20 seconds and skip slow checks.")] = False,
     write: Annotated[
-        Path | None,
-        typer.Option(
-            "--write",
-            metavar="FILE",
-            help="Write a copy of the profile with the recommended settings.",
-            autocompletion=FILES,
-        ),
+        Path | None, _option("--write", "FILE", "Write a copy of the profile with the recommended settings.", FILES)
     ] = None,
     json: JsonOption = False,
 ) -> int:
@@ -307,9 +269,7 @@ def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOp
 @profile_app.command("diff")
 def profile_diff(
     profile: ProfileArgument,
-    other: Annotated[
-        str, typer.Argument(metavar="NAME|PATH", help="Profile to compare with.", autocompletion=PROFILES)
-    ],
+    other: Annotated[str, _argument("NAME|PATH", "Profile to compare with.", PROFILES)],
     set_: SetOption = None,
     json: JsonOption = False,
 ) -> int:
@@ -321,40 +281,22 @@ def profile_diff(
 
 @profile_app.command("new")
 def profile_new(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; ends in .yaml.", autocompletion=FILES)],
+    file: Annotated[Path, _argument("FILE", "File to write; ends in .yaml.", FILES)],
     engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine", metavar="KIND", help="Engine: vllm or embedded.", autocompletion=_completed_by("engines")
-        ),
+        str | None, _option("--engine", "KIND", "Engine: vllm or embedded.", _completed_by("engines"))
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="Model: a directory or a name that the engine accepts.",
-            autocompletion=FILES,
-        ),
+        str | None, _option("--model", "MODEL", "Model: a directory or a name that the engine accepts.", FILES)
     ] = None,
-    host: Annotated[
-        str | None, typer.Option("--host", metavar="SIZE", help="Host memory for blocks, such as 64GiB.")
-    ] = None,
-    disk: Annotated[
-        str | None, typer.Option("--disk", metavar="SIZE", help="Disk space for blocks, such as 1TB.")
-    ] = None,
-    directory: Annotated[
-        str | None, typer.Option("--dir", metavar="DIR", help="Directory of the disk tier.", autocompletion=FILES)
-    ] = None,
-    port: Annotated[str | None, typer.Option("--port", metavar="PORT", help="Port of the engine's server.")] = None,
+    host: Annotated[str | None, _option("--host", "SIZE", "Host memory for blocks, such as 64GiB.")] = None,
+    disk: Annotated[str | None, _option("--disk", "SIZE", "Disk space for blocks, such as 1TB.")] = None,
+    directory: Annotated[str | None, _option("--dir", "DIR", "Directory of the disk tier.", FILES)] = None,
+    port: Annotated[str | None, _option("--port", "PORT", "Port of the engine's server.")] = None,
     extends: Annotated[
-        str | None,
-        typer.Option(
-            "--extends", metavar="NAME|PATH", help="Profile to extend: a name or a path.", autocompletion=PROFILES
-        ),
+        str | None, _option("--extends", "NAME|PATH", "Profile to extend: a name or a path.", PROFILES)
     ] = None,
     set_: SetOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    force: Annotated[bool, _flag("--force", "Overwrite FILE.")] = False,
 ) -> None:
     """Write a new profile. On a terminal, asks for missing values."""
     from kvbm_cli.profile.new import new_profile
@@ -367,16 +309,10 @@ def profile_new(
 @profile_app.command("import-env")
 def profile_import_env(
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", metavar="FILE", help="New file; ends in .yaml [default: stdout].", autocompletion=FILES
-        ),
+        Path | None, _option("--output", "FILE", "New file; ends in .yaml [default: stdout].", FILES)
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="Model of the engine; no variable sets it.", autocompletion=FILES
-        ),
+        str | None, _option("--model", "MODEL", "Model of the engine; no variable sets it.", FILES)
     ] = None,
 ) -> None:
     """Convert DYN_KVBM_* variables to a profile."""
@@ -388,12 +324,7 @@ def profile_import_env(
 @profile_app.command("schema")
 def profile_schema(
     key: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="KEY",
-            help="Describe this key or section instead.",
-            autocompletion=_completed_by("sections_and_keys"),
-        ),
+        str | None, _argument("KEY", "Describe this key or section instead.", _completed_by("sections_and_keys"))
     ] = None,
 ) -> None:
     """Print the JSON Schema, or describe a key."""
@@ -425,10 +356,9 @@ def cache_clear(
     dir_: CacheDirectoryOption = None,
     profile: CacheProfileOption = None,
     salt: Annotated[
-        str | None,
-        typer.Option("--salt", metavar="SALT", help="Remove only blocks of requests with this cache salt."),
+        str | None, _option("--salt", "SALT", "Remove only blocks of requests with this cache salt.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    yes: Annotated[bool, _flag("--yes", "Do not ask for confirmation.")] = False,
 ) -> int:
     """Remove caches. Refuses to run while an engine uses one of them."""
     from kvbm_cli.cache import clear_caches
@@ -440,11 +370,8 @@ def cache_clear(
 def cache_export_stats(
     dir_: CacheDirectoryOption = None,
     profile: CacheProfileOption = None,
-    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Output format: json or csv.")] = "json",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="File to write [default: stdout].", autocompletion=FILES),
-    ] = None,
+    format_: Annotated[str, _option("--format", "FORMAT", "Output format: json or csv.")] = "json",
+    output: Annotated[Path | None, _option("--output", "FILE", "File to write [default: stdout].", FILES)] = None,
 ) -> None:
     """Export statistics as JSON or CSV."""
     from kvbm_cli.cache import export_stats
@@ -454,12 +381,7 @@ def cache_export_stats(
 
 @app.command()
 def completion(
-    shell: Annotated[
-        str,
-        typer.Argument(
-            metavar="bash|zsh|fish", help="Shell to generate the script for.", autocompletion=_completed_by("shells")
-        ),
-    ],
+    shell: Annotated[str, _argument("bash|zsh|fish", "Shell to generate the script for.", _completed_by("shells"))],
 ) -> None:
     """Print a shell completion script. Use it with eval "$(kvbm completion bash)"."""
     from kvbm_cli.completion import print_script
@@ -475,9 +397,9 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code. Prints failures; raises them only with --debug."""
     if COMPLETION_VARIABLE in os.environ:
-        from kvbm_cli.completion import prepare
+        from kvbm_cli.terminal.completion_shells import answer_shells
 
-        prepare()
+        answer_shells()
     try:
         result = typer.main.get_command(app).main(args=list(arguments), prog_name="kvbm", standalone_mode=False)
         sys.stdout.flush()

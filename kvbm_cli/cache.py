@@ -15,15 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvbm.config.schema import DiskTierSection
+from kvbm.config.sizes import format_size
+from kvbm.disk.clear import clear_tenant
+from kvbm.disk.directory import SUPERBLOCK, CacheFacts, InstanceLock, directory_around, remove_instance
+from kvbm.disk.directory import list_caches as found_in
+from kvbm.disk.superblock import OtherFormat, read_superblock
+from kvbm.disk.verify import drop, holder, verify
 from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.hashing import tenant
+from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system.filesystem import write_atomically
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
-
-if TYPE_CHECKING:
-    from kvbm.disk.directory import CacheFacts, InstanceLock
-    from kvbm.disk.verify import Verified
 
 FORMATS = ("json", "csv")
 NOTE_INTERVAL_S = 2.0
@@ -60,11 +64,11 @@ class VerifyResult:
 
     cache: str
     path: str
-    good: int
-    bad: int
-    dropped: int
-    replaced: int
-    problem: str | None
+    good: int = 0
+    bad: int = 0
+    dropped: int = 0
+    replaced: int = 0
+    problem: str | None = None
 
     @property
     def is_intact(self) -> bool:
@@ -108,7 +112,9 @@ def clear_caches(directory: Path | None, profile: str | None, *, salt: str | Non
     if not caches:
         print_data(f"no caches in {place}")
         return 0
-    _require_free(caches)
+    for cache in caches:
+        if cache.is_locked:
+            raise _in_use(cache)
     if salt is not None:
         _require_indexes(caches)
     summary = _caches_and_space([_stats(cache) for cache in caches])
@@ -117,7 +123,8 @@ def clear_caches(directory: Path | None, profile: str | None, *, salt: str | Non
         return 1
     with _all_locked(caches) as locks:
         if salt is None:
-            _remove(locks)
+            for lock in locks:
+                remove_instance(lock)
             print_data(f"removed {summary}")
         else:
             count = sum(_clear_tenant(cache, salt) for cache in caches)
@@ -145,8 +152,6 @@ def export_stats(directory: Path | None, profile: str | None, *, form: str, outp
 
 def _place(directory: Path | None, profile: str | None) -> Path:
     """Returns `--dir`, the directory of the profile, or the default directory."""
-    from kvbm.config.schema import DiskTierSection
-
     if directory is not None:
         if profile is not None:
             raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
@@ -156,8 +161,6 @@ def _place(directory: Path | None, profile: str | None) -> Path:
         return directory
     if profile is None:
         return Path(DiskTierSection.model_fields["directory"].default).expanduser()
-    from kvbm_cli.profile.resolve import resolve
-
     disk = resolve(profile).profile.tiers.disk
     if disk is None:
         raise UsageError(f"profile `{profile}` has no disk tier", hint="name the directory with `--dir DIR`")
@@ -166,8 +169,6 @@ def _place(directory: Path | None, profile: str | None) -> Path:
 
 def _require_outside(place: Path) -> None:
     """UsageError for a path inside a cache directory, where no cache would be found."""
-    from kvbm.disk.directory import directory_around
-
     around = directory_around(place)
     if around is not None:
         models = {str(cache.facts.get("model")) for cache in _caches(around) if cache.path.is_relative_to(place)}
@@ -177,14 +178,10 @@ def _require_outside(place: Path) -> None:
 
 def _caches(place: Path) -> list[CacheFacts]:
     """Returns the caches, the most recently used first."""
-    from kvbm.disk.directory import list_caches as found_in
-
     return found_in(place) if place.exists() else []
 
 
 def _stats(cache: CacheFacts) -> CacheStats:
-    from kvbm.disk.verify import holder
-
     superblock = cache.superblock
     block_bytes = superblock.payload_bytes if superblock else None
     model = cache.facts.get("model")
@@ -232,41 +229,26 @@ def _as_csv(caches: Sequence[CacheStats]) -> str:
 
 
 def _verify(cache: CacheFacts) -> VerifyResult:
-    from kvbm.disk.directory import InstanceLock
-
-    name = cache.path.name
+    name, path = cache.path.name, str(cache.path)
     if cache.problem is not None:
-        return _verify_result(cache, None, problem=cache.problem)
+        return VerifyResult(name, path, problem=cache.problem)
+    assert cache.superblock is not None, f"{path} has neither a superblock nor a problem"
     lock = InstanceLock.take(cache.path)
     if lock is None:
         print_note(f"{name} is in use by {_user(_stats(cache).pid)}: damaged blocks are reported but not dropped")
     try:
-        return _read_all(cache, may_drop=lock is not None)
+        found = verify(cache.path, cache.superblock, progress=_ReadProgress(name))
+        if found.bad and lock is not None:
+            drop(cache.path, found.bad)
     except OSError as error:
-        return _verify_result(cache, None, problem=f"{error.filename or cache.path}: {error.strerror}")
+        return VerifyResult(name, path, problem=f"{error.filename or path}: {error.strerror}")
     except (EnvironmentProblem, sqlite3.Error) as error:
-        return _verify_result(cache, None, problem=str(error))
+        return VerifyResult(name, path, problem=str(error))
     finally:
         if lock is not None:
             lock.release()
-
-
-def _read_all(cache: CacheFacts, *, may_drop: bool) -> VerifyResult:
-    """Raises OSError, EnvironmentProblem or sqlite3.Error."""
-    from kvbm.disk.verify import drop, verify
-
-    assert cache.superblock is not None, f"{cache.path} has neither a superblock nor a problem"
-    found = verify(cache.path, cache.superblock, progress=_ReadProgress(cache.path.name))
-    if found.bad and may_drop:
-        drop(cache.path, found.bad)
-    return _verify_result(cache, found, dropped=len(found.bad) if may_drop else 0)
-
-
-def _verify_result(
-    cache: CacheFacts, found: Verified | None, *, dropped: int = 0, problem: str | None = None
-) -> VerifyResult:
-    good, bad, replaced = (found.good_count, len(found.bad), found.replaced_count) if found else (0, 0, 0)
-    return VerifyResult(cache.path.name, str(cache.path), good, bad, dropped, replaced, problem)
+    bad = len(found.bad)
+    return VerifyResult(name, path, found.good_count, bad, 0 if lock is None else bad, found.replaced_count)
 
 
 def _summary(result: VerifyResult) -> str:
@@ -303,9 +285,6 @@ class _ReadProgress:
 
 def _is_of_this_format(cache: CacheFacts) -> bool:
     """False, with a note, for a cache of another format version, which is not touched."""
-    from kvbm.disk.directory import SUPERBLOCK
-    from kvbm.disk.superblock import OtherFormat, read_superblock
-
     try:
         read_superblock(cache.path / SUPERBLOCK)
     except OtherFormat as error:
@@ -314,12 +293,6 @@ def _is_of_this_format(cache: CacheFacts) -> bool:
     except EnvironmentProblem:
         return True  # damaged, not of another version: taking its lock reports the reason
     return True
-
-
-def _require_free(caches: Sequence[CacheFacts]) -> None:
-    for cache in caches:
-        if cache.is_locked:
-            raise _in_use(cache)
 
 
 def _in_use(cache: CacheFacts) -> EnvironmentProblem:
@@ -348,8 +321,6 @@ def _is_confirmed(question: str) -> bool:
 @contextmanager
 def _all_locked(caches: Sequence[CacheFacts]) -> Iterator[list[InstanceLock]]:
     """Locks all caches, so that nothing is removed if one of them is in use."""
-    from kvbm.disk.directory import InstanceLock
-
     with ExitStack() as stack:
         locks = []
         for cache in caches:
@@ -361,17 +332,7 @@ def _all_locked(caches: Sequence[CacheFacts]) -> Iterator[list[InstanceLock]]:
         yield locks
 
 
-def _remove(locks: Sequence[InstanceLock]) -> None:
-    from kvbm.disk.directory import remove_instance
-
-    for lock in locks:
-        remove_instance(lock)
-
-
 def _clear_tenant(cache: CacheFacts, salt: str) -> int:
-    from kvbm.disk.clear import clear_tenant
-    from kvbm.hashing import tenant
-
     assert cache.superblock is not None, f"{cache.path} has neither a superblock nor a problem"
     try:
         return clear_tenant(cache.path, cache.superblock, tenant(salt))
@@ -392,8 +353,6 @@ def _user(pid: int | None) -> str:
 
 
 def _size(byte_count: int | None) -> str:
-    from kvbm.config.sizes import format_size
-
     return "-" if byte_count is None else format_size(byte_count)
 
 

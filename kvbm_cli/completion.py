@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.errors import UsageError
-from kvbm_cli.terminal.completion_shells import FILES, answer_shells, script
+from kvbm_cli.terminal.completion_shells import FILES, script
 from kvbm_cli.terminal.console import print_data
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ def print_script(shell: str, variable: str) -> None:
         known = ", ".join(f"`{one}`" for one in SHELLS)
         raise UsageError(f"completion is not available for `{shell}`", hint=f"supported shells: {known}")
     print_data(script(shell, variable))
-
-
-def prepare() -> None:
-    """Registers the completion classes with the parser."""
-    answer_shells()
 
 
 def shells(incomplete: str) -> list[str]:

@@ -10,15 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from kvbm.config.values import (
-    Count,
-    EnvironmentValue,
-    FlagValue,
-    Length,
-    Names,
-    Section,
-    VariableName,
-)
+from kvbm.config.values import Count, EnvironmentValue, FlagValue, Length, Names, Section, VariableName
 
 ENGINE_KINDS = ("embedded", "vllm")
 MIN_SHUTDOWN_TIMEOUT_S, MAX_SHUTDOWN_TIMEOUT_S = 5, 25  # at 0 vLLM kills its scheduler; kvbm waits 30 s

@@ -20,10 +20,7 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.schema import Key, keys
 from kvbm.config.values import WrongKey
 
-NOT_BUILT = {
-    "tiers.object": "use `tiers.host` and `tiers.disk`",
-    "filters": "use the section `offload`",
-}
+NOT_BUILT = {"tiers.object": "use `tiers.host` and `tiers.disk`", "filters": "use the section `offload`"}
 NOT_BUILT_ENGINES = ("tensorrt-llm", "tensorrt_llm", "trtllm", "sglang")
 
 _ENGINES = "engines are `embedded` and `vllm`"

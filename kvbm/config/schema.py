@@ -35,8 +35,7 @@ class HostTierSection(Section):
     """G2. One of the two keys is required; `blocks` has priority."""
 
     capacity: Size | None = Field(
-        default=None,
-        description="Host memory for blocks (G2), summed over the ranks of one engine, such as 64GiB.",
+        default=None, description="Host memory for blocks (G2), summed over the ranks of one engine, such as 64GiB."
     )
     blocks: int | None = Field(
         default=None, ge=1, le=2**40, description="Host memory as a number of blocks; overrides `capacity`."
@@ -53,8 +52,7 @@ class DiskTierSection(Section):
     """G3. `capacity` or `blocks` is required; `blocks` has priority."""
 
     capacity: Size | None = Field(
-        default=None,
-        description="Disk space for blocks (G3), summed over the ranks of one engine, such as 500GiB.",
+        default=None, description="Disk space for blocks (G3), summed over the ranks of one engine, such as 500GiB."
     )
     blocks: int | None = Field(
         default=None, ge=1, le=2**40, description="Disk space as a number of blocks; overrides `capacity`."
@@ -95,8 +93,7 @@ class DiskTierSection(Section):
         description="Seconds in which a stopping engine may write blocks to disk that are only in host memory.",
     )
     reclaim: bool = Field(
-        default=False,
-        description="Whether kvbm may delete the oldest unused caches in the directory to make room.",
+        default=False, description="Whether kvbm may delete the oldest unused caches in the directory to make room."
     )
 
     @field_validator("directory")

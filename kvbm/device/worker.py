@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvbm.device.copier import DeviceCopier
 from kvbm.device.cuda import numa_node_of
@@ -60,24 +60,6 @@ class _Running(Generic[_Order]):
         return not self.tickets
 
 
-class Copier(Protocol):
-    """Copies whole blocks between G1 and a segment: DeviceCopier, or a wrapper with faults."""
-
-    def fence(self) -> object | None: ...
-    def offload(self, block_ids: Sequence[int], slots: Sequence[int], fence: object | None) -> None: ...
-    def onboard(self, slots: Sequence[int], block_ids: Sequence[int], fence: object | None) -> None: ...
-
-
-class Pool(Protocol):
-    """Runs copies: TransferPool, or a pool that a test steps."""
-
-    def submit(self, run: Callable[[], None]) -> int: ...
-    def poll(self) -> list[Finished]: ...
-    def is_outstanding(self, ticket: int) -> bool: ...
-    def withdraw(self, ticket: int) -> bool: ...
-    def close(self, timeout_s: float) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class HostCapacity:
     """Size of G2 for one engine: bytes as the sum over its ranks, or a block count, which takes precedence."""
@@ -109,10 +91,10 @@ class Worker:
     def __init__(
         self,
         segment: Segment,
-        copier: Copier,
+        copier: DeviceCopier,
         *,
-        onboard_pool: Pool,
-        offload_pool: Pool,
+        onboard_pool: TransferPool,
+        offload_pool: TransferPool,
         onboard_parts: int = 1,
         min_part_bytes: int = MIN_PART_BYTES,
     ) -> None:
@@ -176,7 +158,7 @@ class Worker:
         if plan.offloads:
             fence = self._copier.fence()
             for order in plan.offloads:
-                whole = partial(self._run_offload, order, fence)
+                whole = partial(self._copier.offload, order.block_ids, order.slots, fence)
                 _submit(order, [whole], self._offload_pool, self._offloads)
 
     def poll(self) -> bool:
@@ -212,9 +194,6 @@ class Worker:
         self._require_source(order, part)
         self._copier.onboard(order.slots[part], order.block_ids[part], fence)
         self._require_source(order, part)
-
-    def _run_offload(self, order: Offload, fence: object | None) -> None:
-        self._copier.offload(order.block_ids, order.slots, fence)
 
     def _require_source(self, order: Onboard, part: slice) -> None:
         if not self._segment.slots_carry(order.slots[part], order.slot_generations[part]):
@@ -266,12 +245,14 @@ class Worker:
         return SlotState.FAILED
 
 
-def _submit(order: _Order, parts: Sequence[Callable[[], None]], pool: Pool, into: dict[int, _Running[_Order]]) -> None:
+def _submit(
+    order: _Order, parts: Sequence[Callable[[], None]], pool: TransferPool, into: dict[int, _Running[_Order]]
+) -> None:
     running = _Running(order, {pool.submit(part) for part in parts})
     into.update(dict.fromkeys(running.tickets, running))
 
 
-def _is_running(orders: dict[int, _Running[_Order]], generation: int, pool: Pool) -> bool:
+def _is_running(orders: dict[int, _Running[_Order]], generation: int, pool: TransferPool) -> bool:
     """Whether a copy of this order may still run. A part that the pool has lost, or cancels now because it has not
     started, is not copied, and the order fails when the other parts have ended."""
     running = next((running for running in orders.values() if running.order.generation == generation), None)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.disk.directory import ARENA
-from kvbm.disk.health import DiskCounters, Health, HealthLimits
+from kvbm.disk.health import Health, HealthLimits
 from kvbm.disk.index_thread import IndexThread, PendingClear, SlotsCarry
 from kvbm.disk.instance import Instance
 from kvbm.disk.io.threads import BlockIO, ThreadsIO
@@ -49,10 +49,13 @@ class DiskStorage:
     ) -> None:
         """*Consumes* the instance. Without `slots_carry`, host slots are not checked after a write."""
         self.slot_count = instance.shape.slot_count
+        self.path = instance.path  # directory of the files; without `persist`, the configured directory
+        self.io_name = io.name
         self._host_slot_count = min(len(shard) for shard in shards)
         self._instance = instance
         self._io = io
         self._health = Health(limits or HealthLimits())
+        self.counters = self._health.counters
         self._wear = WearMeter(instance.path)
         self._checksums = array("Q", bytes(8 * self.slot_count))
         self._writers: dict[int, WriteTransfer] = {}  # disk slot -> its write, until `poll` returns it
@@ -105,10 +108,6 @@ class DiskStorage:
             raise
 
     @property
-    def counters(self) -> DiskCounters:
-        return self._health.counters
-
-    @property
     def is_on(self) -> bool:
         """False after repeated errors or while I/O hangs; every ticket then fails at once."""
         return self._health.is_on
@@ -121,15 +120,6 @@ class DiskStorage:
     def is_removed(self) -> bool:
         """Whether its files were deleted: it stays off, and a new one can be opened."""
         return self._health.is_removed
-
-    @property
-    def path(self) -> Path:
-        """The directory of its files; without `persist`, the configured directory."""
-        return self._instance.path
-
-    @property
-    def io_name(self) -> str:
-        return self._io.name
 
     def wear(self) -> Wear:
         """Measure the wear of the drive."""
@@ -147,7 +137,9 @@ class DiskStorage:
         """Start an order; if the disk is off, it fails at once. Raises InvariantError for invalid slots."""
         self._check_slots(order)
         if isinstance(order, Write):
-            self._require_idle(order)
+            distinct = set(order.disk_slots)
+            if len(distinct) < len(order.disk_slots) or not self._writers.keys().isdisjoint(distinct):
+                raise InvariantError(f"ticket {order.ticket} writes disk slots that are being written")
             write = WriteTransfer(order)
             self._writers.update(dict.fromkeys(order.disk_slots, write))
             self._start(write)
@@ -265,10 +257,6 @@ class DiskStorage:
             raise InvariantError(f"ticket {order.ticket} has columns of lengths {[len(column) for column in columns]}")
         _require_below(self._host_slot_count, "host", order.host_slots)
         _require_below(self.slot_count, "disk", order.disk_slots)
-
-    def _require_idle(self, order: Write) -> None:
-        if not self._writers.keys().isdisjoint(order.disk_slots) or len(set(order.disk_slots)) != len(order.disk_slots):
-            raise InvariantError(f"ticket {order.ticket} writes disk slots that are being written")
 
 
 def _require_below(slot_count: int, kind: str, slots: Sequence[int]) -> None:

@@ -148,29 +148,15 @@ def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="type of weights and KV (%(default)s)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the model (%(default)s)")
-    add(
-        "--max-model-len",
-        type=positive,
-        metavar="TOKENS",
-        help="maximum of prompt and output (the model's limit)",
-    )
+    add("--max-model-len", type=positive, metavar="TOKENS", help="maximum of prompt and output (the model's limit)")
     add("--max-num-batched-tokens", type=positive, metavar="TOKENS", help="maximum tokens per step")
     add(
-        "--max-num-seqs",
-        type=positive,
-        default=64,
-        metavar="N",
-        help="maximum requests at the same time (%(default)s)",
+        "--max-num-seqs", type=positive, default=64, metavar="N", help="maximum requests at the same time (%(default)s)"
     )
     add("--seed", type=natural, default=0, metavar="N", help="seed of synthetic weights and of sampling (%(default)s)")
     add("--threads", type=positive, metavar="N", help="CPU threads of the model")
     add("--no-prefix-caching", action="store_true", help="do not reuse blocks in G1")
-    add(
-        "--kv-layout",
-        choices=("block_first", "layer_first"),
-        default="block_first",
-        help="layout of G1 (%(default)s)",
-    )
+    add("--kv-layout", choices=("block_first", "layer_first"), default="block_first", help="layout of G1 (%(default)s)")
     add("--served-model-name", metavar="NAME", help="model name in the API (the value of --model)")
     add("--connector", metavar="JSON", help="a resolved profile: run with the block manager")
     add("--worker-process", action="store_true", help="run the block manager's worker in a separate process")

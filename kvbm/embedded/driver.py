@@ -19,9 +19,8 @@ from kvbm.embedded.engine.connector import ConnectorOutput
 from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHome
 from kvbm.hashing import HASH_BYTES
 from kvbm.host.region import Region
-from kvbm.leader.disk_tier import open_disk
 from kvbm.leader.leader import Leader
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.telemetry import Telemetry
 from kvbm.plan import StepPlan
@@ -219,12 +218,7 @@ class KvbmWorker:
     """Worker part of the connector: translates hooks into `Worker` calls, in this or in a separate process."""
 
     def __init__(
-        self,
-        profile: Profile,
-        *,
-        handshake: Callable[[bytes], None],
-        worker_process: bool,
-        progress: Progress | None,
+        self, profile: Profile, *, handshake: Callable[[bytes], None], worker_process: bool, progress: Progress | None
     ) -> None:
         host = profile.tiers.host_memory()
         self._capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
@@ -242,11 +236,7 @@ class KvbmWorker:
             home = ProcessWorker(pool, self._capacity, self._thread_count, self._init_timeout_s)
         else:
             home = InlineWorker(
-                pool,
-                self._capacity,
-                self._thread_count,
-                binds_memory=self._binds_memory,
-                progress=self._progress,
+                pool, self._capacity, self._thread_count, binds_memory=self._binds_memory, progress=self._progress
             )
         self._home = home
         self._send_handshake(pickle.dumps(WorkerHandshake((home.info,), pool.block_size)))

@@ -1,9 +1,9 @@
 """DiskTier: the metadata of G3. It decides which blocks are written to disk, read back, and deleted.
 
-It moves no bytes: a `Disk` does. The leader's thread owns both and calls
+It moves no bytes: a DiskSupervisor does. The leader's thread owns both and calls
 
-    registered, hit, touch      blocks were registered, hit or used; decides what is written to disk
-    match, contains, fetch      find blocks on disk and start to read them into host memory
+    registered, hit             blocks were registered or hit; decides what is written to disk
+    match_prefix, fetch         find blocks on disk and start to read them into host memory
     step                        start the writes that are due
     settle                      register what has ended: written blocks in G3, read blocks in G2
 
@@ -23,30 +23,23 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
 from kvbm.disk.directory import RATES
 from kvbm.disk.orders import Read, Write
-from kvbm.hashing import namespace
 from kvbm.leader.rates import Rates, RatesFile
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
-    from kvbm.config.schema import ConnectorConfig
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
-    from kvbm.disk.health import DiskCounters
-    from kvbm.disk.orders import DiskResult, FoundBlocks
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.wear import Wear
     from kvbm.leader.host_tier import HostTier, Reservation
     from kvbm.leader.settings import LeaderSettings
     from kvbm.metrics import Counters
-    from kvbm.types import SegmentInfo
 
 WRITES_AT_A_TIME = 2
 TAKEN_AT_A_TIME = 8  # batches per step; dropping a batch that has left host memory takes time too
@@ -57,30 +50,6 @@ LOG_INTERVAL_S = 2.0  # between progress lines of the final write
 AWAKE_S = 5.0  # how long an idle engine waits for the next process
 
 log = logging.getLogger(__name__)
-
-
-class Disk(Protocol):
-    """Moves the bytes: a DiskSupervisor, or a fake of a test."""
-
-    @property
-    def slot_count(self) -> int: ...
-    @property
-    def home(self) -> Path | None: ...
-    @property
-    def is_on(self) -> bool: ...
-    @property
-    def counters(self) -> DiskCounters: ...
-    @property
-    def losses(self) -> int: ...
-    @property
-    def restarts(self) -> int: ...
-    def recovered(self, *, waits: bool) -> FoundBlocks | None: ...
-    def submit(self, order: Read | Write) -> None: ...
-    def forget(self, disk_slots: Sequence[int]) -> None: ...
-    def clear(self) -> None: ...
-    def poll(self) -> list[DiskResult]: ...
-    def wear(self) -> Wear: ...
-    def close(self, timeout_s: float) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -101,74 +70,12 @@ class _Write:
     is_void: bool = False
 
 
-@dataclass(slots=True)
-class _Queue:
-    """Hashes that are due for a write, each once, in order of arrival."""
-
-    limit: int
-    hashes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-
-    def add(self, hashes: Sequence[bytes]) -> int:
-        """Append hashes; return how many were dropped because the queue is full."""
-        room = self.limit - len(self.hashes)
-        fresh = [sequence_hash for sequence_hash in hashes if sequence_hash not in self.hashes]
-        self.hashes.update(dict.fromkeys(fresh[: max(0, room)]))
-        return len(fresh) - max(0, min(room, len(fresh)))
-
-    def take(self, count: int) -> list[bytes]:
-        return [self.hashes.popitem(last=False)[0] for _ in range(min(count, len(self.hashes)))]
-
-
-def open_disk(
-    config: ConnectorConfig,
-    segments: Sequence[SegmentInfo],
-    *,
-    identity: Mapping[str, object],
-    is_stable: bool,
-    hash_bytes: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> DiskSupervisor | None:
-    """Open the disk of an engine; None if none is configured. Raises EnvironmentProblem.
-
-    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the ranks. Its `model`
-    is shown to users. If the identity is not stable across starts, blocks are not kept for the next start.
-    """
-    section = config.tiers.disk
-    if section is None:
-        return None
-    from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.settings import DiskSettings, Namespace
-
-    layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments]
-    facts = {"layouts": layout, **identity}
-    settings = DiskSettings(
-        directory=Path(section.directory).expanduser(),
-        capacity_bytes=section.capacity,
-        block_count=section.blocks,
-        allocator=section.allocator,
-        zerofill=section.zerofill,
-        o_direct=section.o_direct,
-        io=section.io,
-        threads=section.threads,
-        persist=section.persist and is_stable,
-        reclaim=section.reclaim,
-    )
-    if section.persist and not is_stable:
-        log.warning(
-            "kvbm: blocks on disk will not be kept after this engine exits: block hashes change with every start"
-        )
-    name = Namespace(namespace(facts), facts)
-    disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
-    log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
-    return disk
-
-
 class DiskTier:
     """See the module's text."""
 
     def __init__(
         self,
-        disk: Disk,
+        disk: DiskSupervisor,
         host: HostTier,
         settings: LeaderSettings,
         counters: Counters,
@@ -188,7 +95,7 @@ class DiskTier:
         log.info("kvbm: found %d blocks of an earlier engine on disk", self.store.counts().inactive)
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
         self._decay_s = clock() + policy.frequency_decay_s
-        self._queue = _Queue(host.capacity_blocks)
+        self._queue: OrderedDict[bytes, None] = OrderedDict()  # due for a write, in order of arrival
         self._cleaned = 0  # number of offloads and evictions at the last `_clean`
         self._departing: set[bytes] = set()
         self._tenants: dict[int, bytes] = {}  # per G2 slot, if its block has one
@@ -212,21 +119,16 @@ class DiskTier:
             self._admit(admitted)
 
     def hit(self, hashes: Sequence[bytes]) -> None:
-        """Note a cache hit of these blocks in any tier. Blocks admitted because of it are written, if they are in host
-        memory."""
+        """Note a cache hit of these blocks in any tier. Those that it admits are written if still in G2."""
         if self._policy.to_disk == "frequency":
             self._admit(self._filter.hit(hashes))
-
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        """Make these blocks the most recently used on disk. Blocks that are used in any tier stay on disk."""
-        self.store.touch(hashes)
 
     def evicting(self, count: int, *, keeps_unwritten: bool = False) -> None:
         """Prepare for the eviction of `count` blocks of host memory; `keeps_unwritten` spares the unwritten ones."""
         if count <= 0:
             return
         if keeps_unwritten:
-            self._host.touch(list(self._queue.hashes))
+            self._host.store.touch(list(self._queue))
         if self._policy.to_disk == "on_evict":
             self._counters.disk_dropped_blocks += len(self.store.missing(self._host.store.oldest(count)))
 
@@ -250,12 +152,21 @@ class DiskTier:
         """Return how many of `hashes[start:]` are on disk, up to the first that is not."""
         return self.store.match(hashes, start) if self.is_on else 0
 
-    def worthwhile(self, spans: Sequence[tuple[bool, int]]) -> int:
-        """Return how many blocks of a chain to load; `spans` are its parts as (is on disk, blocks)."""
+    def match_prefix(self, hashes: Sequence[bytes], start: int) -> int:
+        """Return how many of `hashes[start:]`, up to the first missing one, are loaded faster than computed.
+
+        A chain may begin in host memory, continue on disk and end in host memory again.
+        """
+        end = start + self._host.store.match(hashes, start)
+        spans = [(False, end - start)]
+        while count := self.match(hashes, end):
+            in_host = self._host.store.match(hashes, end + count)
+            end += count + in_host
+            spans += [(True, count), (False, in_host)]
         if self._policy.reads_always:
-            return sum(count for _, count in spans)
+            return end - start
         wanted = self.rates.worthwhile(spans)
-        self._counters.disk_declined_blocks += sum(count for _, count in spans) - wanted
+        self._counters.disk_declined_blocks += end - start - wanted
         return wanted
 
     def is_hopeless(self, waited_s: float, blocks: int, of_blocks: int) -> bool:
@@ -316,9 +227,7 @@ class DiskTier:
                 self._end_write(write, result.is_good)
             elif (fetch := self._fetches.pop(result.ticket, None)) is not None:
                 self._end_fetch(fetch, result.is_good)
-                if fetch.is_abandoned and fetch.blocks is not None:
-                    fetch.blocks.release()
-                elif not fetch.is_abandoned:
+                if not fetch.is_abandoned:
                     ended.append(fetch)
         self._follow_process()
         self._copy_counters()
@@ -326,7 +235,7 @@ class DiskTier:
 
     def is_writing(self) -> bool:
         """Whether blocks are being written or due for it, and the disk is on."""
-        return self.is_on and bool(self._writes or self._queue.hashes)
+        return self.is_on and bool(self._writes or self._queue)
 
     def is_returning(self) -> bool:
         """Whether the disk I/O process has ended and the disk may be on again within seconds."""
@@ -340,7 +249,7 @@ class DiskTier:
         is_larger = end > self._host.capacity_blocks
         if self._policy.to_disk != "always" or not self.is_on or not (is_larger or self._policy.is_buffer):
             return None
-        return len(self._queue.hashes)
+        return len(self._queue)
 
     def wear(self) -> dict[str, float]:
         """Return the known wear metrics by name."""
@@ -358,7 +267,7 @@ class DiskTier:
         it stays off until it has forgotten them."""
         self.store.reset()
         self._filter.clear()
-        self._queue.hashes.clear()
+        self._queue.clear()
         self._departing.clear()
         for write in self._writes.values():
             write.is_void = True
@@ -372,8 +281,8 @@ class DiskTier:
         counts = self._host.store.counts()
         newest_first = self._host.store.oldest(counts.inactive)[::-1]
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
-        self._queue.hashes.clear()
-        self._queue.add([sequence_hash for sequence_hash in absent if sequence_hash not in self._departing])
+        self._queue.clear()
+        self._queue.update(dict.fromkeys(h for h in absent if h not in self._departing))
         logged_s = self._clock()
         while self.is_writing() and self._clock() < deadline_s:
             self._begin_writes()
@@ -381,21 +290,12 @@ class DiskTier:
             self.settle()
             if self._clock() - logged_s > LOG_INTERVAL_S:
                 logged_s = self._clock()
-                done = len(absent) - len(self._queue.hashes)
+                done = len(absent) - len(self._queue)
                 log.info("kvbm: writing host memory to disk, %d of %d blocks", done, len(absent))
-        left = len(self._queue.hashes)
-        log.info(
-            "kvbm: wrote %d blocks of host memory to disk before exit; %d were not written", len(absent) - left, left
-        )
+        left = len(self._queue)
+        done = len(absent) - left
+        log.info("kvbm: wrote %d blocks of host memory to disk before exit; %d were not written", done, left)
         self._disk.close(max(0.1, deadline_s - self._clock()))
-
-    def check(self) -> None:
-        """Raise unless the bookkeeping is consistent. For tests."""
-        self.store.check()
-        written = {h for write in self._writes.values() if not write.is_void for h in write.source.hashes}
-        assert written == self._departing, (len(written), len(self._departing))
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _follow_process(self) -> None:
         """Drop all metadata when the process has ended, and register what the next one found."""
@@ -437,8 +337,12 @@ class DiskTier:
         self._enqueue(hashes)
 
     def _enqueue(self, hashes: Sequence[bytes]) -> None:
-        absent = [hashes[index] for index in self.store.missing(hashes) if hashes[index] not in self._departing]
-        self._counters.disk_dropped_blocks += self._queue.add(absent)
+        """Queue the blocks that are not on disk. Beyond one place per slot of host memory, blocks are dropped."""
+        absent = [hashes[index] for index in self.store.missing(hashes)]
+        fresh = [h for h in absent if h not in self._departing and h not in self._queue]
+        room = max(0, self._host.capacity_blocks - len(self._queue))
+        self._queue.update(dict.fromkeys(fresh[:room]))
+        self._counters.disk_dropped_blocks += max(0, len(fresh) - room)
 
     def _copy_counters(self) -> None:
         known, counters = self._disk.counters, self._counters
@@ -452,19 +356,19 @@ class DiskTier:
     def _clean(self) -> None:
         """Queue the blocks that would be evicted next, if there are few free slots."""
         changes = self._counters.offload_blocks + self._counters.evicted_blocks
-        if changes != self._cleaned and not self._queue.hashes and self._host.store.counts().free < CLEANED_AHEAD:
+        if changes != self._cleaned and not self._queue and self._host.store.counts().free < CLEANED_AHEAD:
             self._cleaned = changes
             self._enqueue(self._host.store.oldest(CLEANED_AHEAD))
 
     def _begin_writes(self) -> None:
         for _ in range(TAKEN_AT_A_TIME):
-            if not self._queue.hashes or len(self._writes) >= WRITES_AT_A_TIME or not self.is_on:
+            if not self._queue or len(self._writes) >= WRITES_AT_A_TIME or not self.is_on:
                 return
             share = 1 if self._policy.is_buffer else PINNED_SHARE
             limit = max(1, min(self._policy.batch_blocks, self._host.capacity_blocks // share // WRITES_AT_A_TIME))
-            due = self._queue.take(limit)
+            due = [self._queue.popitem(last=False)[0] for _ in range(min(limit, len(self._queue)))]
             wanted = [due[index] for index in self.store.missing(due)]
-            source = self._host.pin([h for h in wanted if self._host.contains(h)])
+            source = self._host.store.pin([h for h in wanted if self._host.store.contains(h)])
             assert source is not None
             self._counters.disk_dropped_blocks += len(wanted) - len(source.slots)
             target = self.store.allocate(len(source.slots))
@@ -512,7 +416,7 @@ class DiskTier:
         self._host.prove(fetch.target, is_good)
         blocks = self._host.register(fetch.target, hashes, is_good)
         self._counters.disk_fetched_blocks += len(blocks.slots)
-        if bad:
+        if bad or fetch.is_abandoned:
             blocks.release()
         else:
             fetch.blocks = blocks

@@ -7,8 +7,8 @@ Each slot has a generation, the number of the transfer that filled it. A block b
     (transfer)   a rank writes bytes and then control words; or the disk writes bytes, and `prove` the words
     register     the slots whose words are proven become findable, pinned by the caller; the others are free again
 
-The leader's thread owns it. `store` and `region` are public for reading: counts, events, lane words. Only HostTier
-changes the store and reads or writes slot words.
+The leader's thread owns it. `store` and `region` are public: lookup, pins, recency, lane words. Only HostTier
+registers blocks, and reads or writes slot words. After `store.reset`, nothing reserved before becomes findable.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Reservation:
     generation: int
 
     def release(self) -> None:
-        """Give the slots back."""
         self.blocks.release()
 
 
@@ -56,33 +55,6 @@ class HostTier:
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
         self._generation = 0
         self._checked_slots = 0
-
-    # -- what is there -------------------------------------------------------------------------------------------------
-
-    def match(self, hashes: Sequence[bytes], start: int) -> int:
-        """Return how many of `hashes[start:]` are registered, up to the first that is not."""
-        return self.store.match(hashes, start)
-
-    def contains(self, sequence_hash: bytes) -> bool:
-        return self.store.contains(sequence_hash)
-
-    def missing(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the positions in `hashes` of those that are not registered."""
-        return self.store.missing(hashes)
-
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        """Make those of `hashes` that are registered the most recently used, the first one newest."""
-        self.store.touch(hashes)
-
-    def pin(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
-        """Hold all of `hashes` against eviction; None if one of them is not registered."""
-        return self.store.pin(hashes)
-
-    def forget(self, hashes: Sequence[bytes]) -> None:
-        """Make those of `hashes` that are registered unfindable."""
-        self.store.forget(hashes)
-
-    # -- a transfer into G2 --------------------------------------------------------------------------------------------
 
     def next_generation(self) -> int:
         """Return a number that no transfer has had."""
@@ -128,12 +100,6 @@ class HostTier:
     def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the generation that the control word of each registered slot must carry."""
         return tuple(self._slot_generations[slot] for slot in slots)
-
-    # -- the whole tier ------------------------------------------------------------------------------------------------
-
-    def reset(self) -> None:
-        """Forget every block. Reservations stay valid, but nothing reserved before becomes findable."""
-        self.store.reset()
 
     def check_next(self) -> None:
         """Check the next few slots and log handles that were dropped while they held blocks. Raises InvariantError."""

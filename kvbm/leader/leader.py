@@ -27,18 +27,17 @@ from typing import TYPE_CHECKING
 
 from kvbm.core.groups import longest_hit
 from kvbm.errors import EnvironmentProblem
-from kvbm.leader.disk_tier import Disk, DiskTier
+from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.host_tier import HostTier
-from kvbm.leader.lookup import contained_in, match_prefix
-from kvbm.leader.offloads import Offloads, blocks_before_low_priority
-from kvbm.leader.onboards import Load, Onboards
-from kvbm.leader.requests import LiveRequest, OffloadProgress
+from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
+from kvbm.leader.onboards import LiveRequest, Load, Onboards
 from kvbm.metrics import Counters, TierBlocks
 from kvbm.plan import StepPlan
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.store import StoreCounts
+    from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.events import Event
     from kvbm.host.region import Region
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
@@ -71,7 +70,7 @@ class Leader:
         settings: LeaderSettings,
         callbacks: LeaderCallbacks,
         *,
-        disk: Disk | None = None,
+        disk: DiskSupervisor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
@@ -96,7 +95,11 @@ class Leader:
         last token of the request, unless the engine computes that one again. None means that another request is
         bringing this prefix into G1, where this request will find it.
         """
-        blocks = self._match(request_id, hashes, start, lambda disk: match_prefix(self._host, disk, hashes, start))
+
+        def search(disk: DiskTier | None) -> int:
+            return self._host.store.match(hashes, start) if disk is None else disk.match_prefix(hashes, start)
+
+        blocks = self._match(request_id, hashes, start, search)
         if self._trace is not None:
             self._trace("match", request=request_id, start=start, hashes=hashes[start:], blocks=blocks)
         return blocks
@@ -106,7 +109,9 @@ class Leader:
         `start` tokens are in G1 already, and a hit ends after at most `end` tokens."""
 
         def search(disk: DiskTier | None) -> int:
-            is_present = contained_in(self._host, disk)
+            def is_present(sequence_hash: bytes) -> bool:
+                return self._host.store.contains(sequence_hash) or (disk is not None and disk.contains(sequence_hash))
+
             return longest_hit(is_present, self._groups, chains, start=start, end=end) - start
 
         tokens = self._match(request_id, chains[0], start // self._groups[0].block_tokens, search)
@@ -206,12 +211,12 @@ class Leader:
             overdue_offloads=self._offloads.overdue(),
             overdue_onboards=self._onboards.overdue(),
         )
-        self.counters.overdue_transfers += len(plan.overdue_offloads) + len(plan.overdue_onboards)
+        overdue = len(plan.overdue_offloads) + len(plan.overdue_onboards)
+        self.counters.overdue_transfers += overdue
         self._host.check_next()
         if self._trace is not None and not plan.is_empty():
             orders = [(one.generation, one.block_ids, one.slots) for one in plan.offloads]
             loads = [(one.generation, one.block_ids, one.slots) for one in plan.onboards]
-            overdue = len(plan.overdue_offloads) + len(plan.overdue_onboards)
             self._trace("step", step=plan.step, offloads=orders, onboards=loads, overdue=overdue)
         return plan
 
@@ -230,8 +235,8 @@ class Leader:
         results, self._unreported = self._unreported, []
         if self._trace is not None:
             for one in results:
-                failed = len(one.failed_block_ids)
-                self._trace("loaded", request=one.request_id, blocks=len(one.block_ids), failed=failed)
+                blocks, failed = len(one.block_ids), len(one.failed_block_ids)
+                self._trace("loaded", request=one.request_id, blocks=blocks, failed=failed)
         return results
 
     def has_pending(self) -> bool:
@@ -267,9 +272,9 @@ class Leader:
             return
         for progress, hashes in zip(request.offloads, chains, strict=True):
             used = hashes[: max(progress.considered, request.hit_blocks)]
-            self._host.touch(used)
+            self._host.store.touch(used)
             if self._disk is not None:
-                self._disk.touch(used)
+                self._disk.store.touch(used)
             self.counters.offload_skipped_blocks += progress.left_out
         if request.probed_blocks:
             host_blocks = request.hit_blocks - request.disk_hit_blocks
@@ -322,16 +327,6 @@ class Leader:
         request = self._requests.get(request_id)
         return 0 if request is None else request.disk_tokens
 
-    def check(self) -> None:
-        """Raise InvariantError unless the whole bookkeeping is consistent. For tests; slow at scale."""
-        self._host.store.check()
-        self._offloads.check()
-        self._onboards.check()
-        if self._disk is not None:
-            self._disk.check()
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def _live(self, request_id: str) -> LiveRequest:
         request = self._requests.get(request_id)
         if request is None:
@@ -343,8 +338,7 @@ class Leader:
     def _match(
         self, request_id: str, hashes: Sequence[bytes], start: int, search: Callable[[DiskTier | None], int]
     ) -> int | None:
-        """Return what `search` finds from `hashes[start]` on, with the disk or without. 0 if the request may not load,
-        None if it waits for another one that loads the same block."""
+        """Return what `search` finds, 0 if the request may not load, None if it waits for another one's load."""
         request = self._live(request_id)
         if self._disk is not None:
             self._disk.refresh()
@@ -378,8 +372,8 @@ class Leader:
         self._report_load(request, load.block_ids, left_out)
 
     def _fail_load(self, request: LiveRequest, block_ids: tuple[int, ...], *, by_disk: bool = False) -> None:
-        """Report a failed load. The request recomputes and gets no other load, so that it cannot loop. Only after a
-        failure of the disk, it may load from host memory one time."""
+        """Report a failed load. The request recomputes and gets no other load, so that it cannot loop; only after a
+        failure of the disk, it may load from host memory once."""
         self.counters.onboard_failed_blocks += len(block_ids)
         request.may_onboard &= by_disk and request.may_read_disk
         request.may_read_disk = False
@@ -392,7 +386,7 @@ class Leader:
         return self._requests.get(request.request_id) is request
 
     def _forget_all(self) -> None:
-        self._host.reset()
+        self._host.store.reset()
         self.counters.resets += 1
         self._offloads.reset()
         self._onboards.reset()
@@ -400,8 +394,7 @@ class Leader:
             request.may_offload = not request.has_blocks
 
     def _disable(self) -> None:
-        """Forget everything and offload and onboard no more: a rank has ended. Copies of the other ranks end as failed
-        when those have reported."""
+        """Forget everything and move nothing more: a rank has ended. Copies of other ranks end as failed later."""
         self._forget_all()
         self.counters.disabled = 1
         log.error("kvbm: the process of a rank has ended; the engine continues without the cache until it is restarted")

@@ -16,12 +16,27 @@ from kvbm.plan import Offload
 if TYPE_CHECKING:
     from kvbm.leader.disk_tier import DiskTier
     from kvbm.leader.host_tier import HostTier, Reservation
-    from kvbm.leader.requests import OffloadProgress
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters
 
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
+
+
+@dataclass(slots=True)
+class OffloadProgress:
+    """How far the blocks of one KV cache group of a request have been offloaded.
+
+    Of the first `considered` blocks, `left_out` found no room. With `can_wait`, blocks that found no room are tried
+    again at a later step; without, the engine may have given them up by then. The chain is made recent again when more
+    than `fresh_until` blocks have been evicted; at every block this would cost the chain's length.
+    """
+
+    tenant: bytes
+    can_wait: bool = True
+    considered: int = 0
+    left_out: int = 0
+    fresh_until: int = 0
 
 
 @dataclass(slots=True)
@@ -73,19 +88,22 @@ class Offloads:
         begin = progress.considered
         fresh = list(hashes[begin:end])
         if begin == 0:
-            self._host.touch(fresh)
+            self._host.store.touch(fresh)
         sources = block_ids[begin:end]
         absent = [
             index
-            for index in self._host.missing(fresh)
+            for index in self._host.store.missing(fresh)
             if fresh[index] not in self._departing and sources[index] != NO_BLOCK
         ]
-        if unwritten is None and self._evictions_after(len(absent)) > progress.fresh_until:
-            self._make_recent(progress, hashes[:end])  # so that no block is evicted for its own tail
-        room = self._room(unwritten)
+        counts, evicted = self._host.store.counts(), self._counters.evicted_blocks
+        if unwritten is None and evicted + max(0, len(absent) - counts.free) > progress.fresh_until:
+            self._host.store.touch(hashes[:end])  # so that no block is evicted for its own tail
+            progress.fresh_until = evicted + self._host.capacity_blocks // FRESH_SHARE
+        may_hold = self._settings.max_in_flight_blocks - self._held_blocks
+        room = max(0, min(may_hold, counts.free + counts.inactive - (unwritten or 0)))
         chosen = absent[:room] if progress.can_wait else absent[::-1][:room]
         if self._disk is not None:
-            self._disk.evicting(len(chosen) - self._host.store.counts().free, keeps_unwritten=unwritten is not None)
+            self._disk.evicting(len(chosen) - counts.free, keeps_unwritten=unwritten is not None)
         for first in range(0, len(chosen), self._settings.batch_blocks):
             batch = chosen[first : first + self._settings.batch_blocks]
             self._order([fresh[i] for i in batch], tuple(sources[i] for i in batch), progress.tenant)
@@ -98,10 +116,7 @@ class Offloads:
             progress.considered = end
             self._counters.offload_skipped_blocks += left_out
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def step(self) -> tuple[Offload, ...]:
-        """Return the orders of this step."""
         self._step += 1
         orders, self._orders = tuple(self._orders), []
         return orders
@@ -131,30 +146,6 @@ class Offloads:
         for flight in self._flights.values():
             flight.is_void = True
         self._departing.clear()
-
-    def check(self) -> None:
-        """Raise unless the bookkeeping is consistent. For tests."""
-        held = sum(len(flight.order.block_ids) for flight in self._flights.values())
-        assert held == self._held_blocks, (held, self._held_blocks)
-        in_flight = {h for flight in self._flights.values() if not flight.is_void for h in flight.hashes}
-        assert in_flight == self._departing, (len(in_flight), len(self._departing))
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _evictions_after(self, count: int) -> int:
-        """How many blocks will have been evicted when `count` more are in."""
-        return self._counters.evicted_blocks + max(0, count - self._host.store.counts().free)
-
-    def _make_recent(self, progress: OffloadProgress, hashes: Sequence[bytes]) -> None:
-        """Keep the chain from being evicted next, for some time. At every block this would cost the chain's length."""
-        self._host.touch(hashes)
-        progress.fresh_until = self._counters.evicted_blocks + self._host.capacity_blocks // FRESH_SHARE
-
-    def _room(self, unwritten: int | None) -> int:
-        """How many blocks may be ordered now."""
-        counts = self._host.store.counts()
-        in_flight = self._settings.max_in_flight_blocks - self._held_blocks
-        return max(0, min(in_flight, counts.free + counts.inactive - (unwritten or 0)))
 
     def _order(self, hashes: list[bytes], block_ids: tuple[int, ...], tenant: bytes) -> None:
         target = self._host.reserve(len(hashes))

@@ -21,8 +21,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvbm.host.region import LANES
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.leader.disk_tier import DiskTier, Fetch
     from kvbm.leader.host_tier import HostTier
-    from kvbm.leader.requests import LiveRequest
+    from kvbm.leader.offloads import OffloadProgress
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
 
 FETCHES_AT_A_TIME = 32
@@ -41,10 +42,33 @@ PARTS = 16  # least number of parts of a read from disk, if it has as many block
 SHARES_OF_G2 = 4  # one part takes at most this share of host memory
 
 
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request, from its arrival to its end. If it is preempted and returns under its id, it is another LiveRequest.
+
+    `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
+    blocks are those that it looked for in the cache, the `hit` blocks those that it got.
+    """
+
+    request_id: str
+    tenant: bytes
+    offloads: list[OffloadProgress] = field(default_factory=list)
+    has_blocks: bool = False
+    has_probed: bool = False
+    awaited: int = 0
+    is_waiting: bool = False
+    may_onboard: bool = True
+    may_read_disk: bool = True
+    may_offload: bool = True
+    probed_blocks: int = 0
+    hit_blocks: int = 0
+    disk_hit_blocks: int = 0
+    disk_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position of the first
-    one in the load."""
+    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position in the load."""
 
     first: int
     hashes: tuple[bytes, ...]
@@ -137,17 +161,14 @@ class Onboards:
         self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int
     ) -> Load | None:
         """Bring `hashes[i]` into G1 block `block_ids[i]`. None if a block is no longer there."""
-        missing = self._host.missing(hashes)
-        on_disk = set(missing)
-        in_host = _part(hashes, block_ids, [i for i in range(len(hashes)) if i not in on_disk])
-        source = self._host.pin(in_host.hashes)
+        missing = self._host.store.missing(hashes)
+        in_host = _part(hashes, block_ids, sorted(set(range(len(hashes))) - set(missing)))
+        source = self._host.store.pin(in_host.hashes)
         assert source is not None, "blocks that are not missing can be pinned"
-        kept = None
-        if missing:
-            kept = self._disk.pin([hashes[index] for index in missing]) if self._disk is not None else None
-            if kept is None:
-                source.release()
-                return None
+        kept = self._disk.pin([hashes[index] for index in missing]) if missing and self._disk is not None else None
+        if missing and kept is None:
+            source.release()
+            return None
         number = self._host.next_generation()
         load = Load(
             number,
@@ -174,10 +195,7 @@ class Onboards:
             self._begin_fetches()
         return load
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def step(self) -> tuple[Onboard, ...]:
-        """Return the orders of this step."""
         self._step += 1
         self._give_up_hopeless()
         self._begin_fetches()
@@ -208,7 +226,10 @@ class Onboards:
     def settle(self) -> list[Load]:
         """Read the lane words; return the loads that have ended, each once. An engine that `gives_up_blocks` gets an
         overdue load as failed before its copiers have stopped."""
-        for copy in self._reported():
+        copies = list(self._copies.values())
+        lanes = [copy.order.lane for copy in copies]
+        are_reported = self._host.region.are_lanes_reported(lanes, list(self._copies)) if copies else ()
+        for copy in compress(copies, are_reported):
             result = self._host.region.lane_result(copy.order.lane, copy.order.generation)
             if result is not SlotState.EMPTY:
                 self._end_copy(copy, is_ready=result is SlotState.READY and not copy.is_void)
@@ -232,19 +253,6 @@ class Onboards:
             self._fail(load)
             self._end_if_over(load)
         self._arriving.clear()
-
-    def check(self) -> None:
-        """Raise unless the bookkeeping is consistent. For tests."""
-        assert len(self._lanes) + len(self._copies) == LANES, (len(self._lanes), len(self._copies))
-        live = {copy.load.number for copy in self._copies.values()} | {load.number for load in self._from_disk}
-        assert set(self._arriving.values()) <= live, (self._arriving, live)
-        for load in self._from_disk:
-            fetching = sum(other is load for other, _ in self._fetches.values())
-            copying = sum(copy.load is load for copy in self._copies.values())
-            assert load.open_parts == fetching + copying, (load, fetching, copying)
-            assert load.open_parts or load.waiting, load
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _order(self, load: Load, part: _Part, source: PinnedBlocks) -> None:
         order = Onboard(
@@ -277,13 +285,6 @@ class Onboards:
                 self._fetches[fetch] = (load, load.waiting.popleft())
                 load.open_parts += 1
 
-    def _reported(self) -> Iterator[_Copy]:
-        copies = list(self._copies.values())
-        if not copies:
-            return iter(())
-        reported = self._host.region.are_lanes_reported([copy.order.lane for copy in copies], list(self._copies))
-        return (copy for copy, is_reported in zip(copies, reported, strict=True) if is_reported)
-
     def _end_copy(self, copy: _Copy, *, is_ready: bool) -> None:
         order, load = copy.order, copy.load
         del self._copies[order.generation]
@@ -292,7 +293,7 @@ class Onboards:
         load.open_parts -= 1
         if not is_ready:
             if not copy.is_void:
-                self._host.forget(copy.source.hashes)
+                self._host.store.forget(copy.source.hashes)
             self._fail(load)
         copy.source.release()
         self._end_if_over(load)

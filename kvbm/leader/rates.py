@@ -46,10 +46,7 @@ class KnownRates:
 
     def differ(self, other: KnownRates) -> bool:
         """Whether one of the rates differs by more than WORTH_WRITING."""
-        pairs = (
-            (self.tokens_per_s, other.tokens_per_s),
-            (self.blocks_per_s or 0.0, other.blocks_per_s or 0.0),
-        )
+        pairs = (self.tokens_per_s, other.tokens_per_s), (self.blocks_per_s or 0.0, other.blocks_per_s or 0.0)
         return any(max(pair) > WORTH_WRITING * min(pair) for pair in pairs)
 
 
@@ -101,7 +98,7 @@ class Rates:
         `spans` are consecutive parts of the chain as (is on disk, blocks).
         """
         total = sum(count for _, count in spans)
-        if not any(is_on_disk for is_on_disk, _ in spans) or not self._is_known():
+        if not any(is_on_disk for is_on_disk, _ in spans) or not (self._computing_s and self._reading_s):
             return total
         read_s = self._reading_s / self._blocks if self._blocks else float("inf")
         compute_s = self._block_tokens / self.tokens_per_s
@@ -127,9 +124,6 @@ class Rates:
             return waited_s > BLIND_S
         compute_s = self._block_tokens / self.tokens_per_s
         return waited_s > blocks * compute_s + max(GRACE * of_blocks * compute_s, GRACE_S)
-
-    def _is_known(self) -> bool:
-        return self._computing_s > 0 and self._reading_s > 0
 
 
 class RatesFile:

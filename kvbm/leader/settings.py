@@ -1,23 +1,25 @@
-"""Settings of the leader: frozen values from the profile and from the engine. Nothing here changes after start-up."""
+"""Settings of the leader and its disk: frozen values from the profile and from the engine, set at start-up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.core.groups import Group
+from kvbm.hashing import namespace
 from kvbm.metrics import WINDOW_REQUESTS
 from kvbm.types import SegmentInfo
 
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
+    from kvbm.disk.service.supervisor import DiskSupervisor
 
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 
-
-def _no_tenant(request_id: str) -> bytes:
-    return b""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class LeaderCallbacks:
 
     hold: Callable[[Sequence[int]], None]
     release: Callable[[Sequence[int]], None]
-    tenant_of: Callable[[str], bytes] = _no_tenant
+    tenant_of: Callable[[str], bytes] = lambda request_id: b""
     trace: Callable[..., None] | None = None
 
 
@@ -70,8 +72,7 @@ class DiskPolicy:
 
     @classmethod
     def of(cls, config: ConnectorConfig) -> DiskPolicy:
-        """Return the policy of a configuration. Without a host tier nothing can be hit there, so every block goes to
-        disk."""
+        """Return the policy. Without a host tier nothing can be hit in G2, so every block goes to disk."""
         return cls(
             to_disk="always" if config.tiers.host is None else config.offload.to_disk,
             is_buffer=config.tiers.host is None,
@@ -133,3 +134,45 @@ class LeaderSettings:
         """Whether the engine can use the beginning of a load without the rest."""
         groups = self.groups
         return len(groups) == 1 and groups[0].looks_back_over_all
+
+
+def open_disk(
+    config: ConnectorConfig,
+    segments: Sequence[SegmentInfo],
+    *,
+    identity: Mapping[str, object],
+    is_stable: bool,
+    hash_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> DiskSupervisor | None:
+    """Open the disk of an engine; None if none is configured. Raises EnvironmentProblem.
+
+    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the ranks. Its `model`
+    is shown to users. If the identity is not stable across starts, blocks are not kept for the next start.
+    """
+    section = config.tiers.disk
+    if section is None:
+        return None
+    from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.disk.settings import DiskSettings, Namespace
+
+    layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments]
+    facts = {"layouts": layout, **identity}
+    settings = DiskSettings(
+        directory=Path(section.directory).expanduser(),
+        capacity_bytes=section.capacity,
+        block_count=section.blocks,
+        allocator=section.allocator,
+        zerofill=section.zerofill,
+        o_direct=section.o_direct,
+        io=section.io,
+        threads=section.threads,
+        persist=section.persist and is_stable,
+        reclaim=section.reclaim,
+    )
+    if section.persist and not is_stable:
+        log.warning("kvbm: blocks will not stay on disk after this engine exits: block hashes change with every start")
+    name = Namespace(namespace(facts), facts)
+    disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
+    log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
+    return disk

@@ -27,17 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm.config.connector import resolve_connector
 from kvbm.errors import EnvironmentProblem, ProfileError
-from kvbm.vllm_integration.cache_groups import (
-    KNOWS_FAILED_REQUESTS,
-    cache_groups,
-    continues_prompts,
-    decline_reason,
-)
+from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, cache_groups, continues_prompts, decline_reason
 from kvbm.vllm_integration.identity import identity
-from kvbm.vllm_integration.messages import NOTHING
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
-from kvbm.vllm_integration.worker_side import WorkerSide
+from kvbm.vllm_integration.worker_side import NOTHING, WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.vllm_integration.messages import Handshake
+    from kvbm.vllm_integration.worker_side import Handshake
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +97,6 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @classmethod
     def worker_side_class(cls) -> type[WorkerSide]:
-        """Return the class of the worker side."""
         return WorkerSide
 
     # -- worker --------------------------------------------------------------------------------------------------------

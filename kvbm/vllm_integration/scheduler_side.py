@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.region import Region
-from kvbm.leader.disk_tier import open_disk
 from kvbm.leader.leader import Leader, LoadResult
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
 from kvbm.observe.telemetry import Telemetry
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
-from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders
 from kvbm.vllm_integration.progress import progress_log
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
+from kvbm.vllm_integration.worker_side import NOTHING, Handshake, StepOrders
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent

@@ -2,19 +2,28 @@
 
 It executes the leader's orders. Control words return the results, with one exception: vLLM accepts the failure of a
 load only from its workers. Therefore a later step's orders contain the failed loads, and every rank reports them.
+
+The messages between the two sides are small and picklable, without bytes of blocks.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, storages_of
+from kvbm.plan import StepPlan
 from kvbm.vllm_integration.cache_groups import TransferGroup, boot_id
-from kvbm.vllm_integration.messages import NOTHING, Handshake, StepOrders, WordsWritten
 from kvbm.vllm_integration.progress import progress_log
 
 if TYPE_CHECKING:
@@ -22,8 +31,41 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvbm.config.schema import ConnectorConfig
+    from kvbm.leader.leader import LoadResult
+    from kvbm.types import SegmentInfo
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is not there when types are checked
+    """What each rank sends to the leader once: the location of its segment, and its configuration."""
+
+    segment: SegmentInfo
+    config_digest: str
+    boot_id: str
+
+
+@dataclass(frozen=True)
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's orders for every rank. `failed_loads` are loads that failed before: vLLM accepts a failure only from a
+    worker. `wants_answer`: the leader has results that it can report only when this step's output arrives."""
+
+    plan: StepPlan
+    failed_loads: tuple[LoadResult, ...] = ()
+    wants_answer: bool = False
+
+
+@dataclass(frozen=True)
+class WordsWritten(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """A rank has written control words in this step. The message has no content: it makes vLLM pass the output of an
+    otherwise empty step to the scheduler side, which then reads the words."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return self
+
+
+NOTHING = StepOrders(StepPlan(step=0))  # orders before the leader exists, or without a step
 
 
 class WorkerSide:

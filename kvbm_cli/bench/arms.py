@@ -6,38 +6,20 @@ import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.bench.comparison import AGAINST_BASELINE, Comparison
+from kvbm_cli.bench.experiment import RunningEngine
 from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
 from kvbm_cli.engine.process import EngineProcess, choose_port
 from kvbm_cli.profile.workload import Workload
 
 HEADROOM = 1.25
-
-
-@dataclass(frozen=True, slots=True)
-class StartedEngine:
-    """A healthy engine process."""
-
-    process: EngineProcess
-    startup_s: float
-
-    @property
-    def base_url(self) -> str:
-        return self.process.plan.base_url
-
-    @property
-    def model(self) -> str:
-        return self.process.plan.model
-
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
 
 
 class ProfileEngines:
@@ -60,14 +42,14 @@ class ProfileEngines:
         self._directory = directory
 
     @contextmanager
-    def __call__(self, arm: str) -> Iterator[StartedEngine]:
+    def __call__(self, arm: str) -> Iterator[RunningEngine]:
         profile, has_kvbm = self._profiles.get(arm, self._roomy_profile), arm in self._arms_with_kvbm
         port = choose_port(profile.server.host, 0)
         with fresh_disk(profile) if has_kvbm else nullcontext(profile) as profile:
             plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile)
             with EngineProcess.start(plan, log_path=self._directory.arm(arm) / "engine.log") as process:
                 process.wait_healthy(profile.transfer.init_timeout_s)
-                yield StartedEngine(process, process.elapsed_s)
+                yield RunningEngine(plan.base_url, plan.model, process.elapsed_s, lambda: process.poll() is not None)
 
 
 @contextmanager

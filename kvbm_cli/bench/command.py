@@ -12,14 +12,28 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
+from kvbm.config.layers import find
+from kvbm.errors import KvbmError, ProfileError, UsageError
+from kvbm_cli.bench.arms import ProfileEngines
 from kvbm_cli.bench.comparison import AGAINST_BASELINE, BASELINE, Comparison
+from kvbm_cli.bench.experiment import Engines, run_experiment
+from kvbm_cli.bench.machine import load_average, machine, usable_cpu_count, versions
+from kvbm_cli.bench.output_directory import OutputDirectory, cannot_write
+from kvbm_cli.bench.progress import BenchProgress
+from kvbm_cli.bench.report import WIDTH, show
+from kvbm_cli.bench.summary import interrupted_summary, summarise
+from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
+from kvbm_cli.engine.engines import has_prefix_caching, make_model, runs_on_cpu, vllm_of
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.diff import differences
+from kvbm_cli.profile.preflight import require_engine
+from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.profile.size import as_data, size_if_known
+from kvbm_cli.profile.workload import Workload, load_workload
+from kvbm_cli.terminal.console import print_note
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-    from kvbm_cli.bench.experiment import Engines
-    from kvbm_cli.bench.verdict import VerdictLimits
-    from kvbm_cli.profile.workload import Workload
 
 INTERRUPTED_EXIT_CODE = 130
 DEFAULT_WORKLOAD = "conversations"
@@ -35,20 +49,15 @@ def bench(
     as_json: bool,
 ) -> int:
     """Resolve the profiles and the workload, then measure. Returns the exit code of the verdict."""
-    from kvbm_cli.engine.engines import make_model
-    from kvbm_cli.profile.preflight import require_engine
-    from kvbm_cli.profile.resolve import resolve
-    from kvbm_cli.profile.workload import load_workload
-    from kvbm_cli.terminal.console import print_note
-
     resolved = resolve(reference, overrides)
     other = None if compare == BASELINE else _profile_to_compare(compare)
-    for profile in (resolved, other) if other else (resolved,):
+    profiles = [resolved, *([other] if other else [])]
+    for profile in profiles:
         _require_one_engine(profile)
     if other:
         _require_comparable(resolved, other)
     chosen = load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
-    for profile in (resolved, other) if other else (resolved,):
+    for profile in profiles:
         require_engine(profile, force=False)
         make_model(profile.profile, say=print_note)
     return measure(resolved, chosen, other=other, output=output, as_json=as_json)
@@ -56,10 +65,6 @@ def bench(
 
 def _profile_to_compare(compare: str) -> ResolvedProfile:
     """UsageError for a name that is neither `baseline` nor a profile; ProfileError for a wrong profile."""
-    from kvbm.config.layers import find
-    from kvbm_cli.package_data import profiles_directory
-    from kvbm_cli.profile.resolve import resolve
-
     try:
         find(compare, directories=[profiles_directory()])
     except ProfileError as error:
@@ -107,14 +112,6 @@ def measure(
     """
     from rich.console import Console
 
-    from kvbm_cli.bench.arms import ProfileEngines
-    from kvbm_cli.bench.experiment import run_experiment
-    from kvbm_cli.bench.output_directory import OutputDirectory
-    from kvbm_cli.bench.progress import BenchProgress
-    from kvbm_cli.bench.report import WIDTH, show
-    from kvbm_cli.bench.summary import interrupted_summary, summarise
-    from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict
-
     directory = OutputDirectory.create(output)
     comparison = AGAINST_BASELINE if other is None else _comparison(resolved, other)
     surroundings = {**_surroundings(resolved), **(_compared_profiles(comparison, resolved, other) if other else {})}
@@ -135,15 +132,13 @@ def measure(
         directory.write_json("summary.json", interrupted_summary("interrupted", surroundings))
         print(f"interrupted; {directory.path} holds an incomplete run, marked as such", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
-    except KvbmError as error:
+    except (KvbmError, OSError) as error:
+        problem = error if isinstance(error, KvbmError) else cannot_write(directory.path, error)
         with contextlib.suppress(OSError):
-            directory.write_json("summary.json", interrupted_summary(error.message, surroundings))
-        raise
-    except OSError as error:
-        reason = f"cannot write to {directory.path}: {(error.strerror or str(error)).lower()}"
-        with contextlib.suppress(OSError):
-            directory.write_json("summary.json", interrupted_summary(reason, surroundings))
-        raise EnvironmentProblem(reason) from None
+            directory.write_json("summary.json", interrupted_summary(problem.message, surroundings))
+        if problem is error:
+            raise
+        raise problem from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -163,8 +158,6 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _surroundings(resolved: ResolvedProfile) -> dict[str, Any]:
-    from kvbm_cli.bench.machine import machine, versions
-
     return {
         "profile": {"name": resolved.name, **resolved.profile.model_dump(mode="json")},
         "machine": machine(),
@@ -173,15 +166,11 @@ def _surroundings(resolved: ResolvedProfile) -> dict[str, Any]:
 
 
 def _comparison(measured: ResolvedProfile, reference: ResolvedProfile) -> Comparison:
-    from kvbm_cli.profile.diff import differences
-
     found = {key: (one.value, another.value) for key, one, another in differences(measured, reference)}
     return Comparison.of_profiles(measured.name, reference.name, found)
 
 
 def _compared_profiles(comparison: Comparison, measured: ResolvedProfile, reference: ResolvedProfile) -> dict[str, Any]:
-    from kvbm_cli.profile.size import as_data, size_if_known
-
     def about(resolved: ResolvedProfile) -> dict[str, Any]:
         sizing = size_if_known(resolved)
         return {
@@ -198,18 +187,12 @@ def _compared_profiles(comparison: Comparison, measured: ResolvedProfile, refere
 
 def _engine_version(resolved: ResolvedProfile) -> dict[str, str]:
     """Version of vLLM in the interpreter of the profile, which may differ from this one."""
-    from kvbm_cli.engine.engines import vllm_of
-
     found = vllm_of(resolved.profile) if resolved.profile.engine.kind == "vllm" else None
     return {found.distribution: found.version} if found else {}
 
 
 def _caveats(resolved: ResolvedProfile, workload: Workload) -> list[str]:
     """Caveats that follow from the profile, the workload and the load of the machine."""
-    from kvbm_cli.bench.machine import load_average, usable_cpu_count
-    from kvbm_cli.engine.engines import has_prefix_caching, runs_on_cpu
-    from kvbm_cli.profile.size import size_if_known
-
     caveats = []
     if resolved.profile.engine.kind == "embedded":
         caveats.append("the embedded engine is a reference implementation: compare the arms with each other only")

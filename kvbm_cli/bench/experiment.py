@@ -35,16 +35,14 @@ SMALLEST_INTERVAL_S = 0.05
 Answers = tuple[tuple[RecordedAnswer, ...], ...]
 
 
-class RunningEngine(Protocol):
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
     """An engine that serves; the context manager that yields it starts and stops it."""
 
-    @property
-    def base_url(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def startup_s(self) -> float: ...
-    def has_ended(self) -> bool: ...
+    base_url: str
+    model: str
+    startup_s: float
+    has_ended: Callable[[], bool]
 
 
 Engines = Callable[[str], AbstractContextManager[RunningEngine]]
@@ -156,9 +154,6 @@ class _ReadyArm:
     control: Control
     before: ScrapedMetrics
 
-    def target(self, offset_s: float) -> Target:
-        return Target(self.name, self.engine.base_url, offset_s, self.engine.has_ended)
-
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -217,7 +212,10 @@ class _Run:
             text = f"{', '.join(group)}: {len(plan.requests) * len(group)} requests"
             self.progress.phase(text, expected_s=drive_s, remaining_s=later_s)
             offsets = (position * plan.interval_s / len(group) for position in range(len(group)))
-            targets = [arm.target(offset_s) for arm, offset_s in zip(ready, offsets, strict=True)]
+            targets = [
+                Target(arm.name, arm.engine.base_url, offset_s, arm.engine.has_ended)
+                for arm, offset_s in zip(ready, offsets, strict=True)
+            ]
             result = asyncio.run(drive(plan, targets, on_record=self._keep_record))
             return {arm.name: self._arm_result(arm, result) for arm in ready}
 

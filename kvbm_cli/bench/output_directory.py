@@ -37,7 +37,7 @@ class OutputDirectory:
                 raise UsageError(f"`--output {path}` is not empty: name a new or empty directory")
             return cls(path)
         except OSError as error:
-            raise EnvironmentProblem(f"cannot write to {path}: {(error.strerror or str(error)).lower()}") from None
+            raise cannot_write(path, error) from None
 
     def arm(self, name: str) -> Path:
         folder = self.path / name
@@ -53,6 +53,10 @@ class OutputDirectory:
 
     def close(self) -> None:
         self._requests.close()
+
+
+def cannot_write(path: Path, error: OSError) -> EnvironmentProblem:
+    return EnvironmentProblem(f"cannot write to {path}: {(error.strerror or str(error)).lower()}")
 
 
 def _named_after_now(parent: Path) -> Path:

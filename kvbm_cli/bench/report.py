@@ -29,8 +29,7 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
         f"{summary['plan']['interval_s']:g} s",
         highlight=False,
     )
-    console.print(_schedule_line(summary), highlight=False)
-    for line in _profile_lines(summary):
+    for line in (_schedule_line(summary), *_profile_lines(summary)):
         console.print(line, highlight=False)
     console.print(_arms_table(summary))
     for line in _turn_lines(summary["arms"]):

@@ -29,13 +29,8 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
     """p50, p90, p99 and the mean, each `None` without values."""
-    mean = sum(values) / len(values) if values else None
-    return {
-        "p50": percentile(values, 50),
-        "p90": percentile(values, 90),
-        "p99": percentile(values, 99),
-        "mean": mean,
-    }
+    percentiles = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
+    return {**percentiles, "mean": sum(values) / len(values) if values else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +44,7 @@ class PairedRatio:
     user_count: int
 
 
-def paired_ratio(
-    pairs_by_user: Mapping[int, Sequence[tuple[float, float]]],
-) -> PairedRatio | None:
+def paired_ratio(pairs_by_user: Mapping[int, Sequence[tuple[float, float]]]) -> PairedRatio | None:
     """Geometric mean of first / second with equal weight per user; the interval is Student's t over the users' means.
 
     `None` without a pair. With one user the interval is 0 to infinity.
@@ -68,14 +61,9 @@ def paired_ratio(
         stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 1
     )
     centre = fmean(means)
-    low, high = centre - half, centre + half
     pair_count = sum(count for _, count in sums)
     return PairedRatio(
-        ratio=math.exp(centre),
-        low=math.exp(low),
-        high=math.exp(high),
-        pair_count=pair_count,
-        user_count=len(sums),
+        math.exp(centre), math.exp(centre - half), math.exp(centre + half), pair_count, user_count=len(sums)
     )
 
 

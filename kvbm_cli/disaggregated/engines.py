@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
@@ -60,9 +59,7 @@ class DisaggregatedEngines:
     def __enter__(self) -> DisaggregatedEngines:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         self.stop()
 
     @property

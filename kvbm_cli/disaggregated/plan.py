@@ -141,10 +141,7 @@ def _engine(
     """Returns the plan of one engine with this connector. Engines exchange block addresses on the side channel."""
     server = profile.server.model_copy(update={"host": ENGINE_HOST})
     alone = launch_plan(profile.model_copy(update={"server": server}), connector=False, port=port)
-    side_channel = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": ENGINE_HOST,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
-    }
+    side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": ENGINE_HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port)}
     return replace(
         alone,
         argv=(*alone.argv, "--kv-transfer-config", json.dumps(connector, separators=(",", ":"))),

@@ -6,14 +6,17 @@ With --quick, checks that have not started after QUICK_WORK_S are skipped (check
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.schema import DiskTierSection, Tiers
 from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError, UsageError
+from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
 from kvbm_cli.doctor.check_runner import TIME_IS_UP, CheckRunner
 from kvbm_cli.doctor.context import DoctorContext
@@ -22,13 +25,12 @@ from kvbm_cli.doctor.machine import Machine
 from kvbm_cli.doctor.result import Check, CheckState, failure, skipped
 from kvbm_cli.doctor.variable_remedy import with_variables
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.size import size_of
 from kvbm_cli.terminal.console import print_data, print_json, print_note
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from kvbm.config.load import ResolvedProfile
-    from kvbm.config.schema import Tiers
-    from kvbm.sizing import Sizing
     from kvbm_cli.doctor.disk_probe import RecommendedSettings
 
 QUICK_WORK_S = 14.0  # of QUICK_S; the rest is for cleanup
@@ -61,7 +63,7 @@ def doctor(
     with ProgressDisplay("checking", delay_s=PROGRESS_AFTER_S) as progress:
         runner = CheckRunner(progress, as_json=as_json, format_remedy=_remedy_format(resolved, configured_tiers))
         with runner.at_most(QUICK_WORK_S if is_quick else None):
-            runner.group("environment", _each(environment.or_all_valid([*found, *mistakes], len(variables))))
+            runner.group("environment", iter(environment.or_all_valid([*found, *mistakes], len(variables))))
             sizing, unsized = runner.in_time(partial(_size, resolved)) or (None, [skipped("size", TIME_IS_UP)])
             place = _directory(configured_tiers, directory)
             context = DoctorContext(
@@ -69,7 +71,7 @@ def doctor(
             )
             settings = runner.group("disk", disk.checks(context), about=_shown(context.directory))
             runner.group("memory", memory.checks(context))
-            runner.group("tiers", _each([*unsized, *tiers.checks(context)]))
+            runner.group("tiers", iter([*unsized, *tiers.checks(context)]))
             runner.group("ports", ports.checks(context))
             runner.group("self test", self_test.checks(context, settings))
             runner.group("engine", engine.checks(context))
@@ -95,9 +97,6 @@ def _resolve(
     profile: str | None, overrides: Sequence[str], variables: Mapping[str, str], directory: Path | None
 ) -> ResolvedProfile | None:
     """Resolves the profile with the valid variables, and with `--dir` as directory of its disk tier if it has one."""
-    from kvbm.config.load import load
-    from kvbm_cli.package_data import profiles_directory
-
     if profile is None:
         return None
     places = [profiles_directory()]
@@ -114,8 +113,6 @@ def _absolute(directory: Path) -> Path:
 
 def _directory(tiers: Tiers | None, given: Path | None) -> Path | None:
     """Returns `--dir`, else the directory of the disk tier, else the default if no tiers are configured."""
-    from kvbm.config.schema import DiskTierSection
-
     if given is not None:
         return _absolute(given)
     if tiers is None:
@@ -129,9 +126,6 @@ def _shown(directory: Path | None) -> str | None:
 
 def _size(resolved: ResolvedProfile | None) -> tuple[Sizing | None, list[Check]]:
     """Returns the sizes or None, and the checks that failed."""
-    from kvbm.sizing import SizeUnknown
-    from kvbm_cli.profile.size import size_of
-
     if resolved is None:
         return None, []
     try:
@@ -145,10 +139,6 @@ def _size(resolved: ResolvedProfile | None) -> tuple[Sizing | None, list[Check]]
 def _remedy_format(resolved: ResolvedProfile | None, tiers: Tiers | None) -> Callable[[str], str]:
     """Returns how remedies are formatted: as variables if only variables configure the tiers, else as profile keys."""
     return with_variables if resolved is None and tiers is not None else str
-
-
-def _each(found: Sequence[Check] | Iterator[Check]) -> Generator[Check, None, None]:
-    yield from found
 
 
 def _write(

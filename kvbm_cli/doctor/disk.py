@@ -22,6 +22,7 @@ from kvbm_cli.doctor.disk_probe import IN_MEMORY, DiskReport, RecommendedSetting
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
 from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
+from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.system.filesystem import nearest_existing
 
 Found = Generator[Check, None, RecommendedSettings | None]
@@ -74,15 +75,12 @@ def checks(context: DoctorContext) -> Found:
 def _remedy_for(directory: Path, error: OSError) -> str:
     existing = nearest_existing(directory)
     if error.errno == errno.EROFS:
-        return f"`mount -o remount,rw {_mount_point(existing)}`, or {OTHER_DIRECTORY}"
+        mount_point = next(path for path in (existing, *existing.parents) if path.is_mount())
+        return f"`mount -o remount,rw {mount_point}`, or {OTHER_DIRECTORY}"
     if existing.is_dir() and not os.access(existing, os.W_OK):
         is_own = existing.stat().st_uid == os.geteuid()
         return f"`{'chmod u+rwx' if is_own else f'chown {os.geteuid()}'} {existing}`, or {OTHER_DIRECTORY}"
     return OTHER_DIRECTORY
-
-
-def _mount_point(directory: Path) -> Path:
-    return next(path for path in (directory, *directory.parents) if path.is_mount())
 
 
 def _probe(context: DoctorContext, place: Path) -> DiskReport:
@@ -214,8 +212,6 @@ def _quotas_and_limits(context: DoctorContext, report: DiskReport, needed: int |
 
 
 def _engine_count(context: DoctorContext) -> int:
-    from kvbm_cli.engine.engines import copy_count
-
     return 1 if context.resolved is None else copy_count(context.resolved.profile)
 
 

@@ -24,7 +24,7 @@ import resource
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,19 +207,19 @@ class _Probe:
         room = self._room()
         if room < AREA_BYTES:
             found = self._base(None, has_unnamed_files=file.is_unnamed)
-            return _with(found, reason=f"the test needs {AREA_BYTES >> 10} KiB, but may use only {room >> 10} KiB")
+            return replace(found, reason=f"the test needs {AREA_BYTES >> 10} KiB, but may use only {room >> 10} KiB")
         allocated = attempt(lambda: fallocate(file.fd, 0, 0, AREA_BYTES))
-        write = _write_and_compare(file.fd)
+        write = attempt(lambda: _round_trip(file.fd, 0, AREA_BYTES))
         found = self._base(write, has_unnamed_files=file.is_unnamed)
         if not write.works:
-            return _with(found, fallocate=allocated)
-        by_open, by_fcntl = _direct_by_open(file), _direct_by_fcntl(file)
-        claimed = dio_alignment(file.fd)
-        return _with(
+            return replace(found, fallocate=allocated)
+        by_open = DirectIO(False, file.direct_error) if file.direct_fd is None else _try_direct(file.direct_fd)
+        by_fcntl = _direct_by_fcntl(file)
+        return replace(
             found,
             fallocate=allocated,
             punch_hole=_punch(file.fd),
-            claimed=claimed,
+            claimed=dio_alignment(file.fd),
             by_open=by_open,
             by_fcntl=by_fcntl,
             settings=recommend(allocated, by_open, by_fcntl),
@@ -246,7 +246,7 @@ class _Probe:
             room = min(room, int(BUFFERED_BYTES_PER_S * seconds))
         blocks = min(room, MAX_FILE_BYTES) // stride
         if blocks < 4:
-            return _with(
+            return replace(
                 found, reason=f"a tenth of the free space holds only {blocks} blocks of {stride} bytes; 4 are needed"
             )
         try:
@@ -255,8 +255,8 @@ class _Probe:
                 trial = SpeedTrial(fd, io, stride, seconds, self._on_phase, is_cached=is_cached)
                 speed = trial.measure(blocks, may_write_bytes=written)
         except OSError as error:
-            return _with(found, transfers=ProbeOutcome(False, name_of(error)))
-        return _with(found, transfers=ProbeOutcome(True), speed=speed)
+            return replace(found, transfers=ProbeOutcome(False, name_of(error)))
+        return replace(found, transfers=ProbeOutcome(True), speed=speed)
 
 
 @contextlib.contextmanager
@@ -271,11 +271,6 @@ def _prepared(file: ProbeFile, settings: RecommendedSettings, byte_count: int) -
         fallocate(fd, 0, 0, byte_count)
     with _direct_flag(fd) if settings.o_direct and settings.allocator == "default" else contextlib.nullcontext():
         yield fd
-
-
-def _with(report: DiskReport, **changes: object) -> DiskReport:
-    values = {name: getattr(report, name) for name in DiskReport.__slots__}
-    return DiskReport(**{**values, **changes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,12 +335,6 @@ def _direct_flag(fd: int) -> Iterator[bool]:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
-def _direct_by_open(file: ProbeFile) -> DirectIO:
-    if file.direct_fd is None:
-        return DirectIO(False, file.direct_error)
-    return _try_direct(file.direct_fd)
-
-
 def _direct_by_fcntl(file: ProbeFile) -> DirectIO:
     try:
         with _direct_flag(file.fd) as carries:
@@ -381,10 +370,6 @@ def _round_trip(fd: int, offset: int, length: int) -> None:
             raise OSError(errno.EIO, f"{done} of {length} bytes read")
         if out[:] != back[:]:
             raise OSError(errno.EBADMSG, "the bytes read differ from the bytes written")
-
-
-def _write_and_compare(fd: int) -> ProbeOutcome:
-    return attempt(lambda: _round_trip(fd, 0, AREA_BYTES))
 
 
 def _cached_share(fd: int) -> float:

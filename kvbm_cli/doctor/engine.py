@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from kvbm.vllm_integration.versions import RUN, shown
 from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, CheckState, failure, ok, skipped, warning
+from kvbm_cli.engine.engines import vllm_of, vllm_problem
 
 IMPORT_TIMEOUT_S = 120.0
 NIXL_TIMEOUT_S = 90.0
@@ -49,9 +51,6 @@ def _nvidia_kvbm(context: DoctorContext) -> Check:
 
 
 def _vllm(context: DoctorContext) -> Iterator[Check]:
-    from kvbm.vllm_integration.versions import RUN, shown
-    from kvbm_cli.engine.engines import vllm_of, vllm_problem
-
     assert context.resolved is not None
     profile = context.resolved.profile
     problem, found = vllm_problem(profile), vllm_of(profile)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from kvbm.config.document import plain_values
 from kvbm.config.form import Form
+from kvbm.config.mistakes import FileKind, mistakes_in
+from kvbm.config.schema import ConnectorConfig, Tiers, keys
 from kvbm.config.variables import PREFIX, drop_unused, read_variables, variable_names, variable_of
 from kvbm.errors import ProfileError
 from kvbm_cli.doctor.result import Check, failure, ok, warning
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-    from kvbm.config.schema import Tiers
 
 PRESENCE_ONLY = frozenset({f"{PREFIX}DISK_ZEROFILL_FALLBACK", f"{PREFIX}DISK_DISABLE_O_DIRECT"})
 NUMA = f"{PREFIX}ENABLE_NUMA"
@@ -49,10 +51,6 @@ def or_all_valid(found: list[Check], count: int) -> list[Check]:
 def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
     """Returns the tiers of an engine that is started by its own command, None if it has none, and the checks."""
     from pydantic import ValidationError
-
-    from kvbm.config.document import plain_values
-    from kvbm.config.mistakes import FileKind, mistakes_in
-    from kvbm.config.schema import ConnectorConfig, keys
 
     document, _ = read_variables(variables)
     try:

@@ -9,6 +9,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import node_of_pci_device
 from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, rate, skipped, warning
+from kvbm_cli.engine.engines import copy_count
 
 PREFAULT_BYTES, QUICK_PREFAULT_BYTES = 1 << 30, 128 << 20
 SHARE_OF_ROOM = 10
@@ -30,8 +31,6 @@ def checks(context: DoctorContext) -> Iterator[Check]:
 
 
 def _needed_bytes(context: DoctorContext) -> int | None:
-    from kvbm_cli.engine.engines import copy_count
-
     if context.resolved is not None and context.sizing is not None:
         return context.sizing.host.total_bytes * copy_count(context.resolved.profile)
     host = context.tiers.host if context.tiers is not None else None

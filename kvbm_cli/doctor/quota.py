@@ -52,24 +52,24 @@ def quotas(directory: Path, filesystem: str) -> tuple[Quota, ...]:
     try:
         if filesystem == "btrfs":
             return tuple(_of_subvolume(fd))
-        return tuple(_of_owner(fd, kind, number) for kind, number in _owners() if _block(fd, kind, number))
+        owners = ("user", os.geteuid()), ("group", os.getegid())
+        return tuple(quota for kind, number in owners if (quota := _of_owner(fd, kind, number)) is not None)
     except OSError:
         return ()
     finally:
         os.close(fd)
 
 
-def _owners() -> tuple[tuple[str, int], ...]:
-    return ("user", os.geteuid()), ("group", os.getegid())
-
-
-def _block(fd: int, kind: str, number: int) -> tuple[int, int] | None:
-    """Returns (limit, used) in bytes, None without a limit."""
+def _of_owner(fd: int, kind: str, number: int) -> Quota | None:
+    """Returns None without a limit."""
     buffer = ctypes.create_string_buffer(DQBLK.size)
     command = ctypes.c_uint(Q_GETQUOTA << 8 | KINDS[kind])
     if LIBC.syscall(SYSCALL_QUOTACTL_FD, fd, command, ctypes.c_uint(number), buffer):
         return None
-    return limit_of(buffer.raw)
+    if (found := limit_of(buffer.raw)) is None:
+        return None
+    limit, used = found
+    return Quota(kind, limit, max(0, limit - used))
 
 
 def limit_of(block: bytes) -> tuple[int, int] | None:
@@ -77,13 +77,6 @@ def limit_of(block: bytes) -> tuple[int, int] | None:
     hard, soft, used, *_ = DQBLK.unpack(block)
     limit = hard or soft
     return (limit * BLOCK_BYTES, used) if limit else None
-
-
-def _of_owner(fd: int, kind: str, number: int) -> Quota:
-    found = _block(fd, kind, number)
-    assert found is not None
-    limit, used = found
-    return Quota(kind, limit, max(0, limit - used))
 
 
 def _of_subvolume(fd: int) -> Iterator[Quota]:

@@ -18,6 +18,7 @@ from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, failure, ok, skipped
 from kvbm_cli.doctor.scratch_directory import scratch_directory
+from kvbm_cli.engine.engines import runs_on_cpu
 
 if TYPE_CHECKING:
     from kvbm_cli.doctor.disk_probe import RecommendedSettings
@@ -89,11 +90,7 @@ def _legs(context: DoctorContext, disk: dict[str, Any] | None, room: int) -> Ite
 
 def _device(context: DoctorContext) -> str:
     """Returns the device of G1: `cuda` if there is a driver and the profile does not choose the CPU."""
-    from kvbm_cli.engine.engines import runs_on_cpu
-
-    if not (context.machine.devices / "nvidiactl").exists():
-        return "cpu"
-    if context.resolved is None:
+    if context.resolved is None or not (context.machine.devices / "nvidiactl").exists():
         return "cpu"
     engine = context.resolved.profile.engine
     if engine.kind == "embedded":

@@ -6,24 +6,23 @@ profile, the copy is a few lines that extend the original. Each copy is read bac
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.config.document import Document, Source, entry_at, read_file
+from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.variables import other_variables
 from kvbm.errors import InvariantError, KvbmError, UsageError
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.text import scalar
 from kvbm_cli.system.filesystem import write_new
 
 if TYPE_CHECKING:
-    from kvbm.config.document import Document, Source
-    from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import Profile
 
 SECTION = "tiers.disk"
-_PLAIN = re.compile(r"[A-Za-z~/][\w./~-]*|[0-9][\w.]*")
 
 Value = str | bool
 
@@ -68,10 +67,7 @@ def _from_elsewhere(resolved: ResolvedProfile) -> dict[str, Value]:
 
 def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
     """Loads a file with `keys` as options and without DYN_KVBM_* variables."""
-    from kvbm.config.load import load
-    from kvbm.config.variables import other_variables
-
-    options = {key: (key, value if isinstance(value, str) else _written(value)) for key, value in keys.items()}
+    options = {key: (key, value if isinstance(value, str) else scalar(value)) for key, value in keys.items()}
     places = [profiles_directory()]
     return load(_as_path(path), directories=places, variables=other_variables(os.environ), options=options).profile
 
@@ -89,15 +85,13 @@ def _means(target: Path, wanted: Profile) -> bool:
 
 def _extending(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> str:
     is_shipped = resolved.path.parent.resolve() == profiles_directory().resolve()
-    parent = resolved.name if is_shipped else _written(_as_path(resolved.path))
-    lines = [f"    {key.rpartition('.')[2]}: {_written(value)}" for key, value in keys.items()]
+    parent = resolved.name if is_shipped else scalar(_as_path(resolved.path))
+    lines = [f"    {key.rpartition('.')[2]}: {scalar(value)}" for key, value in keys.items()]
     return "\n".join([f"extends: {parent}", "", "tiers:", "  disk:", *lines, ""])
 
 
 def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
     """Returns the text of the file with the keys set, None if it has no section for them."""
-    from kvbm.config.document import entry_at, read_file
-
     document = read_file(path, noun="profile")
     section = entry_at(document, SECTION.split("."))
     if section is None or not section.section:
@@ -108,9 +102,9 @@ def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
     for key, value in keys.items():
         entry = section.section.get(key.rpartition(".")[2])
         if entry is None:
-            added.append(f"{key.rpartition('.')[2]}: {_written(value)}")
+            added.append(f"{key.rpartition('.')[2]}: {scalar(value)}")
         else:
-            changes.append((entry.source, _written(value)))
+            changes.append((entry.source, scalar(value)))
     first = next(iter(section.section.values())).key
     for source, text in sorted(changes, key=lambda change: (change[0].line, change[0].column), reverse=True):
         _replace(lines, source, text)
@@ -125,7 +119,7 @@ def _absolute_parent(document: Document, path: Path) -> Iterator[tuple[Source, s
     """Makes the path of `extends` absolute, because the copy may be in another directory."""
     extends = document.get("extends")
     if extends is not None and ("/" in str(extends.value) or str(extends.value).endswith((".yaml", ".yml"))):
-        yield extends.source, _written(_as_path(path.parent / str(extends.value)))
+        yield extends.source, scalar(_as_path(path.parent / str(extends.value)))
 
 
 def _replace(lines: list[str], source: Source, text: str) -> None:
@@ -144,10 +138,3 @@ def _insert_in_line(lines: list[str], first: Source, added: list[str]) -> None:
 def _insert_above(lines: list[str], first: Source, added: list[str]) -> None:
     assert first.line is not None
     lines[first.line - 1 : first.line - 1] = [" " * first.column + text for text in added]
-
-
-def _written(value: Value) -> str:
-    """Formats a value as YAML."""
-    if isinstance(value, str) and not _PLAIN.fullmatch(value):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value).lower() if isinstance(value, bool) else str(value)

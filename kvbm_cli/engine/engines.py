@@ -11,13 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.config.engine import EmbeddedArguments, VllmArguments
 from kvbm.errors import EnvironmentProblem
+from kvbm.sizing.vllm import block_tokens as block_tokens_of_vllm
+from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, VllmInstallation, is_known, shown
+from kvbm_cli import make_model as models
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX
+from kvbm_cli.engine.python_probe import find_vllm
 
 if TYPE_CHECKING:
     from kvbm.config.launch_plan import LaunchPlan
     from kvbm.config.schema import Profile
-    from kvbm.vllm_integration.versions import VllmInstallation
 
 
 def launch_plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
@@ -47,9 +51,7 @@ def _with_local_model(profile: Profile) -> Profile:
     if preset is None:
         local, changed = os.path.expanduser(model) if model.startswith("~") else model, arguments
     else:
-        from kvbm_cli.make_model import directory_of
-
-        local = str(directory_of(preset))
+        local = str(models.directory_of(preset))
         changed = arguments.model_copy(update={"served_model_name": arguments.served_model_name or model})
     engine = profile.engine.model_copy(update={"model": local, "arguments": changed})
     return profile.model_copy(update={"engine": engine})
@@ -67,34 +69,28 @@ def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: No
 
     Raises EnvironmentProblem if neither this interpreter nor the engine's can generate it.
     """
-    from kvbm_cli.make_model import directory_of, materialise
-
     preset = _preset(profile)
-    if preset is None or directory_of(preset).is_dir():
+    if preset is None or models.directory_of(preset).is_dir():
         return
-    say(f"generating {profile.engine.model} in {directory_of(preset)} (once)")
+    say(f"generating {profile.engine.model} in {models.directory_of(preset)} (once)")
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
-        materialise(preset)
+        models.materialise(preset)
     else:
-        _make_elsewhere(preset, directory_of(preset), profile.engine.python or sys.executable)
+        _make_elsewhere(preset, models.directory_of(preset), profile.engine.python or sys.executable)
 
 
 def how_to_make_model(profile: Profile) -> list[str] | None:
     """Returns the command line that does what `make_model` would do, None if the model exists."""
-    from kvbm_cli.make_model import directory_of
-
     preset = _preset(profile)
-    if preset is None or directory_of(preset).is_dir():
+    if preset is None or models.directory_of(preset).is_dir():
         return None
-    return [sys.executable, "-m", "kvbm_cli.make_model", preset, str(directory_of(preset))]
+    return [sys.executable, "-m", "kvbm_cli.make_model", preset, str(models.directory_of(preset))]
 
 
 def _make_elsewhere(preset: str, directory: Path, python: str) -> None:
-    from kvbm_cli import make_model as module
-
     directory.parent.mkdir(parents=True, exist_ok=True)
     program = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [python, "-c", program, str(module.__file__), preset, str(directory)]
+    command = [python, "-c", program, models.__file__, preset, str(directory)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -120,8 +116,6 @@ def versions(profile: Profile) -> dict[str, str]:
 
 def vllm_of(profile: Profile) -> VllmInstallation | None:
     """Returns vLLM in the interpreter of the profile's engine, None if it or the interpreter is missing."""
-    from kvbm_cli.engine.python_probe import find_vllm
-
     try:
         return find_vllm(profile.engine.python or sys.executable)
     except EnvironmentProblem:
@@ -130,9 +124,6 @@ def vllm_of(profile: Profile) -> VllmInstallation | None:
 
 def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
     """Returns why vLLM in the profile's interpreter is not usable or not tested, None if it is."""
-    from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, is_known, shown
-    from kvbm_cli.engine.python_probe import find_vllm
-
     python = profile.engine.python or sys.executable
     try:
         found = find_vllm(python)
@@ -157,8 +148,6 @@ def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
 
 def has_prefix_caching(profile: Profile) -> bool:
     """Whether the engine reuses blocks of earlier prompts in G1."""
-    from kvbm.config.engine import EmbeddedArguments
-
     arguments = profile.engine.arguments
     if isinstance(arguments, EmbeddedArguments):
         return arguments.prefix_caching
@@ -167,9 +156,6 @@ def has_prefix_caching(profile: Profile) -> bool:
 
 def block_tokens(profile: Profile) -> int:
     """Returns the tokens per block. vLLM's default depends on the platform of its build."""
-    from kvbm.config.engine import EmbeddedArguments
-    from kvbm.sizing.vllm import block_tokens as block_tokens_of_vllm
-
     arguments = profile.engine.arguments
     if isinstance(arguments, EmbeddedArguments):
         return arguments.block_size
@@ -191,8 +177,6 @@ def runs_on_cpu(profile: Profile) -> bool:
 
 def copy_count(profile: Profile) -> int:
     """Returns how many engines with their own tiers the profile starts."""
-    from kvbm.config.engine import VllmArguments
-
     arguments = profile.engine.arguments
     copies = (arguments.data_parallel_size or 1) if isinstance(arguments, VllmArguments) else 1
     return copies * max(profile.disaggregated.prefill, 1)
@@ -200,8 +184,6 @@ def copy_count(profile: Profile) -> int:
 
 def with_device_blocks(profile: Profile, block_count: int) -> Profile:
     """Returns the profile with prefix caching enabled and at least `block_count` blocks in G1."""
-    from kvbm.config.engine import EmbeddedArguments
-
     arguments = profile.engine.arguments
     changed: dict[str, object]
     if isinstance(arguments, EmbeddedArguments):

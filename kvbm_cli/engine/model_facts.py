@@ -13,7 +13,11 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from kvbm.embedded.engine.supported_models import require_supported
+from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError
+from kvbm.sizing import SizeUnknown
+from kvbm_cli.make_model import MODELS
 
 SYNTHETIC_PREFIX = "synthetic:"
 _CONTENTS = "a model directory contains `config.json`, weights and a tokenizer in the Hugging Face format"
@@ -29,9 +33,6 @@ def model_facts(model: str, *, kind: str = "embedded") -> Mapping[str, object]:
 
 
 def _of_embedded(model: str) -> Mapping[str, object]:
-    from kvbm.embedded.engine.supported_models import require_supported
-    from kvbm.embedded.engine.synthetic_models import SYNTHETIC
-
     if model.startswith(SYNTHETIC_PREFIX):
         return SYNTHETIC[_preset(model, SYNTHETIC)]
     directory = _directory(model)
@@ -43,9 +44,6 @@ def _of_embedded(model: str) -> Mapping[str, object]:
 
 
 def _of_vllm(model: str) -> Mapping[str, object]:
-    from kvbm.sizing import SizeUnknown
-    from kvbm_cli.make_model import MODELS
-
     if model.startswith(SYNTHETIC_PREFIX):
         return MODELS[_preset(model, MODELS)]
     directory = _directory(model) or _downloaded(model)

@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
@@ -96,9 +95,7 @@ class EngineProcess:
     def __enter__(self) -> EngineProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         self.stop()
 
     @property

@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import subprocess
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbm.errors import EnvironmentProblem
-
-if TYPE_CHECKING:
-    from kvbm.vllm_integration.versions import VllmInstallation
+from kvbm.vllm_integration.versions import VllmInstallation
 
 PROBE_TIMEOUT_S = 30
 
@@ -45,8 +43,6 @@ print(json.dumps(found))
 @cache
 def find_vllm(python: str) -> VllmInstallation | None:
     """Returns vLLM as installed in `python`, None without it. Raises EnvironmentProblem if `python` does not work."""
-    from kvbm.vllm_integration.versions import VllmInstallation
-
     found = _probe(python)
     return VllmInstallation(**found) if found is not None else None
 

@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvbm.config.document import Mistake, together
+from kvbm.config.load import Examined, examine
 from kvbm.errors import ProfileError
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.preflight import examine_here, require_workload
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
 
-if TYPE_CHECKING:
-    from kvbm.config.load import Examined
-
 
 def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> int:
     """Reports all mistakes, including those of the workload for `kvbm bench`. Returns the exit code."""
-    from kvbm.config.document import together
-    from kvbm.config.load import Examined, examine
-
     try:
         examined = examine(reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides)
     except ProfileError as error:
@@ -54,8 +49,6 @@ def _mistakes_here(examined: Examined) -> list[ProfileError]:
 
 
 def _as_data(mistake: ProfileError) -> dict[str, object]:
-    from kvbm.config.document import Mistake
-
     if not isinstance(mistake, Mistake):
         nowhere = dict.fromkeys(("key", "file", "line", "column", "text"))
         return {"message": mistake.message, **nowhere, "hint": mistake.hint}

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvbm.config.load import DEFAULT, ResolvedProfile
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.show import VALUE_WIDTH, short_origin, shown
 from kvbm_cli.terminal.console import noted, print_data, print_json
-
-if TYPE_CHECKING:
-    from kvbm.config.load import ResolvedProfile
 
 DIFFERENT = 1
 
@@ -49,8 +46,6 @@ def differences(before: ResolvedProfile, after: ResolvedProfile) -> Iterator[tup
 
 
 def _is_only_a_default(a: Side, b: Side) -> bool:
-    from kvbm.config.load import DEFAULT
-
     return any(not one.exists and other.origin == DEFAULT for one, other in ((a, b), (b, a)))
 
 

@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.config.connector import resolve_connector
+from kvbm.config.interpolation import is_interpolated
+from kvbm.config.load import load
+from kvbm.config.variables import drop_unused, read_variables, variable_names
+from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import InvariantError, UsageError
+from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
 from kvbm_cli.profile.text import scalar
 from kvbm_cli.system.filesystem import no_temporary_file, write_new
 from kvbm_cli.terminal.console import print_data, print_note
@@ -36,8 +42,6 @@ WIDTH = 118
 
 def import_env(environment: Mapping[str, str], *, output: Path | None, model: str | None) -> None:
     """Prints the profile, or writes it to `output`. ProfileError for invalid variables."""
-    from kvbm.config.variables import variable_names
-
     if not variable_names(environment):
         hint = "run it in the environment of the engine; `kvbm profile new` writes a profile without variables"
         raise UsageError("no DYN_KVBM_* variable is set", hint=hint)
@@ -45,16 +49,15 @@ def import_env(environment: Mapping[str, str], *, output: Path | None, model: st
     if output is None:
         print_data(text.rstrip("\n"))
     else:
-        _write(output, text)
+        if output.suffix not in (".yaml", ".yml"):
+            raise UsageError(f"`{output}` must end in `.yaml`", hint=f"use `--output {output}.yaml`")
+        write_new(output, text)
         print_note(f"{output}: written; `kvbm doctor --profile {output}` checks it on this machine")
         print_note(f"the variables override it while they are set: `unset {' '.join(variable_names(environment))}`")
 
 
 def profile_text(environment: Mapping[str, str], *, model: str | None = None) -> str:
     """Returns the text of a profile with this model and the values of the variables."""
-    from kvbm.config.connector import resolve_connector
-    from kvbm.config.variables import drop_unused, read_variables
-
     kind = _engine_kind(model or MODEL)
     config = resolve_connector({}, environment, engine=kind, warns=False)
     document, warnings = read_variables(environment)
@@ -72,9 +75,6 @@ def profile_text(environment: Mapping[str, str], *, model: str | None = None) ->
 
 def _engine_kind(model: str) -> str:
     """Returns the engine kind for this model. ProfileError for an unknown synthetic model."""
-    from kvbm.embedded.engine.synthetic_models import SYNTHETIC
-    from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
-
     if model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC and model.startswith(SYNTHETIC_PREFIX):
         return "embedded"
     if model.startswith(SYNTHETIC_PREFIX):
@@ -97,8 +97,6 @@ def _section(section: Mapping[str, Entry], path: str) -> Iterator[str]:
 
 def _escaped(path: str, value: object) -> str:
     """Formats a value as YAML in which no variable is replaced."""
-    from kvbm.config.interpolation import is_interpolated
-
     if isinstance(value, str):
         value = value.replace("$", "$$") if is_interpolated(path) else value.replace("${", "$${")
     return scalar(value)
@@ -122,8 +120,6 @@ def _require_equal(text: str, config: object) -> None:
     """InvariantError unless the text resolves to the configuration of the variables."""
     import tempfile
 
-    from kvbm.config.load import load
-
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as draft:
             draft.write(text)
@@ -134,9 +130,3 @@ def _require_equal(text: str, config: object) -> None:
     sections = ("tiers", "offload", "onboard", "transfer", "metrics")
     if any(getattr(profile, name) != getattr(config, name) for name in sections):
         raise InvariantError("the profile differs from the configuration of the variables")
-
-
-def _write(output: Path, text: str) -> None:
-    if output.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"`{output}` must end in `.yaml`", hint=f"use `--output {output}.yaml`")
-    write_new(output, text)

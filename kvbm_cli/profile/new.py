@@ -13,18 +13,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvbm.config.document import Document, Mistake, plain_values, together
+from kvbm.config.layers import find
+from kvbm.config.load import Examined, examine_written, load, written_by
+from kvbm.config.variables import other_variables
 from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.preflight import check, examine_here, require_workload
 from kvbm_cli.profile.text import short_text, whole_text
 from kvbm_cli.terminal.console import print_data, print_note
 from kvbm_cli.terminal.show_error import show_kvbm_error
-
-if TYPE_CHECKING:
-    from kvbm.config.document import Document
-    from kvbm.config.load import Examined
 
 KEYS = {
     "--engine": "engine.kind",
@@ -62,8 +61,6 @@ def new_profile(
     file: Path, answers: Mapping[str, str], overrides: Sequence[str], *, extends: str | None, is_forced: bool
 ) -> None:
     """Writes `file`. KvbmError for a mistake; then nothing is written."""
-    from kvbm.config.layers import find
-
     _require_place(file, is_forced=is_forced)
     parent = find(extends, directories=[profiles_directory()]) if extends is not None else None
     missing = _missing(answers, overrides) if parent is None else []
@@ -128,8 +125,6 @@ def _ask(question: Question) -> str:
 
 def _is_valid(question: Question, answer: str, earlier: Mapping[str, str]) -> bool:
     """Whether the answer is valid, also on this machine. Prints its mistakes if not."""
-    from kvbm.config.document import Mistake
-
     answers = {**earlier, question.option: answer}
     if not {"--host", "--disk"} & set(answers):
         answers["--host"] = "1GiB"  # a profile requires one of them
@@ -145,9 +140,6 @@ def _is_valid(question: Question, answer: str, earlier: Mapping[str, str]) -> bo
 def _examine(
     file: Path, answers: Mapping[str, str], overrides: Sequence[str], parent: Path | None = None
 ) -> tuple[Document, Examined]:
-    from kvbm.config.document import together
-    from kvbm.config.load import examine_written, written_by
-
     options = {KEYS[option]: (option, text) for option, text in answers.items()}
     written, mistakes = written_by(overrides, options)
     if mistakes:
@@ -160,8 +152,6 @@ def _examined(
     file: Path, answers: Mapping[str, str], overrides: Sequence[str], parent: Path | None
 ) -> tuple[Document, Examined]:
     """Returns the document to write and its profile. ProfileError for anything `kvbm profile check` refuses."""
-    from kvbm.config.document import together
-
     written, examined = _examine(file, answers, overrides, parent)
     if examined.mistakes:
         raise together(examined.mistakes)
@@ -182,8 +172,6 @@ def _reference(extends: str, parent: Path, file: Path) -> str:
 
 
 def _text(written: Document, expected: Examined, reference: str | None) -> str:
-    from kvbm.config.document import plain_values
-
     values = plain_values(written)
     if reference is not None:
         return short_text(values, extends=reference)
@@ -208,9 +196,6 @@ def _write(file: Path, text: str, expected: Examined, *, is_forced: bool) -> Non
 
 
 def _require_equal(draft: Path, expected: Examined) -> None:
-    from kvbm.config.load import load
-    from kvbm.config.variables import other_variables
-
     assert expected.resolved is not None
     try:
         read = load(str(draft), directories=[profiles_directory()], variables=other_variables(os.environ))

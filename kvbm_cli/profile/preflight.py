@@ -10,10 +10,18 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.config.document import together
+from kvbm.config.sizes import format_size
+from kvbm.config.values import count_of
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError
+from kvbm.host.machine_memory import THIS_MACHINE, Room
+from kvbm.sizing import SizeUnknown, Sizing
+from kvbm.sizing.model import text_facts
+from kvbm_cli.engine.engines import copy_count, knows_block_tokens, vllm_problem
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_key, size_of
+from kvbm_cli.profile.workload import load_workload
 from kvbm_cli.system.filesystem import nearest_existing
 from kvbm_cli.terminal.show_error import show_warning
 
@@ -21,8 +29,6 @@ MAX_PORT = 65535
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-    from kvbm.host.machine_memory import Room
-    from kvbm.sizing import SizeUnknown, Sizing
 
 
 def check(resolved: ResolvedProfile, *, warns_of_space: bool = True) -> Sizing | SizeUnknown:
@@ -30,8 +36,6 @@ def check(resolved: ResolvedProfile, *, warns_of_space: bool = True) -> Sizing |
 
     Prints a warning if memory or disk space is too small.
     """
-    from kvbm.config.document import together
-
     sizing, mistakes = examine_here(resolved, warns_of_space=warns_of_space)
     if mistakes:
         raise together(mistakes)
@@ -43,8 +47,6 @@ def examine_here(
     resolved: ResolvedProfile, *, warns_of_space: bool = True
 ) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
     """Returns the sizes, None if a mistake prevents computing them, and all mistakes found on this machine."""
-    from kvbm.sizing import SizeUnknown
-
     sizing: Sizing | SizeUnknown | None = None
     mistakes: list[ProfileError] = []
     try:
@@ -65,7 +67,8 @@ def examine_here(
             mistakes.append(mistake)
         if warns_of_space:
             _warn_of_memory(resolved, sizing)
-            _warn_of_disk(resolved, sizing)
+            if (problem := _lack_of_disk(resolved, sizing)) is not None:  # an earlier cache may hold the space
+                show_warning(problem[1].message)
     return sizing, mistakes
 
 
@@ -74,8 +77,6 @@ def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
 
     The embedded engine is checked by its own process.
     """
-    from kvbm_cli.engine.engines import vllm_problem
-
     if resolved.profile.engine.kind == "embedded":
         return
     problem = vllm_problem(resolved.profile)
@@ -102,8 +103,6 @@ def require_log(path: Path) -> None:
 
 def require_workload(resolved: ResolvedProfile) -> None:
     """ProfileError for a workload of `kvbm bench` that is missing or invalid."""
-    from kvbm_cli.profile.workload import load_workload
-
     if (workload := resolved.profile.bench.workload) is not None:
         try:
             load_workload(workload)
@@ -163,8 +162,6 @@ def require_metrics_ports(resolved: ResolvedProfile) -> None:
 
 
 def _metrics_ports(resolved: ResolvedProfile) -> range:
-    from kvbm_cli.engine.engines import copy_count
-
     metrics = resolved.profile.metrics
     is_fixed = metrics.serve and metrics.port
     return range(metrics.port, metrics.port + copy_count(resolved.profile)) if is_fixed else range(0)
@@ -172,26 +169,18 @@ def _metrics_ports(resolved: ResolvedProfile) -> range:
 
 def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
     """ProfileError if `max_model_len` exceeds the positions of the model or the tokens of G1."""
-    from kvbm.config.values import count_of
-    from kvbm.sizing.model import text_facts
-    from kvbm_cli.engine.engines import knows_block_tokens
-
     engine = resolved.profile.engine
     key, length = "engine.arguments.max_model_len", count_of(engine.arguments.max_model_len)
     positions = text_facts(model_facts(engine.model, kind=engine.kind)).get("max_position_embeddings")
     limits = [(positions, "the model accepts", "")]
     if sizing.device is not None and knows_block_tokens(resolved.profile):
-        holds = sizing.device.token_count - _reserved_tokens(resolved, sizing)
+        reserved_tokens = sizing.block_tokens if engine.kind == "vllm" else 0  # vLLM reserves one block
+        holds = sizing.device.token_count - reserved_tokens
         limits.append((holds, "G1 holds", f", or raise `{sizing.device.set_by}`"))
     for limit, holder, or_raise in limits:
         if length is not None and isinstance(limit, int) and length > limit:
             message = f"`max_model_len` is {length} tokens, but {holder} at most {limit}"
             raise resolved.mistake(key, message, hint=f"lower `{key}`{or_raise}")
-
-
-def _reserved_tokens(resolved: ResolvedProfile, sizing: Sizing) -> int:
-    """Tokens of the one block that vLLM reserves."""
-    return sizing.block_tokens if resolved.profile.engine.kind == "vllm" else 0
 
 
 def _require_directory(resolved: ResolvedProfile) -> None:
@@ -232,17 +221,8 @@ def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) 
     raise EnvironmentProblem(mistake.message, hint=hint)
 
 
-def _warn_of_disk(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    """Only warns, because an earlier cache of the same model may already hold the space."""
-    if (problem := _lack_of_disk(resolved, sizing)) is not None:
-        show_warning(problem[1].message)
-
-
 def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[int, ProfileError] | None:
     """Returns the bytes missing for the disk tier and the mistake to show, None if it fits."""
-    from kvbm.config.sizes import format_size
-    from kvbm.sizing import SizeUnknown
-
     disk = resolved.profile.tiers.disk
     if disk is None or isinstance(sizing, SizeUnknown) or sizing.disk is None:
         return None
@@ -257,9 +237,6 @@ def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tu
 
 
 def _warn_of_memory(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    from kvbm.host.machine_memory import THIS_MACHINE
-    from kvbm_cli.engine.engines import copy_count
-
     room = THIS_MACHINE.room()
     taken_bytes = sizing.host.total_bytes * copy_count(resolved.profile)
     if taken_bytes > room.available_bytes:
@@ -267,7 +244,5 @@ def _warn_of_memory(resolved: ResolvedProfile, sizing: Sizing) -> None:
 
 
 def too_much_memory(resolved: ResolvedProfile, taken_bytes: int, room: Room) -> ProfileError:
-    from kvbm.config.sizes import format_size
-
     key, taken, available = size_key(resolved), format_size(taken_bytes), format_size(room.available_bytes)
     return resolved.mistake(key, f"`{key}` requires {taken}, but only {available} are available ({room.limit})")

@@ -6,6 +6,9 @@ import difflib
 import textwrap
 from collections.abc import Iterator
 
+from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.json_schema import json_schema
+from kvbm.config.schema import keys
 from kvbm.errors import UsageError
 from kvbm_cli.profile.show import shown
 from kvbm_cli.terminal.console import WIDTH, print_data, print_json
@@ -13,8 +16,6 @@ from kvbm_cli.terminal.console import WIDTH, print_data, print_json
 
 def show_schema(key: str | None) -> None:
     """Prints the JSON Schema, or the description of a key or section. UsageError for an unknown key."""
-    from kvbm.config.json_schema import json_schema
-
     if key is None:
         print_json(json_schema())
         return
@@ -26,9 +27,6 @@ def show_schema(key: str | None) -> None:
 
 def _lines(wanted: str) -> Iterator[str]:
     """Describes the key and all keys below it; once per engine kind if the descriptions differ."""
-    from kvbm.config.engine import ENGINE_KINDS
-    from kvbm.config.schema import keys
-
     seen = set()
     for kind in ENGINE_KINDS:
         for key in keys(engine=kind):
@@ -43,9 +41,6 @@ def _lines(wanted: str) -> Iterator[str]:
 
 
 def _differs_by_engine(path: str) -> bool:
-    from kvbm.config.engine import ENGINE_KINDS
-    from kvbm.config.schema import keys
-
     found = {(key.kind, key.description) for kind in ENGINE_KINDS for key in keys(engine=kind) if key.path == path}
     return len(found) > 1
 
@@ -55,9 +50,6 @@ def _shown(default: object) -> str:
 
 
 def _nearest(wanted: str) -> str:
-    from kvbm.config.engine import ENGINE_KINDS
-    from kvbm.config.schema import keys
-
     paths = [key.path for kind in ENGINE_KINDS for key in keys(engine=kind)]
     by_name = {path.rpartition(".")[2]: path for path in reversed(paths)}
     nearest = difflib.get_close_matches(wanted, paths, n=1) or [

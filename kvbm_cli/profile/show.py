@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from kvbm.config.layers import shipped
+from kvbm.config.load import ResolvedProfile, load
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.terminal.console import labelled, noted, print_data, print_json
-
-if TYPE_CHECKING:
-    from kvbm.config.load import ResolvedProfile
 
 KEY_WIDTH = 48
 VALUE_WIDTH = 16
 
 
 def list_profiles(*, as_json: bool) -> None:
-    from kvbm.config.layers import shipped
-    from kvbm.config.load import load
-
     directories = [profiles_directory()]
     found = [load(name, directories=directories) for name in shipped(directories)]
     if as_json:

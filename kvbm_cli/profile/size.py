@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvbm.config.sizes import format_size
 from kvbm.errors import ProfileError
+from kvbm.sizing import SizeUnknown, Sizing, TierSize, check_model, size
 from kvbm_cli.engine.engines import runs_on_cpu
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.profile.resolve import resolve
@@ -14,7 +16,6 @@ from kvbm_cli.terminal.console import noted, print_data, print_json, table
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-    from kvbm.sizing import Sizing, TierSize
 
 _NAMES = {"G1": "G1 device", "G2": "G2 host", "G3": "G3 disk"}
 
@@ -34,8 +35,6 @@ def size_of(resolved: ResolvedProfile) -> Sizing:
     ProfileError, at the place of the key, for a model without a size or a tier that holds no block. SizeUnknown if only
     the engine knows the sizes.
     """
-    from kvbm.sizing import check_model, size
-
     profile, key = resolved.profile, "engine.model"
     try:
         facts = model_facts(profile.engine.model, kind=profile.engine.kind)
@@ -51,8 +50,6 @@ def size_of(resolved: ResolvedProfile) -> Sizing:
 
 def size_if_known(resolved: ResolvedProfile) -> Sizing | None:
     """Returns the sizes, None if only the engine knows them."""
-    from kvbm.sizing import SizeUnknown
-
     try:
         return size_of(resolved)
     except SizeUnknown:
@@ -67,8 +64,6 @@ def size_key(resolved: ResolvedProfile) -> str:
 
 
 def block_line(sizing: Sizing) -> str:
-    from kvbm.config.sizes import format_size
-
     ranks = f" on each of {sizing.rank_count} ranks" if sizing.rank_count > 1 else ""
     return f"a block is {sizing.block_tokens} tokens, {format_size(sizing.block_bytes)}{ranks}"
 
@@ -82,8 +77,6 @@ def tier_table(resolved: ResolvedProfile, sizing: Sizing) -> str:
 
 
 def _row(name: str, tier: TierSize | None) -> tuple[str, str, str, str]:
-    from kvbm.config.sizes import format_size
-
     if tier is None:
         return _NAMES[name], "-", "-", "-"
     return _NAMES[name], f"{tier.block_count:,}", f"{tier.token_count:,}", format_size(tier.total_bytes)

@@ -15,6 +15,7 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.schema import Key, keys
 
 WIDTH = 100
+MISSING = object()
 _PLAIN = re.compile(r"[A-Za-z~/.][\w./~-]*(?::[\w./~-]+)*|[0-9][\w.]*", re.ASCII)
 
 HEAD = """\
@@ -27,7 +28,7 @@ SHORT_HEAD = "# Written by `kvbm profile new`. `kvbm profile show FILE` lists ev
 def whole_text(values: Mapping[str, object], *, engine: str) -> str:
     """A profile with `values`, and with every other key of that engine kind as a comment."""
     lines = [HEAD.rstrip()]
-    absent = [f"tiers.{name}" for name in ("host", "disk") if not _is_section(values, f"tiers.{name}")]
+    absent = [f"tiers.{name}" for name in ("host", "disk") if not isinstance(_value(values, f"tiers.{name}"), Mapping)]
     for key in keys(engine=engine):
         off = any(key.path == section or key.path.startswith(f"{section}.") for section in absent)
         lines += _entry(key, values, is_off=off)
@@ -51,8 +52,8 @@ def _entry(key: Key, values: Mapping[str, object], *, is_off: bool) -> Iterator[
         yield f"{indent}{'#' if is_off else ''}{name}:"
         if key.path == "engine.arguments":
             yield from _undeclared_flags(key, values)
-    elif _has(values, key.path):
-        yield from _written(name, _value(values, key.path), indent)
+    elif (value := _value(values, key.path)) is not MISSING:
+        yield from _written(name, value, indent)
     else:
         yield f"{indent}#{name}: {_default(key)}".rstrip()
 
@@ -60,7 +61,8 @@ def _entry(key: Key, values: Mapping[str, object], *, is_off: bool) -> Iterator[
 def _undeclared_flags(section: Key, values: Mapping[str, object]) -> Iterator[str]:
     """Flags that the schema does not declare."""
     known = {key.path for kind in ENGINE_KINDS for key in keys(engine=kind)}
-    for name, value in _section_at(values, section.path).items():
+    given = _value(values, section.path)
+    for name, value in given.items() if isinstance(given, Mapping) else ():
         if f"{section.path}.{name}" not in known:
             yield from _written(name, value, "    ")
 
@@ -121,23 +123,9 @@ def _default(key: Key) -> str:
     return scalar(key.default)
 
 
-def _has(values: Mapping[str, object], path: str) -> bool:
-    section, name = path.rpartition(".")[::2]
-    return name in _section_at(values, section)
-
-
-def _is_section(values: Mapping[str, object], path: str) -> bool:
-    return _has(values, path) and isinstance(_value(values, path), Mapping)
-
-
 def _value(values: Mapping[str, object], path: str) -> object:
-    section, name = path.rpartition(".")[::2]
-    return _section_at(values, section)[name]
-
-
-def _section_at(values: Mapping[str, object], path: str) -> Mapping[str, object]:
-    """Returns the section at `path`, empty if there is none."""
-    section: object = values
-    for name in filter(None, path.split(".")):
-        section = section.get(name) if isinstance(section, Mapping) else None
-    return section if isinstance(section, Mapping) else {}
+    """Returns the value at `path`, MISSING if there is none."""
+    value: object = values
+    for name in path.split("."):
+        value = value.get(name, MISSING) if isinstance(value, Mapping) else MISSING
+    return value

@@ -23,11 +23,7 @@ from kvbm_cli.package_data import workloads_directory
 class Schedule(Section):
     """Launch times: a fixed interval, whether or not earlier requests have ended (open loop).
 
-    Without `interval_s` the interval is computed before any arm runs, so that an engine on this machine that computes
-    every prompt is busy for `target_utilisation` of the time. `arms: interleaved` runs all engines at the same time,
-    with the launches of the arms evenly spread over the interval. With a target below one third, most requests end
-    before the next arm launches one. The machine must be able to run all engines at once. `in_turn` runs one engine
-    after the other.
+    With a target below one third, most requests end before the next interleaved arm launches one.
     """
 
     arms: Literal["interleaved", "in_turn"] = Field(

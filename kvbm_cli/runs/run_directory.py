@@ -38,14 +38,8 @@ from kvbm_cli.system.process_identity import ProcessIdentity
 KEPT_RUNS = 20
 MOST_BYTES = 1 << 20  # of run.json
 ABANDONED_AFTER_S = 3600.0  # age of a directory without run.json before it is removed
-FACTS, PROFILE, ENGINE_LOG, OWN_LOG, LOCK, STOP = (
-    "run.json",
-    "profile.yaml",
-    "engine.log",
-    "kvbm.log",
-    "lock",
-    "stop.json",
-)
+FACTS, PROFILE, LOCK, STOP = "run.json", "profile.yaml", "lock", "stop.json"
+ENGINE_LOG, OWN_LOG = "engine.log", "kvbm.log"
 _NUMBERED = re.compile(r"(.+)-(\d+)")
 
 
@@ -185,13 +179,8 @@ class Runs:
     @contextlib.contextmanager
     def starting(self) -> Iterator[list[EngineRun]]:
         """Keeps others from starting a run in the meantime. Yields the living runs."""
-        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with contextlib.suppress(OSError):  # a filesystem without locks
-                fcntl.flock(directory, fcntl.LOCK_EX)
+        with locked(self._directory):
             yield self.living()
-        finally:
-            os.close(directory)
 
     def create(self, profile: str) -> RunDirectory:
         """Creates the next run of a profile and removes the oldest ended runs. Call it under `starting`."""
@@ -252,6 +241,18 @@ class Runs:
             return [path for path in self._directory.iterdir() if path.is_dir() and not path.is_symlink()]
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Locks a directory exclusively. Raises OSError if it does not exist."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a filesystem without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _not_found(reference: str, every: Sequence[EngineRun]) -> UsageError:

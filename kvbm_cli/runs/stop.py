@@ -8,17 +8,15 @@ deadline, STILL_RUNNING if one still runs.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.engine.engine_log import EngineLog
-from kvbm_cli.runs.run_directory import EngineRun, Runs, write_stop_timeout
+from kvbm_cli.runs.run_directory import EngineRun, Runs, locked, write_stop_timeout
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.runs.status import log_paths, names, warn_of_unreadable
 from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
@@ -109,7 +107,8 @@ def _signal_all(runs: Sequence[EngineRun], started: float, timeout_s: float | No
     """Signals the launchers that are not stopping yet. Returns their runs when they have recorded it."""
     with contextlib.ExitStack() as locks:
         for run in runs:
-            locks.enter_context(_locked(run))
+            with contextlib.suppress(OSError):  # removed a moment ago
+                locks.enter_context(locked(run.path))  # other `kvbm stop` commands signal nothing in the meantime
         running = [run for run in runs if run.again().state in RUNNING]
         for run in running:
             if timeout_s is not None:
@@ -118,22 +117,6 @@ def _signal_all(runs: Sequence[EngineRun], started: float, timeout_s: float | No
         while any(run.again().state in RUNNING for run in running) and time.monotonic() < started + NOTE_TIMEOUT_S:
             time.sleep(POLL_S / 4)
     return running
-
-
-@contextlib.contextmanager
-def _locked(run: EngineRun) -> Iterator[None]:
-    """Keeps other `kvbm stop` commands from signalling the run in the meantime."""
-    try:
-        directory = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # removed a moment ago
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):  # a filesystem without locks
-            fcntl.flock(directory, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(directory)
 
 
 def _request_timeout(run: EngineRun, timeout_s: float) -> None:

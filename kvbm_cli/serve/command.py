@@ -20,7 +20,8 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.disaggregated.engines import log_of
-from kvbm_cli.engine.engines import how_to_make_model
+from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports, plan, require_nixl
+from kvbm_cli.engine.engines import copy_count, how_to_make_model, launch_plan, make_model, versions
 from kvbm_cli.engine.process import STOP_TIMEOUT_S, additions, choose_port
 from kvbm_cli.profile.preflight import (
     check,
@@ -32,8 +33,10 @@ from kvbm_cli.profile.preflight import (
 )
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import as_data, block_line, tier_table
-from kvbm_cli.runs.run_directory import RunDirectory, Runs
+from kvbm_cli.runs.run_directory import EngineRun, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunFacts
+from kvbm_cli.serve.background import Background
+from kvbm_cli.serve.launcher import launch
 from kvbm_cli.serve.reservations import living_runs, require_memory, require_port, taken_ports
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import print_data, print_json, print_note
@@ -44,9 +47,6 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import Profile
     from kvbm.sizing import SizeUnknown, Sizing
-    from kvbm_cli.disaggregated.plan import DisaggregatedPlan
-    from kvbm_cli.runs.run_directory import EngineRun
-    from kvbm_cli.serve.background import Background
 
 
 def serve(
@@ -61,40 +61,16 @@ def serve(
     log: Path | None,
 ) -> int:
     """Runs the engine of a profile and returns its exit code; with `detach`, returns 0 when it is ready."""
-    from kvbm_cli.serve.background import Background
-
     if detach and dry_run:
         raise UsageError("`--dry-run` and `--detach` cannot be combined", hint="omit one of them")
     if log is not None:
         require_log(log)
-    if not detach:
-        return _serve(
-            reference, overrides, port=port, dry_run=dry_run, force=force, background=None, as_json=as_json, log=log
-        )
-    _runs(is_detached=True)  # fails here, before the fork
-    background = Background.fork()
-    if background.is_parent:
-        return background.wait()
-    return _serve(
-        reference, overrides, port=port, dry_run=False, force=force, background=background, as_json=as_json, log=log
-    )
-
-
-def _serve(
-    reference: str,
-    overrides: Sequence[str],
-    *,
-    port: str | None,
-    dry_run: bool,
-    force: bool,
-    background: Background | None,
-    as_json: bool,
-    log: Path | None,
-) -> int:
-    from kvbm_cli.disaggregated.plan import require_nixl
-    from kvbm_cli.engine.engines import make_model
-    from kvbm_cli.serve.launcher import launch
-
+    background = None
+    if detach:
+        _runs(is_detached=True)  # fails here, before the fork
+        background = Background.fork()
+        if background.is_parent:
+            return background.wait()
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
     require_engine(resolved, force=force or dry_run)
     sizing = check(resolved, warns_of_space=force or dry_run)
@@ -113,14 +89,14 @@ def _serve(
         with ProgressDisplay("making", delay_s=0.5) as display:
             display.report(f"{resolved.profile.engine.model}, once")
             make_model(resolved.profile, say=print_note)
-    runs = _runs(is_detached=background is not None)
+    runs = _runs(is_detached=detach)
     with runs.starting() as living:
         plan = _plan(resolved.profile, _free_port(resolved, living), living)
         if not force:
             require_memory(resolved, _memory_bytes(resolved.profile, sizing), living)
         run = runs.create(resolved.name)
         try:
-            _describe(run, resolved, sizing, plan, log, is_detached=background is not None)
+            _describe(run, resolved, sizing, plan, log, is_detached=detach)
         except BaseException:
             run.remove()
             raise
@@ -151,8 +127,6 @@ def _free_port(resolved: ResolvedProfile, living: Sequence[EngineRun]) -> int:
 
 def _memory_bytes(profile: Profile, sizing: Sizing | SizeUnknown) -> int:
     """Returns the host memory for blocks (G2) of all engines of the profile, 0 if unknown."""
-    from kvbm_cli.engine.engines import copy_count
-
     host = profile.tiers.host
     if isinstance(sizing, Exception):
         return (host.capacity or 0) * copy_count(profile) if host is not None and host.blocks is None else 0
@@ -169,8 +143,6 @@ def _describe(
     is_detached: bool,
 ) -> None:
     """Writes the run directory's facts before the engine starts."""
-    from kvbm_cli.engine.engines import versions
-
     profile, endpoint, named = resolved.profile, _endpoint(plan), _named(plan)
     disk = profile.tiers.disk
     logs = {name: str(log_of(log or run.log, name)) for name in named}
@@ -203,12 +175,8 @@ def _describe(
 
 def _plan(profile: Profile, port: int, living: Sequence[EngineRun] = ()) -> LaunchPlan | DisaggregatedPlan:
     if profile.disaggregated.is_enabled:
-        from kvbm_cli.disaggregated.plan import free_ports, plan
-
         taken = {port, *taken_ports(living)}
         return plan(profile, port=port, ports=(free for free in free_ports() if free not in taken))
-    from kvbm_cli.engine.engines import launch_plan
-
     return launch_plan(profile, connector=True, port=port)
 
 

@@ -7,10 +7,11 @@ exit code is the engine's, or 128 + n if signal n arrived before the engine was 
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -48,35 +49,7 @@ def launch(
     as_json: bool,
 ) -> int:
     """Runs the engine until it ends and records the result. Returns its exit code or raises EngineError."""
-    try:
-        code = _run(plan, run, log_path, init_timeout_s, background, as_json=as_json)
-    except KvbmError as error:
-        run.end(error.exit_code, error.message)
-        raise
-    except KeyboardInterrupt:
-        run.end(128 + signal.SIGINT, "")
-        raise
-    except BrokenPipeError:
-        run.end(BROKEN_PIPE, "standard output was closed")
-        raise
-    except BaseException as error:
-        problem = problem_of(error)
-        run.end(A_BUG if problem is None else problem.exit_code, f"{type(error).__name__}: {error}")
-        raise
-    run.end(code, "")
-    return code
-
-
-def _run(
-    plan: LaunchPlan | DisaggregatedPlan,
-    run: RunDirectory,
-    log_path: Path,
-    init_timeout_s: float,
-    background: Background | None,
-    *,
-    as_json: bool,
-) -> int:
-    with _Signals(run) as signals, _start(plan, log_path) as engine:
+    with _failure_recorded(run), _Signals(run) as signals, _start(plan, log_path) as engine:
         try:
             with ProgressDisplay("starting") as display:
 
@@ -92,14 +65,37 @@ def _run(
                 raise
             engine.stop()
             signals.print_stopped()
-            return 128 + signals.received[0]
-        if refusal is not None:
-            show_warning(f"the engine is healthy, but a completion of one token was refused: {refusal}")
-        run.enter(RunState.HEALTHY)
-        _print_ready(engine, run, plan, is_detached=background is not None, as_json=as_json)
-        if background is not None:
-            background.release(run.path / OWN_LOG)
-        return _watch(engine, run, signals)
+            code = 128 + signals.received[0]
+        else:
+            if refusal is not None:
+                show_warning(f"the engine is healthy, but a completion of one token was refused: {refusal}")
+            run.enter(RunState.HEALTHY)
+            _print_ready(engine, run, plan, is_detached=background is not None, as_json=as_json)
+            if background is not None:
+                background.release(run.path / OWN_LOG)
+            code = _watch(engine, run, signals)
+    run.end(code, "")
+    return code
+
+
+@contextlib.contextmanager
+def _failure_recorded(run: RunDirectory) -> Iterator[None]:
+    """Records an exception as the end of the run."""
+    try:
+        yield
+    except KvbmError as error:
+        run.end(error.exit_code, error.message)
+        raise
+    except KeyboardInterrupt:
+        run.end(128 + signal.SIGINT, "")
+        raise
+    except BrokenPipeError:
+        run.end(BROKEN_PIPE, "standard output was closed")
+        raise
+    except BaseException as error:
+        problem = problem_of(error)
+        run.end(A_BUG if problem is None else problem.exit_code, f"{type(error).__name__}: {error}")
+        raise
 
 
 def _watch(engine: EngineProcess | DisaggregatedEngines, run: RunDirectory, signals: _Signals) -> int:

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import reachable
+from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
+from kvbm_cli.profile.preflight import too_much_memory
+from kvbm_cli.profile.size import size_key
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-    from kvbm.host.machine_memory import HostMemory
 
 
 def living_runs() -> list[EngineRun]:
@@ -45,11 +48,6 @@ def require_memory(
     resolved: ResolvedProfile, needed_bytes: int, living: Sequence[EngineRun], *, memory: HostMemory | None = None
 ) -> None:
     """Raises EnvironmentProblem if this engine does not fit into memory together with the living runs."""
-    from kvbm.config.sizes import format_size
-    from kvbm.host.machine_memory import THIS_MACHINE
-    from kvbm_cli.profile.preflight import too_much_memory
-    from kvbm_cli.profile.size import size_key
-
     room, pending = (memory or THIS_MACHINE).room(), sum(map(pending_bytes, living))
     left_bytes = room.available_bytes - pending
     if needed_bytes <= left_bytes:

@@ -63,15 +63,13 @@ def request(
     """Sends one request, with `content` as JSON if it is given. `timeout_s` is for each wait on the network, None for
     as long as the server keeps the connection."""
     parts = urlsplit(url)
-    assert parts.hostname is not None, url
-    target = f"{parts.path}?{parts.query}" if parts.query else parts.path
     body = None if content is None else json.dumps(content).encode()
-    kind = {} if content is None else {"Content-Type": "application/json"}
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
+    connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
     try:
         connection.connect()
         address = connection.sock.getpeername()[0]
-        connection.request(method, target, body, {**kind, **(headers or {})})
+        connection.request(method, parts._replace(scheme="", netloc="").geturl(), body, sent)
         answer = connection.getresponse()
         return HttpAnswer(answer.status, answer.read(), address)
     except (OSError, UnicodeError, http.client.HTTPException) as error:

@@ -3,7 +3,7 @@
 Run by path as `python -I -S leftovers.py` (guard_process.py does so), in a session of its own, so that no terminal
 signals it. It imports only the standard library. Its standard input is a pipe whose other end only the parent holds:
 
-- The first line is a JSON object with the fields of `Leftovers`.
+- The first line is a JSON list of the arguments of `Leftovers`.
 - SCAN requests a scan now. The guard answers with SCAN when the scan is done.
 - END or end of file (the parent has died) starts the removal.
 
@@ -29,7 +29,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,30 +63,19 @@ class Leftovers:
     directory: str
     parents: Sequence[str] = ()
     process_group: int | None = None
-    existing_files: set[int] = field(default_factory=set)
+    existing_files: Collection[int] = ()
     _escaped: dict[int, int] = field(default_factory=dict)  # process id to start time, outside the group
     _scans: dict[int, int] = field(default_factory=dict)  # inode to count
     _owned: set[int] = field(default_factory=set)
 
-    @classmethod
-    def from_json(cls, line: bytes) -> Leftovers:
-        content = json.loads(line)
-        return cls(**{**content, "existing_files": set(content["existing_files"])})
-
     def to_json(self) -> bytes:
-        content = {
-            "directory": self.directory,
-            "parents": list(self.parents),
-            "process_group": self.process_group,
-            "existing_files": list(self.existing_files),
-        }
-        return json.dumps(content).encode()
+        return json.dumps([self.directory, self.parents, self.process_group, list(self.existing_files)]).encode()
 
     def scan(self, *, is_last: bool = False) -> None:
         """Records new processes and files. A file that was scanned SCAN_LIMIT times is skipped until the last scan."""
         if self.process_group is None:
             return
-        unknown = set(shared_files()) - self.existing_files - self._owned
+        unknown = set(shared_files()).difference(self.existing_files, self._owned)
         if not is_last:
             unknown = {inode for inode in unknown if self._scans.get(inode, 0) < SCAN_LIMIT}
         members = self.members()
@@ -196,20 +185,17 @@ def _processes() -> dict[int, _Stat]:
     return table
 
 
-def _next_request() -> bytes | None:
-    """Returns None when the scan interval has passed without a request."""
-    readable, _, _ = select.select([sys.stdin], [], [], SCAN_INTERVAL_S)
-    return os.read(sys.stdin.fileno(), 1) if readable else None
-
-
 def main() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as requests:  # reads nothing after the line
-        leftovers = Leftovers.from_json(requests.readline())
-    while (request := _next_request()) not in (END, b""):
+        leftovers = Leftovers(*json.loads(requests.readline()))
+    while True:
+        is_requested = bool(select.select([sys.stdin], [], [], SCAN_INTERVAL_S)[0])
+        if is_requested and os.read(sys.stdin.fileno(), 1) != SCAN:
+            break
         leftovers.scan()
-        if request is not None:
+        if is_requested:
             with contextlib.suppress(BrokenPipeError):
                 os.write(sys.stdout.fileno(), SCAN)
     if not leftovers.remove():

@@ -46,6 +46,7 @@ def script(shell: str, variable: str) -> str:
 
 
 def answer_shells() -> None:
+    """Registers the completion classes with the parser."""
     add_completion_class(_Bash, "bash")
     add_completion_class(_Zsh, "zsh")
     add_completion_class(_Fish, "fish")

@@ -6,7 +6,6 @@ import re
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import Self
 
 from kvbm_cli.terminal.console import WIDTH, columns
@@ -40,9 +39,7 @@ class ProgressDisplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from bookkeeping import check_leader
 from doctor.filesystems import Unavailable, mounted
 from kvbm_engine import assert_same, prompt, running
 from test_disk_in_engine import Faults, Steps, rest, wait_until
@@ -139,7 +140,7 @@ def assert_used_again(engine, mend, users, steps):
     users.talk(engine, 2)
     assert counters.onboard_disk_blocks > before, "it is used again"
     rest(engine)
-    engine.leader.check()
+    check_leader(engine.leader)
     assert steps.longest_s < LONGEST_STEP_S, "a step waited for the disk"
 
 

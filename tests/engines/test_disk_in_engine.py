@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from bookkeeping import check_leader
 from kvbm_engine import assert_same, prompt, running
 
 from kvbm.config import schema
@@ -121,7 +122,7 @@ def test_an_engine_that_ended_has_left_its_blocks(tmp_path, expected, to_disk):
         assert_same(conversations(engine), expected[0])
         assert engine.counters.onboard_disk_blocks > 20
         assert engine.counters.disk_failed_blocks == engine.counters.disk_checksum_failures == 0
-        engine.leader.check()
+        check_leader(engine.leader)
 
 
 def test_a_killed_engine_has_left_what_was_written(tmp_path, expected):
@@ -173,7 +174,7 @@ def test_outputs_are_equal_while_blocks_move_between_all_tiers(tmp_path, expecte
         for _ in range(2):
             assert_same(conversations(engine), expected[0])
         rest(engine)
-        engine.leader.check()
+        check_leader(engine.leader)
         counters = engine.counters
         assert counters.disk_offload_blocks > 0
         if host_blocks != 6:  # whose blocks are those that all chats begin with, which stay in device memory
@@ -281,7 +282,7 @@ def test_resets_under_load_change_no_output(tmp_path, expected):
             engine.engine.reset_prefix_cache()
         assert_same(talking.result(), expected[0])
         rest(engine)
-        engine.leader.check()
+        check_leader(engine.leader)
 
 
 # -- damage between two runs -------------------------------------------------------------------------------------------
@@ -490,7 +491,7 @@ def test_a_disk_that_fails_in_service_changes_no_output(tmp_path, expected, faul
                 assert_same(conversations(engine, users=users, turns=3), wanted)
             assert counters.onboard_disk_blocks > before, "it is used again"
         rest(engine)
-        engine.leader.check()
+        check_leader(engine.leader)
 
 
 @pytest.mark.parametrize("policy", ["auto", "always"])
@@ -543,7 +544,7 @@ def kill_disk(engine):
 def forget_memory(engine):
     """What is on disk stays."""
     engine.forget_g1()
-    engine.engine._order(lambda: engine.leader._host.reset() or True)
+    engine.engine._order(lambda: engine.leader._host.store.reset() or True)
 
 
 def test_an_engine_whose_disk_process_is_killed_goes_on_and_has_its_disk_again(written, expected):
@@ -618,7 +619,7 @@ def test_disk_processes_killed_under_load_change_no_output(tmp_path, expected, t
             assert_same(conversations(engine), expected[0])
         assert engine.counters.onboard_disk_blocks > before, "it is used again"
         rest(engine)
-        engine.leader.check()
+        check_leader(engine.leader)
         assert steps.longest_s < 1.5, "a step waited for a process"
     with engine_on(tmp_path, host_blocks=24, num_blocks=32) as engine:
         assert_same(conversations(engine), expected[0])

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from bookkeeping import check_leader
 from kvbm_engine import assert_same, prompt, running
 
 from kvbm.errors import EnvironmentProblem
@@ -48,7 +49,7 @@ def test_multi_turn_outputs_are_equal_and_blocks_really_travel(expected, worker_
         assert engine.counters.onboard_blocks > 10
         assert engine.counters.offload_blocks > 30
         assert engine.counters.onboard_failed_blocks == engine.counters.offload_failed_blocks == 0
-        engine.leader.check()
+        check_leader(engine.leader)
 
 
 def test_generated_tokens_come_back_too():
@@ -150,7 +151,7 @@ def test_every_seventh_copy_failing_changes_no_output(expected, faults):
         assert counters.offload_failed_blocks + counters.onboard_failed_blocks > 0
         assert counters.onboard_blocks > 0
         assert engine.engine.is_healthy
-        engine.leader.check()
+        check_leader(engine.leader)
 
 
 @pytest.mark.parametrize("fault", ["hold", "lost"])

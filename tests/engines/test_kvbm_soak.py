@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from bookkeeping import check_leader
 from kvbm_engine import assert_same, prompt, running
 
 from kvbm.types import Tier
@@ -44,7 +45,7 @@ def test_hundreds_of_requests_under_failing_copies(kv_layout):
         for _ in range(4):
             assert_same(conversations(engine), expected)
             engine.settle()
-            engine.leader.check()
+            check_leader(engine.leader)
             memory_bytes.append(psutil.Process().memory_info().rss)
         counters = engine.counters
         assert counters.onboard_blocks > 1000

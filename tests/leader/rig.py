@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from bookkeeping import check_leader
 from faults import FaultyCopier
 from manual_pool import ManualPool
 
@@ -306,7 +307,7 @@ class Rig:
         for rank in self.ranks:
             rank.worker.poll()
         results = self.leader.settle()
-        self.leader.check()
+        check_leader(self.leader)
         self.departed += [result for result in results if not result.is_live]
         return [result for result in results if result.is_live]
 

@@ -6,6 +6,7 @@ import itertools
 import time
 
 import pytest
+from bookkeeping import check_leader
 from rig import FakeDisk, Rig, chain
 
 from kvbm.core.groups import Group
@@ -376,7 +377,7 @@ def test_a_request_that_ends_while_its_blocks_are_read_holds_them_until_nothing_
 def test_what_the_next_process_finds_comes_back_and_nothing_else(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.reset()  # host memory knows them no more
+    rig.leader._host.store.reset()  # host memory knows them no more
     rig.disk.end()
     (gone,) = [slot for slot, (name, _) in rig.disk.kept.items() if name == hashes[2]]
     rig.disk.kept[gone] = (chain("other", 1)[0], rig.disk.kept[gone][1])
@@ -407,7 +408,7 @@ def test_writes_in_flight_are_found_only_if_the_next_process_has_them(rig, has_c
     rig.settle()
     assert rig.leader.blocks()[Tier.DISK]["evictable"] == (2 if has_committed else 0)
     assert rig.leader._disk.match(hashes, 0) == (2 if has_committed else 0)
-    rig.leader.check()
+    check_leader(rig.leader)
 
 
 def test_a_load_that_waits_for_room_does_not_wait_for_a_disk_that_is_off():
@@ -471,7 +472,7 @@ def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
 def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_request(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.reset()
+    rig.leader._host.store.reset()
     rig.disk.end()
     rig.disk.begin_again()
     assert rig.leader.match("r", hashes, 0) == 4
@@ -482,7 +483,7 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
     rig.disk.blocks_at_a_time = 1
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.reset()
+    rig.leader._host.store.reset()
     rig.disk.end()
     rig.settle()
     rig.disk.begin_again()
@@ -501,11 +502,10 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
 
 def test_blocks_that_left_host_memory_before_their_turn_do_not_make_a_step_long(rig):
     side = rig.leader._disk
-    side._queue.limit = 1000
-    side._queue.add(chain("gone", 1000))
+    side._queue.update(dict.fromkeys(chain("gone", 1000)))
     side._begin_writes()
     assert 0 < rig.leader.counters.disk_dropped_blocks <= disk_tier.TAKEN_AT_A_TIME * side._policy.batch_blocks
-    while side._queue.hashes:
+    while side._queue:
         side._begin_writes()
     assert rig.leader.counters.disk_dropped_blocks == 1000
 
@@ -528,7 +528,7 @@ def test_a_reset_while_a_process_is_taken_over_forgets_what_it_has_found(rig, mo
 def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkeypatch):
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._host.reset()
+    rig.leader._host.store.reset()
     rig.disk.blocks_at_a_time = 1
     for _ in range(2):
         rig.disk.end()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from bookkeeping import check_leader
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -201,7 +202,7 @@ class LeaderMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_are_consistent(self):
         if hasattr(self, "rig"):
-            self.rig.leader.check()
+            check_leader(self.rig.leader)
 
 
 class DiskMachine(LeaderMachine):

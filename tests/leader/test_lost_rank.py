@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+from bookkeeping import check_leader
 from rig import G1, Rank, chain
 
 from kvbm.host.region import Region, Segment
@@ -57,6 +58,6 @@ def test_kill_of_a_rank_fails_what_is_in_flight_when_the_others_have_stopped(rem
     leader.offload("s", hashes, blocks, computed_blocks=3, prompt_blocks=3)
     assert leader.step().is_empty()
     assert not leader.has_pending()
-    leader.check()
+    check_leader(leader)
     region.close()
     local.worker.close(0.1)

@@ -9,7 +9,7 @@ MUTANTS = (
         name="leader-ages-hot-prefixes",
         bug="a hit in G1 does not refresh the chain in G2",
         file="kvbm/leader/leader.py",
-        old="self._host.touch(used)",
+        old="self._host.store.touch(used)",
         new="pass",
         fails="tests/leader",
     ),

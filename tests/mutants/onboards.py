@@ -19,7 +19,7 @@ MUTANTS = (
         name="leader-keeps-blocks-of-a-failed-load",
         bug="blocks whose load failed stay findable",
         file="kvbm/leader/onboards.py",
-        old="self._host.forget(copy.source.hashes)",
+        old="self._host.store.forget(copy.source.hashes)",
         new="pass",
         fails="tests/leader",
     ),

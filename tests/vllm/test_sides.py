@@ -37,10 +37,9 @@ from kvbm.vllm_integration.cache_groups import (
     decline_reason,
 )
 from kvbm.vllm_integration.events import translate
-from kvbm.vllm_integration.messages import Handshake, StepOrders
 from kvbm.vllm_integration.scheduler_side import UNLIMITED, SchedulerSide, _limit
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
-from kvbm.vllm_integration.worker_side import WorkerSide
+from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WorkerSide
 
 CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}

@@ -25,21 +25,8 @@ from kvbm.disk.directory import INDEX, InstanceLock
 from kvbm.disk.health import DiskCounters, HealthLimits
 from kvbm.disk.index import BlockIndex
 from kvbm.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
-from kvbm.disk.service.messages import (
-    ChannelClosed,
-    Clear,
-    Cleared,
-    Close,
-    DiskChannel,
-    Found,
-    Logged,
-    Open,
-    Opened,
-    Problem,
-    Recover,
-    SpaceTaken,
-    Status,
-)
+from kvbm.disk.service import messages
+from kvbm.disk.service.messages import ChannelClosed, DiskChannel
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.wear import Wear, WearMeter
 from kvbm.errors import EnvironmentProblem
@@ -62,10 +49,11 @@ class DiskClient:
         self._channel = channel
         self._results: list[DiskResult] = []
         self._in_flight: dict[int, Read | Write] = {}  # ticket -> order, until `poll` returns it
-        self._cleared: Cleared | None = None
+        self._cleared: messages.Cleared | None = None
         self._unanswered_clears = 0
-        self._off_because: str | None = None
-        self._is_alive = True
+        self.off_because: str | None = None
+        self.pid = child.pid
+        self.is_alive = True  # until the end of the process is noticed
         self._has_exited = False  # set by `wait_for_end`, before the channel reports it
         self._found: deque[FoundBlocks] = deque()
         self._has_all_found = self._is_recover_pending = False
@@ -96,7 +84,7 @@ class DiskClient:
         client = cls(child, DiskChannel(ours))
         try:
             cores = frozenset(allowed_cores())
-            client._send(Open(settings, namespace, tuple(segments), hash_bytes, cores, instance))
+            client._send(messages.Open(settings, namespace, tuple(segments), hash_bytes, cores, instance))
             opened = client._wait_until_open(progress)
         except BaseException:
             client._end()
@@ -109,29 +97,11 @@ class DiskClient:
     @property
     def is_on(self) -> bool:
         """False after repeated errors, while I/O hangs, or after the end of the process; every ticket then fails."""
-        return self._off_because is None and not self._has_exited
-
-    @property
-    def off_because(self) -> str | None:
-        return self._off_because
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the end of the process has not been noticed yet."""
-        return self._is_alive
-
-    @property
-    def path(self) -> Path:
-        """The directory of its files; without `persist`, the configured directory."""
-        return self._path
+        return self.off_because is None and not self._has_exited
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `poll` has a result."""
         return self._channel.fileno()
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
 
     def wear(self) -> Wear:
         """Measure the wear of the drive."""
@@ -143,10 +113,10 @@ class DiskClient:
         Batches are small, so that an engine's step can process one. None if the next batch has not arrived, or if the
         process has ended.
         """
-        while not self._found and self._is_alive and not self._has_all_found:
+        while not self._found and self.is_alive and not self._has_all_found:
             if not self._is_recover_pending:
                 self._is_recover_pending = True
-                self._send(Recover())
+                self._send(messages.Recover())
             elif waits:
                 self._channel.wait(None)
             self._receive()
@@ -174,13 +144,13 @@ class DiskClient:
         self._unanswered_clears += 1
         self._found.clear()
         self._has_all_found = True
-        self._send(Clear(tenant))
+        self._send(messages.Clear(tenant))
         deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
-        while self._unanswered_clears and self._is_alive and time.monotonic() < deadline_s:
+        while self._unanswered_clears and self.is_alive and time.monotonic() < deadline_s:
             self._channel.wait(max(0.0, deadline_s - time.monotonic()))
             self._receive()
         self._results = [self._without(result, tenant) for result in self._results]
-        if self._unanswered_clears and not self._is_alive:
+        if self._unanswered_clears and not self.is_alive:
             self._clear_offline(tenant)
             return
         answered = None if self._unanswered_clears else self._cleared
@@ -192,11 +162,11 @@ class DiskClient:
         """Clear the index after the child has exited and released its lock. Raises EnvironmentProblem."""
         if not self._is_persistent:
             return  # the cache was deleted with the child
-        lock = InstanceLock.take(self._path)
+        lock = InstanceLock.take(self.path)
         if lock is None:
-            raise EnvironmentProblem(self._clear_failure(), hint=f"remove {self._path} before the next start")
+            raise EnvironmentProblem(self._clear_failure(), hint=f"remove {self.path} before the next start")
         try:
-            index = BlockIndex.open(self._path / INDEX)
+            index = BlockIndex.open(self.path / INDEX)
             try:
                 index.clear(tenant)
             finally:
@@ -216,9 +186,9 @@ class DiskClient:
 
     def close(self, timeout_s: float) -> None:
         """Fail what has not started, wait at most `timeout_s` for running I/O, and end the process."""
-        self._send(Close(timeout_s))
+        self._send(messages.Close(timeout_s))
         deadline_s = time.monotonic() + timeout_s + GRACE_S
-        while self._is_alive and time.monotonic() < deadline_s:
+        while self.is_alive and time.monotonic() < deadline_s:
             self._channel.wait(max(0.0, deadline_s - time.monotonic()))
             self._receive(is_closing=True)
         self._end()
@@ -232,32 +202,32 @@ class DiskClient:
     def discard(self) -> None:
         """Release the channel of a process that has exited."""
         self._channel.close()
-        self._is_alive = False
+        self.is_alive = False
 
-    def _wait_until_open(self, progress: Callable[[int, int], None] | None) -> Opened:
-        while self._is_alive:
+    def _wait_until_open(self, progress: Callable[[int, int], None] | None) -> messages.Opened:
+        while self.is_alive:
             self._channel.wait(None)
             for message in self._messages():
                 match message:
-                    case SpaceTaken() if progress is not None:
+                    case messages.SpaceTaken() if progress is not None:
                         progress(*message)
-                    case Problem():
+                    case messages.Problem():
                         raise EnvironmentProblem(message.message, hint=message.hint)
-                    case Opened():
+                    case messages.Opened():
                         return message
-                    case Logged():
+                    case messages.Logged():
                         _log(message)
         raise EnvironmentProblem(f"the disk process exited with code {self._child.wait(GRACE_S)}")
 
-    def _take_over(self, opened: Opened) -> None:
+    def _take_over(self, opened: messages.Opened) -> None:
         self.slot_count = opened.slot_count
         self.io_name = opened.io_name
-        self._path = opened.path
+        self.path = opened.path
         self._wear = WearMeter(opened.path)
 
     def _send(self, message: object) -> None:
         """Send a message; if the child has exited, fail all tickets in flight."""
-        if self._is_alive:
+        if self.is_alive:
             try:
                 self._channel.send(message)
                 return
@@ -268,21 +238,21 @@ class DiskClient:
     def _receive(self, *, is_closing: bool = False) -> None:
         for message in self._messages(is_closing=is_closing):
             match message:
-                case Status():
+                case messages.Status():
                     self._results += message.results
-                    self._off_because = message.off_because
+                    self.off_because = message.off_because
                     self.counters = message.counters
-                case Cleared():
+                case messages.Cleared():
                     self._cleared = message
                     self._unanswered_clears -= 1
-                case Found() if not self._has_all_found:
-                    self._found.extend(message.blocks.parts(FOUND_BATCH_BLOCKS))
-                    self._is_recover_pending, self._has_all_found = False, message.blocks.is_last
-                case Logged():
+                case FoundBlocks() if not self._has_all_found:
+                    self._found.extend(message.parts(FOUND_BATCH_BLOCKS))
+                    self._is_recover_pending, self._has_all_found = False, message.is_last
+                case messages.Logged():
                     _log(message)
 
     def _messages(self, *, is_closing: bool = False) -> list[object]:
-        if not self._is_alive:
+        if not self.is_alive:
             return []
         try:
             self._channel.flush()
@@ -293,19 +263,19 @@ class DiskClient:
 
     def _handle_exit(self, *, is_expected: bool = False) -> None:
         """Handle the exit of the child. The kernel closes the channel only after the last I/O of its threads."""
-        self._is_alive = False
+        self.is_alive = False
         if is_expected:
             return
-        self._off_because = "the disk process has exited"
+        self.off_because = "the disk process has exited"
         self.counters = replace(self.counters, times_off=self.counters.times_off + 1)
-        log.error("the disk tier is off: its process %d has exited", self._child.pid)
+        log.error("the disk tier is off: its process %d has exited", self.pid)
         self._fail_in_flight()
 
     def _fail_in_flight(self) -> None:
         ended = {result.ticket for result in self._results}
         for ticket, order in self._in_flight.items():
             if ticket not in ended:
-                self._results.append(DiskResult.failed(order, f"off: {self._off_because}"))
+                self._results.append(DiskResult.failed(order, f"off: {self.off_because}"))
 
     def _without(self, result: DiskResult, tenant: bytes | None) -> DiskResult:
         """Mark the cleared blocks of a write whose result arrived before the clear."""
@@ -316,18 +286,18 @@ class DiskClient:
         return replace(result, is_good=tuple(good and kept for good, kept in zip(result.is_good, is_kept, strict=True)))
 
     def _clear_failure(self) -> str:
-        why = f"no answer in {CLEAR_TIMEOUT_S:g} s" if self._is_alive else f"{self._off_because}"
+        why = f"no answer in {CLEAR_TIMEOUT_S:g} s" if self.is_alive else f"{self.off_because}"
         return f"the disk cache is not cleared durably: {why}"
 
     def _end(self) -> None:
         """Close the channel, which makes the child exit unless it is blocked in the kernel."""
         self._channel.close()
-        self._is_alive = False
+        self.is_alive = False
         try:
             self._child.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             self._child.kill()
-            log.warning("disk process %d is blocked in I/O: the cache stays locked until it exits", self._child.pid)
+            log.warning("disk process %d is blocked in I/O: the cache stays locked until it exits", self.pid)
 
 
 def _start(fd: int) -> subprocess.Popen[bytes]:
@@ -346,7 +316,7 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
         raise EnvironmentProblem(f"cannot start a disk process: {error.strerror}") from error
 
 
-def _log(message: Logged) -> None:
+def _log(message: messages.Logged) -> None:
     logging.getLogger(message.name).log(message.level, "%s", message.text)
 
 

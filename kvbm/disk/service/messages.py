@@ -1,7 +1,7 @@
 """DiskChannel: the socket between the leader and its disk process, and the messages on it.
 
     leader ──▶ Open, Recover, Read, Write, Forget, Clear, Close ──▶ child
-    leader ◀── SpaceTaken, Problem, Opened, Found, Status, Cleared, Logged ◀── child
+    leader ◀── SpaceTaken, Problem, Opened, FoundBlocks, Status, Cleared, Logged ◀── child
 
 `send` and `receive` never block, so that an engine's step never does: what the socket does not accept is buffered and
 sent by a later call. Messages are pickled; both ends are the same program, and no other process has the socket.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.disk.health import DiskCounters
-from kvbm.disk.orders import DiskResult, FoundBlocks
+from kvbm.disk.orders import DiskResult
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.types import SegmentInfo
 
@@ -40,7 +40,7 @@ class Open(NamedTuple):
 
 
 class Recover(NamedTuple):
-    """Request the next batch of blocks found at opening."""
+    """Request the next batch of blocks found at opening; the answer is a FoundBlocks."""
 
 
 class Clear(NamedTuple):
@@ -69,12 +69,6 @@ class Opened(NamedTuple):
     path: Path
     slot_count: int
     io_name: str
-
-
-class Found(NamedTuple):
-    """The answer to `Recover`."""
-
-    blocks: FoundBlocks
 
 
 class Status(NamedTuple):

@@ -20,21 +20,8 @@ from contextlib import suppress
 from functools import partial
 
 from kvbm.disk.orders import DiskResult, Forget, Read, Write
-from kvbm.disk.service.messages import (
-    ChannelClosed,
-    Clear,
-    Cleared,
-    Close,
-    DiskChannel,
-    Found,
-    Logged,
-    Open,
-    Opened,
-    Problem,
-    Recover,
-    SpaceTaken,
-    Status,
-)
+from kvbm.disk.service import messages
+from kvbm.disk.service.messages import ChannelClosed, DiskChannel
 from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
@@ -50,10 +37,10 @@ class _Log(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.kept: deque[Logged] = deque()
+        self.kept: deque[messages.Logged] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.kept.append(Logged(record.name, record.levelno, self.format(record)))
+        self.kept.append(messages.Logged(record.name, record.levelno, self.format(record)))
 
 
 class _Child:
@@ -77,7 +64,7 @@ class _Child:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._result_event)
             for message in self._channel.receive():
-                if isinstance(message, Close):
+                if isinstance(message, messages.Close):
                     self._storage.close(message.timeout_s)
                     return
                 self._handle(message)
@@ -91,11 +78,11 @@ class _Child:
             case Read() | Write():
                 self._in_flight_count += 1
                 self._storage.submit(message)
-            case Recover():
-                self._channel.send(Found(self._storage.recovered()))
+            case messages.Recover():
+                self._channel.send(self._storage.recovered())
             case Forget():
                 self._storage.forget(message.disk_slots)
-            case Clear():
+            case messages.Clear():
                 self._clear(message.tenant)
 
     def _clear(self, tenant: bytes | None) -> None:
@@ -105,14 +92,14 @@ class _Child:
         except EnvironmentProblem as error:
             problem = error.message, error.hint
         self._report([])
-        self._channel.send(Cleared(problem))
+        self._channel.send(messages.Cleared(problem))
 
     def _report(self, results: list[DiskResult]) -> None:
         self._in_flight_count -= len(results)
         off_because = self._storage.off_because
         if results or off_because != self._reported_off_because:
             self._reported_off_because = off_because
-            self._channel.send(Status(results, off_because, self._storage.counters))
+            self._channel.send(messages.Status(results, off_because, self._storage.counters))
         while self._log.kept:
             self._channel.send(self._log.kept.popleft())
 
@@ -138,13 +125,13 @@ def main() -> int:
                 hash_bytes=order.hash_bytes,
                 slots_carry=region.slots_carry,
                 instance=order.instance,
-                progress=lambda done, total: channel.send(SpaceTaken(done, total)),
+                progress=lambda done, total: channel.send(messages.SpaceTaken(done, total)),
             )
         except EnvironmentProblem as error:
-            channel.send(Problem(error.message, error.hint))
+            channel.send(messages.Problem(error.message, error.hint))
             _send_all(channel)
             return 1
-        channel.send(Opened(storage.path, storage.slot_count, storage.io_name))
+        channel.send(messages.Opened(storage.path, storage.slot_count, storage.io_name))
         _Child(channel, storage, log).serve()
         _send_all(channel)
     except ChannelClosed:
@@ -152,11 +139,11 @@ def main() -> int:
     return 0
 
 
-def _receive_open(channel: DiskChannel) -> Open:
+def _receive_open(channel: DiskChannel) -> messages.Open:
     while True:
         channel.wait(None)
         for message in channel.receive():
-            assert isinstance(message, Open), message
+            assert isinstance(message, messages.Open), message
             return message
 
 

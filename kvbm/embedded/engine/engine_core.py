@@ -19,12 +19,7 @@ class EngineCore:
     """Combines scheduler, runner and connector. Outputs go to the callback of each request."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        *,
-        stop_token_ids: frozenset[int],
-        connector: Connector | None,
+        self, scheduler: Scheduler, runner: Runner, *, stop_token_ids: frozenset[int], connector: Connector | None
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner

@@ -69,13 +69,7 @@ class CompletionFailed(Exception):
 class Completion:
     """One request in progress. Collects the outputs of the engine and returns them as parts of an answer."""
 
-    def __init__(
-        self,
-        served: Served,
-        request_id: str,
-        prompt_token_ids: list[int],
-        generation: Generation,
-    ) -> None:
+    def __init__(self, served: Served, request_id: str, prompt_token_ids: list[int], generation: Generation) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self._engine = served.engine

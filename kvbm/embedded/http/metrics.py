@@ -41,9 +41,7 @@ class EngineMetrics:
         self._next_token = self._histogram("inter_token_latency_seconds", "from one output to the next", LATENCY_S)
         self._end_to_end = self._histogram("e2e_request_latency_seconds", "from arrival to the last token", LATENCY_S)
         self._queue = self._histogram(
-            "request_queue_time_seconds",
-            "from arrival to the first forward pass, including KV loads",
-            LATENCY_S,
+            "request_queue_time_seconds", "from arrival to the first forward pass, including KV loads", LATENCY_S
         )
         self._prefill = self._histogram(
             "request_prefill_time_seconds", "from the first forward pass to the first token", LATENCY_S
@@ -118,11 +116,7 @@ class _StatsCollector(Collector):
         ):
             yield self._add(GaugeMetricFamily(f"vllm:{name}", description, labels=LABELS), value)
         for name, description, count in (
-            (
-                "num_preemptions",
-                "preemptions: a request lost its blocks to an older one",
-                stats.num_preemptions,
-            ),
+            ("num_preemptions", "preemptions: a request lost its blocks to an older one", stats.num_preemptions),
             ("prefix_cache_queries", "tokens looked up in G1", stats.prefix_cache_queries),
             ("prefix_cache_hits", "tokens found in G1", stats.prefix_cache_hits),
             ("external_prefix_cache_queries", "tokens looked up in the connector", stats.external_cache_queries),

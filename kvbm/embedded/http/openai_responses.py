@@ -71,11 +71,7 @@ class Usage:
     def to_json(self) -> Json:
         details = {
             "cached_tokens": self.device_tokens + self.external_tokens,
-            "cached_tokens_by_tier": {
-                "device": self.device_tokens,
-                "host": self.host_tokens,
-                "disk": self.disk_tokens,
-            },
+            "cached_tokens_by_tier": {"device": self.device_tokens, "host": self.host_tokens, "disk": self.disk_tokens},
         }
         return {**token_counts(self.prompt_tokens, self.completion_tokens), "prompt_tokens_details": details}
 

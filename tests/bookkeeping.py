@@ -1,0 +1,37 @@
+"""Consistency check of a leader: what is in flight, what is held and what is registered must agree."""
+
+from kvbm.host.region import LANES
+
+
+def check_leader(leader):
+    """Raise InvariantError or AssertionError unless the whole bookkeeping is consistent. Slow at scale."""
+    leader._host.store.check()
+    check_offloads(leader._offloads)
+    check_onboards(leader._onboards)
+    if leader._disk is not None:
+        check_disk_tier(leader._disk)
+
+
+def check_offloads(offloads):
+    held = sum(len(flight.order.block_ids) for flight in offloads._flights.values())
+    assert held == offloads._held_blocks, (held, offloads._held_blocks)
+    in_flight = {h for flight in offloads._flights.values() if not flight.is_void for h in flight.hashes}
+    assert in_flight == offloads._departing, (len(in_flight), len(offloads._departing))
+
+
+def check_onboards(onboards):
+    copies, fetches = onboards._copies.values(), onboards._fetches.values()
+    assert len(onboards._lanes) + len(copies) == LANES, (len(onboards._lanes), len(copies))
+    live = {copy.load.number for copy in copies} | {load.number for load in onboards._from_disk}
+    assert set(onboards._arriving.values()) <= live, (onboards._arriving, live)
+    for load in onboards._from_disk:
+        fetching = sum(other is load for other, _ in fetches)
+        copying = sum(copy.load is load for copy in copies)
+        assert load.open_parts == fetching + copying, (load, fetching, copying)
+        assert load.open_parts or load.waiting, load
+
+
+def check_disk_tier(disk):
+    disk.store.check()
+    written = {h for write in disk._writes.values() if not write.is_void for h in write.source.hashes}
+    assert written == disk._departing, (len(written), len(disk._departing))
