@@ -155,7 +155,7 @@ def stop(
         _option(
             "--timeout -t",
             "SECONDS",
-            "Time to finish running requests before the engine is killed [default: from the profile].",
+            "Seconds to wait for running requests before the engine is killed [default: from the profile].",
             min=0,
         ),
     ] = None,

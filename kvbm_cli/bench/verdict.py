@@ -1,4 +1,4 @@
-"""From evidence to one of five verdicts. Pure: every threshold and every sentence of an explanation is here.
+"""Verdict: computes one of five verdicts from the evidence. Pure; has every threshold and every explanation.
 
 wrong     kvbm changed an answer or its log-probabilities; no other finding counts      exit 12
 invalid   the run cannot be used: failed requests, no transfer, a late client          exit 11
