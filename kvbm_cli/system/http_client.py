@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 LONGEST_ERROR = 300
+BAD_LENGTH = (ValueError, OverflowError, MemoryError)  # what http.client raises for a body or chunk of absurd length
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class HttpAnswer:
         """Returns the JSON object of the body, empty if there is none."""
         try:
             content = json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply
             return {}
         return content if isinstance(content, dict) else {}
 
@@ -72,7 +73,7 @@ def request(
         connection.request(method, parts._replace(scheme="", netloc="").geturl(), body, sent)
         answer = connection.getresponse()
         return HttpAnswer(answer.status, answer.read(), address)
-    except (OSError, UnicodeError, http.client.HTTPException) as error:
+    except (OSError, *BAD_LENGTH, http.client.HTTPException) as error:
         return HttpAnswer(failure=str(error) or type(error).__name__)
     finally:
         connection.close()
