@@ -37,7 +37,7 @@ A profile is a YAML file. `kvbm profile show PROFILE` prints every key with its 
 PROFILE` finds all mistakes that do not require a running engine. [The guide](../guide/profiles.md) shows how to write
 one.
 
-Each layer wins over the one before:
+Each layer overrides the one before:
 
 defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables (see `variables.md`) < `--set KEY=VALUE`
 
@@ -50,12 +50,13 @@ defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables (s
 - Sizes have a unit: `100GB` is 100e9 bytes, `64GiB` is 64 * 2^30.
 - Booleans are `true` and `false`; `on` and `yes` are text.
 - An unknown key, a key that appears twice, and a value of the wrong type are errors.
-- `engine.model` and `tiers` are required; of `tiers.host`, one of `capacity` and `blocks`.
-- `tiers.host.blocks` wins over `tiers.host.capacity` within one layer. The `capacity` of a later layer wins over the
+- `engine.model` and `tiers` are required. A tier requires `capacity` or `blocks`.
+- `tiers.host.blocks` overrides `tiers.host.capacity` of the same layer. The `capacity` of a later layer overrides the
   `blocks` of an earlier one.
-- `${{NAME}}` is an environment variable, and `${{NAME:-text}}` one with a default. Both are allowed in {interpolated}.
-  A variable that is not set is an error there, and `${{` in any other key is an error too. `$$` is one dollar sign; in
-  other keys `$${{` is `${{`.
+- `${{NAME}}` is replaced by an environment variable; `${{NAME:-text}}` has a default. Both are allowed in these keys:
+  {interpolated}.
+  In these keys a variable that is not set is an error, and `$$` is one dollar sign. In any other key `${{` is an error,
+  and `$${{` is `${{`.
 
 ```yaml
 # ./mine.yaml, for `kvbm serve --profile ./mine.yaml`
@@ -95,7 +96,7 @@ VLLM_HEAD = """\
 - `engine.model` is a local Hugging Face directory, a name on a hub, or `synthetic:vllm-25m` or `synthetic:vllm-81m`.
   The synthetic models have random weights and are created at start.
 - `engine.python` is an interpreter with vLLM and kvbm installed.
-- Versions {run} of vLLM have been run, {tested} are tested against their source. `kvbm serve --force` starts others.
+- vLLM {run} has been run, and {tested} is tested against its source. `kvbm serve --force` starts other versions.
 - Every flag of `vllm serve` is a key, without the leading hyphens. `_` and `-` are equivalent; both spellings of one
   flag are an error.
 
@@ -111,21 +112,22 @@ Only vLLM checks the names of flags. kvbm reads these flags, because sizes or ch
 """
 
 VLLM_SETS = """\
-`kv_transfer_config` may contain additions. Its entries are merged over those of kvbm; another `kv_connector` is an
+Entries of `kv_transfer_config` are merged with kvbm's own configuration and override it. Another `kv_connector` is an
 error. kvbm passes the connector's configuration in `kv_connector_extra_config.kvbm`.
 
-kvbm also sets the following, with the connector and without it, so that two arms of a benchmark differ only in the
-connector:
+kvbm also sets the following flags and variables. It sets them with and without the connector, so that two arms of a
+benchmark differ only in the connector:
 
 | set | why |
 | --- | --- |
 | `--enable-prompt-tokens-details` | a response contains the number of cached prompt tokens |
-| `--shutdown-timeout 10` | by default vLLM kills its scheduler process at once, and the leader runs in it |
+| `--shutdown-timeout` | 10 seconds, plus `tiers.disk.drain_s` with a disk tier, at most 25: by default vLLM \
+immediately kills its scheduler process, in which the leader runs |
 | `PYTHONHASHSEED=0` | before vLLM 0.29, and for unknown versions: makes block hashes equal in all processes |
 | `VLLM_CPU_NUM_OF_RESERVED_CPU` | on a CPU, 1 per rank: with any connector vLLM reserves one more core per rank, or \
 none on a small machine, so the two arms would compute on different numbers of cores |
 
-kvbm does not change a variable of this table if `engine.environment` or the caller sets it. With the connector,
+kvbm does not change a variable in this table if `engine.environment` or the caller sets it. With the connector,
 `kv_load_failure_policy` is `recompute`; vLLM's default fails a request if one of its blocks cannot be loaded.
 
 These keys are refused, because kvbm sets them or cannot work with them:
@@ -138,10 +140,10 @@ WORKLOAD_HEAD = """\
 # Workload keys
 
 A workload is a YAML file that defines the requests of `kvbm bench`. `--workload` takes a file or the name of a shipped
-workload. Without it, `bench.workload` of the profile applies, and without that `conversations`. An example is in
+workload. The default is `bench.workload` of the profile, or else `conversations`. An example is in
 [the guide](../guide/bench.md#workloads).
 
-- Lengths are in tokens of the engine's own tokenizer, and exact.
+- Lengths are exact numbers of tokens of the engine's own tokenizer.
 - Values follow the rules of profiles: an unknown key, or a key that appears twice, is an error.
 """
 
@@ -153,12 +155,12 @@ profile ([migration guide](../guide/migrate-from-nvidia.md)).
 
 - An unknown name that starts with `DYN_KVBM_` is an error that suggests the nearest name. An invalid value is an error.
 - `kvbm serve` reads the variables and passes the resolved profile to the engine, which ignores the variables.
-- In a vLLM that is started with `DynamoConnector` by its own command line, the connector reads the variables, with the
+- If vLLM is started by its own command line with `DynamoConnector`, the connector reads the variables. They have the
   same meaning.
 
 ## Supported variables
 
-| variable | profile key | value | meaning | difference to NVIDIA's block manager |
+| variable | profile key | value | meaning | difference from NVIDIA's block manager |
 | --- | --- | --- | --- | --- |
 """
 
@@ -174,20 +176,20 @@ If one of these is set, kvbm prints a warning, whatever its value.
 METRICS_HEAD = """\
 # Metrics of the block manager
 
-The `kvbm_*` series are at `/metrics` of the engine, together with the engine's own series under vLLM's names.
+The engine serves the `kvbm_*` series at `/metrics`, together with its own series under vLLM's names.
 
-- With `metrics.serve` (`DYN_KVBM_METRICS=1`) the leader's process also serves them at `/metrics` of `metrics.port`.
-  Engine n of a data-parallel server uses that port + n.
+- With `metrics.serve` (`DYN_KVBM_METRICS=1`) the leader's process also serves them at `/metrics` on `metrics.port`.
+  Engine n of a data-parallel server uses port `metrics.port` + n.
 - A counter increases when the work is complete, not when it is ordered.
-- Counters are exported without a type, because they keep the names of NVIDIA's block manager, which have no `_total`.
-  `rate()` works on them.
+- Counters are exported as untyped series, because they keep the names of NVIDIA's block manager, which do not end in
+  `_total`. `rate()` works on them.
 - [The migration guide](../guide/migrate-from-nvidia.md#dashboards) describes the panels of NVIDIA's dashboard.
 """
 
 COMMANDS_HEAD = """\
 # Commands
 
-Commands print data to stdout and everything else to stderr.
+Commands print data to stdout, and progress, notes and errors to stderr.
 """
 
 EXIT_CODES = """\
@@ -196,7 +198,7 @@ EXIT_CODES = """\
 | code | meaning |
 | --- | --- |
 | 0 | success; for `kvbm bench`, the verdict is `faster` or `same` |
-| 1 | a problem of the machine; `kvbm doctor`: a check failed; `kvbm profile diff`: the profiles differ; \
+| 1 | a problem with the machine; `kvbm doctor`: a check failed; `kvbm profile diff`: the profiles differ; \
 `kvbm cache verify`: a cache is damaged |
 | 2 | a mistake in a profile, an override, a variable or the command line |
 | 3 | `kvbm stop`: an engine was killed because it did not stop in time |
@@ -267,10 +269,15 @@ GAUGES = (*HIT_RATES.values(), *NEVER_GAUGES.items(), *BLOCKS.values(), *DISK_GA
 
 def metrics_page() -> str:
     lines = [NOTE, "", METRICS_HEAD, "| metric | type | meaning |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | counter | {about} |" for name, (_, about) in COUNTERS.items()]
+    lines += [f"| `{name}` | {_series_kind(about)} | {about} |" for name, (_, about) in COUNTERS.items()]
     lines += [f"| `{name}` | counter | {about} |" for name, about in NEVER.items()]
     lines += [f"| `{name}` | gauge | {about} |" for name, about in GAUGES]
     return "\n".join([*lines, ""])
+
+
+def _series_kind(about: str) -> str:
+    """Returns the type in the table. A series that is `1 while ...` or `1 after ...` is a state."""
+    return "0 or 1" if about.startswith("1 ") else "counter"
 
 
 def commands_page() -> str:

@@ -1,4 +1,4 @@
-"""The embedded block manager: keeps KV cache blocks outside device memory and brings them back.
+"""KV cache block manager for LLM engines: keeps blocks in host memory and on disk, and copies them back.
 
 Importing this package imports no torch and no engine, and reads no environment.
 """

@@ -79,11 +79,17 @@ class Counters:
 # metric name -> (attribute of Counters, help). The first three names are NVIDIA's.
 _NAMED: dict[str, tuple[str, str]] = {
     "kvbm_matched_tokens": ("matched_tokens", "prompt tokens loaded from the cache instead of computed"),
-    "kvbm_offload_blocks_d2h": ("offload_blocks", "blocks copied from device to host and registered there"),
-    "kvbm_onboard_blocks_h2d": ("onboard_blocks", "blocks copied from host to device and passed to the engine"),
-    "kvbm_offload_bytes_d2h": ("offload_bytes", "bytes copied from device to host, of registered blocks"),
-    "kvbm_onboard_bytes_h2d": ("onboard_bytes", "bytes copied from host to device, of blocks passed to the engine"),
-    "kvbm_offload_blocks_h2d": ("disk_offload_blocks", "blocks copied from host to disk and registered there"),
+    "kvbm_offload_blocks_d2h": ("offload_blocks", "blocks copied from device to host memory and registered there"),
+    "kvbm_onboard_blocks_h2d": ("onboard_blocks", "blocks copied from host memory to device and passed to the engine"),
+    "kvbm_offload_bytes_d2h": (
+        "offload_bytes",
+        "bytes of blocks copied from device to host memory and registered there",
+    ),
+    "kvbm_onboard_bytes_h2d": (
+        "onboard_bytes",
+        "bytes of blocks copied from host memory to device and passed to the engine",
+    ),
+    "kvbm_offload_blocks_h2d": ("disk_offload_blocks", "blocks copied from host memory to disk and registered there"),
     "kvbm_onboard_blocks_d2d": (
         "onboard_disk_blocks",
         "blocks loaded from disk and passed to the engine; also counted in kvbm_onboard_blocks_h2d",
@@ -92,31 +98,34 @@ _NAMED: dict[str, tuple[str, str]] = {
         "disk_only_blocks",
         "blocks registered on disk without a host tier; also counted in kvbm_offload_blocks_h2d",
     ),
-    "kvbm_offload_bytes_h2d": ("disk_offload_bytes", "bytes copied from host to disk, of registered blocks"),
+    "kvbm_offload_bytes_h2d": (
+        "disk_offload_bytes",
+        "bytes of blocks copied from host memory to disk and registered there",
+    ),
 }
 # metric name -> help. The attribute is the name without `kvbm_`.
 _OWN = {
-    "kvbm_disk_fetched_blocks": "blocks read from disk, verified and registered in host",
+    "kvbm_disk_fetched_blocks": "blocks read from disk, verified and registered in host memory",
     "kvbm_disk_failed_blocks": "blocks whose write or read failed, or whose checksum was wrong; they are deleted",
-    "kvbm_disk_declined_blocks": "blocks on disk not read because computing them was faster",
-    "kvbm_disk_late_blocks": "blocks on disk computed because reading took too long",
-    "kvbm_disk_dropped_blocks": "blocks due for disk that left host before they were written",
+    "kvbm_disk_declined_blocks": "blocks on disk not read because computing was predicted faster",
+    "kvbm_disk_late_blocks": "blocks on disk computed because their read took too long",
+    "kvbm_disk_dropped_blocks": "blocks evicted from host memory before they could be written",
     "kvbm_disk_filter_admitted_blocks": "blocks that the frequency filter admitted",
-    "kvbm_disk_filter_rejected_blocks": "blocks that the frequency filter rejected when they were registered in host",
+    "kvbm_disk_filter_rejected_blocks": "blocks that the frequency filter rejected at registration in host memory",
     "kvbm_disk_checksum_failures": "blocks read from disk with a wrong checksum",
     "kvbm_disk_io_errors": "reads and writes that failed or were incomplete",
     "kvbm_disk_flushes": "flushes of written blocks to durable storage",
     "kvbm_disk_off": "1 while the disk tier is off: no block is written or read",
     "kvbm_disk_times_off": "times the disk tier turned itself off after repeated errors",
     "kvbm_disk_restarts": "restarts of the disk I/O process",
-    "kvbm_offload_failed_blocks": "blocks whose copy to host failed; they were not registered",
-    "kvbm_offload_skipped_blocks": "computed blocks not copied because there was no room in flight or in host",
-    "kvbm_onboard_failed_blocks": "blocks whose copy to device failed; the engine recomputed",
-    "kvbm_onboard_shared_requests": "requests that waited for the load of another one",
+    "kvbm_offload_failed_blocks": "blocks whose copy to host memory failed; they were not registered",
+    "kvbm_offload_skipped_blocks": "computed blocks not copied: host memory was full, or too many copies in flight",
+    "kvbm_onboard_failed_blocks": "blocks whose copy to device failed; the engine recomputed them",
+    "kvbm_onboard_shared_requests": "requests that waited while another request loaded the same blocks",
     "kvbm_overdue_transfers": "queries for the result of a transfer that was late",
-    "kvbm_evicted_blocks": "registered blocks evicted from host to make room",
+    "kvbm_evicted_blocks": "registered blocks evicted from host memory to make space",
     "kvbm_resets": "times the cache was emptied on request",
-    "kvbm_finished_requests": "ended requests that looked up blocks in the cache",
+    "kvbm_finished_requests": "finished requests that looked up blocks in the cache",
     "kvbm_record_dropped_calls": "decisions dropped because the recording queue was full",
     "kvbm_disabled": "1 after a rank was lost: the engine continues without the cache",
 }
@@ -145,7 +154,7 @@ NEVER_GAUGES: dict[str, str] = {
 }
 DISK_GAUGES: dict[str, str] = {
     "kvbm_disk_write_amplification": "bytes that all processes wrote to the drive, per byte of blocks written",
-    "kvbm_disk_drive_writes_per_day": "times the drive's capacity is written per day, at the current rate",
+    "kvbm_disk_drive_writes_per_day": "times per day that the drive's whole capacity is written, at the current rate",
 }
 
 TierBlocks = dict[Tier, dict[str, int]]

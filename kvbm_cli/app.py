@@ -1,4 +1,4 @@
-"""The command `kvbm`: its commands and options, and the one place that turns a failure into text and an exit code.
+"""The command `kvbm`: its commands and options, and the one place that converts a failure to text and an exit code.
 
 Each command imports its body when it runs, so that `kvbm --help` is fast and needs no torch.
 """
@@ -48,7 +48,7 @@ def _completed_by(name: str) -> Callable[[str], list[Any]]:
 
 PROFILES = _completed_by("profiles")
 FILES = _completed_by("files")
-PROFILE_HELP = "Name of a shipped profile, or path of a profile file."
+PROFILE_HELP = "Name of a shipped profile, or path to a profile file."
 
 
 def _option(names: str, metavar: str, help_: str, completer: Any = None, **limits: Any) -> Any:
@@ -72,7 +72,7 @@ ProfileOption = Annotated[str, _profile_option()]
 ProfileArgument = Annotated[str, _argument("NAME|PATH", PROFILE_HELP, PROFILES)]
 SET_HELP = "Override a profile key; may be repeated. `kvbm profile schema KEY` describes it."
 SetOption = Annotated[list[str] | None, _option("--set", "KEY=VALUE", SET_HELP, _completed_by("keys"))]
-DIR_HELP = "Directory of the caches [default: that of the profile, else ~/.cache/kvbm]."
+DIR_HELP = "Directory of the caches [default: from the profile, else ~/.cache/kvbm]."
 CacheDirectoryOption = Annotated[Path | None, _option("--dir", "DIR", DIR_HELP, FILES)]
 CacheProfileOption = Annotated[str | None, _profile_option("Use the `tiers.disk.directory` of this profile.")]
 RUN_HELP = "Name of a run (`demo-1`) or of its profile [default: the only running engine]."
@@ -155,7 +155,7 @@ def stop(
         _option(
             "--timeout -t",
             "SECONDS",
-            "Time to finish running requests before the engine is killed [default: from the profile].",
+            "Seconds to wait for running requests before the engine is killed [default: from the profile].",
             min=0,
         ),
     ] = None,
@@ -199,7 +199,7 @@ def bench(
         _option(
             "--workload",
             "NAME|PATH",
-            "Name of a shipped workload, or path of a workload file.",
+            "Name of a shipped workload, or path to a workload file.",
             _completed_by("workloads"),
         ),
     ] = None,
@@ -208,7 +208,7 @@ def bench(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure an engine with and without kvbm. Or compare two profiles."""
+    """Measure an engine with and without kvbm. With `--compare PROFILE`, compare two profiles."""
     from kvbm_cli.bench import command as body
 
     return body.bench(profile, set_ or [], compare=compare, workload=workload, output=output, as_json=json)
@@ -227,7 +227,8 @@ def doctor(
     profile: Annotated[str | None, _profile_option()] = None,
     set_: SetOption = None,
     directory: Annotated[
-        Path | None, _option("--dir", "DIR", "Directory to check [default: that of the disk tier].", FILES)
+        Path | None,
+        _option("--dir", "DIR", "Directory to check [default: from the profile, else ~/.cache/kvbm].", FILES),
     ] = None,
     quick: Annotated[bool, _flag("--quick", "Finish within 20 seconds and skip slow checks.")] = False,
     write: Annotated[
@@ -297,7 +298,7 @@ def profile_new(
     set_: SetOption = None,
     force: Annotated[bool, _flag("--force", "Overwrite FILE.")] = False,
 ) -> None:
-    """Write a new profile. Asks for missing values on a terminal."""
+    """Write a new profile. On a terminal, asks for missing values."""
     from kvbm_cli.profile.new import new_profile
 
     given = {"--engine": engine, "--model": model, "--host": host, "--disk": disk, "--dir": directory, "--port": port}
@@ -344,7 +345,7 @@ def cache_ls(dir_: CacheDirectoryOption = None, profile: CacheProfileOption = No
 def cache_verify(
     dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False
 ) -> int:
-    """Verify all blocks and drop damaged ones. Exits with 1 if there are any."""
+    """Verify all blocks and drop damaged ones. Exits with 1 if a block is damaged."""
     from kvbm_cli.cache import verify_caches
 
     return verify_caches(dir_, profile, as_json=json)
@@ -359,7 +360,7 @@ def cache_clear(
     ] = None,
     yes: Annotated[bool, _flag("--yes", "Do not ask for confirmation.")] = False,
 ) -> int:
-    """Remove caches. Refuses while an engine uses one of them."""
+    """Remove caches. Refuses to run while an engine uses one of them."""
     from kvbm_cli.cache import clear_caches
 
     return clear_caches(dir_, profile, salt=salt, is_sure=yes)
@@ -432,7 +433,11 @@ def _show_bug(error: Exception, arguments: Sequence[str]) -> int:
     from kvbm_cli.terminal.crash_report import A_BUG, save_report
 
     saved = save_report(error, arguments)
-    hint = f"report it with the traceback in {saved}" if saved else "`kvbm --debug ...` shows the traceback"
+    hint = (
+        f"report it with the traceback in {saved}"
+        if saved
+        else "run the command again with `kvbm --debug` to see the traceback"
+    )
     show_error(f"a bug in kvbm: {type(error).__name__}: {error}", cause=error.__cause__, hint=hint)
     return A_BUG
 
@@ -447,7 +452,9 @@ def _show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> 
     if message.startswith("Missing option `--profile`") and len(arguments) > 1 and not arguments[1].startswith("-"):
         nearest = f"`kvbm {arguments[0]} --profile {arguments[1]}`"
     command = context.command_path if context is not None else "kvbm"
-    show_error(message[0].lower() + message[1:], hint=f"did you mean {nearest}?" if nearest else f"`{command} --help`")
+    show_error(
+        message[0].lower() + message[1:], hint=f"did you mean {nearest}?" if nearest else f"see `{command} --help`"
+    )
     return error.exit_code
 
 

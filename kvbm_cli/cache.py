@@ -128,7 +128,7 @@ def clear_caches(directory: Path | None, profile: str | None, *, salt: str | Non
             print_data(f"removed {summary}")
         else:
             count = sum(_clear_tenant(cache, salt) for cache in caches)
-            print_data(f"removed {_counted(count, 'block')} of that cache salt")
+            print_data(f"removed {_counted(count, 'block')} with this cache salt")
     return 0
 
 
@@ -306,7 +306,7 @@ def _require_indexes(caches: Sequence[CacheFacts]) -> None:
     for cache in caches:
         if cache.problem is not None:
             raise EnvironmentProblem(
-                f"cannot find the blocks of one cache salt in cache {cache.path.name}: {cache.problem}",
+                f"cannot find the blocks with this cache salt in cache {cache.path.name}: {cache.problem}",
                 hint="`kvbm cache clear` without `--salt` removes the whole cache",
             )
 

@@ -25,7 +25,7 @@ def print_script(shell: str, variable: str) -> None:
     """Prints the completion script. UsageError for a shell that is not in SHELLS."""
     if shell not in SHELLS:
         known = ", ".join(f"`{one}`" for one in SHELLS)
-        raise UsageError(f"completion is not available for `{shell}`", hint=f"available: {known}")
+        raise UsageError(f"completion is not available for `{shell}`", hint=f"supported shells: {known}")
     print_data(script(shell, variable))
 
 

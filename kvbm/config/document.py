@@ -196,9 +196,9 @@ def parse_value(text: str, place: Source) -> tuple[object, list[ProfileError]]:
 
 # Beginning of a message of the YAML parser -> our message.
 _PROBLEMS = {
-    "expected <block end>": "the indentation does not fit the lines above",
+    "expected <block end>": "the indentation does not match the lines above",
     "but found another document": "a second document starts here",
-    "found character '\\t'": "a tab; YAML requires spaces",
+    "found character '\\t'": "a tab in the indentation; YAML requires spaces",
     "found unexpected end of stream": "a quote is not closed",
     "mapping values are not allowed here": "a `: ` is not allowed here; put text that contains it in quotes",
     "could not find expected ':'": "a key without a `:` after it",
@@ -262,7 +262,7 @@ class _EntryReader:
         source = self.at(mark, mark)
         if source.text[: source.column].endswith("$"):
             problem = "inside brackets, `${NAME}` requires quotes"
-        hint = f"`{source.text.expandtabs(2)}`" if "\t" in source.text else None
+        hint = f"write `{source.text.expandtabs(2)}`" if "\t" in source.text else None
         return located(f"not valid YAML: {problem}", source, hint=hint)
 
     def character(self, text: str, index: int) -> Source:

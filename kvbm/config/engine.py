@@ -48,7 +48,7 @@ class EmbeddedArguments(Section):
         default=True, description="Whether the engine keeps the blocks of finished requests in G1 for reuse."
     )
     verify: bool = Field(
-        default=True, description="Whether the engine compares its attention with that of the model at start-up."
+        default=True, description="Whether the engine compares its attention with the model's own at start-up."
     )
     kv_layout: Literal["block_first", "layer_first"] = Field(
         default="block_first", description="Memory layout of G1: a block is contiguous, or each layer is."
@@ -68,7 +68,8 @@ class VllmArguments(Section):
         description="Maximum length of a request in tokens, prompt and output; `32k` is 32000, `32K` is 32768.",
     )
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = Field(
-        default=None, description="Data type of weights and KV cache; by default that of the model's configuration."
+        default=None,
+        description="Data type of weights and KV cache; by default from the model's configuration.",
     )
     kv_cache_dtype: str | None = Field(
         default=None,
@@ -111,7 +112,7 @@ class VllmArguments(Section):
         default=None,
         ge=MIN_SHUTDOWN_TIMEOUT_S,
         le=MAX_SHUTDOWN_TIMEOUT_S,
-        description="Seconds in which a stopping engine may finish running requests; by default 10.",
+        description="Seconds in which a stopping engine may finish requests; by default 10, more with a disk tier.",
     )
     kv_transfer_config: dict[str, FlagValue] | None = Field(
         default=None,
@@ -125,7 +126,9 @@ class EngineSection(Section):
     kind: str = Field(description="Engine that serves the model.")
     model: str = Field(min_length=1, description="Model; the allowed values depend on the engine.")
     python: str | None = Field(
-        default=None, min_length=1, description="Python interpreter that runs the engine; by default that of `kvbm`."
+        default=None,
+        min_length=1,
+        description="Python interpreter that runs the engine; by default the one that runs `kvbm`.",
     )
     arguments: Any
     environment: dict[VariableName, EnvironmentValue] = Field(

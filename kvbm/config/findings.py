@@ -1,4 +1,4 @@
-"""Mistakes found while the layers of a profile are read, in order, without mere consequences of other mistakes."""
+"""Findings: collects the mistakes of a profile in order, without those that only follow from other mistakes."""
 
 from __future__ import annotations
 

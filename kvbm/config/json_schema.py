@@ -15,7 +15,7 @@ DRAFT = "http://json-schema.org/draft-07/schema#"
 _EXTENDS = {
     "type": "string",
     "minLength": 1,
-    "description": "Profile whose keys this file inherits: name of a shipped profile, or path of a file.",
+    "description": "Profile whose keys this file inherits: name of a shipped profile, or path to a file.",
 }
 
 Schema = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Mistakes of a file with our messages and places: keys of future versions, and the errors of pydantic.
+"""Profile mistakes: converts pydantic errors and unsupported keys to messages with a place in the file.
 
 A table maps each error type of pydantic to a message of ours. The file is a profile or another kind that a `FileKind`
 describes.

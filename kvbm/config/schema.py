@@ -139,26 +139,27 @@ class OffloadSection(Section):
     )
     to_disk: Literal["frequency", "always", "on_evict"] = Field(
         default="frequency",
-        description="Which blocks in host memory are written to disk: those requested often enough (`frequency`), all "
+        description="Which blocks in host memory are written to disk: those used often enough (`frequency`), all "
         "immediately (`always`), or only those about to be evicted (`on_evict`).",
     )
     frequency_threshold: int = Field(
         default=2,
         ge=1,
         le=1 << 20,
-        description="Number of requests for a block after which `to_disk: frequency` writes it to disk.",
+        description="Count at which `to_disk: frequency` writes a block to disk. It is 1 for a new block, and each hit "
+        "doubles it.",
     )
     frequency_decay_s: float = Field(
         default=600.0,
         gt=0,
         allow_inf_nan=False,
-        description="Interval in seconds at which every request count is decreased by 1.",
+        description="Interval in seconds at which every count is decreased by 1.",
     )
     frequency_entries: int = Field(
         default=1_000_000,
         ge=1,
         le=2**32,
-        description="Maximum number of blocks whose requests are counted; the least recently requested one is dropped.",
+        description="Maximum number of blocks that are counted; the least recently used one is dropped.",
     )
 
     def require_priorities_from(self, engine: str) -> None:
@@ -207,7 +208,7 @@ class MetricsSection(Section):
         description="Whether the kvbm_* metrics are also served on a separate port, besides the engine's `/metrics`.",
     )
     host: str | None = Field(
-        default=None, min_length=1, description="Address of the metrics server; by default that of `server.host`."
+        default=None, min_length=1, description="Address of the metrics server; by default `server.host`."
     )
     port: Port = Field(
         default=6880, description="Port of the metrics server; `0` or `auto` chooses a free port, which is logged."
@@ -250,7 +251,7 @@ class Bench(Section):
     workload: str | None = Field(
         default=None,
         min_length=1,
-        description="Workload of `kvbm bench`: name of a shipped workload, or path of a file.",
+        description="Workload of `kvbm bench`: name of a shipped workload, or path to a file.",
     )
 
 

@@ -41,12 +41,12 @@ class Variable:
 
 
 _PRESENCE = "any value means on, even `false` and `0`"
-_FRACTION = "a fraction means no tier in one place and a tier in another"
+_FRACTION = "some parts ignore a fraction and create no tier, other parts create one"
 _DEFAULTED = "text that is not a number is silently ignored"
 _OBJECT = "neither NVIDIA's wheel nor this version has an object tier that reads it"
 _NO_PORTS = "leader and workers need no address: they communicate through shared memory"
 _NO_CONSOLIDATOR = "there is no consolidator: vLLM's own events include those of host memory"
-_NO_NCCL = "it is for TensorRT-LLM, which this version does not support"
+_NO_NCCL = "used only with TensorRT-LLM, which this version does not support"
 
 VARIABLES: tuple[Variable, ...] = (
     Variable(
@@ -142,10 +142,10 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("DYN_KVBM_METRICS_PORT", "port of the metrics server, by default 6880", Form.COUNT, "metrics.port"),
     Variable(
         "DYN_KVBM_METRICS_HOST",
-        "address of the metrics server; only in this kvbm",
+        "address of the metrics server; an addition of this kvbm",
         Form.TEXT,
         "metrics.host",
-        upstream="does not exist; the server listens on every address, here by default on 127.0.0.1",
+        upstream="no such variable: the server listens on every address; here the default is 127.0.0.1",
     ),
     Variable(
         "DYN_KVBM_CACHE_STATS_MAX_REQUESTS",
@@ -187,7 +187,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", _NO_CONSOLIDATOR),
     Variable("DYN_KVBM_TRTLLM_ZMQ_PORT", _NO_CONSOLIDATOR),
     Variable("DYN_RUNTIME_ENABLED_KVBM", "there is no Dynamo runtime to attach to"),
-    Variable("DYN_FATBIN_PATH", "blocks are copied by the CUDA driver, not by a kernel from a file"),
+    Variable("DYN_FATBIN_PATH", "the CUDA driver copies blocks, without a kernel from a file"),
     Variable("DYN_KVBM_ENABLE", "no version reads it: `DYN_KVBM_ENABLE=0` disables nothing"),
     Variable("DYN_KVBM_TRANSFER_BATCH_SIZE", "no version reads it; use `DYN_KVBM_MAX_TRANSFER_BATCH_SIZE`"),
     *(

@@ -74,7 +74,8 @@ class HostCapacity:
         slots = (self.capacity_bytes or 0) // (slot_stride * rank_count)
         if slots == 0:
             raise EnvironmentProblem(
-                f"host tier of {self.capacity_bytes} bytes holds no block: one takes {slot_stride * rank_count} bytes",
+                f"host tier of {self.capacity_bytes} bytes is too small: one block requires "
+                f"{slot_stride * rank_count} bytes",
                 hint="raise `tiers.host.capacity`",
             )
         return slots
@@ -238,7 +239,9 @@ class Worker:
             return SlotState.READY
         if time.monotonic() - self._warned_s > WARNING_INTERVAL_S:
             self._warned_s = time.monotonic()
-            log.warning("kvbm: rank %d: a copy failed, others may have failed too: %r", self._segment.info.rank, error)
+            log.warning(
+                "kvbm: rank %d: a copy failed, and others may have failed too: %r", self._segment.info.rank, error
+            )
         return SlotState.FAILED
 
 

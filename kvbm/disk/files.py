@@ -100,7 +100,7 @@ def require_usable_parent(directory: Path) -> None:
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise EnvironmentProblem(
             f"{directory} is writable by everyone (mode {stat.S_IMODE(found.st_mode):04o})",
-            hint=f"`chmod o-w {directory}`",
+            hint=f"run `chmod o-w {directory}`",
         )
 
 
@@ -169,7 +169,9 @@ class Arena:
             if not isinstance(error, OSError):
                 raise
             if error.errno in NO_ROOM:
-                why = problem(f"no space for {length} bytes ({length / 2**30:.2f} GiB) for {self.path}", error)
+                why = problem(
+                    f"no space for {self.path}, which requires {length} bytes ({length / 2**30:.2f} GiB)", error
+                )
                 raise NoRoom(
                     why.message, hint="lower `tiers.disk.capacity`, or set `tiers.disk.reclaim: true`"
                 ) from error
@@ -292,5 +294,5 @@ def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_mode & OTHERS:
         raise EnvironmentProblem(
             f"{path} is accessible to other users (mode {stat.S_IMODE(found.st_mode):04o})",
-            hint=f"`chmod go-rwx {path}`",
+            hint=f"run `chmod go-rwx {path}`",
         )

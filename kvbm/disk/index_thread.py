@@ -308,7 +308,7 @@ class IndexThread:
             transfer.fail(error)
         for position in transfer.dropped:
             transfer.is_good[position] = 0
-            transfer.error = transfer.error or "forgotten during the write"
+            transfer.error = transfer.error or "deleted during the write"
         for position, is_good in enumerate(transfer.is_good):
             if is_good:
                 self._checksums[transfer.order.disk_slots[position]] = transfer.checksums[position]

@@ -166,7 +166,7 @@ class DiskStorage:
             why = clear.error or f"not within {self._health.limits.clear_timeout_s:g} s"
             self._health.turn_off(f"a clear is not durable yet: {why}")
             raise EnvironmentProblem(
-                f"the disk cache {self._instance.path} is not cleared durably: {why}",
+                f"the disk cache {self._instance.path} was not cleared durably: {why}",
                 hint=f"remove {self._instance.path} before the next start",
             )
 
@@ -271,8 +271,8 @@ def _require_aligned(instance: Instance, shards: Sequence[NDArray[np.uint8]]) ->
     for rank, shard in enumerate(shards):
         if shard.shape[1] % needed.offset or shard.ctypes.data % needed.memory or shard.strides[0] % needed.memory:
             raise EnvironmentProblem(
-                f"{instance.arena.path} needs direct I/O in units of {needed.offset} bytes; a block of rank {rank} has "
-                f"{shard.shape[1]} bytes",
+                f"{instance.arena.path} requires direct I/O in units of {needed.offset} bytes, but a block of "
+                f"rank {rank} has {shard.shape[1]} bytes",
                 hint="set `tiers.disk.o_direct: false`",
             )
 

@@ -108,20 +108,20 @@ def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tupl
             disk_progress=allocating("disk space"),
         )
     except ValueError as error:
-        raise ProfileError(f"--connector is not a resolved profile: {error}") from None
+        raise ProfileError(f"`--connector` is not a resolved profile: {error}") from None
     return connector
 
 
 def _missing(error: ImportError) -> EnvironmentProblem:
     return EnvironmentProblem(
         f"a required library is missing: {error}",
-        hint="`pip install 'kvbm-cli[embedded]'` installs the requirements of the embedded engine",
+        hint="run `pip install 'kvbm-cli[embedded]'`",
     )
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"`{PROGRAM} --help` lists all flags")
+        raise UsageError(message, hint=f"see `{PROGRAM} --help` for all flags")
 
 
 def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:

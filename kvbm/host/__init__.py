@@ -1,0 +1,1 @@
+"""Host memory (G2): shared segments, control words and memory layout."""

@@ -1,4 +1,4 @@
-"""Cores for kvbm's threads in an engine's process."""
+"""CPU cores: which cores kvbm's threads may use in an engine's process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""All decisions about blocks: which are matched, offloaded, onboarded, written to disk and evicted."""

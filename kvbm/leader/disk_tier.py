@@ -297,7 +297,8 @@ class DiskTier:
                 done = len(absent) - len(self._queue)
                 log.info("kvbm: writing host memory to disk, %d of %d blocks", done, len(absent))
         left = len(self._queue)
-        log.info("kvbm: wrote %d blocks of host memory to disk before exit, %d are lost", len(absent) - left, left)
+        done = len(absent) - left
+        log.info("kvbm: wrote %d blocks of host memory to disk before exit; %d were not written", done, left)
         self._disk.close(max(0.1, deadline_s - self._clock()))
 
     def _follow_process(self) -> None:

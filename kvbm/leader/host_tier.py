@@ -104,6 +104,6 @@ class HostTier:
     def check_next(self) -> None:
         """Check the next few slots and log handles that were dropped while they held blocks. Raises InvariantError."""
         for handle in self.store.leaked():
-            log.error("kvbm: a bug in kvbm leaked blocks of host memory: %s", handle)
+            log.error("kvbm: blocks of host memory leaked, which is a bug in kvbm: %s", handle)
         self.store.check(self._checked_slots, CHECKED_SLOTS_PER_STEP)
         self._checked_slots = (self._checked_slots + CHECKED_SLOTS_PER_STEP) % self.capacity_blocks

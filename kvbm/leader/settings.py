@@ -171,8 +171,8 @@ def open_disk(
         reclaim=section.reclaim,
     )
     if section.persist and not is_stable:
-        log.warning("kvbm: blocks on disk are not kept for the next start: block hashes change with every start")
+        log.warning("kvbm: blocks will not stay on disk after this engine exits: block hashes change with every start")
     name = Namespace(namespace(facts), facts)
     disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
-    log.info("kvbm: room for %d blocks in %s, moved by %s", disk.slot_count, settings.directory, disk.io_name)
+    log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
     return disk

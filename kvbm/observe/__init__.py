@@ -1,0 +1,1 @@
+"""Metrics server, hit rate log and recording of decisions."""

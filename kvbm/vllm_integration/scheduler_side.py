@@ -123,7 +123,7 @@ class SchedulerSide:
             names = {getattr(handshake, name) for handshake in self._handshakes}
             if names - {expected}:
                 raise EnvironmentProblem(
-                    f"ranks have different values of {name}: {sorted(names | {expected})}",
+                    f"the ranks have different values of `{name}`: {sorted(names | {expected})}",
                     hint="set the same DYN_KVBM_* variables for every process, or put the configuration into "
                     "`kv_connector_extra_config`",
                 )

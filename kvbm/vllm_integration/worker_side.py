@@ -102,7 +102,7 @@ class WorkerSide:
         self._worker = self.create_worker(layout, storages_of(tensors))
         info = self._worker.info
         log.info(
-            "kvbm: rank %d allocated %d blocks of %d bytes in host memory, %.2f GB",
+            "kvbm: rank %d allocated %d blocks of %d bytes in host memory (%.2f GB)",
             self._rank, info.slot_count, info.block_bytes, info.length / 1e9,
         )  # fmt: skip
 

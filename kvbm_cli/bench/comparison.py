@@ -1,4 +1,4 @@
-"""Which two arms an experiment compares, and what they are called.
+"""Comparison: the two arms that an experiment compares, and their names.
 
     kvbm bench --profile demo --compare baseline      kvbm against baseline, the same engine without the block manager
     kvbm bench --profile demo --compare demo-disk     demo against demo-disk, both with the block manager

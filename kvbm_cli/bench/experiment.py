@@ -142,7 +142,7 @@ def _require_empty_disk(before: ScrapedMetrics) -> None:
     """EngineError if the disk tier holds blocks of an earlier run, which would count as hits of this one."""
     found = sum(before.total("kvbm_disk_blocks", state=state) or 0 for state in ("pinned", "evictable"))
     if found:
-        raise EngineError(f"the disk tier holds {found:g} blocks before the run; it must be empty")
+        raise EngineError(f"the disk tier holds {found:g} blocks before the run, but it must be empty")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class OutputDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
-                raise UsageError(f"{path} is not empty; a run requires a new or empty directory")
+                raise UsageError(f"`--output {path}` is not empty: name a new or empty directory")
             return cls(path)
         except OSError as error:
             raise cannot_write(path, error) from None

@@ -35,7 +35,7 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class PairedRatio:
-    """How many times faster the second arm is: the geometric mean over pairs, with its 95 % interval."""
+    """How many times faster the second arm is: the geometric mean over pairs, with its 95% interval."""
 
     ratio: float
     low: float

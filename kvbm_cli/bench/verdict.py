@@ -1,4 +1,4 @@
-"""From evidence to one of five verdicts. Pure: every threshold and every sentence of an explanation is here.
+"""Verdict: computes one of five verdicts from the evidence. Pure; has every threshold and every explanation.
 
 wrong     kvbm changed an answer or its log-probabilities; no other finding counts      exit 12
 invalid   the run cannot be used: failed requests, no transfer, a late client          exit 11
@@ -117,8 +117,8 @@ def _wrong(evidence: Evidence, limits: VerdictLimits) -> list[str]:
         difference = evidence.logprob_differences.get(arm) or 0.0
         if difference > max(limits.logprob, limits.logprob_factor * without_kvbm):
             reasons.append(
-                f"arm {arm} computed other log-probabilities for the same tokens: they differ from the recording by up "
-                f"to {difference:.2g}, without kvbm by {without_kvbm:.2g}; blocks with wrong content cause this"
+                f"arm {arm} computed different log-probabilities for equal tokens: they differ from the recording by "
+                f"up to {difference:.2g}, without kvbm by {without_kvbm:.2g}; blocks with wrong content cause this"
             )
     return reasons
 
@@ -230,7 +230,7 @@ def _other_engine(evidence: Evidence) -> str:
     count = evidence.different_answers.get(comparison.reference, 0)
     return (
         f"the engines of {comparison.measured} and {comparison.reference} differ in {keys}; the answers of arm "
-        f"{comparison.reference} were not judged, {count} of {evidence.request_count} differ from the recording"
+        f"{comparison.reference} were not compared, {count} of {evidence.request_count} differ from the recording"
     )
 
 
@@ -269,6 +269,6 @@ def _sentence(verdict: Verdict, evidence: Evidence) -> str:
     outputs = "" if any(evidence.different_answers.values()) else ", same outputs"
     return (
         f"from turn 2 on, the first token comes {times} {where}{outputs} (geometric mean over pairs of equal requests; "
-        f"95 % interval {interval} over the users of this run, which does not cover differences between runs); the "
+        f"95% interval {interval} over the users of this run, which does not cover differences between runs); the "
         f"medians are {evidence.measured_ttft_ms:.0f} ms and {evidence.reference_ttft_ms:.0f} ms"
     )

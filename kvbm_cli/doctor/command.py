@@ -89,7 +89,7 @@ def _require_options(profile: str | None, overrides: Sequence[str], write: Path 
         raise UsageError(f"`{write}` exists; `--write` overwrites no file", hint="name a file that does not exist")
     if write is not None and not write.parent.is_dir():
         raise UsageError(
-            f"cannot write `{write}`: there is no directory `{write.parent}`", hint=f"`mkdir -p {write.parent}`"
+            f"cannot write `{write}`: there is no directory `{write.parent}`", hint=f"run `mkdir -p {write.parent}`"
         )
 
 
@@ -146,10 +146,10 @@ def _write(
 ) -> int:
     assert resolved is not None
     if settings is None:
-        print_note(f"{target} is not written: {directory} cannot be used, so its settings are unknown")
+        print_note(f"did not write {target}: {directory} is not usable, so the settings for it are unknown")
         return FAILED
     write_profile(resolved, _keys(settings), target)
-    print_note(f"written: {target}")
+    print_note(f"wrote {target}")
     return 0
 
 

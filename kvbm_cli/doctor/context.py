@@ -1,4 +1,4 @@
-"""What the checks examine: a machine, optionally a profile and a directory, and how thoroughly."""
+"""Context of the checks: the machine, an optional profile and directory, and how thorough the checks are."""
 
 from __future__ import annotations
 

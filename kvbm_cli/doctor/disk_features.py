@@ -59,7 +59,7 @@ def _punch_hole(report: DiskReport) -> Check:
     assert report.punch_hole is not None
     if report.punch_hole.works:
         return ok("punch hole", "works")
-    finding = f"{report.punch_hole.reason}: a cache that shrinks frees no space while the engine runs"
+    finding = f"{report.punch_hole.reason}: while the engine runs, deleted blocks do not free disk space"
     return warning("punch hole", finding)
 
 
@@ -138,7 +138,7 @@ def _onboarding(context: DoctorContext, speed: Speed) -> Iterator[Check]:
     """Reports the tokens/s of random reads, which is also the prefill rate above which recomputing is faster."""
     if context.sizing is None:
         remedy = "add `--profile PROFILE`" if context.resolved is None else None
-        yield skipped("onboarding", "tokens/s depend on the block size, which is not known", remedy)
+        yield skipped("onboarding", "tokens/s depend on the block size, which is unknown", remedy)
         return
     tier = context.sizing.disk or context.sizing.host
     tokens_per_s = speed.random_read / tier.total_bytes * tier.token_count

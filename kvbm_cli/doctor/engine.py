@@ -27,7 +27,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     python = (profile.engine.python if profile is not None else None) or sys.executable
     yield _nvidia_kvbm(context)
     if profile is None:
-        yield skipped("version", "the engine is set in a profile", "add `--profile PROFILE`")
+        yield skipped("version", "the engine is unknown without a profile", "add `--profile PROFILE`")
     elif profile.engine.kind == "vllm":
         yield from _vllm(context)
     else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def checks(context: DoctorContext) -> Iterator[Check]:
     """The block manager itself needs no port: results travel through shared memory."""
     if context.resolved is None:
-        yield skipped("server", "the address is set in a profile", "add `--profile PROFILE`")
+        yield skipped("server", "the address is unknown without a profile", "add `--profile PROFILE`")
         return
     server = context.resolved.profile.server
     try:

@@ -1,4 +1,4 @@
-"""Check: the result of one check: its state, the finding and the remedy."""
+"""Check: the result of one check, with its state, finding and remedy."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def checks(context: DoctorContext, settings: RecommendedSettings | None) -> Iter
     """`settings` are the recommended ones, None if the directory cannot be used."""
     disk = _disk_settings(context, settings)
     if context.resolved is None and disk is None:
-        yield skipped("pattern", "the tiers are set in a profile", "add `--profile PROFILE`")
+        yield skipped("pattern", "the tiers are unknown without a profile", "add `--profile PROFILE`")
         return
     context.on_phase("moving a pattern through the tiers")
     try:

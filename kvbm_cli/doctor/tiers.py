@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def checks(context: DoctorContext) -> Iterator[Check]:
     resolved, sizing = context.resolved, context.sizing
     if resolved is None:
-        yield skipped("order", "the tiers are set in a profile", "add `--profile PROFILE`")
+        yield skipped("order", "the sizes of the tiers are unknown without a profile", "add `--profile PROFILE`")
         return
     if sizing is None:
         yield from _by_bytes(resolved.profile.tiers)

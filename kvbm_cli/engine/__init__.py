@@ -1,0 +1,1 @@
+"""Starts, watches and stops one engine process, and explains why it failed."""

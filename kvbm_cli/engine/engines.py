@@ -142,7 +142,7 @@ def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
         return EnvironmentProblem(f"`{python}` has vLLM {found.version}, but not kvbm-cli", hint=hint)
     if not is_known(found.version):
         message = f"`{python}` has vLLM {found.version}; kvbm is tested with {shown(CONTRACT_TESTED)}"
-        return EnvironmentProblem(message, hint="`kvbm serve --force` starts it anyway")
+        return EnvironmentProblem(message, hint="start it anyway with `kvbm serve --force`")
     return None
 
 

@@ -55,7 +55,7 @@ def _of_vllm(model: str) -> Mapping[str, object]:
         )
     raise SizeUnknown(
         f"`{model}` is not on this machine yet, so the size of its blocks is unknown",
-        hint="`kvbm serve` starts it anyway: vLLM downloads the model, and the sizes are known afterwards",
+        hint="start it anyway with `kvbm serve`: vLLM downloads the model, and then the sizes are known",
     )
 
 

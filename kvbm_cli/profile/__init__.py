@@ -1,0 +1,1 @@
+"""`kvbm profile` and `kvbm size`: lists, shows, checks, compares and writes profiles."""

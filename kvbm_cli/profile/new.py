@@ -67,7 +67,7 @@ def new_profile(
     if missing and sys.stdin.isatty() and sys.stderr.isatty():
         answers = _with_questions(answers)
     elif missing:
-        hint = "`--extends demo` takes missing values from a profile; on a terminal `kvbm profile new` asks for them"
+        hint = "add the options, or extend a profile with `--extends demo`; on a terminal, the command asks for them"
         raise UsageError(f"missing: {', and '.join(missing)}", hint=hint)
     written, expected = _examined(file, answers, overrides, parent)
     reference = _reference(extends, parent, file) if parent is not None and extends is not None else None
@@ -78,11 +78,11 @@ def new_profile(
 
 def _require_place(file: Path, *, is_forced: bool) -> None:
     if file.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"`{file}` must end in `.yaml`", hint=f"`kvbm profile new {file}.yaml`")
+        raise UsageError(f"`{file}` must end in `.yaml`", hint=f"run `kvbm profile new {file}.yaml`")
     if file.is_dir():
         raise UsageError(f"`{file}` is a directory")
     if file.exists() and not is_forced:
-        raise UsageError(f"`{file}` exists", hint="`--force` overwrites it")
+        raise UsageError(f"`{file}` exists", hint="choose another name, or overwrite it with `--force`")
 
 
 def _missing(answers: Mapping[str, str], overrides: Sequence[str]) -> list[str]:

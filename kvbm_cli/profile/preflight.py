@@ -217,7 +217,7 @@ def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) 
     if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):
         show_warning(mistake.message)
         return
-    hint = "lower it, or use another `tiers.disk.directory`; `--force` starts anyway"
+    hint = "lower the capacity, or use another `tiers.disk.directory`; `--force` starts anyway"
     raise EnvironmentProblem(mistake.message, hint=hint)
 
 

@@ -56,7 +56,7 @@ def require_memory(
         hint = f"lower `{size_key(resolved)}`; `--force` starts it anyway"
         raise EnvironmentProblem(too_much_memory(resolved, needed_bytes, room).message, hint=hint)
     key, needed, left = size_key(resolved), format_size(needed_bytes), format_size(max(0, left_bytes))
-    lines = [f"`{key}` needs {needed}, and the running engines leave {left}"]
+    lines = [f"`{key}` requires {needed}, but the running engines leave only {left}"]
     lines += [f"  {run.facts.name} ({run.state}) uses {format_size(run.facts.memory_bytes)}" for run in living]
     hint = f"run `kvbm stop {living[-1].facts.name}`, or lower `{key}`; `--force` starts it anyway"
     raise EnvironmentProblem("\n".join(lines), hint=hint)

@@ -1,0 +1,1 @@
+"""Processes, files, sockets and HTTP requests, for all commands."""

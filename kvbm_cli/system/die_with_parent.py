@@ -1,4 +1,4 @@
-"""Becomes another program that the kernel kills when the process that started this one dies, however it dies.
+"""Replaces this process by another program that the kernel kills when the parent process dies.
 
 Run by path as `python -I -S die_with_parent.py PARENT_PID PROGRAM [ARGUMENT...]` (`command_line` builds the command).
 It must start fast, so it imports nothing of kvbm. PR_SET_PDEATHSIG survives the exec. The parent may die before the

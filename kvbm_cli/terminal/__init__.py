@@ -1,0 +1,1 @@
+"""Output of all commands: streams, errors, progress and shell completion."""

@@ -36,7 +36,7 @@ def test_an_interval_above_one_is_faster():
     assert judgement.verdict is Verdict.FASTER
     assert judgement.sentence == (
         "from turn 2 on, the first token comes 20.0 times faster with kvbm, same outputs (geometric mean over pairs of "
-        "equal requests; 95 % interval 18.0 to 22.0 over the users of this run, which does not cover differences "
+        "equal requests; 95% interval 18.0 to 22.0 over the users of this run, which does not cover differences "
         "between runs); the medians are 50 ms and 1000 ms"
     )
     assert judgement.reasons == ()

@@ -214,7 +214,7 @@ def test_copy_is_not_written_where_the_directory_cannot_be_used(
     known = machine(tmp_path / "machine", report="no answer within 9 s")
     outcome = run(capsys, str(profile), machine=known, write=tmp_path / "new.yaml")
     assert outcome.exit_code == 1
-    assert f"new.yaml is not written: {tmp_path}/cache cannot be used, so its settings are unknown" in outcome.stderr
+    assert f"new.yaml: {tmp_path}/cache is not usable, so the settings for it are unknown" in outcome.stderr
     assert not (tmp_path / "new.yaml").exists()
 
 
@@ -271,7 +271,7 @@ def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path: Path, capsys: pytest.C
     shown = run(capsys, str(tmp_path / "mine.yaml"), is_quick=True, machine=machine(tmp_path / "machine")).stdout
     assert "  skipped  size " in shown
     assert "  warning  G2 <= G3           1.9 GiB and 953.7 MiB: G3 is smaller" in shown
-    assert "  skipped  onboarding         tokens/s depend on the block size, which is not" in shown
+    assert "  skipped  onboarding         tokens/s depend on the block size, which is" in shown
 
 
 UNUSABLE = {

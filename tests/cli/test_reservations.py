@@ -56,7 +56,7 @@ def test_engines_that_do_not_fit_together_are_refused(memory: HostMemory, resolv
     with pytest.raises(EnvironmentProblem) as caught:
         require_memory(resolved, 400 * MIB, [starting], memory=memory)
     assert caught.value.message.splitlines() == [
-        "`tiers.host.capacity` needs 400.0 MiB, and the running engines leave 324.0 MiB",
+        "`tiers.host.capacity` requires 400.0 MiB, but the running engines leave only 324.0 MiB",
         "  other-1 (starting) uses 700.0 MiB",
     ]
 

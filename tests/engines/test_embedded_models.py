@@ -201,7 +201,7 @@ def test_attention_that_differs_from_the_models_own_stops_the_start(saved, monke
 
     load(saved)
     monkeypatch.setattr(attention, "_mask", leaking)
-    with pytest.raises(EnvironmentProblem, match="has other logits with paged attention than with its own"):
+    with pytest.raises(EnvironmentProblem, match="other logits than its own attention"):
         load(saved)
 
 

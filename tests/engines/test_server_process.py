@@ -166,7 +166,7 @@ def test_a_port_that_is_taken_is_named_before_anything_is_loaded(capfd: pytest.C
             [
                 f"error: cannot listen on 127.0.0.1 port {port}: address already in use",
                 "",
-                "hint: `--port 0` chooses a free port",
+                "hint: choose a free port with `--port 0`",
             ],
         )
 
@@ -195,7 +195,7 @@ def test_a_wrong_flag_is_named(arguments: list[str], message: str, capfd: pytest
     code, lines = shown(capfd, *arguments)
     assert code == 2
     assert lines[0].startswith(f"error: {message}")
-    assert lines[-1] == "hint: `python -m kvbm.embedded --help` lists all flags"
+    assert lines[-1] == "hint: see `python -m kvbm.embedded --help` for all flags"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_wrong_flag_is_named(arguments: list[str], message: str, capfd: pytest
         (["--model", "synthetic:huge"], 2, "error: unknown model `synthetic:huge`"),
         (["--model", "/nowhere"], 2, "error: no such directory: `/nowhere`"),
         (["--model", "synthetic:tiny", "--max-model-len", "99999"], 2, "error: `max_model_len` is 99999 tokens"),
-        (["--model", "synthetic:tiny", "--connector", "{"], 2, "error: --connector is not a resolved profile"),
+        (["--model", "synthetic:tiny", "--connector", "{"], 2, "error: `--connector` is not a resolved profile"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(

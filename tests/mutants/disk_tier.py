@@ -146,7 +146,7 @@ MUTANTS = (
         new="""\
                 pass
 """,
-        fails="tests/disk/test_supervisor.py -k leaves_none",
+        fails="tests/disk/test_supervisor.py -k never_used",
     ),
     Mutant(
         name="lasting-disk-never-backs-off",

@@ -1,0 +1,1 @@
+"""Ways to read and write the arena: system calls in threads, Linux asynchronous I/O, and NIXL."""

@@ -208,7 +208,7 @@ def _kill(trial: subprocess.Popen[bytes]) -> None:
     try:
         trial.wait(1.0)
     except subprocess.TimeoutExpired:  # blocked in the kernel
-        log.warning("cannot kill the test of NIXL, process %d", trial.pid)
+        log.warning("cannot kill process %d, which tests NIXL", trial.pid)
 
 
 def main() -> int:

@@ -217,7 +217,7 @@ class DiskClient:
                         return message
                     case messages.Logged():
                         _log(message)
-        raise EnvironmentProblem(f"the disk process exited with {self._child.wait(GRACE_S)}")
+        raise EnvironmentProblem(f"the disk process exited with code {self._child.wait(GRACE_S)}")
 
     def _take_over(self, opened: messages.Opened) -> None:
         self.slot_count = opened.slot_count

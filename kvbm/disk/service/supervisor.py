@@ -81,7 +81,7 @@ class DiskSupervisor:
 
         def open_next(path: Path) -> DiskClient:
             if _device_of(settings.directory) != device:
-                raise EnvironmentProblem(f"{settings.directory} is on another file system than at the start")
+                raise EnvironmentProblem(f"{settings.directory} is on a different file system than at start-up")
             return open_one(instance=path if settings.persist else None)
 
         return cls(first, open_next)
@@ -135,7 +135,7 @@ class DiskSupervisor:
         self._has_pending_clear = True
         if not self._lock.acquire(timeout=CLEAR_TIMEOUT_S):
             raise EnvironmentProblem(
-                f"the disk cache is not cleared durably: the next disk process did not open in {CLEAR_TIMEOUT_S:g} s"
+                f"the disk cache was not cleared durably: no disk process opened it within {CLEAR_TIMEOUT_S:g} s"
             )
         try:
             (self._next or self._process).clear()
@@ -231,4 +231,4 @@ def _device_of(directory: Path) -> int:
             return os.stat(path).st_dev
         except (FileNotFoundError, NotADirectoryError):
             continue
-    raise EnvironmentProblem(f"no file system at {directory}")
+    raise EnvironmentProblem(f"cannot find the file system of {directory}")

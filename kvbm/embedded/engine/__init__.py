@@ -1,0 +1,1 @@
+"""The reference engine: model, scheduler, KV pool and attention."""

@@ -75,7 +75,7 @@ class _Order:
             self.done.set_result(self.run())
         except BaseException as error:
             self.done.set_exception(
-                EngineError(f"the engine died while executing this order: {type(error).__name__}: {error}")
+                EngineError(f"the engine failed while executing this order: {type(error).__name__}: {error}")
             )
             raise
 

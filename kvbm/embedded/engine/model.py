@@ -154,7 +154,7 @@ def _read_config(directory: Path) -> Mapping[str, object]:
     if not directory.is_dir():
         raise ProfileError(
             f"no such directory: `{directory}`",
-            hint="set the model to a local directory, or to `synthetic:tiny`, which needs no download",
+            hint="use a local directory, or `synthetic:tiny`, which requires no download",
         )
     try:
         facts = json.loads((directory / "config.json").read_bytes())
@@ -245,7 +245,7 @@ def _verify(model: LoadedModel, config: EngineConfig) -> None:
     similarity = torch.nn.functional.cosine_similarity(own.float(), ours, dim=-1).min().item()
     if not similarity >= VERIFY_LEAST_SIMILARITY[config.dtype]:
         raise EnvironmentProblem(
-            f"`{config.model}` has other logits with paged attention than with its own: similarity {similarity:.6f}",
+            f"paged attention gives `{config.model}` other logits than its own attention: similarity {similarity:.6f}",
             hint="install a supported version of transformers: `pip install 'kvbm-cli[embedded]'`",
         )
 

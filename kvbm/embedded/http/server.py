@@ -85,7 +85,7 @@ class Server:
         except OSError as error:
             reason = (os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)).lower()
             raise EnvironmentProblem(
-                f"cannot listen on {host} port {port}: {reason}", hint="`--port 0` chooses a free port"
+                f"cannot listen on {host} port {port}: {reason}", hint="choose a free port with `--port 0`"
             ) from None
         address = runner.addresses[0]
         self._say(f"listening on http://{_authority(address[0], address[1])}")
