@@ -156,4 +156,12 @@ MUTANTS = (
         new="return pause_s",
         fails="tests/disk/test_supervisor.py -k pauses",
     ),
+    Mutant(
+        name="disk-side-fetches-lost-blocks",
+        bug="A load whose blocks another read has lost is fetched all the same.",
+        file="kvbm/leader/disk_tier.py",
+        old="return self.is_on and bool(self.store.missing(hashes))",
+        new="return False",
+        fails="tests/leader/test_disk_tier.py -k lost_to_an_abandoned",
+    ),
 )
