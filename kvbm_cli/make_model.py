@@ -217,8 +217,12 @@ def _seed(preset: str) -> int:
 
 
 def main() -> None:
+    usage = f"usage: python -m kvbm_cli.make_model PRESET DIRECTORY\npresets: {', '.join(PRESETS)}"
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(usage)
+        return
     if len(sys.argv) != 3 or sys.argv[1] not in PRESETS:
-        sys.exit(f"usage: python -m kvbm_cli.make_model PRESET DIRECTORY\npresets: {', '.join(PRESETS)}")
+        sys.exit(usage)
     directory = Path(sys.argv[2])
     if directory.exists():
         sys.exit(f"`{directory}` exists already")
