@@ -67,7 +67,7 @@ def test_a_different_answer_in_either_arm_is_wrong(arm):
 def test_other_log_probabilities_in_the_reference_are_wrong():
     judgement = judge(evidence(DISK, logprob_differences={"demo": 0.0, "demo-disk": 0.5, "floor": 0.0}))
     assert judgement.verdict is Verdict.WRONG
-    assert "arm demo-disk computed other log-probabilities" in judgement.sentence
+    assert "arm demo-disk computed different log-probabilities" in judgement.sentence
 
 
 def test_a_reference_with_another_engine_may_answer_otherwise_and_the_keys_are_named():

@@ -76,7 +76,7 @@ def test_what_others_may_read_is_refused(tmp_path, name):
     path.chmod(0o755)
     with pytest.raises(EnvironmentProblem, match=r"mode 0755") as caught, opened(tmp_path):
         pass
-    assert caught.value.hint == f"`chmod go-rwx {path}`"
+    assert caught.value.hint == f"run `chmod go-rwx {path}`"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

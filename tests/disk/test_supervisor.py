@@ -273,7 +273,7 @@ def test_directory_is_not_made_again_on_another_file_system(tmp_path: Path, capl
         subprocess.run(["umount", "--lazy", point], check=True)
         rig.wait_until(lambda: rig.tier.losses)
         time.sleep(0.5)
-        rig.wait_until(lambda: any("another file system" in message for message in caplog.messages))
+        rig.wait_until(lambda: any("different file system" in message for message in caplog.messages))
         assert not rig.tier.is_on
         assert not list(point.iterdir())
 

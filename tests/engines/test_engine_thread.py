@@ -197,7 +197,7 @@ def test_an_order_that_kills_the_engine_is_answered():
     connector = host_connector.create(block_size=16, is_async=True)
     with Served(connector=connector) as served:
         connector[0].reset_cache = lambda: 1 // 0
-        with pytest.raises(EngineError, match="died while executing this order: ZeroDivisionError"):
+        with pytest.raises(EngineError, match="failed while executing this order: ZeroDivisionError"):
             served.engine.reset_prefix_cache()
         served.engine._thread.join(WAIT_S)
         assert "ZeroDivisionError" in served.engine.failure

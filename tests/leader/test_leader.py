@@ -68,7 +68,7 @@ def test_blocks_whose_handle_was_dropped_are_reported_in_the_log(rig, caplog):
     assert "leaked" not in caplog.text
     del pinned
     rig.step()
-    assert "leaked blocks of host memory: PinnedBlocks(2 blocks" in caplog.text
+    assert "blocks of host memory leaked, which is a bug in kvbm: PinnedBlocks(2 blocks" in caplog.text
 
 
 def test_a_block_in_g2_or_in_flight_is_not_copied_again(rig):
