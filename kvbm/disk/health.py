@@ -28,7 +28,7 @@ class HealthLimits:
 
 @dataclass(slots=True)
 class DiskCounters:
-    """Counters since opening. Bytes are payload bytes; seconds are summed over all threads.
+    """Counters since opening. Bytes are payload bytes.
 
     `io_errors` counts by name (EIO, ENOSPC, ..., "index" for SQLite errors). `flushes` counts syncs of the arena.
     """
@@ -37,10 +37,7 @@ class DiskCounters:
     blocks_written: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
     flushes: int = 0
-    flush_seconds: float = 0.0
     checksum_misses: int = 0
     io_errors: Counter[str] = field(default_factory=Counter)
     times_off: int = 0
@@ -69,26 +66,23 @@ class Health:
     def is_on(self) -> bool:
         return self.off_because is None
 
-    def count_read(self, blocks: int, bytes_each: int, misses: int, seconds: float) -> None:
+    def count_read(self, blocks: int, bytes_each: int, misses: int) -> None:
         with self.lock:
             self._errors_in_a_row["read"] = 0
             self.counters.blocks_read += blocks - misses
             self.counters.bytes_read += blocks * bytes_each
             self.counters.checksum_misses += misses
-            self.counters.read_seconds += seconds
 
-    def count_write(self, blocks: int, bytes_each: int, seconds: float) -> None:
+    def count_write(self, blocks: int, bytes_each: int) -> None:
         with self.lock:
             self._errors_in_a_row["write"] = 0
             self.counters.blocks_written += blocks
             self.counters.bytes_written += blocks * bytes_each
-            self.counters.write_seconds += seconds
 
-    def count_flush(self, seconds: float) -> None:
+    def count_flush(self) -> None:
         with self.lock:
             self._errors_in_a_row["flush"] = 0
             self.counters.flushes += 1
-            self.counters.flush_seconds += seconds
 
     def count_commit(self) -> None:
         with self.lock:

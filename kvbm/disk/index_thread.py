@@ -227,7 +227,6 @@ class IndexThread:
         """Make the bytes durable before their rows. Without an index nothing needs to survive."""
         if self._instance.index is None or not any(any(transfer.is_good) for transfer in written):
             return
-        started = time.monotonic()
         try:
             self._instance.arena.sync()
         except OSError as error:
@@ -235,7 +234,7 @@ class IndexThread:
             for transfer in written:
                 transfer.fail(f"flush: {error}")
         else:
-            self._health.count_flush(time.monotonic() - started)
+            self._health.count_flush()
 
     def _sort(
         self, commands: Sequence[Command], written: Sequence[WriteTransfer]

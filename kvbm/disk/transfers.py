@@ -231,7 +231,6 @@ class TransferThreads:
             self._on_end(transfer)
 
     def _read(self, transfer: Transfer, positions: Sequence[int]) -> None:
-        started = time.monotonic()
         self._io.read(self._geometry.runs(transfer, positions))
         hashes, host_slots = transfer.order.hashes, transfer.order.host_slots
         misses = 0
@@ -240,14 +239,13 @@ class TransferThreads:
             is_good = found == transfer.checksums[position]
             transfer.is_good[position] = is_good
             misses += not is_good
-        self._health.count_read(len(positions), self._geometry.payload_bytes, misses, time.monotonic() - started)
+        self._health.count_read(len(positions), self._geometry.payload_bytes, misses)
 
     def _write(self, transfer: Transfer, positions: Sequence[int]) -> None:
-        started = time.monotonic()
         hashes, host_slots = transfer.order.hashes, transfer.order.host_slots
         for position in positions:
             transfer.checksums[position] = checksum(hashes[position], self._geometry.buffers(host_slots[position]))
         self._io.write(self._geometry.runs(transfer, positions))
         for position in positions:
             transfer.is_good[position] = 1
-        self._health.count_write(len(positions), self._geometry.payload_bytes, time.monotonic() - started)
+        self._health.count_write(len(positions), self._geometry.payload_bytes)
