@@ -117,7 +117,8 @@ def is_at_rest(metrics: dict[str, float]) -> bool:
 
 
 def assert_cache_was_used(moved: Moved, *, at_least_blocks: int) -> None:
-    """Well above zero, or the equality of answers says nothing about the cache."""
+    """Require transfers well above zero: without them, equal answers say nothing about the cache. Choose a number far
+    below the usual one, which depends on the order in which concurrent requests arrive."""
     assert moved[OFFLOADED] >= at_least_blocks, str(moved)
     assert moved[ONBOARDED] >= at_least_blocks, str(moved)
     assert moved[EXTERNAL_HITS] > 0, str(moved)

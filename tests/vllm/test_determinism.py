@@ -46,7 +46,7 @@ def _starts_empty(pair):
 
 def test_answers_are_those_of_a_server_without_cache(pair):
     _, moved = pair.check(TALKS)
-    assert_cache_was_used(moved, at_least_blocks=40)
+    assert_cache_was_used(moved, at_least_blocks=20)
     assert moved[OFFLOADS_FAILED] == moved[ONBOARDS_FAILED] == 0
 
 
