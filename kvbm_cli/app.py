@@ -120,6 +120,7 @@ def serve(
     force: Annotated[
         bool, _flag("--force", "Start even with an untested engine version, or too little memory or disk space.")
     ] = False,
+    baseline: Annotated[bool, _flag("--baseline", "Start the same engine without the cache, to compare with.")] = False,
     json: JsonOption = False,
     log: Annotated[
         Path | None,
@@ -129,9 +130,16 @@ def serve(
     """Start an engine with a profile."""
     from kvbm_cli.serve import command as body
 
-    return body.serve(
-        profile, set_ or [], port=port, dry_run=dry_run, force=force, detach=detach, as_json=json, log=log
+    options = body.ServeOptions(
+        port=port,
+        is_dry_run=dry_run,
+        is_forced=force,
+        is_detached=detach,
+        is_baseline=baseline,
+        as_json=json,
+        log=log,
     )
+    return body.serve(profile, set_ or [], options)
 
 
 @app.command()
