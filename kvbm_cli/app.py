@@ -121,6 +121,9 @@ def serve(
         bool, _flag("--force", "Start even with an untested engine version, or too little memory or disk space.")
     ] = False,
     baseline: Annotated[bool, _flag("--baseline", "Start the same engine without the cache, to compare with.")] = False,
+    quiet: Annotated[
+        bool, _flag("--quiet -q", "Do not print the engine's log while it runs; `kvbm logs` shows it.")
+    ] = False,
     json: JsonOption = False,
     log: Annotated[
         Path | None,
@@ -129,13 +132,15 @@ def serve(
 ) -> int:
     """Start an engine with a profile."""
     from kvbm_cli.serve import command as body
+    from kvbm_cli.serve.options import ServeOptions
 
-    options = body.ServeOptions(
+    options = ServeOptions(
         port=port,
         is_dry_run=dry_run,
         is_forced=force,
         is_detached=detach,
         is_baseline=baseline,
+        is_quiet=quiet,
         as_json=json,
         log=log,
     )

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -35,6 +34,7 @@ from kvbm_cli.runs.run_directory import EngineRun, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunFacts
 from kvbm_cli.serve.background import Background
 from kvbm_cli.serve.launcher import launch
+from kvbm_cli.serve.options import ServeOptions
 from kvbm_cli.serve.plan_text import endpoint_of, named_plans, plan_text, print_dry_run
 from kvbm_cli.serve.reservations import living_runs, require_memory, require_port, taken_ports
 from kvbm_cli.serve.served_profile import ServedProfile, require_baseline
@@ -45,19 +45,6 @@ from kvbm_cli.terminal.show_error import show_warning
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """Options of `kvbm serve` besides the profile and its overrides. `log` is the path of the engine's log."""
-
-    port: str | None
-    is_dry_run: bool
-    is_forced: bool
-    is_detached: bool
-    is_baseline: bool
-    as_json: bool
-    log: Path | None
 
 
 def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> int:
@@ -89,9 +76,8 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
         except BaseException:
             run.remove()
             raise
-    print_note(f"{plan_text(served, endpoint_of(plan))}\n")
-    timeout_s = served.profile.transfer.init_timeout_s
-    return launch(plan, run, options.log or run.log, timeout_s, background, as_json=options.as_json)
+    heading, timeout_s = f"{plan_text(served, endpoint_of(plan))}\n", served.profile.transfer.init_timeout_s
+    return launch(plan, run, options, heading=heading, init_timeout_s=timeout_s, background=background)
 
 
 def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) -> ServedProfile:
