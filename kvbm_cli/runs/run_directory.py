@@ -62,6 +62,14 @@ class EngineRun:
         """Whether it runs in another container, or on another machine that shares the home directory."""
         return self.is_living and not self.facts.launcher.is_here()
 
+    def has_ended(self) -> bool:
+        """Whether neither its launcher nor a process that it recorded is alive."""
+        return not (self.is_living or self.facts.launcher.is_alive() or self.has_leftovers())
+
+    def has_leftovers(self) -> bool:
+        """Whether processes of a run that is not alive still exist. Its guard is removing them."""
+        return not self.is_living and any(process.is_alive() for process in self.facts.processes.values())
+
     def last_sign_s(self) -> float:
         """Returns the time of the last write of its launcher or engine, in seconds since 1970."""
         written = [self.path / FACTS, *map(Path, self.facts.logs.values())]
@@ -158,6 +166,14 @@ class Runs:
     @classmethod
     def of_user(cls) -> Runs:
         return cls(state_directory())
+
+    @classmethod
+    def of_user_if_known(cls) -> list[EngineRun]:
+        """Returns all runs of the user, none without a home directory or if it is not readable."""
+        try:
+            return cls.of_user().all()
+        except (RuntimeError, OSError):
+            return []
 
     @classmethod
     def writable(cls) -> Runs | None:

@@ -147,7 +147,7 @@ def _wait(
     allowed_s = run.facts.stop_timeout_s if timeout_s is None else timeout_s
     deadline = started + allowed_s + GRACE_S
     is_killed = False
-    while not _has_ended(run):
+    while not run.again().has_ended():
         if not is_signalled and timeout_s is not None and time.monotonic() > started + timeout_s:
             _signal(run, signal.SIGTERM)
             is_signalled = True
@@ -159,10 +159,4 @@ def _wait(
         display.report(": ".join(filter(None, (run.facts.name, log.phase()))))
         time.sleep(POLL_S)
     now = run.again()
-    return StoppedRun(now, time.monotonic() - started, _has_ended(run), now.facts.exit_code)
-
-
-def _has_ended(run: EngineRun) -> bool:
-    now = run.again()
-    processes = (now.facts.launcher, *now.facts.processes.values())
-    return not now.is_living and not any(process.is_alive() for process in processes)
+    return StoppedRun(now, time.monotonic() - started, now.has_ended(), now.facts.exit_code)

@@ -36,6 +36,7 @@ from kvbm_cli.serve.background import Background
 from kvbm_cli.serve.launcher import launch
 from kvbm_cli.serve.options import ServeOptions
 from kvbm_cli.serve.plan_text import endpoint_of, named_plans, plan_text, print_dry_run
+from kvbm_cli.serve.predecessors import await_predecessors
 from kvbm_cli.serve.reservations import living_runs, require_memory, require_port, taken_ports
 from kvbm_cli.serve.served_profile import ServedProfile, require_baseline
 from kvbm_cli.system.process_identity import ProcessIdentity
@@ -63,6 +64,7 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
     if options.is_dry_run:
         print_dry_run(served, served.plan(served.profile.server.port), as_json=options.as_json)
         return 0
+    await_predecessors(served)
     _require_machine(served, is_forced=options.is_forced)
     _make_model(served)
     runs = _runs(is_detached=options.is_detached)

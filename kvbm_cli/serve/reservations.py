@@ -26,18 +26,20 @@ if TYPE_CHECKING:
 
 
 def living_runs() -> list[EngineRun]:
-    try:
-        return Runs.of_user().living()
-    except (RuntimeError, OSError):  # no home directory, or it is not readable
-        return []
+    return [run for run in Runs.of_user_if_known() if run.is_living]
 
 
 def require_port(host: str, port: int, living: Sequence[EngineRun]) -> None:
     """Raises EnvironmentProblem if a living run uses the port at this address."""
     for run in living:
-        if port and port in run.facts.ports and urlsplit(run.facts.url).netloc.startswith(f"{reachable(host)}:"):
+        if holds_port(run, host, port):
             hint = f"choose a free port with `--port 0`, or stop the other engine with `kvbm stop {run.facts.name}`"
             raise EnvironmentProblem(f"port {port} is used by `{run.facts.name}` ({run.state})", hint=hint)
+
+
+def holds_port(run: EngineRun, host: str, port: int) -> bool:
+    is_same_host = urlsplit(run.facts.url).netloc.startswith(f"{reachable(host)}:")
+    return port != 0 and port in run.facts.ports and is_same_host
 
 
 def taken_ports(living: Sequence[EngineRun]) -> set[int]:

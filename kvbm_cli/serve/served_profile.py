@@ -40,6 +40,12 @@ class ServedProfile:
         return f"{self.resolved.name}-{BASELINE}" if self.is_baseline else self.resolved.name
 
     @property
+    def model(self) -> str:
+        """Returns the name of the model in requests."""
+        name = self.profile.engine.arguments.served_model_name
+        return str((name[0] if isinstance(name, list) else name) or self.profile.engine.model)
+
+    @property
     def disk(self) -> DiskTierSection | None:
         return None if self.is_baseline else self.profile.tiers.disk
 

@@ -19,6 +19,7 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 
+from kvbm.disk.directory import await_predecessor
 from kvbm.disk.orders import DiskResult, Forget, Read, Write
 from kvbm.disk.service import messages
 from kvbm.disk.service.messages import ChannelClosed, DiskChannel
@@ -41,6 +42,10 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.kept.append(messages.Logged(record.name, record.levelno, self.format(record)))
+
+    def send(self, channel: DiskChannel) -> None:
+        while self.kept:
+            channel.send(self.kept.popleft())
 
 
 class _Child:
@@ -100,8 +105,7 @@ class _Child:
         if results or off_because != self._reported_off_because:
             self._reported_off_because = off_because
             self._channel.send(messages.Status(results, off_because, self._storage.counters))
-        while self._log.kept:
-            self._channel.send(self._log.kept.popleft())
+        self._log.send(self._channel)
 
 
 def main() -> int:
@@ -118,6 +122,9 @@ def main() -> int:
         os.sched_setaffinity(0, order.cores)
         try:
             region = Region.map(order.segments)
+            if order.settings.persist and order.instance is None:
+                name = order.namespace.digest.hex()
+                await_predecessor(order.settings.directory, name, on_wait=partial(log.send, channel))
             storage = DiskStorage.open(
                 order.settings,
                 order.namespace,
