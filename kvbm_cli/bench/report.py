@@ -145,9 +145,13 @@ def _floor_line(summary: dict[str, Any]) -> str | None:
     ratio, share = summary["kvbm_over_floor"], summary["share_of_possible_gain"]
     if ratio is None or summary["verdict"] in UNMEASURED:
         return None
-    gain = "" if share is None else f"; {share:.0%} of the possible gain"
     measured = summary["compared"]["measured"]
-    return f"TTFT of {measured} is {ratio:.2f} times that of the floor (G1 large enough for everything){gain}"
+    floor = "the floor (G1 large enough for everything)"
+    if ratio < 1:
+        gain = "" if share is None else ": all of the possible gain"
+        return f"TTFT of {measured} is that of {floor} within the noise of this run{gain}"
+    gain = "" if share is None else f"; {max(0.0, share):.0%} of the possible gain"
+    return f"TTFT of {measured} is {ratio:.2f} times that of {floor}{gain}"
 
 
 def _milliseconds(value: float | None) -> str:

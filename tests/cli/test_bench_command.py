@@ -81,7 +81,7 @@ def test_the_page_fits_80_columns_and_says_verdict_load_and_where_the_files_are(
     assert "baseline load: busy" in text
     assert "output tokens per s" not in text
     assert "in its queue" in text
-    assert "times that of the floor" in text
+    assert "that of the floor" in text
     assert str(tmp_path / "run") in page
     for word in ("baseline", "kvbm", "floor", "turn 1", "turn 2", "computed", "failed"):
         assert word in page
