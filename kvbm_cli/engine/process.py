@@ -176,6 +176,8 @@ class EngineProcess:
         if self.poll() is None:
             self._stop_log = self._stop_log or self._log.from_here()
             os.kill(self.pid, signal_number)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGCONT)  # a stopped process handles no signal
 
     def kill(self) -> int:
         """Kills the engine and all processes that it started. Returns its exit code."""
@@ -197,8 +199,9 @@ class EngineProcess:
         engine itself."""
         if self._guard.has_ended() and not self._is_removed:
             self._guard.close()
-            with _open_log(self.log_path) as log:
-                log.write(f"kvbm: the guard process {self._guard.pid} was killed; starting another one\n".encode())
+            with _log_or_nothing(self.log_path) as log:
+                with contextlib.suppress(OSError):  # a full disk
+                    log.write(f"kvbm: the guard process {self._guard.pid} was killed; starting another one\n".encode())
                 self._guard = GuardProcess(self._leftovers, log=log)
 
     def _remove_leftovers(self) -> None:
@@ -288,6 +291,14 @@ def _check_program(plan: LaunchPlan) -> None:
         missing = [name for name in plan.libraries if importlib.util.find_spec(name) is None]
         if missing:
             raise EnvironmentProblem(f"the engine needs {' and '.join(missing)}", hint=f"`{plan.install}`")
+
+
+def _log_or_nothing(path: Path) -> BinaryIO:
+    """Opens the log unbuffered, or /dev/null if it cannot be opened: a running engine does not need it."""
+    try:
+        return path.open("ab", buffering=0)
+    except OSError:
+        return open(os.devnull, "ab", buffering=0)
 
 
 def _open_log(path: Path) -> BinaryIO:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.runs.run_facts import RunFacts, RunState
@@ -36,8 +36,10 @@ from kvbm_cli.system.filesystem import no_temporary_file, state_directory, write
 from kvbm_cli.system.process_identity import ProcessIdentity
 
 KEPT_RUNS = 20
+LONGEST_NAME = 100  # of a run without its number; file names may have 255 bytes
 MOST_BYTES = 1 << 20  # of run.json
 ABANDONED_AFTER_S = 3600.0  # age of a directory without run.json before it is removed
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 FACTS, PROFILE, LOCK, STOP = "run.json", "profile.yaml", "lock", "stop.json"
 ENGINE_LOG, OWN_LOG = "engine.log", "kvbm.log"
 _NUMBERED = re.compile(r"(.+)-(\d+)")
@@ -89,10 +91,9 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.problem: str | None = None  # why run.json could not be written
         self._facts: RunFacts | None = None
-        self._lock = (path / LOCK).open("wb")  # until the process ends
-        with contextlib.suppress(OSError):  # a filesystem without locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = _locked_file(path / LOCK)  # until the process ends
 
     @property
     def name(self) -> str:
@@ -103,12 +104,20 @@ class RunDirectory:
         return self.path / ENGINE_LOG
 
     def begin(self, facts: RunFacts) -> None:
-        self._write(facts)
+        """Raises OSError."""
+        _write(self.path / FACTS, facts.to_json())
+        self._facts = facts
 
     def change(self, **changes: Any) -> None:
         assert self._facts is not None, "the run has not begun"
         if any(getattr(self._facts, name) != value for name, value in changes.items()):
-            self._write(replace(self._facts, **changes))
+            self._facts = replace(self._facts, **changes)
+            self._save()
+
+    def restore(self) -> None:
+        """Writes run.json again if that has failed, or if it was removed. To be called now and then."""
+        if self._facts is not None and (self.problem is not None or not (self.path / FACTS).exists()):
+            self._save()
 
     def enter(self, state: RunState) -> None:
         ready = {"ready_s": time.time()} if state is RunState.HEALTHY else {}
@@ -150,11 +159,18 @@ class RunDirectory:
         """Releases the lock, as the kernel does at the end of the process."""
         self._lock.close()
 
-    def _write(self, facts: RunFacts) -> None:
-        """Ignores errors: a full disk or a removed directory must not end the engine."""
-        self._facts = facts
-        with contextlib.suppress(OSError):
-            _write(self.path / FACTS, facts.to_json())
+    def _save(self) -> None:
+        """Sets `problem` on failure: a full disk must not end the engine. Creates a removed directory again."""
+        assert self._facts is not None, "the run has not begun"
+        try:
+            if not self.path.is_dir():
+                self.path.mkdir(mode=0o700, parents=True)
+                self._lock.close()
+                self._lock = _locked_file(self.path / LOCK)
+            _write_without_space(self.path / FACTS, self._facts.to_json())
+            self.problem = None
+        except OSError as error:
+            self.problem = f"cannot write `{self.path / FACTS}`: {(error.strerror or str(error)).lower()}"
 
 
 class Runs:
@@ -206,13 +222,15 @@ class Runs:
     def create(self, profile: str) -> RunDirectory:
         """Creates the next run of a profile and removes the oldest ended runs. Call it under `starting`."""
         self._prune()
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", profile).strip("-.") or "run"
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", profile)[:LONGEST_NAME].strip("-.") or "run"
         number = 1 + max((_number(path.name, stem) for path in self._paths()), default=0)
         path = self._directory / f"{stem}-{number}"
         try:
             path.mkdir(mode=0o700)
             return RunDirectory(path)
         except OSError as error:
+            with contextlib.suppress(OSError):  # it was not created, or is not empty
+                path.rmdir()
             raise EnvironmentProblem(
                 f"cannot create the run directory `{path}`: {(error.strerror or str(error)).lower()}"
             ) from None
@@ -240,6 +258,12 @@ class Runs:
         if not named and reference is not None:
             raise _not_found(reference, every)
         return living or (named[-1:] if ended else [])
+
+    def with_leftovers(self, reference: str | None) -> list[EngineRun]:
+        """Returns the runs with this name or profile whose launcher was killed, but not all their processes."""
+        return [
+            run for run in self.all() if run.has_leftovers() and reference in (None, run.facts.name, run.facts.profile)
+        ]
 
     def one(self, reference: str | None) -> EngineRun:
         """Returns the one run that `reference` names, living or ended. Raises UsageError if it is none, or several."""
@@ -330,6 +354,25 @@ def _age_s(path: Path) -> float:
     with contextlib.suppress(FileNotFoundError):
         return time.time() - path.stat().st_mtime
     return 0.0
+
+
+def _locked_file(path: Path) -> BinaryIO:
+    file = path.open("wb")
+    with contextlib.suppress(OSError):  # a filesystem without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def _write_without_space(path: Path, text: str) -> None:
+    """Writes a file atomically. On a full disk, overwrites it in place, which needs no new block."""
+    try:
+        _write(path, text)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        length = path.stat().st_size
+        with path.open("r+b", buffering=0) as file:
+            file.write(text.encode().ljust(length))
 
 
 def _write(path: Path, text: str) -> None:
