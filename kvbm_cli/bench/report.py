@@ -149,7 +149,7 @@ def _floor_line(summary: dict[str, Any]) -> str | None:
     floor = "the floor (G1 large enough for everything)"
     if ratio < 1:
         gain = "" if share is None else ": all of the possible gain"
-        return f"TTFT of {measured} is that of {floor} within the noise of this run{gain}"
+        return f"TTFT of {measured} equals that of {floor} within the noise of this run{gain}"
     gain = "" if share is None else f"; {max(0.0, share):.0%} of the possible gain"
     return f"TTFT of {measured} is {ratio:.2f} times that of {floor}{gain}"
 

@@ -124,7 +124,7 @@ def test_every_number_of_a_known_run():
     ("later_ms", "share", "is_noise", "text"),
     [
         (20.0, 380 / 384, False, "TTFT of kvbm is 1.25 times that of the floor (…); 99% of the possible gain"),
-        (14.0, 386 / 384, True, "TTFT of kvbm is that of the floor (…) within the noise of this run: all of the …"),
+        (14.0, 386 / 384, True, "TTFT of kvbm equals that of the floor (…) within the noise of this run: all of the …"),
         (415.0, -15 / 384, False, "TTFT of kvbm is 25.94 times that of the floor (…); 0% of the possible gain"),
     ],
 )
