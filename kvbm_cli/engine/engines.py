@@ -122,6 +122,13 @@ def vllm_of(profile: Profile) -> VllmInstallation | None:
         return None
 
 
+def require_known_vllm(profile: Profile) -> None:
+    """Raises EnvironmentProblem if it is unknown whether the profile's interpreter has vLLM: its command depends on
+    that."""
+    if profile.engine.kind == "vllm":
+        find_vllm(profile.engine.python or sys.executable)
+
+
 def vllm_problem(profile: Profile, *, has_cache: bool = True) -> EnvironmentProblem | None:
     """Returns why vLLM in the profile's interpreter is not usable, with the cache or without, or not tested."""
     python = profile.engine.python or sys.executable

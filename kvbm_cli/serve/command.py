@@ -19,7 +19,7 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.disaggregated.engines import log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan, require_nixl
-from kvbm_cli.engine.engines import how_to_make_model, make_model, versions
+from kvbm_cli.engine.engines import how_to_make_model, make_model, require_known_vllm, versions
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.preflight import (
     check,
@@ -88,6 +88,8 @@ def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) ->
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
     if options.is_baseline:
         require_baseline(resolved, overrides)
+    if options.is_dry_run and not options.is_forced:
+        require_known_vllm(resolved.profile)
     is_lenient = options.is_forced or options.is_dry_run
     require_engine(resolved, force=is_lenient, has_cache=has_cache)
     sizing = check(resolved, warns_of_space=is_lenient, has_cache=has_cache)

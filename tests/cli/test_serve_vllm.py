@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from terminal import FAKE_ENGINE, PROGRAM, Kvbm, assert_snapshot, environment, kvbm, ways
+from terminal import FAKE_ENGINE, PROGRAM, Kvbm, assert_snapshot, environment, kvbm, kvbm_here, ways
 
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
@@ -137,8 +137,10 @@ def test_serve_says_what_the_interpreter_lacks(home: Path, held: str) -> None:
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert outcome.stderr.startswith(f"error: {message}\n\nhint: {hint}")
     tried = kvbm("serve", "-p", "./mine.yaml", "--dry-run", home=home, **variables)
-    assert tried.exit_code == 0
-    assert tried.stderr == f"warning: {message}\n"
+    if held == "nonsense":  # then the command is unknown too
+        assert (tried.exit_code, tried.stderr) == (1, outcome.stderr)
+    else:
+        assert (tried.exit_code, tried.stderr) == (0, f"warning: {message}\n")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--force",)])
@@ -228,3 +230,18 @@ def test_interpreter_without_vllm() -> None:
 def test_what_is_no_interpreter_is_an_error(python: str) -> None:
     with pytest.raises(EnvironmentProblem, match="is not a working Python interpreter"):
         find_vllm(python)
+
+
+def test_dry_run_does_not_guess_the_command_of_an_interpreter_that_does_not_answer(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kvbm serve` would run another command when it does answer."""
+    slow = home / "slow.py"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("kvbm_cli.engine.python_probe.PROBE_TIMEOUT_S", 0.2)
+    command = ("serve", "-p", "./mine.yaml", "--dry-run", "--set", f"engine.python={slow}")
+    outcome = kvbm_here(*command, home=home)
+    assert (outcome.exit_code, outcome.stdout) == (1, "")
+    assert f"error: `{slow}` " in outcome.stderr
+    assert "vllm.entrypoints" in kvbm_here(*command, "--force", home=home).stdout
