@@ -81,6 +81,14 @@ class EngineRun:
         return _read(self.path) or replace(self, is_living=False)
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadableRun:
+    """A directory whose run.json cannot be read. `is_locked`: its launcher is alive."""
+
+    path: Path
+    is_locked: bool
+
+
 def write_stop_timeout(run: EngineRun, timeout_s: float) -> None:
     """Sets the stop timeout that the launcher uses when it is signalled."""
     _write(run.path / STOP, json.dumps({"timeout_s": timeout_s}))
@@ -240,9 +248,10 @@ class Runs:
         found = [run for run in map(_read, self._paths()) if run is not None]
         return sorted(found, key=lambda run: (run.facts.started_s, run.facts.name))
 
-    def unreadable(self) -> list[Path]:
-        """Returns run.json files that are damaged or have the format of another version."""
-        return [path / FACTS for path in self._paths() if os.path.lexists(path / FACTS) and _read(path) is None]
+    def unreadable(self) -> list[UnreadableRun]:
+        """Returns runs whose run.json is damaged, not readable, or has the format of another version."""
+        found = [path for path in sorted(self._paths()) if _may_exist(path / FACTS) and _read(path) is None]
+        return [UnreadableRun(path, is_locked=_is_locked(path)) for path in found]
 
     def living(self) -> list[EngineRun]:
         return [run for run in self.all() if run.is_living]
@@ -329,8 +338,10 @@ def _read(path: Path) -> EngineRun | None:
 
 def _is_locked_elsewhere(path: Path, facts: RunFacts) -> bool:
     """Checks the lock of a launcher in another container or on another machine. False for a local launcher."""
-    if facts.launcher.is_here():
-        return False
+    return not facts.launcher.is_here() and _is_locked(path)
+
+
+def _is_locked(path: Path) -> bool:
     try:
         with open(_open_regular(path / LOCK), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -339,6 +350,17 @@ def _is_locked_elsewhere(path: Path, facts: RunFacts) -> bool:
     except OSError:
         return False
     return False
+
+
+def _may_exist(path: Path) -> bool:
+    """Whether a file exists or is in a directory that cannot be read."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _open_regular(path: Path) -> int:

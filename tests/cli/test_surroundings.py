@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shlex
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +25,11 @@ from test_runs import facts
 from test_serve import MODEL
 
 from kvbm_cli.app import run
-from kvbm_cli.runs.run_directory import FACTS, Runs
+from kvbm_cli.runs.run_directory import FACTS, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunState
+from kvbm_cli.runs.status import _BLOCKS
 from kvbm_cli.system.filesystem import NO_HOME, problem_of
+from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.streams import BROKEN_PIPE
 
 PRELUDE = """\
@@ -248,6 +252,47 @@ def test_a_run_that_cannot_be_read_is_told_of(
         assert run(command.split()) == exit_code
         err = capsys.readouterr().err
         assert (f"warning: `{file}` is damaged or has the format of another version" in err) == (command != "logs")
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_run_that_cannot_be_read_is_listed(
+    is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written_run(tmp_path, monkeypatch)
+    file.write_text("half of it")
+    launcher = RunDirectory(file.parent) if is_alive else None
+    for command, is_listed in (("status", is_alive), ("status --all", True)):
+        assert run(command.split()) == 0
+        seen = capsys.readouterr()
+        assert (["demo-1", "unreadable"] in [line.split()[:2] for line in seen.out.splitlines()]) == is_listed
+        assert ("an engine is running there" in seen.err) == is_alive
+        assert run([*command.split(), "--json"]) == 0
+        listed = {"run": "demo-1", "state": "unreadable", "is_locked": is_alive, "directory": str(file.parent)}
+        assert json.loads(capsys.readouterr().out) == ([listed] if is_listed else [])
+    if launcher is not None:
+        launcher.close()
+
+
+@pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
+def test_a_clock_that_jumps_does_not_change_the_age_of_a_run(
+    jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "kvbm" / "runs").mkdir(parents=True)
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        made = Runs(tmp_path / "kvbm").create("demo")
+        made.begin(facts(made.name, ProcessIdentity.of(launcher.pid), started_s=time.time() + jump_s))
+        assert run(["status"]) == 0
+        assert re.search(r"demo-1  starting +\d+ +[0-9] s ", capsys.readouterr().out)
+        made.close()
+        launcher.kill()
+
+
+@pytest.mark.parametrize("count", ["NaN", "1e999", "-1", "9" * 400, "many"])
+def test_metrics_that_are_no_counts_are_ignored(count: str) -> None:
+    line = 'kvbm_host_blocks{engine="0",state="%s"} %s'
+    assert _BLOCKS.findall(line % ("free", count)) == []
+    assert _BLOCKS.findall(line % ("free", "4.194304e+06")) == [("host", "free", "4.194304e+06")]
 
 
 def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(
