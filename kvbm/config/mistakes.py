@@ -249,6 +249,8 @@ def _siblings(prefix: str, kind: FileKind) -> list[str]:
 def _nearest_key(dotted: str, kind: FileKind) -> str:
     """Returns a hint for an unknown key: a known synonym, a sibling, a key elsewhere, or all keys of the section."""
     prefix, _, leaf = dotted.rpartition(".")
+    if leaf == "<<":
+        return "merge keys are not supported; use `extends` to share keys"
     if any(key.path == dotted for key in kind.keys):
         return f"write it as a key of its section: `{prefix}: {{{leaf}: ...}}`"
     if kind.noun == "profile" and dotted.lower() in OTHER_NAMES:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import Document, Source, entry_at, read_file
+from kvbm.config.files import real_path
 from kvbm.config.load import ResolvedProfile, load
 from kvbm.config.variables import other_variables
 from kvbm.errors import InvariantError, KvbmError, UsageError
@@ -73,7 +74,7 @@ def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
 
 
 def _as_path(path: Path) -> str:
-    return str(path.resolve())
+    return str(real_path(path))
 
 
 def _means(target: Path, wanted: Profile) -> bool:
@@ -84,7 +85,7 @@ def _means(target: Path, wanted: Profile) -> bool:
 
 
 def _extending(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> str:
-    is_shipped = resolved.path.parent.resolve() == profiles_directory().resolve()
+    is_shipped = real_path(resolved.path.parent) == real_path(profiles_directory())
     parent = resolved.name if is_shipped else scalar(_as_path(resolved.path))
     lines = [f"    {key.rpartition('.')[2]}: {scalar(value)}" for key, value in keys.items()]
     return "\n".join([f"extends: {parent}", "", "tiers:", "  disk:", *lines, ""])

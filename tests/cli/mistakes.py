@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 WRONG = 2  # the profile, an override, a variable or the command line
@@ -48,6 +48,11 @@ class Row:
     exit_code: int = WRONG
     prepare: Callable[[Path], AbstractContextManager[None]] = no_preparation
 
+    def encoded(self, encoding: str) -> Row:
+        """The same with the files in another encoding."""
+        files = {name: text.encode(encoding) for name, text in self.files.items() if isinstance(text, str)}
+        return replace(self, files=files)
+
 
 def mine(added: str, *, base: str = MINE, command: str = "profile check mine.yaml", **rest: object) -> Row:
     """A profile with lines that are wrong."""
@@ -57,6 +62,35 @@ def mine(added: str, *, base: str = MINE, command: str = "profile check mine.yam
 def engine(line: str, *, base: str = MINE) -> Row:
     """A profile whose engine has one more line, that is wrong."""
     return mine("", base=base.replace("tiers:", f"  {line}\ntiers:"))
+
+
+def linked(*links: tuple[str, str]) -> Callable[[Path], AbstractContextManager[None]]:
+    """Symbolic links in the working directory: name and target."""
+
+    @contextmanager
+    def prepared(home: Path) -> Iterator[None]:
+        for name, target in links:
+            (home / name).symlink_to(target)
+        try:
+            yield
+        finally:
+            for name, _ in links:
+                (home / name).unlink()
+
+    return prepared
+
+
+LOOP = linked(("loop.yaml", "loop.yaml"), ("loop", "loop"))
+
+
+@contextmanager
+def fifo(home: Path) -> Iterator[None]:
+    """A FIFO that no process writes."""
+    os.mkfifo(home / "pipe.yaml")
+    try:
+        yield
+    finally:
+        (home / "pipe.yaml").unlink()
 
 
 def override(text: str, profile: str = "demo") -> Row:
@@ -106,7 +140,20 @@ def runs(*named: tuple[str, bool], **changes: object) -> Callable[[Path], Abstra
 PROFILE = {
     "profile_empty": Row("profile check mine.yaml", {"mine.yaml": ""}),
     "profile_not_text": Row("profile check mine.yaml", {"mine.yaml": b"\xff\xfe\x00"}),
+    "profile_not_text_in_one_line": mine("", base=MINE + "description: caf\u00e9\n").encoded("latin-1"),
+    "profile_utf_16": mine("").encoded("utf-16"),
+    "profile_with_a_nul": mine("description: a\0b\n"),
+    "profile_too_large": mine("# a comment\n" * 20_000),
+    "profile_name_too_long": Row(f"profile check {'a' * 300}.yaml"),
     "profile_is_a_directory": Row("profile check .//"),
+    "profile_is_a_loop": Row("profile check loop.yaml", prepare=LOOP),
+    "profile_in_a_loop": Row("size -p loop/mine.yaml", prepare=LOOP),
+    "profile_is_a_device": Row("profile check /dev/zero"),
+    "profile_is_a_fifo": Row("profile check pipe.yaml", prepare=fifo),
+    "profile_merge_key": mine("server:\n  <<: {port: 9}\n"),
+    "profile_model_is_a_loop": mine("", base=MINE.replace("synthetic:tiny", "./loop"), prepare=LOOP),
+    "profile_model_is_a_file": mine("", base=MINE.replace("synthetic:tiny", "./mine.yaml")),
+    "profile_workload_is_a_loop": mine("bench: {workload: ./loop.yaml}\n", prepare=LOOP),
     "profile_absent": Row("profile check ./no.yaml"),
     "profile_shipped_as_a_file": Row("profile check demo.yaml"),
     "profile_misspelt_file": Row("profile check mien.yaml", {"mine.yaml": MINE}),
@@ -195,6 +242,15 @@ EXTENDS = {
     "extends_a_misspelt_file": Row(
         "profile check mine.yaml", {"mine.yaml": "extends: ./parnt.yaml\n", "parent.yaml": MINE}
     ),
+    "extends_a_directory": Row("profile check mine.yaml", {"mine.yaml": "extends: ./\n"}),
+    "extends_a_device": Row("profile check mine.yaml", {"mine.yaml": "extends: /dev/zero\n"}),
+    "extends_a_fifo": Row("profile check mine.yaml", {"mine.yaml": "extends: ./pipe.yaml\n"}, prepare=fifo),
+    "extends_a_loop": Row("profile check mine.yaml", {"mine.yaml": "extends: ./loop.yaml\n"}, prepare=LOOP),
+    "extends_below_a_loop": Row("profile check mine.yaml", {"mine.yaml": "extends: ./loop/a.yaml\n"}, prepare=LOOP),
+    "extends_no_file_next_to_a_loop": Row(
+        "profile check mine.yaml", {"mine.yaml": "extends: ./a.yaml\n"}, prepare=LOOP
+    ),
+    "extends_a_name_too_long": Row("profile check mine.yaml", {"mine.yaml": f"extends: ./{'a' * 300}.yaml\n"}),
     "extends_itself": Row("profile check mine.yaml", {"mine.yaml": "extends: ./mine.yaml\n"}),
     "extends_in_a_circle": Row(
         "profile check a.yaml",
@@ -332,6 +388,8 @@ NEW = {
     "new_with_a_wrong_model": Row("profile new mine.yaml --engine embedded --model synthetic:tinny --host 1GiB"),
     "new_with_a_misspelt_key": Row("profile new mine.yaml --extends demo --set server.prt=1"),
     "new_extending_nothing": Row("profile new mine.yaml --extends vlm"),
+    "new_is_a_loop": Row("profile new loop.yaml --extends demo", prepare=LOOP),
+    "new_extending_a_loop": Row("profile new mine.yaml --extends ./loop.yaml", prepare=LOOP),
     "new_in_no_directory": Row("profile new no/mine.yaml --extends demo", exit_code=MACHINE),
 }
 

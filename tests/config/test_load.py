@@ -127,6 +127,14 @@ def test_blocks_win_over_capacity_in_one_layer_and_a_later_capacity_wins_over_bl
     assert load_text(tmp_path, both, "tiers.host.capacity=3GB", variables=variables).profile.tiers.host.blocks is None
 
 
+def test_a_chain_of_many_parents_is_read(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: ./{number + 1}.yaml\n")
+    (tmp_path / "300.yaml").write_text("engine: {model: m}\ntiers: {host: {blocks: 7}}\n")
+    resolved = load(str(tmp_path / "0.yaml"), directories=[])
+    assert (resolved.values["tiers.host.blocks"], len(resolved.extends)) == (7, 300)
+
+
 def test_extends_takes_a_path_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "parent.yaml").write_text("extends: ../grand.yaml\nserver: {port: 1}\n")
@@ -385,7 +393,7 @@ FILE_MISTAKES = {
     ),
     "extends no file": (
         "extends: ./other.yaml\n",
-        "`extends`: no such file: `DIR/other.yaml`\n"
+        "`extends`: cannot read `DIR/other.yaml`: no such file or directory\n"
         "  FILE:1:10\n    |\n  1 | extends: ./other.yaml\n    |          ^^^^^^^^^^^^",
         None,
     ),
@@ -445,7 +453,7 @@ UNREADABLE = {
     ),
     "endless file": ("/dev/zero", "cannot read the profile `/dev/zero`: it is larger than 128 KiB", None),
     "directory": ("DIR/", "cannot read the profile `DIR`: is a directory", None),
-    "not text": ("DIR/binary.yaml", "cannot read the profile `DIR/binary.yaml`: not UTF-8 text", None),
+    "not text": ("DIR/binary.yaml", "cannot read the profile `DIR/binary.yaml`: it is UTF-16 text, not UTF-8", None),
 }
 
 
