@@ -47,7 +47,8 @@ defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables (s
   including a list, replaces the previous one.
 - A key without a value (`null`) is not set, whatever the parent sets. An empty section changes nothing. `disk: null`
   removes a tier.
-- Sizes have a unit: `100GB` is 100e9 bytes, `64GiB` is 64 * 2^30.
+- Sizes have a unit, B to PiB: `100GB` is 100e9 bytes, `64GiB` is 64 * 2^30.
+- Numbers are decimal, without separators and leading zeros: `1000`, not `1_000`; `010` is text.
 - Booleans are `true` and `false`; `on` and `yes` are text.
 - An unknown key, a key that appears twice, and a value of the wrong type are errors.
 - `engine.model` and `tiers` are required. A tier requires `capacity` or `blocks`.

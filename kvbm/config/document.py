@@ -103,12 +103,13 @@ def together(mistakes: Sequence[ProfileError]) -> ProfileError:
     return mistakes[0] if len(mistakes) == 1 else ProfileMistakes(mistakes)
 
 
+_WHOLE = "(?:0|[1-9][0-9]{0,29})"  # `010` is text: YAML 1.1 reads it as 8, YAML 1.2 as 10
 _SCALARS = (
     (re.compile(r"|~|null|Null|NULL"), lambda text: None),
     (re.compile(r"true|True|TRUE"), lambda text: True),
     (re.compile(r"false|False|FALSE"), lambda text: False),
-    (re.compile(r"[-+]?[0-9]{1,30}"), int),
-    (re.compile(r"[-+]?(?:\.[0-9]+|[0-9]{1,30}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]{1,4})?"), float),
+    (re.compile(rf"[-+]?{_WHOLE}"), int),
+    (re.compile(rf"[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]{{1,4}})?"), float),
 )
 
 

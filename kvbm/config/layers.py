@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvbm.config.document import (
@@ -45,7 +46,7 @@ def find(reference: str, *, directories: Sequence[Path]) -> Path:
     ProfileError for an unknown name.
     """
     if _is_path(reference):
-        path = Path(reference)
+        path = Path(os.path.expanduser(reference))
         if not os.path.lexists(path) and (hint := _instead_of(path, directories)) is not None:
             raise ProfileError(f"cannot read the profile `{reference}`: no such file or directory", hint=hint)
         return path
@@ -130,7 +131,11 @@ def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequ
     if not isinstance(reference, str) or not reference or not _can_be_a_path(reference):
         raise located("`extends` must be the name or path of a profile", source, key="extends")
     try:
-        parent = path.parent / reference if _is_path(reference) else find(reference, directories=directories)
+        parent = (
+            path.parent / os.path.expanduser(reference)
+            if _is_path(reference)
+            else find(reference, directories=directories)
+        )
     except ProfileError as error:
         raise located(error.message, source, hint=error.hint, key="extends") from None
     if (found := real_path(parent)) in files:
@@ -158,7 +163,24 @@ def _valid_layer(document: Document, findings: Findings) -> Document:
     """Returns a layer that can be merged: no value in place of a section, flags with underscores."""
     document = dict(document)
     remove_mistaken(document, findings.add(not_sections(document, _SECTIONS)))
-    return _one_spelling(document, findings)
+    return _one_spelling(_variables_as_written(document), findings)
+
+
+def _variables_as_written(document: Document) -> Document:
+    """Replaces the numbers in `engine.environment` by their text: a variable of `12.10` is not `12.1`."""
+    variables, engine = entry_at(document, ["engine", "environment"]), document.get("engine")
+    if engine is None or variables is None or variables.section is None:
+        return document
+    texts = {
+        name: replace(entry, value=entry.source.written.strip()) if _is_number(entry.value) else entry
+        for name, entry in variables.section.items()
+    }
+    inside = {**(engine.section or {}), "environment": replace(variables, value=texts)}
+    return {**document, "engine": replace(engine, value=inside)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _one_spelling(document: Document, findings: Findings) -> Document:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,17 +89,31 @@ def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
 
 def require_log(path: Path) -> None:
     """EnvironmentProblem for a log that cannot be written, before anything is created."""
-    holder = nearest_existing(path.absolute().parent)
-    for is_wrong, reason in (
-        (path.is_dir(), "is a directory"),
-        (not holder.is_dir(), f"{holder} is not a directory"),
-        (not os.access(path if path.exists() else holder, os.W_OK), "permission denied"),
-    ):
-        if is_wrong:
-            raise EnvironmentProblem(
-                f"cannot write the engine's log `{path}`: {reason}",
-                hint="name another file with `--log FILE`, or remove `--log`",
-            )
+    if (reason := _reason_not_writable(path)) is not None:
+        raise EnvironmentProblem(
+            f"cannot write the engine's log `{path}`: {reason}",
+            hint="name another file with `--log FILE`, or remove `--log`",
+        )
+
+
+def _reason_not_writable(path: Path) -> str | None:
+    """Returns why the file cannot be written or created, None if it can."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        holder = nearest_existing(Path(os.path.abspath(path)).parent)
+        if not os.path.isdir(holder):
+            return f"{holder} is not a directory"
+        return None if os.access(holder, os.W_OK | os.X_OK) else "permission denied"
+    except NotADirectoryError:
+        return f"{nearest_existing(Path(os.path.abspath(path)))} is not a directory"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    if stat.S_ISDIR(mode):
+        return "is a directory"
+    if not stat.S_ISREG(mode) and os.path.realpath(path) != os.devnull:
+        return "is not a regular file"
+    return None if os.access(path, os.W_OK) else "permission denied"
 
 
 def require_workload(resolved: ResolvedProfile) -> None:

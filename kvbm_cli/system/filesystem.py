@@ -11,8 +11,8 @@ from kvbm.errors import EnvironmentProblem, UsageError
 
 
 def nearest_existing(directory: Path) -> Path:
-    """Returns the directory, or its nearest existing parent."""
-    return next(path for path in (directory, *directory.parents) if path.exists())
+    """Returns the directory, or its nearest existing parent. A broken symbolic link exists, but is not a directory."""
+    return next(path for path in (directory, *directory.parents) if os.path.lexists(path))
 
 
 def state_directory() -> Path:

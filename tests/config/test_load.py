@@ -75,6 +75,20 @@ def test_environment_is_merged_by_name_and_each_has_an_origin(tmp_path: Path) ->
     assert resolved.origins["engine.environment.C"] == "--set"
 
 
+def test_variables_keep_their_text(tmp_path: Path) -> None:
+    text = BASE.replace("tiers:", "  environment: {A: 12.10, B: 1e3, C: 010, D: +5, E: 7}\ntiers:", 1)
+    overrides = ("engine.environment.F=0.10", "engine.environment={G: 2.50}")
+    environment = load_text(tmp_path, text, *overrides).profile.engine.environment
+    assert " ".join(environment[name] for name in sorted(environment)) == "12.10 1e3 010 +5 7 0.10 2.50"
+
+
+def test_home_is_expanded_in_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "parent.yaml").write_text(BASE)
+    (tmp_path / "mine.yaml").write_text("extends: ~/parent.yaml\n")
+    assert load("~/mine.yaml", directories=[]).profile == load(str(tmp_path / "parent.yaml"), directories=[]).profile
+
+
 def test_an_empty_section_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "parent.yaml").write_text(BASE)
     resolved = load_text(tmp_path, "extends: parent\ntiers:\ntransfer:\nengine:\n  environment:\n")
@@ -209,13 +223,13 @@ FILE_MISTAKES = {
         f"{BASE}offload: {{generated: on}}\n",
         "`offload.generated` must be true or false, not the text `on`\n"
         "  FILE:6:22\n    |\n  6 | offload: {generated: on}\n    |                      ^^",
-        None,
+        "write `true`",
     ),
     "number in quotes": (
         f'{BASE}server: {{port: "8000"}}\n',
         "`server.port` must be a whole number or `auto`, not the text `8000`\n"
         '  FILE:6:16\n    |\n  6 | server: {port: "8000"}\n    |                ^^^^^^',
-        None,
+        "write `8000`, without quotes",
     ),
     "fraction for a count": (
         f"{BASE}transfer: {{batch_blocks: 1.5}}\n",
