@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from terminal import FAKE_ENGINE, PROGRAM, Kvbm, assert_snapshot, environment, kvbm, ways
+from terminal import FAKE_ENGINE, PROGRAM, Kvbm, assert_snapshot, environment, kvbm, kvbm_here, ways
 
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.engine.engines import make_model
-from kvbm_cli.engine.python_probe import _probe, find_vllm
+from kvbm_cli.engine.python_probe import _probe, _probe_once, find_vllm
 
 FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
 QWEN3 = {
@@ -62,7 +63,11 @@ HELD = {
         "`[PYTHON]` has vLLM 0.34.0; kvbm is tested with 0.23 to 0.33",
         "start it anyway with `kvbm serve --force`",
     ),
-    "nonsense": ("yes", "`[PYTHON]` is not a working Python interpreter", "check `engine.python`"),
+    "nonsense": (
+        "yes",
+        "`[PYTHON]` is not a working Python interpreter: its answer is not JSON",
+        "check `engine.python`",
+    ),
 }
 
 
@@ -228,3 +233,39 @@ def test_interpreter_without_vllm() -> None:
 def test_what_is_no_interpreter_is_an_error(python: str) -> None:
     with pytest.raises(EnvironmentProblem, match="is not a working Python interpreter"):
         find_vllm(python)
+
+
+HANGS = '#!/bin/sh\necho probed >> {log}\n[ -e {released} ] || sleep 60\nexec {python} "$@"\n'
+
+
+def test_interpreter_that_hangs_is_reported_once_and_the_run_starts_what_the_dry_run_printed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, log = home / "python", home / "log"
+    python.write_text(HANGS.format(log=log, released=home / "released", python=FAKE_VLLM))
+    python.chmod(0o755)
+    monkeypatch.setattr("kvbm_cli.engine.python_probe.PROBE_TIMEOUT_S", 1)
+    message = f"`{python}` did not answer within 1 s, so its vLLM is unknown"
+    serve = ("serve", "-p", "./mine.yaml", "--set", f"engine.python={python}", "--port", "0")
+    tried = kvbm_here(*serve, "--dry-run", "--json", home=home)
+    assert (tried.exit_code, tried.stderr) == (0, f"warning: {message}\n")
+    assert log.read_text() == "probed\n", "a probe that hangs is not repeated"
+    assert not _processes_with(str(python)), "the probe left a process"
+    _probe_once.cache_clear()
+    refused = kvbm_here(*serve, home=home)
+    assert (refused.exit_code, refused.stderr.splitlines()[0]) == (1, f"error: {message}")
+
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr("kvbm_cli.serve.command.launch", lambda plan, *rest, **options: started.append(plan.argv) or 0)
+    kvbm_here(*serve, "--force", home=home)
+    printed = json.loads(tried.stdout)["argv"]
+    at = printed.index("--port") + 1
+    assert [*started[0][:at], *started[0][at + 1 :]] == [*printed[:at], *printed[at + 1 :]]
+
+
+def _processes_with(word: str) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(process.read_text().replace("\0", " "))
+    return [line for line in found if word in line and "pytest" not in line]
