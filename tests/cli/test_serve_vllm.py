@@ -103,6 +103,23 @@ def test_output(home: Path, name: str, way: Kvbm) -> None:
     assert_snapshot(name, way(*command.split(), home=home).text(f"kvbm {command}"))
 
 
+def test_model_of_a_profile_is_next_to_it_and_that_of_the_command_line_is_here(home: Path) -> None:
+    (home / "below").mkdir()
+    (home / "below" / "mine.yaml").write_text(PROFILE)
+    (home / "model").rename(home / "below" / "model")
+    serve = ("serve", "-p", "below/mine.yaml", "--dry-run")
+    plan = kvbm_here(*serve, home=home)
+    assert f"engine   vllm, {home}/below/model; " in plan.stdout
+    assert f" --model {home}/below/model " in plan.stdout
+    overridden = kvbm_here(*serve, "--set", "engine.model=./below/model", home=home)
+    assert f" --model {home}/below/model " in overridden.stdout
+    wrong = kvbm_here(*serve, "--set", "engine.model=./model", home=home)
+    assert (wrong.exit_code, wrong.stderr.splitlines()[0]) == (
+        2,
+        f"error: `engine.model`: there is no directory `{home}/model`",
+    )
+
+
 def test_dry_run_as_json_says_why_sizes_are_unknown(home: Path) -> None:
     command = "serve -p ./mine.yaml --dry-run --json --set engine.model=Qwen/Qwen3-8B"
     plan = json.loads(kvbm(*command.split(), home=home).stdout)
@@ -153,7 +170,7 @@ def test_serve_starts_it_and_force_starts_another_version(home: Path, arguments:
     variables = {**environment(home), "FAKE_VLLM": json.dumps(held), "FAKE": "dies"}
     command = [*PROGRAM, "serve", "-p", "./mine.yaml", "--port", "0", "--json", *arguments]
     done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=60)
-    assert json.loads(done.stdout)["model"] == "./model"
+    assert json.loads(done.stdout)["model"] == f"{home}/model"
     assert done.returncode == 9
     assert done.stderr.startswith("warning: ") == bool(arguments)
 
