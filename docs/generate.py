@@ -60,8 +60,9 @@ defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables (s
   In these keys a variable that is not set is an error, and `$$` is one dollar sign. In any other key `${{` is an error,
   and `$${{` is `${{`.
 - A relative path in `extends`, `engine.model`, `engine.python` and `bench.workload` is relative to the file. With
-  `--set`, it is relative to the working directory. `engine.model: a/b` is a path if that directory exists, else a name on Hugging Face.
-  `engine.python: python3` is searched in `PATH`. Paths in `engine.arguments` are passed on as they are.
+  `--set`, it is relative to the working directory. `engine.model: a/b` is a path if that directory exists,
+  else a name on Hugging Face. `engine.python: python3` is searched in `PATH`. Paths in `engine.arguments` are
+  passed on as they are.
 
 ```yaml
 # ./mine.yaml, for `kvbm serve --profile ./mine.yaml`

@@ -6,6 +6,7 @@ With --quick, checks that have not started after QUICK_WORK_S are skipped (check
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -89,7 +90,8 @@ def _require_options(profile: str | None, overrides: Sequence[str], write: Path 
         raise UsageError(f"`{write}` exists; `--write` overwrites no file", hint="name a file that does not exist")
     if write is not None and not write.parent.is_dir():
         raise UsageError(
-            f"cannot write `{write}`: there is no directory `{write.parent}`", hint=f"run `mkdir -p {write.parent}`"
+            f"cannot write `{write}`: there is no directory `{write.parent}`",
+            hint=f"run `mkdir -p {shlex.quote(str(write.parent))}`",
         )
 
 
