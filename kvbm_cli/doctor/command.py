@@ -28,6 +28,7 @@ from kvbm_cli.doctor.variable_remedy import with_variables
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.size import size_of
+from kvbm_cli.system.filesystem import expanded
 from kvbm_cli.terminal.console import print_data, print_json, print_note
 from kvbm_cli.terminal.progress import ProgressDisplay
 
@@ -110,7 +111,7 @@ def _resolve(
 
 
 def _absolute(directory: Path) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(directory)))
+    return Path(os.path.abspath(expanded(str(directory))))
 
 
 def _directory(tiers: Tiers | None, given: Path | None) -> Path | None:

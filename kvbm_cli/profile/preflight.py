@@ -23,7 +23,7 @@ from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_key, size_of
 from kvbm_cli.profile.workload import load_workload
-from kvbm_cli.system.filesystem import nearest_existing
+from kvbm_cli.system.filesystem import expanded, nearest_existing
 from kvbm_cli.terminal.show_error import show_warning
 
 MAX_PORT = 65535
@@ -202,7 +202,7 @@ def _require_directory(resolved: ResolvedProfile) -> None:
     """ProfileError for a directory that cannot be created; else it would fail only after the model is loaded."""
     if resolved.profile.tiers.disk is None:
         return
-    key, holder = "tiers.disk.directory", nearest_existing(Path(resolved.profile.tiers.disk.directory).expanduser())
+    key, holder = "tiers.disk.directory", nearest_existing(expanded(resolved.profile.tiers.disk.directory))
     for is_wrong, text in (
         (not holder.is_dir(), "is not a directory"),
         (not os.access(holder, os.W_OK | os.X_OK), "is not writable"),
@@ -228,7 +228,7 @@ def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) 
     missing_bytes, mistake = problem
     disk = resolved.profile.tiers.disk
     assert disk is not None, "its space was checked"
-    caches = list_caches(Path(disk.directory).expanduser())
+    caches = list_caches(expanded(disk.directory))
     if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):
         show_warning(mistake.message)
         return
@@ -241,7 +241,7 @@ def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tu
     disk = resolved.profile.tiers.disk
     if disk is None or isinstance(sizing, SizeUnknown) or sizing.disk is None:
         return None
-    facts = os.statvfs(nearest_existing(Path(disk.directory).expanduser()))
+    facts = os.statvfs(nearest_existing(expanded(disk.directory)))
     needed_bytes, free_bytes = sizing.disk.total_bytes, facts.f_bavail * facts.f_frsize
     if not facts.f_blocks or needed_bytes <= free_bytes:  # some filesystems do not report their size
         return None

@@ -197,6 +197,20 @@ def test_no_home_is_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert run(["profile", "check", "demo"]) == 0
 
 
+@pytest.mark.parametrize("value", ["", "here", "."])
+@pytest.mark.parametrize("command", ["cache ls", "doctor --quick", "status", "serve --dry-run -p demo-disk"])
+def test_a_home_that_is_no_absolute_path_is_refused(home: Path, command: str, value: str) -> None:
+    outcome = kvbm(*command.split(), home=home, HOME=value)
+    expected = f"error: no home directory: `HOME` is `{value}`\n\nhint: set `HOME` to an absolute path\n"
+    assert (outcome.exit_code, outcome.stderr.endswith(expected)) == (1, True), outcome.stderr
+    assert not (home / "here").exists()
+
+
+def test_a_directory_of_an_unknown_user_is_named(home: Path) -> None:
+    outcome = kvbm("serve", "--dry-run", "-p", "demo-disk", "--set", "tiers.disk.directory=~nobody-here/x", home=home)
+    assert (outcome.exit_code, outcome.stderr) == (1, "error: cannot use `~nobody-here/x`: no user `nobody-here`\n")
+
+
 def test_a_profile_that_nobody_writes_holds_nobody_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     assert run(["profile", "check", f"{tmp_path}/pipe.yaml"]) == 2
