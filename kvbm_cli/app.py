@@ -121,6 +121,10 @@ def serve(
     force: Annotated[
         bool, _flag("--force", "Start even with an untested engine version, or too little memory or disk space.")
     ] = False,
+    baseline: Annotated[bool, _flag("--baseline", "Start the same engine without the cache, to compare with.")] = False,
+    quiet: Annotated[
+        bool, _flag("--quiet -q", "Do not print the engine's log while it runs; `kvbm logs` shows it.")
+    ] = False,
     json: JsonOption = False,
     log: Annotated[
         Path | None,
@@ -129,10 +133,19 @@ def serve(
 ) -> int:
     """Start an engine with a profile."""
     from kvbm_cli.serve import command as body
+    from kvbm_cli.serve.options import ServeOptions
 
-    return body.serve(
-        profile, set_ or [], port=port, dry_run=dry_run, force=force, detach=detach, as_json=json, log=log
+    options = ServeOptions(
+        port=port,
+        is_dry_run=dry_run,
+        is_forced=force,
+        is_detached=detach,
+        is_baseline=baseline,
+        is_quiet=quiet,
+        as_json=json,
+        log=log,
     )
+    return body.serve(profile, set_ or [], options)
 
 
 @app.command(cls=Command)

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
 
-def check(resolved: ResolvedProfile, *, warns_of_space: bool = True) -> Sizing | SizeUnknown:
+def check(resolved: ResolvedProfile, *, warns_of_space: bool = True, has_cache: bool = True) -> Sizing | SizeUnknown:
     """Returns the sizes of a profile, or the reason why only the engine knows them. ProfileError for mistakes.
 
-    Prints a warning if memory or disk space is too small.
+    Prints a warning if memory or disk space is too small. Without `has_cache`, checks only what the engine needs.
     """
-    sizing, mistakes = examine_here(resolved, warns_of_space=warns_of_space)
+    sizing, mistakes = examine_here(resolved, warns_of_space=warns_of_space, has_cache=has_cache)
     if mistakes:
         raise together(mistakes)
     assert sizing is not None, "a profile without mistakes has sizes or a reason why not"
@@ -45,7 +45,7 @@ def check(resolved: ResolvedProfile, *, warns_of_space: bool = True) -> Sizing |
 
 
 def examine_here(
-    resolved: ResolvedProfile, *, warns_of_space: bool = True
+    resolved: ResolvedProfile, *, warns_of_space: bool = True, has_cache: bool = True
 ) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
     """Returns the sizes, None if a mistake prevents computing them, and all mistakes found on this machine."""
     sizing: Sizing | SizeUnknown | None = None
@@ -56,7 +56,8 @@ def examine_here(
         sizing = unknown
     except ProfileError as mistake:
         mistakes.append(mistake)
-    for require in (_require_program, _require_address, _require_metrics, _require_directory):
+    of_cache = (_require_metrics, _require_directory) if has_cache else ()
+    for require in (_require_program, _require_address, *of_cache):
         try:
             require(resolved)
         except ProfileError as mistake:
@@ -66,21 +67,21 @@ def examine_here(
             _require_length(resolved, sizing)
         except ProfileError as mistake:
             mistakes.append(mistake)
-        if warns_of_space:
+        if warns_of_space and has_cache:
             _warn_of_memory(resolved, sizing)
             if (problem := _lack_of_disk(resolved, sizing)) is not None:  # an earlier cache may hold the space
                 show_warning(problem[1].message)
     return sizing, mistakes
 
 
-def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
+def require_engine(resolved: ResolvedProfile, *, force: bool, has_cache: bool = True) -> None:
     """EnvironmentProblem if the engine's interpreter lacks the engine of the profile; only a warning with `force`.
 
     The embedded engine is checked by its own process.
     """
     if resolved.profile.engine.kind == "embedded":
         return
-    problem = vllm_problem(resolved.profile)
+    problem = vllm_problem(resolved.profile, has_cache=has_cache)
     if problem is not None and not force:
         raise problem
     if problem is not None:
