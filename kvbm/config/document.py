@@ -156,9 +156,12 @@ def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
 def _without_waiting(path: str, flags: int) -> int:
     """Opens a file. A FIFO needs a writer within FIFO_TIMEOUT_S; a pipe of the shell (`<(...)`) always has one."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISFIFO(os.lstat(path).st_mode) and not select.select([descriptor], [], [], FIFO_TIMEOUT_S)[0]:
-        os.close(descriptor)
-        raise OSError(errno.EAGAIN, "No process writes to this pipe")
+    if stat.S_ISFIFO(os.lstat(path).st_mode):
+        writer = select.poll()
+        writer.register(descriptor, select.POLLIN)
+        if not writer.poll(1000 * FIFO_TIMEOUT_S):
+            os.close(descriptor)
+            raise OSError(errno.EAGAIN, "No process writes to this pipe")
     os.set_blocking(descriptor, True)
     return descriptor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -93,6 +94,23 @@ def test_blocks_come_back_and_are_there_for_the_next_process(tmp_path: Path) -> 
     with opened(tmp_path) as rig:
         assert rig.recovered() == dict(enumerate([3, 4, 5, 9, 1, 0]))
         assert all(rig.read(range(6), [3, 4, 5, 9, 1, 0]).is_good)
+
+
+def test_process_with_more_than_1024_open_files_can_use_the_disk(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 1200:
+        pytest.skip("needs 1200 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        with opened(tmp_path) as rig:
+            assert rig.tier.fileno() > 1023
+            assert rig.write([1], [0]).is_good == (True,)
+            rig.tier.clear()
+    finally:
+        for fd in others:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_damaged_block_is_not_good(tmp_path: Path) -> None:

@@ -146,12 +146,16 @@ class DiskChannel:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            readable, writable, _ = select.select(
-                [self.fileno(), *or_readable], [self.fileno()] if self._outgoing else [], [], left_s
-            )
-            if writable:
+            poll = select.poll()  # select(2) is limited to descriptors below 1024
+            for fd in or_readable:
+                poll.register(fd, select.POLLIN)
+            poll.register(self.fileno(), select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+            ready = poll.poll(None if left_s is None else 1000 * left_s)
+            if (self.fileno(), select.POLLOUT) not in ready:
+                return
+            try:
                 self.flush()
-            if readable or not writable:
+            except ChannelClosed:  # `receive` reports it
                 return
 
     def close(self) -> None:
