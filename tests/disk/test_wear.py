@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.disk.wear import DAY_S, LEAST_BYTES, SYSFS, WINDOW_S, Wear, WearMeter
+from kvbm.disk.wear import DAY_S, LEAST_BYTES, SAMPLE_INTERVAL_S, SYSFS, WINDOW_S, Wear, WearMeter
 
 GIB = 1 << 30
 MOUNTS = "22 27 0:21 / /proc rw - proc proc rw\n23 27 8:1 / / rw - ext4 /dev/root rw\n"
@@ -129,13 +129,16 @@ def test_device_of_btrfs_is_the_source_of_its_mount(tmp_path: Path, monkeypatch:
 
 
 class Interrupted(deque):
-    """Samples; the first time that their number is read, another thread measures before the reader goes on."""
+    """Samples; the first time that their number is read, another thread measures an hour later, before the reader goes
+    on."""
 
     other: threading.Thread | None = None
+    clock: Clock
 
     def __len__(self) -> int:
         count = super().__len__()
         if count == 2 and self.other is not None and self.other.ident is None:
+            self.clock.now += WINDOW_S
             self.other.start()
             self.other.join(0.2)
         return count
@@ -144,8 +147,8 @@ class Interrupted(deque):
 def test_two_threads_may_measure_at_one_time(drive: Drive, tmp_path: Path, clock: Clock) -> None:
     wear = meter(drive, tmp_path, clock)
     wear._samples = samples = Interrupted(wear._samples)
-    clock.now += WINDOW_S
-    samples.other = threading.Thread(target=wear.measure, args=(GIB,))
+    clock.now += SAMPLE_INTERVAL_S
+    samples.clock, samples.other = clock, threading.Thread(target=wear.measure, args=(GIB,))
     assert wear.measure(GIB).drive_writes_per_day is not None
     samples.other.join()
 

@@ -39,6 +39,7 @@ def test_rates_outlive_the_engine_in_a_file(tmp_path):
         assert RatesFile(path, clock=lambda: 0.0).read() == kept, "what has hardly changed is not written again"
 
 
+SPEED = '{"tokens_per_s": %s}'
 RATE = '{"tokens_per_s": 100.0, "blocks_per_s": %s}'
 
 
@@ -46,8 +47,8 @@ RATE = '{"tokens_per_s": 100.0, "blocks_per_s": %s}'
     "content",
     [
         *("", "[]", "[" * 4096, '{"a":' * 800, '{"tokens_per_s": 1', "null", "\0" * 100, "9" * 4096),
-        *('{"tokens_per_s": %s}' % value for value in ("NaN", "-1.0", '"9"', "5e-324", "1e308", "Infinity", "[1.0]")),
-        *('{"tokens_per_s": %s}' % value for value in ("1" + "0" * 400, "true", "null", "0.0", "{}")),
+        *(SPEED % value for value in ("NaN", "-1.0", '"9"', "5e-324", "1e308", "Infinity", "[1.0]")),
+        *(SPEED % value for value in ("1" + "0" * 400, "true", "null", "0.0", "{}")),
         *(RATE % value for value in ("NaN", "5e-324", "-0.1", "1e308", "-Infinity", '"a"', "true", "[[]]")),
         '{"tokens_per_s": 100.0}' + " " * (100 << 20),
     ],
