@@ -26,6 +26,7 @@ from kvbm.types import SegmentInfo
 HEADER = struct.Struct("<Q")
 RECEIVE_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20
+BEAT_S = 0.5
 
 
 class Open(NamedTuple):
@@ -69,18 +70,23 @@ class Opened(NamedTuple):
     path: Path
     slot_count: int
     io_name: str
+    counters: DiskCounters
 
 
 class Status(NamedTuple):
-    """Tickets that have ended, and the state of the disk."""
+    """Tickets that have ended, and the state of the disk. Sent at least every BEAT_S while results are due.
+
+    `moved_s`: until when reads made progress, in the clock of `time.monotonic`, which all processes share.
+    """
 
     results: Sequence[DiskResult]
     off_because: str | None
     counters: DiskCounters
+    moved_s: float
 
 
 class Cleared(NamedTuple):
-    problem: tuple[str, str | None] | None
+    """All clears that were sent are durable."""
 
 
 class Logged(NamedTuple):
