@@ -27,6 +27,7 @@ from kvbm.disk.superblock import Superblock, read_superblock, write_superblock
 from kvbm.errors import EnvironmentProblem
 
 WORD_BYTES = 8
+MAX_GENERATION = 1 << 62  # leaves enough larger ones for every later write
 PROBE_BYTES = PAGE_BYTES  # after the last slot, for probing the disk
 
 logger = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ class Instance:
         if _has_equals(found.slots):
             raise sqlite3.DatabaseError("two rows have one slot")
         fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
-        fits &= found.generations >= 0
+        fits &= (found.generations >= 0) & (found.generations <= MAX_GENERATION)
         misfits = [*found.misfits, *found.slots[~fits].tolist()]
         if misfits:
             logger.warning("dropped %d blocks of the disk cache %s that do not fit its arena", len(misfits), self.path)
