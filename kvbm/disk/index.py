@@ -76,8 +76,7 @@ class IndexRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """All rows of an index, unordered. `misfits` are the slots of rows with a value of a wrong type, or a hash of another
-    length."""
+    """All rows of an index, unordered. `misfits` are slots of rows with a wrong type, or a hash of another length."""
 
     slots: NDArray[np.int64]
     generations: NDArray[np.int64]

@@ -249,6 +249,7 @@ class DiskStorage:
         counters.damaged_superblocks = losses.damaged_superblocks
         counters.damaged_indexes = losses.damaged_indexes
         counters.dropped_rows = losses.dropped_rows
+        counters.unusable_instances = losses.unusable_instances
         found, self._instance.recovered = self._instance.recovered, None
         if found is None or not len(found.slots):
             return 0

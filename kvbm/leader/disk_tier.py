@@ -356,6 +356,8 @@ class DiskTier:
         counters.disk_flushes = known.flushes
         counters.disk_times_off = known.times_off
         counters.disk_restarts = self._disk.restarts
+        counters.disk_dropped_rows = known.dropped_rows
+        counters.disk_damaged_files = known.damaged_files
         counters.disk_off = int(not self.is_on)
 
     def _clean(self) -> None:

@@ -10,7 +10,6 @@ from disk_rig import HASH_BYTES, NAMESPACE, assembled, instance_of, make_hash, o
 from xxhash import xxh3_64_hexdigest
 
 from kvbm.disk.instance import Instance
-from kvbm.errors import EnvironmentProblem
 
 BLOCKS = 12
 SLOT_BYTES = 8192 + 4096
@@ -361,11 +360,13 @@ def test_every_bit_of_the_superblock_may_be_wrong(tmp_path):
             found.close()
 
 
-def test_cache_of_another_format_is_refused_and_left_as_it_is(tmp_path):
+def test_cache_of_another_format_is_not_used_and_left_as_it_is(tmp_path, caplog):
     instance = write_cache(tmp_path)
     title = "kvbm disk cache format 2"
     superblock_of(instance).write_text(f"{title} {xxh3_64_hexdigest(title.encode())}\nwhatever comes then\n")
     before = {path.name: path.read_bytes() for path in instance.iterdir()}
-    with pytest.raises(EnvironmentProblem, match="format 2"), opened(tmp_path):
-        pass
+    with opened(tmp_path) as rig:
+        assert rig.tier.path != instance
+        assert rig.tier.counters.unusable_instances == 1
+    assert len([message for message in caplog.messages if "has cache format 2" in message]) == 1
     assert {path.name: path.read_bytes() for path in instance.iterdir()} == before
