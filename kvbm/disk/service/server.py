@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 
 from kvbm.disk.index_thread import PendingClear
+from kvbm.disk.log_limit import RepeatFilter
 from kvbm.disk.orders import DiskResult, Forget, Read, Write
 from kvbm.disk.service import messages
 from kvbm.disk.service.messages import ChannelClosed, DiskChannel
@@ -34,10 +35,11 @@ REMOVED = 3  # exit code when its files were deleted: no block that it writes co
 
 
 class _Log(logging.Handler):
-    """Collects log records of all threads until they are sent."""
+    """Collects log records of all threads until they are sent; of many alike, a few."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
+        self.addFilter(RepeatFilter())
         self.kept: deque[messages.Logged] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
