@@ -10,8 +10,9 @@ on that metadata:
                    their blocks are released
     orders         are repeated as overdue ones, so that a rank which never got them reports them as failed
 
-Therefore the guard itself records each reference in the engine's block pool and each load that the engine waits for. The orders are in `in_flight` of Offloads and Onboards, each from before its copier can start until after it
-has stopped.
+Therefore the guard itself records each reference in the engine's block pool, and each load that the engine waits for.
+The orders are in `in_flight` of Offloads and Onboards, each from before its copier can start until after it has
+stopped.
 """
 
 from __future__ import annotations
