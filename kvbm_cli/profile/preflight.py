@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_key, size_of
 from kvbm_cli.profile.workload import load_workload
-from kvbm_cli.system.filesystem import nearest_existing
+from kvbm_cli.system.filesystem import expanded, nearest_existing
 from kvbm_cli.terminal.show_error import show_warning
 
 MAX_PORT = 65535
@@ -89,17 +90,31 @@ def require_engine(resolved: ResolvedProfile, *, force: bool, has_cache: bool = 
 
 def require_log(path: Path) -> None:
     """EnvironmentProblem for a log that cannot be written, before anything is created."""
-    holder = nearest_existing(path.absolute().parent)
-    for is_wrong, reason in (
-        (path.is_dir(), "is a directory"),
-        (not holder.is_dir(), f"{holder} is not a directory"),
-        (not os.access(path if path.exists() else holder, os.W_OK), "permission denied"),
-    ):
-        if is_wrong:
-            raise EnvironmentProblem(
-                f"cannot write the engine's log `{path}`: {reason}",
-                hint="name another file with `--log FILE`, or remove `--log`",
-            )
+    if (reason := _reason_not_writable(path)) is not None:
+        raise EnvironmentProblem(
+            f"cannot write the engine's log `{path}`: {reason}",
+            hint="name another file with `--log FILE`, or remove `--log`",
+        )
+
+
+def _reason_not_writable(path: Path) -> str | None:
+    """Returns why the file cannot be written or created, None if it can."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        holder = nearest_existing(Path(os.path.abspath(path)).parent)
+        if not os.path.isdir(holder):
+            return f"{holder} is not a directory"
+        return None if os.access(holder, os.W_OK | os.X_OK) else "permission denied"
+    except NotADirectoryError:
+        return f"{nearest_existing(Path(os.path.abspath(path)))} is not a directory"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    if stat.S_ISDIR(mode):
+        return "is a directory"
+    if not stat.S_ISREG(mode) and os.path.realpath(path) != os.devnull:
+        return "is not a regular file"
+    return None if os.access(path, os.W_OK) else "permission denied"
 
 
 def require_workload(resolved: ResolvedProfile) -> None:
@@ -188,7 +203,7 @@ def _require_directory(resolved: ResolvedProfile) -> None:
     """ProfileError for a directory that cannot be created; else it would fail only after the model is loaded."""
     if resolved.profile.tiers.disk is None:
         return
-    key, holder = "tiers.disk.directory", nearest_existing(Path(resolved.profile.tiers.disk.directory).expanduser())
+    key, holder = "tiers.disk.directory", nearest_existing(expanded(resolved.profile.tiers.disk.directory))
     for is_wrong, text in (
         (not holder.is_dir(), "is not a directory"),
         (not os.access(holder, os.W_OK | os.X_OK), "is not writable"),
@@ -214,7 +229,7 @@ def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) 
     missing_bytes, mistake = problem
     disk = resolved.profile.tiers.disk
     assert disk is not None, "its space was checked"
-    caches = list_caches(Path(disk.directory).expanduser())
+    caches = list_caches(expanded(disk.directory))
     if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):
         show_warning(mistake.message)
         return
@@ -227,7 +242,7 @@ def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tu
     disk = resolved.profile.tiers.disk
     if disk is None or isinstance(sizing, SizeUnknown) or sizing.disk is None:
         return None
-    facts = os.statvfs(nearest_existing(Path(disk.directory).expanduser()))
+    facts = os.statvfs(nearest_existing(expanded(disk.directory)))
     needed_bytes, free_bytes = sizing.disk.total_bytes, facts.f_bavail * facts.f_frsize
     if not facts.f_blocks or needed_bytes <= free_bytes:  # some filesystems do not report their size
         return None

@@ -167,4 +167,6 @@ def _write(descriptor: int, data: bytes) -> None:
         try:
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:
-            select.select([], [descriptor], [])
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()
