@@ -86,6 +86,8 @@ def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) ->
     """Returns the profile after the checks that `--dry-run` makes too."""
     port, has_cache = options.port, not options.is_baseline
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
+    if options.log is not None and options.log.exists() and options.log.samefile(resolved.path):
+        raise UsageError(f"`--log {options.log}` is the profile itself", hint="name another file with `--log FILE`")
     if options.is_baseline:
         require_baseline(resolved, overrides)
     if options.is_dry_run and not options.is_forced:
