@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from terminal import PROGRAM, environment
-from test_manage import status
 from test_process import eventually
+from test_runs import states
 from test_serve import home as home  # the fixture
 from test_serve import serving
 
@@ -36,7 +36,7 @@ def test_start_waits_for_an_engine_that_is_stopping(home: Path, shared: tuple[st
     resource, options = shared
     with serving(home, *options, *SLOW) as first:
         first.send_signal(signal.SIGTERM)
-        eventually(lambda: [run["state"] for run in status(home)] == ["stopping"])
+        eventually(lambda: states(home) == ["stopping"])
         with serving(home, *options) as second:
             assert second.url.startswith("http://")
             assert first.wait(timeout=1) == 0, "the second has waited for it"
@@ -61,11 +61,11 @@ def test_start_waits_for_what_a_killed_launcher_has_left(home: Path) -> None:
         guard.suspend()
         first.kill()
         first.wait()
-        assert [run["state"] for run in status(home, "--all")] == ["dead"]
+        assert states(home, with_ended=True) == ["dead"]
         with serving_in_background(home, options):
             eventually(lambda: "waiting for `mine-1` to end" in (home / "err").read_text())
             guard.resume()
-            eventually(lambda: [run["state"] for run in status(home)] == ["healthy"])
+            eventually(lambda: states(home) == ["healthy"])
 
 
 @contextmanager

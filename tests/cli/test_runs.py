@@ -54,6 +54,11 @@ def facts(name: str, launcher: ProcessIdentity | None = None, **changes: object)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
+def states(home: Path, *, with_ended: bool = False) -> list[str]:
+    """The states that `kvbm status` shows, without the start of an interpreter and without a probe."""
+    return [run.state.value for run in Runs(home / ".local/state/kvbm").all() if run.is_living or with_ended]
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
     (tmp_path / "runs").mkdir()

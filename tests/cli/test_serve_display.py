@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from terminal import PROGRAM, environment, kvbm
-from test_manage import status
 from test_process import eventually
+from test_runs import states
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
 
@@ -75,7 +75,7 @@ def test_reader_that_goes_away_does_not_end_the_engine(home: Path) -> None:
         last = LINE.findall(log_of(home))[-1]
         eventually(lambda: LINE.findall(log_of(home))[-1] != last)
         time.sleep(0.3)
-        assert [run["state"] for run in status(home)] == ["healthy"]
+        assert states(home) == ["healthy"]
         stop(program)
 
 
@@ -97,9 +97,9 @@ def on_a_terminal(home: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
 def test_stopped_terminal_delays_neither_engine_nor_stop(home: Path, stopped_while: str) -> None:
     """As after Ctrl-S. Only the shown part of the log is late."""
     with on_a_terminal(home, *NOISY) as (program, _, follower):
-        eventually(lambda: [run["state"] for run in status(home)] in (["healthy"], [stopped_while]))
+        eventually(lambda: states(home) in (["healthy"], [stopped_while]))
         termios.tcflow(follower, termios.TCOOFF)
-        eventually(lambda: [run["state"] for run in status(home)] == ["healthy"])
+        eventually(lambda: states(home) == ["healthy"])
         before = len(log_of(home))
         eventually(lambda: len(log_of(home)) > before + 1000)
         outcome = kvbm("stop", home=home)

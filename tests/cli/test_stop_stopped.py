@@ -13,6 +13,7 @@ import pytest
 from terminal import kvbm
 from test_manage import status
 from test_process import eventually, is_gone
+from test_runs import states
 from test_serve import RUNS, Serving, serving
 from test_serve import home as home  # the fixture
 
@@ -47,7 +48,7 @@ def test_stop_removes_what_a_killed_launcher_and_a_stopped_guard_have_left(home:
         program.kill()
         eventually(lambda: is_gone(processes["engine"].pid))
         assert not is_gone(processes["child"].pid)
-        assert [run["state"] for run in status(home, "--all")] == ["dead"]
+        assert states(home, with_ended=True) == ["dead"]
         outcome = kvbm("stop", "mine", home=home)
         assert outcome.exit_code == 3, "it was killed"
         assert outcome.stdout.startswith("mine-1 was killed after ")
@@ -58,7 +59,7 @@ def test_stop_removes_what_a_killed_launcher_and_a_stopped_guard_have_left(home:
 def test_run_whose_directory_is_removed_is_found_again(home: Path) -> None:
     with serving(home) as program:
         shutil.rmtree(home / RUNS)
-        eventually(lambda: [run["state"] for run in status(home)] == ["healthy"])
+        eventually(lambda: states(home) == ["healthy"])
         assert kvbm("stop", "mine-1", home=home).exit_code == 0
         assert program.wait(timeout=10) == 0
 
