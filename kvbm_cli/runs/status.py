@@ -109,7 +109,8 @@ def _failure(run: EngineRun) -> str | None:
 
 
 def _death(run: EngineRun) -> str:
-    return f"last seen at {_when(run.last_sign_s())}: its launcher was killed or the machine was restarted"
+    rest = f"; `kvbm stop {run.facts.name}` ends its remaining processes" if run.has_leftovers() else ""
+    return f"last seen at {_when(run.last_sign_s())}: its launcher was killed or the machine was restarted{rest}"
 
 
 def _when(seconds: float | None) -> str:

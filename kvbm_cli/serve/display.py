@@ -29,9 +29,12 @@ ERASE = "\r\033[K"
 
 
 class ServeDisplay:
-    """Methods are called by the main thread. `tails` are the logs to print, none with `--quiet`."""
+    """Methods are called by the main thread. `tails` are the logs to print, none with `--quiet`.
 
-    def __init__(self, tails: Sequence[LogTail] = ()) -> None:
+    `heading` is its first note.
+    """
+
+    def __init__(self, tails: Sequence[LogTail], heading: str) -> None:
         self._tails = tails
         self._verb, self._phase, self._started = "starting", "", time.monotonic()
         self._queue: deque[tuple[int, str]] = deque()  # removed from when written
@@ -44,6 +47,7 @@ class ServeDisplay:
         self._printed_phase, self._printed_s = "", -PHASE_INTERVAL_S
         self._pace = Pace()
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
+        self.note(heading)
 
     def __enter__(self) -> Self:
         self._thread.start()

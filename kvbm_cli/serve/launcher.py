@@ -59,10 +59,9 @@ def launch(
     with (
         _failure_recorded(run),
         _Signals(run) as signals,
-        ServeDisplay(tails) as display,
+        ServeDisplay(tails, heading) as display,
         _start(plan, log_path) as engine,
     ):
-        display.note(heading)
         try:
 
             def on_progress(phase: str) -> None:
@@ -134,8 +133,9 @@ def _watch(
         _record_processes(run, engine)
         record.restore()
         _forward_signals(display, signals, engine)
+        has_printed = display.has_printed()
         display.raise_failure()
-        if background is not None and display.has_printed():
+        if background is not None and has_printed:
             background.release(run.path / OWN_LOG)
             background = None
         time.sleep(WATCH_S)

@@ -87,6 +87,12 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
     assert RunFacts.from_json(json.dumps(content)).name == "demo-1"
 
 
+def test_what_an_earlier_version_lacks_has_its_default() -> None:
+    content = json.loads(facts("demo-1", is_baseline=True).to_json())
+    del content["is_baseline"], content["format"]
+    assert not RunFacts.from_json(json.dumps(content)).is_baseline
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"name": 1}', '{"launcher": {}}', '{"state": "odd"}'])
 def test_a_directory_that_cannot_be_read_is_no_run(runs: Runs, tmp_path: Path, text: str) -> None:
     begin(runs, "demo")

@@ -117,7 +117,7 @@ def test_live_line_and_log_do_not_garble_each_other(tmp_path: Path, monkeypatch:
     log = tmp_path / "log"
     with open(follower, "w") as terminal, log.open("a", buffering=1) as file:
         monkeypatch.setattr("sys.stderr", terminal)
-        with ServeDisplay([LogTail(log)]) as display:
+        with ServeDisplay([LogTail(log)], "heading") as display:
             for number in range(3):
                 display.report(f"phase {number}")
                 time.sleep(0.3)
@@ -131,7 +131,7 @@ def test_live_line_and_log_do_not_garble_each_other(tmp_path: Path, monkeypatch:
     written = b"".join(parts).decode().replace("\r\n", "\n")
     assert len(re.findall(r"starting +\d", written)) >= 3
     screen = [line.rpartition(ERASE)[2] for line in written.split("\n")]
-    assert screen == ["line 0", "note 0", "line 1", "note 1", "line 2", "note 2", ""]
+    assert screen == ["heading", "line 0", "note 0", "line 1", "note 1", "line 2", "note 2", ""]
 
 
 def test_tail_of_a_log_that_is_emptied_or_long(tmp_path: Path) -> None:

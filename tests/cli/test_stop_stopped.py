@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from terminal import kvbm
+from terminal import PROGRAM, environment, kvbm
 from test_manage import status
 from test_process import eventually, is_gone
 from test_runs import states
@@ -49,6 +50,7 @@ def test_stop_removes_what_a_killed_launcher_and_a_stopped_guard_have_left(home:
         eventually(lambda: is_gone(processes["engine"].pid))
         assert not is_gone(processes["child"].pid)
         assert states(home, with_ended=True) == ["dead"]
+        assert "; `kvbm stop mine-1` ends its remaining processes;" in kvbm("status", home=home).stderr
         outcome = kvbm("stop", "mine", home=home)
         assert outcome.exit_code == 3, "it was killed"
         assert outcome.stdout.startswith("mine-1 was killed after ")
@@ -74,6 +76,17 @@ def test_guard_is_replaced_although_the_log_cannot_be_written(home: Path) -> Non
         eventually(lambda: recorded_guard(home) != guard)
         assert kvbm("stop", home=home).exit_code == 0
         assert program.wait(timeout=10) == 0
+
+
+def test_detached_engine_is_ready_although_its_own_log_cannot_be_written(home: Path) -> None:
+    command = [*PROGRAM, "serve", "-p", "./mine.yaml", "--detach"]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=home, env=environment(home), **streams) as program:  # type: ignore[call-overload]
+        eventually(lambda: states(home) != [])
+        (home / RUNS / "mine-1" / "kvbm.log").mkdir()
+        assert program.wait(timeout=20) == 0
+    assert states(home) == ["healthy"]
+    assert kvbm("stop", home=home).exit_code == 0
 
 
 def recorded_guard(home: Path) -> int:
