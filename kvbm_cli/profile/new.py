@@ -21,6 +21,7 @@ from kvbm.config.load import Examined, examine_written, load, written_by
 from kvbm.config.variables import other_variables
 from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.machine_problems import problems_here, warn_of
 from kvbm_cli.profile.preflight import check, examine_here, require_workload
 from kvbm_cli.profile.text import short_text, whole_text
 from kvbm_cli.terminal.console import print_data, print_note
@@ -157,7 +158,8 @@ def _examined(
     if examined.mistakes:
         raise together(examined.mistakes)
     assert examined.resolved is not None, "no mistakes means a profile"
-    check(examined.resolved)
+    sizing = check(examined.resolved)
+    warn_of(problems_here(examined.resolved, sizing))
     require_workload(examined.resolved)
     return written, examined
 
