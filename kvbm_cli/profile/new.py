@@ -80,7 +80,8 @@ def new_profile(
 
 def _require_place(file: Path, *, is_forced: bool) -> None:
     if file.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"`{file}` must end in `.yaml`", hint=f"run `kvbm profile new {file}.yaml`")
+        name = f"{file}.yaml" if file.name not in (".yaml", ".yml") else file.with_name("mine.yaml")
+        raise UsageError(f"`{file}` must be a name that ends in `.yaml`", hint=f"run `kvbm profile new {name}`")
     if os.path.isdir(file):
         raise UsageError(f"`{file}` is a directory")
     if os.path.lexists(file) and not is_forced:

@@ -6,6 +6,7 @@ machine lacks for a valid profile is found by machine_problems.py.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -159,18 +160,37 @@ def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
 
 def _require_directory(resolved: ResolvedProfile) -> None:
     """ProfileError for a directory that cannot be used; else it would fail only after the model is loaded."""
-    disk = resolved.profile.tiers.disk
-    if disk is not None and (reason := _reason_not_usable(expanded(disk.directory))) is not None:
-        key = "tiers.disk.directory"
+    disk, metrics = resolved.profile.tiers.disk, resolved.profile.metrics
+    if disk is not None:
+        directory = expanded(disk.directory)
+        reason = _reason_not_private(directory) or _reason_not_usable(directory)
+        _require_none(resolved, "tiers.disk.directory", reason)
+    if metrics.record:
+        _require_none(resolved, "metrics.record_directory", _reason_not_usable(expanded(metrics.record_directory)))
+
+
+def _require_none(resolved: ResolvedProfile, key: str, reason: str | None) -> None:
+    if reason is not None:
         hint = f"set `{key}` to another directory; `kvbm doctor --dir DIR` checks one"
         raise resolved.mistake(key, f"`{key}`: {reason}", hint=hint)
 
 
-def _reason_not_usable(directory: Path) -> str | None:
-    """Returns why caches cannot be created in the directory, None if they can."""
-    holder = nearest_existing(directory)
-    if holder == directory and os.path.islink(directory):
+def _reason_not_private(directory: Path) -> str | None:
+    """Returns why the disk tier refuses an existing directory, None if it does not."""
+    try:
+        mode = os.lstat(directory).st_mode
+    except OSError:
+        return None  # missing, or not usable for another reason
+    if stat.S_ISLNK(mode):
         return f"{directory} is a symbolic link, which is not followed"
+    if stat.S_ISDIR(mode) and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        return f"{directory} is writable by everyone (mode {stat.S_IMODE(mode):04o})"
+    return None
+
+
+def _reason_not_usable(directory: Path) -> str | None:
+    """Returns why files cannot be created in the directory, None if they can."""
+    holder = nearest_existing(directory)
     try:
         mode = os.stat(holder).st_mode
     except OSError as error:
@@ -179,6 +199,9 @@ def _reason_not_usable(directory: Path) -> str | None:
         return f"{holder} is not a directory"
     if not os.access(holder, os.W_OK | os.X_OK):
         return f"{holder} is not writable"
-    if holder == directory and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        return f"{holder} is writable by everyone (mode {stat.S_IMODE(mode):04o})"
+    try:
+        os.lstat(directory)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"the name of {directory} is too long"
     return None
