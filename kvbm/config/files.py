@@ -40,7 +40,7 @@ def read_at_most(path: Path, byte_count: int) -> bytes:
         deadline = time.monotonic() + FIFO_TIMEOUT_S if _is_fifo(path) else None
         contents = b""
         while len(contents) <= byte_count:
-            if deadline is not None and not select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if deadline is not None and not _is_readable(file.fileno(), max(0.0, deadline - time.monotonic())):
                 raise OSError(errno.EAGAIN, "the process that writes this pipe is too slow" if contents else NO_WRITER)
             part = file.read(byte_count + 1 - len(contents))
             if not part:
@@ -50,6 +50,13 @@ def read_at_most(path: Path, byte_count: int) -> bytes:
 
 
 NO_WRITER = "no process writes to this pipe"
+
+
+def _is_readable(descriptor: int, timeout_s: float) -> bool:
+    """Whether there is something to read, or an end of file, within the timeout. `select` fails beyond 1023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
 
 
 def _without_waiting(path: str, flags: int) -> int:

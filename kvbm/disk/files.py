@@ -292,7 +292,10 @@ def _write_zeros(fd: int, start: int, end: int, progress: Progress | None) -> No
 
 def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
-        raise EnvironmentProblem(f"{path} belongs to user {found.st_uid}; kvbm runs as user {os.geteuid()}")
+        raise EnvironmentProblem(
+            f"{path} belongs to user {found.st_uid}; kvbm runs as user {os.geteuid()}",
+            hint=f"run `sudo chown -R {os.geteuid()} {path}`, or set `tiers.disk.directory`",
+        )
     if found.st_mode & OTHERS:
         raise EnvironmentProblem(
             f"{path} is accessible to other users (mode {stat.S_IMODE(found.st_mode):04o})",
