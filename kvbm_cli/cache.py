@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sqlite3
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from kvbm.config.files import is_missing
 from kvbm.config.schema import DiskTierSection
 from kvbm.config.sizes import format_size
 from kvbm.disk.clear import clear_tenant
@@ -156,7 +158,11 @@ def _place(directory: Path | None, profile: str | None) -> Path:
     if directory is not None:
         if profile is not None:
             raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
-        if not os.path.isdir(directory):
+        try:
+            is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
+        except OSError as error:
+            raise UsageError(f"`--dir {directory}`: {(error.strerror or str(error)).lower()}") from None
+        if not is_directory:
             raise UsageError(f"`--dir {directory}`: not a directory")
         _require_outside(directory)
         return directory
@@ -179,7 +185,7 @@ def _require_outside(place: Path) -> None:
 
 def _caches(place: Path) -> list[CacheFacts]:
     """Returns the caches, the most recently used first."""
-    return found_in(place) if os.path.lexists(place) else []
+    return [] if is_missing(place) else found_in(place)
 
 
 def _stats(cache: CacheFacts) -> CacheStats:

@@ -25,6 +25,7 @@ from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
 from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
 from kvbm_cli.engine.engines import copy_count
+from kvbm_cli.system.filesystem import missing_mount
 
 Found = Generator[Check, None, RecommendedSettings | None]
 
@@ -49,6 +50,8 @@ def checks(context: DoctorContext) -> Found:
     except ProbeFailed as error:  # past here this process itself waits for the filesystem
         yield failure("directory", f"the filesystem does not respond: {error}", OTHER_DIRECTORY)
         return None
+    if (reason := missing_mount(directory)) is not None:
+        yield warning("mount", reason, f"mount it, or {OTHER_DIRECTORY}")
     try:
         yield from _leftovers(context, directory)
         with scratch_directory(directory) as place:

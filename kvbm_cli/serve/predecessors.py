@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvbm_cli.runs.reservations import holds_port
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
-from kvbm_cli.serve.reservations import holds_port
 from kvbm_cli.serve.served_profile import ServedProfile
 from kvbm_cli.terminal.console import print_note
 from kvbm_cli.terminal.progress import ProgressDisplay

@@ -6,9 +6,9 @@ Everything goes to stderr. The text is the same without colour.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from kvbm.errors import KvbmError, ProfileMistakes
+from kvbm.errors import EnvironmentProblems, KvbmError, ProfileMistakes
 
 RED, YELLOW, CYAN = "1;31", "1;33", "1;36"
 
@@ -30,14 +30,20 @@ def warning_text(message: str) -> str:
 
 
 def show_kvbm_error(error: KvbmError) -> None:
-    """Prints an error. Several mistakes of a profile are printed each with its hint, followed by their number."""
-    if not isinstance(error, ProfileMistakes):
+    """Prints an error. Several mistakes or problems are printed each with its hint, followed by their number."""
+    if isinstance(error, ProfileMistakes):
+        _show_several(error.mistakes, "mistakes")
+    elif isinstance(error, EnvironmentProblems):
+        _show_several(error.problems, "problems")
+    else:
         show_error(error.message, cause=error.__cause__, hint=error.hint)
-        return
-    for one in error.mistakes:
+
+
+def _show_several(errors: Sequence[KvbmError], noun: str) -> None:
+    for one in errors:
         show_error(one.message, cause=one.__cause__, hint=one.hint)
         print(file=sys.stderr)
-    print(f"{len(error.mistakes)} mistakes", file=sys.stderr)
+    print(f"{len(errors)} {noun}", file=sys.stderr)
 
 
 def _causes(cause: BaseException | None) -> Iterator[str]:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import time
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from mistakes import what_lies_in
-from terminal import FAKE_ENGINE, PROGRAM, environment, kvbm
+from terminal import FAKE_ENGINE, PROGRAM, environment, kvbm, on_a_terminal
 from test_cache import make_cache
 from test_runs import facts
 from test_serve import MODEL
@@ -82,6 +83,16 @@ ROWS = (
     Row("frozen caches", "cache ls --dir caches", 0, "1 cache,"),
     Row("frozen caches", "cache verify --dir caches", 1, "Read-only file system"),
     Row("frozen caches", "cache clear --yes --dir caches", 1, "Read-only file system"),
+    Row("full .local", "profile show mine.yaml", 0, "engine.model"),
+    Row("full .local", "cache ls --dir caches", 0, "1 cache,"),
+    Row("full .local", "size -p mine.yaml", 0, "G2 host"),
+    Row("full .local", "doctor --quick --dir .local/cache", 0, "warning  free space"),
+    Row("frozen .", "doctor --quick --dir caches", 1, "not writable: read-only file system"),
+    Row("frozen .", "cache ls", 0, "no caches in"),
+    Row("frozen .", "profile check mine.yaml", 0, "no mistakes found"),
+    Row("frozen .", "profile new new.yaml --extends demo", 1, f"`new.yaml`: {READ_ONLY}"),
+    Row("frozen .", "profile import-env --output new.yaml", 1, f"`new.yaml`: {READ_ONLY}"),
+    Row("frozen .", f"{SERVE} --dry-run", 0, "profile  mine"),
     Row("ulimit -f 0", NEW, 1, "error: cannot write `work/new.yaml`: file too large\n"),
     Row("ulimit -f 0", SERVE, 1, "run.json`: file too large\n\nhint: check the maximum file size with `ulimit -f`"),
     Row("ulimit -f 0", "cache ls --dir caches", 1, "error: cannot write a temporary file: "),
@@ -199,6 +210,51 @@ def test_no_home_is_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert run(command.split()) == 1
         assert capsys.readouterr().err.startswith("error: no home directory")
     assert run(["profile", "check", "demo"]) == 0
+
+
+CLOSED = (
+    ("profile check closed/mine.yaml", 2, "cannot read the profile `closed/mine.yaml`: permission denied\n"),
+    ("profile check below.yaml", 2, "`extends`: cannot read `closed/mine.yaml`: permission denied\n"),
+    ("profile check mine.yaml --set engine.model=./closed/m", 2, "/closed/m`: permission denied\n"),
+    ("profile check mine.yaml --set bench.workload=./closed/w.yaml", 2, "/closed/w.yaml`: permission denied\n"),
+    ("profile check demo-disk --set tiers.disk.directory=[HOME]/closed/d", 2, "/closed is not writable\n"),
+    ("cache ls --dir closed", 1, "/closed: Permission denied (EACCES)\n"),
+    ("cache ls --dir closed/d", 2, "`--dir closed/d`: permission denied\n"),
+    ("doctor --quick --dir closed", 1, "not writable: permission denied\n"),
+    ("doctor --quick --dir closed/d", 1, "not writable: permission denied\n"),
+    ("profile new closed/new.yaml --extends demo", 1, "cannot write `closed/new.yaml`: permission denied\n"),
+    ("serve -p mine.yaml --dry-run --log closed/log", 1, "log `closed/log`: permission denied\n"),
+)
+
+
+@pytest.mark.parametrize(("command", "exit_code", "said"), CLOSED)
+def test_a_directory_that_may_not_be_read_is_named(command: str, exit_code: int, said: str, home: Path) -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv")
+    (home / "closed").mkdir()
+    (home / "closed" / "mine.yaml").write_text("extends: demo\n")
+    (home / "below.yaml").write_text("extends: ./closed/mine.yaml\n")
+    (home / "closed").chmod(0)
+    try:
+        powerless = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"] if os.geteuid() == 0 else []
+        arguments = command.replace("[HOME]", str(home)).split()
+        done = subprocess.run(
+            [*powerless, *PROGRAM, *arguments],
+            cwd=home,
+            env=environment(home),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        (home / "closed").chmod(0o700)
+    assert said in done.stdout + done.stderr
+    assert done.returncode == exit_code
+
+
+@pytest.mark.parametrize("command", ["profile list", "profile show demo", "size -p demo", "cache ls --dir caches"])
+def test_a_narrow_terminal_is_no_bug(command: str, home: Path) -> None:
+    assert on_a_terminal(*command.split(), home=home, columns=20)
 
 
 @pytest.mark.parametrize("value", ["", "here", "."])

@@ -98,9 +98,9 @@ MUTANTS = (
     Mutant(
         name="serve-counts-on-the-room-of-others",
         bug="A disk that cannot fit is thought to fit in the place of a cache that an engine uses.",
-        file="kvbm_cli/profile/preflight.py",
-        old="if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):",
-        new="if missing_bytes <= sum(cache.arena_bytes for cache in caches):",
+        file="kvbm_cli/profile/machine_problems.py",
+        old="has_room = missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked)",
+        new="has_room = missing_bytes <= sum(cache.arena_bytes for cache in caches)",
         fails="tests/cli/test_check.py",
     ),
 )
