@@ -32,6 +32,7 @@ from kvbm.config.variables import PREFIX
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.engine.failure_reason import oom_kills, reason_of
+from kvbm_cli.engine.python_probe import SAFE_PATH
 from kvbm_cli.engine.readiness import Readiness
 from kvbm_cli.system import die_with_parent
 from kvbm_cli.system.guard_process import GuardProcess
@@ -223,14 +224,14 @@ _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 
 
 def engine_environment(plan: LaunchPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the engine's environment: the caller's without DYN_KVBM_*, the profile's, and unbuffered output."""
+    """Returns the engine's environment: the caller's without DYN_KVBM_*, what kvbm adds, and the profile's."""
     kept = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
     return {**kept, **additions(plan)}
 
 
 def additions(plan: LaunchPlan) -> dict[str, str]:
-    """Returns the variables that kvbm adds to the caller's, without TMPDIR."""
-    return {"PYTHONUNBUFFERED": "1", **plan.environment}
+    """Returns the variables that kvbm and the profile add to the caller's, without TMPDIR."""
+    return {"PYTHONUNBUFFERED": "1", **SAFE_PATH, **plan.environment}
 
 
 def choose_port(host: str, port: int) -> int:

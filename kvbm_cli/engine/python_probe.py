@@ -1,11 +1,15 @@
 """Detects vLLM in the interpreter of an engine, which may differ from the one that runs `kvbm`.
 
 Runs one short subprocess, which reads the metadata of installed packages and does not import them.
+
+No child interpreter imports modules from the working directory, which may hold files of others. Programs of kvbm get
+`-P`. An interpreter of the user gets SAFE_PATH, which also applies to the processes that it starts.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from functools import cache
 from typing import Any
@@ -14,10 +18,12 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.vllm_integration.versions import VllmInstallation
 
 PROBE_TIMEOUT_S = 30
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 _PROGRAM = """
-import importlib.metadata as metadata, importlib.util, json, os, sys, sysconfig
-sys.path = [entry for entry in sys.path if entry]
+import sys
+sys.path = [entry for entry in sys.path if entry]  # before 3.11, SAFE_PATH is ignored
+import importlib.metadata as metadata, importlib.util, json, os, sysconfig
 found = None
 for name in ("vllm", *sorted(n for n in metadata.packages_distributions().get("vllm", ()) if n != "vllm")):
     try:
@@ -50,7 +56,12 @@ def find_vllm(python: str) -> VllmInstallation | None:
 def _probe(python: str) -> dict[str, Any] | None:
     try:
         done = subprocess.run(
-            [python, "-c", _PROGRAM], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+            [python, "-c", _PROGRAM],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            env={**os.environ, **SAFE_PATH},
         )
         answer = json.loads(done.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError):
