@@ -15,6 +15,7 @@ import errno
 import importlib.util
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.config.launch_plan import ADMIN_VARIABLE, LaunchPlan
 from kvbm.config.variables import PREFIX
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.engine.engine_log import EngineLog
@@ -63,6 +64,7 @@ class EngineProcess:
         self._oom_kills_before = oom_kills()
         self._is_removed = False
         self.plan = plan
+        self.admin_token: str | None = None  # for requests that change the engine, None if it takes none
 
     @classmethod
     def start(cls, plan: LaunchPlan, *, log_path: Path) -> EngineProcess:
@@ -73,13 +75,16 @@ class EngineProcess:
             log_start = log.tell()  # before the start: the engine shares the file position
             existing_files = set(shared_files())
             directory = _make_directory(plan)
+            environment = {**engine_environment(plan, os.environ), "TMPDIR": directory}
+            if plan.has_admin_token and not environment.get(ADMIN_VARIABLE):
+                environment[ADMIN_VARIABLE] = secrets.token_urlsafe()
             try:
                 child = subprocess.Popen(
                     die_with_parent.command_line(plan.argv),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**engine_environment(plan, os.environ), "TMPDIR": directory},
+                    env=environment,
                     process_group=0,
                 )
             except BaseException:
@@ -87,7 +92,9 @@ class EngineProcess:
                 raise
             leftovers = Leftovers(directory, process_group=child.pid, existing_files=existing_files)
             try:
-                return cls(child, plan, leftovers, log, log_start)
+                process = cls(child, plan, leftovers, log, log_start)
+                process.admin_token = environment[ADMIN_VARIABLE] if plan.has_admin_token else None
+                return process
             except BaseException:  # no guard could be started
                 leftovers.remove()
                 child.wait()

@@ -26,9 +26,12 @@ from kvbm_cli.system.filesystem import nearest_existing
 from kvbm_cli.terminal.show_error import show_warning
 
 MAX_PORT = 65535
+DEV_MODE = "VLLM_SERVER_DEV_MODE"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import Profile
 
 
 def check(resolved: ResolvedProfile, *, warns_of_space: bool = True) -> Sizing | SizeUnknown:
@@ -73,17 +76,29 @@ def examine_here(
 
 
 def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
-    """EnvironmentProblem if the engine's interpreter lacks the engine of the profile; only a warning with `force`.
+    """EnvironmentProblem if the engine's interpreter lacks the engine of the profile, or if it would serve debug
+    endpoints on a network; only a warning with `force`.
 
     The embedded engine is checked by its own process.
     """
     if resolved.profile.engine.kind == "embedded":
         return
-    problem = vllm_problem(resolved.profile)
-    if problem is not None and not force:
-        raise problem
-    if problem is not None:
-        show_warning(problem.message)
+    for problem in (_public_debug_endpoints(resolved.profile), vllm_problem(resolved.profile)):
+        if problem is not None and not force:
+            raise problem
+        if problem is not None:
+            show_warning(problem.message)
+
+
+def _public_debug_endpoints(profile: Profile) -> EnvironmentProblem | None:
+    """vLLM's development mode lets every client call methods of the engine. Engines behind a proxy are private."""
+    mode = {**os.environ, **profile.engine.environment}.get(DEV_MODE, "0")
+    if mode in ("", "0") or profile.disaggregated.is_enabled or profile.server.host in LOOPBACK:
+        return None
+    return EnvironmentProblem(
+        f"{DEV_MODE} serves vLLM's debug endpoints, and `server.host: {profile.server.host}` is not a loopback address",
+        hint=f"unset {DEV_MODE}, or set `server.host: 127.0.0.1`",
+    )
 
 
 def require_log(path: Path) -> None:

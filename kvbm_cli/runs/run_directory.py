@@ -7,6 +7,7 @@
       kvbm.log       output of the launcher of a detached run after the start
       lock           held by the launcher while it lives; visible to other containers that share the directory
       stop.json      timeout that `kvbm stop --timeout` requested
+      admin-token    secret for requests that change the embedded engine, such as /reset_prefix_cache
 
 A run is alive if its launcher is alive. The processes of a run that is not alive are never signalled: their process ids
 may belong to others. Names are `PROFILE-NUMBER` with increasing numbers. `kvbm serve` locks the parent directory from
@@ -38,7 +39,7 @@ from kvbm_cli.system.process_identity import ProcessIdentity
 KEPT_RUNS = 20
 MOST_BYTES = 1 << 20  # of run.json
 ABANDONED_AFTER_S = 3600.0  # age of a directory without run.json before it is removed
-FACTS, PROFILE, LOCK, STOP = "run.json", "profile.yaml", "lock", "stop.json"
+FACTS, PROFILE, LOCK, STOP, ADMIN_TOKEN = "run.json", "profile.yaml", "lock", "stop.json", "admin-token"
 ENGINE_LOG, OWN_LOG = "engine.log", "kvbm.log"
 _NUMBERED = re.compile(r"(.+)-(\d+)")
 
@@ -127,6 +128,11 @@ class RunDirectory:
 
         head = "".join(character if character.isprintable() else "?" for character in head)
         _write(self.path / PROFILE, f"{head}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
+
+    def write_admin_token(self, token: str) -> None:
+        """Writes the token. Ignores errors, like `_write`."""
+        with contextlib.suppress(OSError):
+            _write(self.path / ADMIN_TOKEN, token)
 
     def remove(self) -> None:
         """Removes the directory of a run that has not begun."""

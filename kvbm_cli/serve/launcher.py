@@ -50,6 +50,8 @@ def launch(
 ) -> int:
     """Runs the engine until it ends and records the result. Returns its exit code or raises EngineError."""
     with _failure_recorded(run), _Signals(run) as signals, _start(plan, log_path) as engine:
+        if isinstance(engine, EngineProcess) and engine.admin_token is not None:
+            run.write_admin_token(engine.admin_token)
         try:
             with ProgressDisplay("starting") as display:
 

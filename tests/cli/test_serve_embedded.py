@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ import psutil
 import pytest
 from terminal import PROGRAM, environment, kvbm
 from test_process import eventually, is_gone
+
+from kvbm.config.launch_plan import ADMIN_HEADER
 
 pytest.importorskip("torch")
 
@@ -137,3 +140,24 @@ def test_model_that_is_too_long_for_the_pool_is_an_error_of_the_profile(home: Pa
     outcome = kvbm("serve", "-p", "./tiny.yaml", "--set", "engine.arguments.max_model_len=999999", home=home)
     assert outcome.exit_code == 2
     assert "max_model_len" in outcome.stderr
+
+
+def test_token_of_a_run_empties_the_cache_and_only_its_user_reads_it(home: Path) -> None:
+    with serving(home) as (_, url):
+        file = home / ".local/state/kvbm/runs/tiny-1/admin-token"
+        assert file.stat().st_mode & 0o777 == 0o600
+        token = file.read_text()
+        for headers, status in (({}, 403), ({ADMIN_HEADER: token}, 200)):
+            reset = urllib.request.Request(f"{url}/reset_prefix_cache", b"", headers)
+            try:
+                assert urllib.request.urlopen(reset, timeout=10).status == status
+            except urllib.error.HTTPError as refusal:
+                assert refusal.code == status
+        facts = (file.parent / "run.json").read_text() + (file.parent / "profile.yaml").read_text()
+        assert token not in facts
+        assert all(token not in " ".join(process.cmdline()) for process in descendants_of_run(home))
+
+
+def descendants_of_run(home: Path) -> list[psutil.Process]:
+    facts = json.loads((home / ".local/state/kvbm/runs/tiny-1/run.json").read_text())
+    return [psutil.Process(one["pid"]) for one in facts["processes"].values()]

@@ -18,6 +18,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from kvbm.embedded.engine.request import SamplingParams
+from kvbm.embedded.http.admin import require_admin
 from kvbm.embedded.http.completion import Completion, CompletionFailed, Served
 from kvbm.embedded.http.openai_requests import (
     CompletionRequest,
@@ -202,6 +203,7 @@ class _Endpoints:
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         """Clear the prefix cache in G1 and in the connector."""
+        require_admin(request, self._service.admin_token)
         served = self._service.ready()
         _check_query(request, "reset_external", "true", "false")
         try:
