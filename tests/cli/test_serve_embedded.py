@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from terminal import PROGRAM, environment, kvbm
 from test_process import eventually, is_gone
 
 from kvbm.config.launch_plan import ADMIN_HEADER
+from kvbm_cli.system.http_client import request
 
 pytest.importorskip("torch")
 
@@ -148,11 +148,7 @@ def test_token_of_a_run_empties_the_cache_and_only_its_user_reads_it(home: Path)
         assert file.stat().st_mode & 0o777 == 0o600
         token = file.read_text()
         for headers, status in (({}, 403), ({ADMIN_HEADER: token}, 200)):
-            reset = urllib.request.Request(f"{url}/reset_prefix_cache", b"", headers)
-            try:
-                assert urllib.request.urlopen(reset, timeout=10).status == status
-            except urllib.error.HTTPError as refusal:
-                assert refusal.code == status
+            assert request("POST", f"{url}/reset_prefix_cache", headers=headers, timeout_s=10).status == status
         facts = (file.parent / "run.json").read_text() + (file.parent / "profile.yaml").read_text()
         assert token not in facts
         assert all(token not in " ".join(process.cmdline()) for process in descendants_of_run(home))

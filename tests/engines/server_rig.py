@@ -193,7 +193,7 @@ class Client:
         self.port = port
 
     async def post(self, path: str, headers: dict[str, str] | None = None, **body: Any) -> tuple[int, dict[str, Any]]:
-        return await self.send(path, json.dumps(body).encode(), headers=headers)
+        return await self.send(path, io.BytesIO(json.dumps(body).encode()), headers=headers)
 
     async def send(
         self, path: str, body: bytes | io.BytesIO, headers: dict[str, str] | None = None
