@@ -12,6 +12,7 @@ from typing import BinaryIO
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.runs.status import log_paths
+from kvbm_cli.terminal.printable import printable, without_colours
 
 POLL_S = 0.2
 CHUNK_BYTES = 1 << 16
@@ -22,7 +23,7 @@ def show_logs(reference: str | None, *, follow: bool, line_count: int | None) ->
     run = Runs.of_user().one(reference)
     paths = log_paths(run)
     width = max(map(len, paths)) if len(paths) > 1 else 0
-    tails = [_Tail(path, f"{name:<{width}} | ".encode() if width else b"", line_count) for name, path in paths.items()]
+    tails = [_Tail(path, f"{name:<{width}} | " if width else "", line_count) for name, path in paths.items()]
     if not any(tail.is_there for tail in tails) and not run.is_living:
         raise EnvironmentProblem(f"the log of `{run.facts.name}` was removed: `{tails[-1].path}`")
     _print(tails)
@@ -42,7 +43,7 @@ def _print(tails: Iterable[_Tail]) -> None:
 class _Tail:
     """Reads one file from its last lines on. The file of an engine that starts later may not exist yet."""
 
-    def __init__(self, path: Path, prefix: bytes, line_count: int | None) -> None:
+    def __init__(self, path: Path, prefix: str, line_count: int | None) -> None:
         self.path = path
         self._prefix = prefix
         self._line_count = line_count
@@ -72,10 +73,11 @@ class _Tail:
             self._file.close()
 
     def _write(self, lines: Iterable[bytes]) -> None:
-        """Writes unchanged bytes: an engine's output may not be valid text."""
+        """Writes printable text: an engine may write anything, also what a client sent. Redrawn lines are separate."""
+        texts = (without_colours(line.decode(errors="backslashreplace")) for line in lines)
+        shown = (piece for text in texts for piece in (text.rstrip("\r").split("\r")))
+        sys.stdout.write("".join(f"{self._prefix}{printable(piece)}\n" for piece in shown))
         sys.stdout.flush()
-        sys.stdout.buffer.write(b"".join(b"%s%s\n" % (self._prefix, line) for line in lines))
-        sys.stdout.buffer.flush()
 
 
 def start_of_last_lines(file: BinaryIO, line_count: int) -> int:

@@ -9,20 +9,21 @@ import sys
 from collections.abc import Iterator
 
 from kvbm.errors import KvbmError, ProfileMistakes
+from kvbm_cli.terminal.printable import printable
 
 RED, YELLOW, CYAN = "1;31", "1;33", "1;36"
 
 
 def show_error(message: str, *, cause: BaseException | None = None, hint: str | None = None) -> None:
-    lines = [f"{coloured('error:', RED)} {message}"]
-    lines += [f"  caused by: {text}" for text in _causes(cause)]
+    lines = [f"{coloured('error:', RED)} {printable(message)}"]
+    lines += [f"  caused by: {printable(text)}" for text in _causes(cause)]
     if hint:
-        lines += ["", f"{coloured('hint:', CYAN)} {hint}"]
+        lines += ["", f"{coloured('hint:', CYAN)} {printable(hint)}"]
     print("\n".join(lines), file=sys.stderr)
 
 
 def show_warning(message: str) -> None:
-    print(f"{coloured('warning:', YELLOW)} {message}", file=sys.stderr)
+    print(f"{coloured('warning:', YELLOW)} {printable(message)}", file=sys.stderr)
 
 
 def show_kvbm_error(error: KvbmError) -> None:
