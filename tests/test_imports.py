@@ -56,7 +56,7 @@ RULES = (  # the first that fits a module counts
     ),
     Rule(
         "kvbm.observe",
-        ("kvbm.leader", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema"),
+        ("kvbm.leader", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema", "kvbm.host.directories"),
         never=("numpy", *ENGINES),
     ),
     Rule("kvbm.config"),

@@ -303,7 +303,7 @@ def _open_log(path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not (path.is_file() or path.is_dir()) and path.resolve() != Path(os.devnull):
             raise OSError(errno.EINVAL, "not a regular file")
-        return path.open("ab")
+        return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))  # it may hold prompts
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot write the engine's log `{path}`: {(error.strerror or str(error)).lower()}"

@@ -32,12 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.host.directories import make_private_directories
 from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.filesystem import no_temporary_file, state_directory, write_atomically
 from kvbm_cli.system.process_identity import ProcessIdentity
 
 KEPT_RUNS = 20
 MOST_BYTES = 1 << 20  # of run.json
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 ABANDONED_AFTER_S = 3600.0  # age of a directory without run.json before it is removed
 FACTS, PROFILE, LOCK, STOP, ADMIN_TOKEN = "run.json", "profile.yaml", "lock", "stop.json", "admin-token"
 ENGINE_LOG, OWN_LOG = "engine.log", "kvbm.log"
@@ -83,7 +85,8 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._facts: RunFacts | None = None
-        self._lock = (path / LOCK).open("wb")  # until the process ends
+        lock = os.open(path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._lock = os.fdopen(lock, "wb")  # until the process ends
         with contextlib.suppress(OSError):  # a filesystem without locks
             fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -165,12 +168,20 @@ class Runs:
         """Returns those of the user, None if the directory is not writable."""
         try:
             runs = cls.of_user()
-            runs._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directories(runs._directory)
+            runs._make_private()
             if os.access(runs._directory, os.W_OK | os.X_OK):
                 return runs
         except (OSError, RuntimeError):  # RuntimeError: no home directory
             pass
         return None
+
+    def _make_private(self) -> None:
+        """Removes permissions to change run directories from others, which an earlier umask may have given."""
+        for path in (self._directory, self._directory.parent):
+            found = path.stat()
+            if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
+                path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS_WRITE)
 
     @classmethod
     def temporary(cls) -> Runs:
