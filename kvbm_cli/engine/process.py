@@ -36,6 +36,7 @@ from kvbm_cli.engine.failure_reason import oom_kills, reason_of
 from kvbm_cli.engine.python_probe import SAFE_PATH
 from kvbm_cli.engine.readiness import Readiness
 from kvbm_cli.system import die_with_parent
+from kvbm_cli.system.engine_tmpdir import EngineTmpdir
 from kvbm_cli.system.guard_process import GuardProcess
 from kvbm_cli.system.leftovers import Leftovers, shared_files
 from kvbm_cli.system.socket_owner import is_served_by
@@ -52,12 +53,19 @@ class EngineProcess:
     """A started engine. As a context manager, it stops the engine at the end."""
 
     def __init__(
-        self, child: subprocess.Popen[bytes], plan: LaunchPlan, leftovers: Leftovers, log: BinaryIO, log_start: int
+        self,
+        child: subprocess.Popen[bytes],
+        plan: LaunchPlan,
+        leftovers: Leftovers,
+        tmpdir: EngineTmpdir,
+        log: BinaryIO,
+        log_start: int,
     ) -> None:
-        """Consumes `leftovers` and borrows `log`."""
+        """Consumes `leftovers` and `tmpdir`, borrows `log`."""
         self._child = child
         self._guard = GuardProcess(leftovers, log=log)
         self._leftovers = leftovers
+        self._tmpdir = tmpdir
         self._log = EngineLog(Path(log.name), log_start)
         self._stop_log: EngineLog | None = None
         self._started = time.monotonic()
@@ -74,8 +82,8 @@ class EngineProcess:
         with _open_log(log_path) as log:
             log_start = log.tell()  # before the start: the engine shares the file position
             existing_files = set(shared_files())
-            directory = _make_directory(plan)
-            environment = {**engine_environment(plan, os.environ), "TMPDIR": directory}
+            tmpdir = _make_tmpdir(plan)
+            environment = {**engine_environment(plan, os.environ), "TMPDIR": tmpdir.path}
             if plan.has_admin_token and not environment.get(ADMIN_VARIABLE):
                 environment[ADMIN_VARIABLE] = secrets.token_urlsafe()
             try:
@@ -88,15 +96,17 @@ class EngineProcess:
                     process_group=0,
                 )
             except BaseException:
-                os.rmdir(directory)
+                os.rmdir(tmpdir.path)
+                tmpdir.release()
                 raise
-            leftovers = Leftovers(directory, process_group=child.pid, existing_files=existing_files)
+            leftovers = Leftovers(tmpdir.path, process_group=child.pid, existing_files=existing_files)
             try:
-                process = cls(child, plan, leftovers, log, log_start)
+                process = cls(child, plan, leftovers, tmpdir, log, log_start)
                 process.admin_token = environment[ADMIN_VARIABLE] if plan.has_admin_token else None
                 return process
             except BaseException:  # no guard could be started
                 leftovers.remove()
+                tmpdir.release()
                 child.wait()
                 raise
 
@@ -216,6 +226,7 @@ class EngineProcess:
         self._is_removed = True
         if not self._guard.remove(GUARD_TIMEOUT_S):
             self._guard.kill_and_remove()
+        self._tmpdir.release()
 
     def _listens_at(self, address: str) -> bool:
         port = urlsplit(self.plan.health_url).port
@@ -277,12 +288,12 @@ def _bound_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _make_directory(plan: LaunchPlan) -> str:
+def _make_tmpdir(plan: LaunchPlan) -> EngineTmpdir:
     """Creates the engine's TMPDIR below the profile's or the caller's, or below /tmp if their name is too long."""
     preferred = plan.environment.get("TMPDIR") or tempfile.gettempdir()
     parent = preferred if len(preferred) <= LONGEST_TMPDIR else "/tmp"
     try:
-        return tempfile.mkdtemp(prefix="kvbm-", dir=parent)
+        return EngineTmpdir(parent)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise EnvironmentProblem(f"cannot create a temporary directory in `{parent}`: {reason}") from None
