@@ -13,6 +13,8 @@ from test_runs import facts
 
 from kvbm.disk.files import require_usable_parent
 from kvbm.host.directories import make_private_directories, unsafe_parents
+from kvbm.host.machine_memory import THIS_MACHINE
+from kvbm.host.shared_memory import SharedMemory
 from kvbm_cli.runs.run_directory import Runs
 
 PROFILE = f"""\
@@ -142,3 +144,16 @@ def test_parents_that_others_can_change_are_found_through_links(tmp_path: Path) 
     if os.geteuid() == 0:
         os.chown(safe, 4711, -1)
         assert found(safe / "cache") == {"safe": "belongs to user 4711"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a program as another user")
+def test_host_memory_is_closed_to_other_users() -> None:
+    memory = SharedMemory.allocate("kvbm-test", 4096, who="test", node=None, memory=THIS_MACHINE, progress=None)
+    try:
+        memory.mapping[:7] = b"KV data"
+        command = ["head", "-c", "7", f"/proc/{os.getpid()}/fd/{memory.fd}"]
+        own, other = (subprocess.run(command, capture_output=True, user=user) for user in (None, 65534))
+        assert own.stdout == b"KV data"
+        assert (other.stdout, other.returncode != 0) == (b"", True)
+    finally:
+        memory.close()
