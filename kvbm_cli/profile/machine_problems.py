@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvbm.config.schema import Profile
 
 DIRECTORY_KEY = "tiers.disk.directory"
+DEV_MODE = "VLLM_SERVER_DEV_MODE"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachinePr
     """The embedded engine is checked by its own process."""
     if resolved.profile.engine.kind == "embedded":
         return
+    if (debug := _public_debug_endpoints(resolved.profile)) is not None:
+        yield MachineProblem(debug, can_be_forced=True)
     problem = vllm_problem(resolved.profile, has_cache=has_cache)
     if problem is not None:
         yield MachineProblem(problem, can_be_forced=True)
@@ -96,6 +100,17 @@ def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachinePr
             require_nixl(resolved.profile)
         except EnvironmentProblem as error:
             yield MachineProblem(error)
+
+
+def _public_debug_endpoints(profile: Profile) -> EnvironmentProblem | None:
+    """vLLM's development mode lets every client call methods of the engine. Engines behind a proxy are private."""
+    mode = {**os.environ, **profile.engine.environment}.get(DEV_MODE, "0")
+    if mode in ("", "0") or profile.disaggregated.is_enabled or profile.server.host in LOOPBACK:
+        return None
+    return EnvironmentProblem(
+        f"{DEV_MODE} serves vLLM's debug endpoints, and `server.host: {profile.server.host}` is not a loopback address",
+        hint=f"unset {DEV_MODE}, or set `server.host: 127.0.0.1`",
+    )
 
 
 def _mount(resolved: ResolvedProfile) -> Iterator[MachineProblem]:

@@ -74,10 +74,7 @@ BAD = {
     "no interpreter": Bad(
         FREE.replace("tiers:", "  python: ./no\ntiers:"), ("`engine.python`: `[HOME]/no` is not an executable",), True
     ),
-    "no engine": Bad(
-        VLLM.replace("tiers:", "  python: /bin/echo\ntiers:") + "server: {port: 0}\n",
-        ("`/bin/echo` is not a working Python interpreter: its answer is not JSON",),
-    ),
+    "no engine": Bad(VLLM + "server: {port: 0}\n", ("`[PYTHON]` has no vLLM",)),
     "port": Bad(
         MINE + "server: {port: 18734}\n",
         ("cannot listen on 127.0.0.1 port [PORT]: address already in use",),
