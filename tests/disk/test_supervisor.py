@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, found_blocks, settings_for
-from test_client import ProcessRig, has_ended, host_memory, opened, stopped
+from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, found_blocks, make_hash, settings_for
+from test_client import GENERATION, ProcessRig, has_ended, host_memory, opened, stopped
 
 from kvbm.disk.directory import list_caches
+from kvbm.disk.orders import Read, Write
 from kvbm.disk.service import supervisor
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.supervisor import DiskSupervisor
@@ -295,11 +296,11 @@ def test_leader_does_not_wait_for_the_next_process(tmp_path: Path, monkeypatch: 
     with lasting(tmp_path) as rig:
         open_next = rig.tier._open_next
 
-        def slowly(path: Path) -> DiskClient:
+        def slowly(path: Path, uses_threads: bool) -> DiskClient:
             assert goes_on.wait(LIMIT_S)
             if (error := next(outcomes, None)) is not None:
                 raise error
-            return open_next(path)
+            return open_next(path, uses_threads)
 
         rig.tier._open_next = slowly
         rig.write([1], [0])
@@ -390,3 +391,55 @@ def require_no_process_is_left(rig: ProcessRig, directory: Path, before: set[int
         time.sleep(0.01)
     (cache,) = list_caches(directory)
     assert not cache.is_locked
+
+
+def test_process_with_io_whose_end_is_unknown_is_replaced_by_one_with_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tickets end when it has ended, and with it all its I/O."""
+    orders = tmp_path / "orders"
+    orders.write_text("{}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "engines" / "disk_faults"))
+    monkeypatch.setenv("KVBM_TEST_DISK_FAULTS", str(orders))
+    with lasting(tmp_path / "disk") as rig:
+        rig.write([1, 2], [0, 1])
+        pid, chosen, open_next = rig.tier.pid, [], rig.tier._open_next
+
+        def note(path: Path, uses_threads: bool) -> DiskClient:
+            chosen.append(uses_threads)
+            return open_next(path, uses_threads)
+
+        rig.tier._open_next = note
+        orders.write_text('{"error": "lost", "for": "read"}')
+        result = rig.wait(rig.start_read([1], [0], [0]))
+        assert (result.is_good, result.damaged) == ((False,), ())
+        assert has_ended(pid)
+        orders.write_text("{}")
+        assert come_back(rig) == {1: 0, 2: 1}
+        assert chosen == [True]
+        assert rig.read([1, 2], [0, 1]).is_good == (True, True)
+
+
+def test_segment_that_has_vanished_ends_a_disk_process_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a rank that has ended: I/O fails, access is SIGBUS, and no further process is started."""
+    with host_memory() as (infos, region):
+        disk = DiskSupervisor.open(settings_for(tmp_path), NAMESPACE, infos, hash_bytes=HASH_BYTES)
+        rig = ProcessRig(disk, region)
+        rig.write([1, 2], [0, 1])
+        before = children() - {disk.pid}
+        copy = os.open(f"/proc/{infos[1].pid}/fd/{infos[1].fd}", os.O_RDWR)
+        os.ftruncate(copy, 0)
+        disk.submit(Read(99, [make_hash(1)], [0], [0]))
+        result = rig.wait(99)
+        assert (result.is_good, result.damaged) == ((False,), ())
+        disk.submit(Write(100, [make_hash(2)], [9], [0], [b""], [GENERATION]))
+        assert rig.wait(100).is_good == (False,)
+        rig.wait_until(lambda: any("host memory of rank 1 is gone" in message for message in caplog.messages))
+        time.sleep(0.5)  # more attempts
+        assert children() - before == set(), "no process is started for memory that is gone"
+        assert len([message for message in caplog.messages if "is gone" in message]) == 1
+        os.ftruncate(copy, infos[1].length)
+        os.close(copy)
+        disk.close(LIMIT_S)
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {1: 0, 2: 1}
