@@ -72,6 +72,16 @@ def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
             tier.close(close_s)
 
 
+@contextmanager
+def stopped(rig):
+    os.kill(rig.tier.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(rig.tier.pid, signal.SIGCONT)
+
+
 def has_ended(pid: int) -> bool:
     """All its threads: the last of them may still wait for its I/O when the first has become a zombie."""
     try:
@@ -175,6 +185,17 @@ def test_clear_covers_what_was_found_and_is_not_told_yet(tmp_path: Path, monkeyp
         assert rig.tier.recovered() == (b"", b"", True)
 
 
+def test_blocks_of_a_process_that_does_not_answer_are_not_waited_for(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write(range(5), range(5))
+    with opened(tmp_path) as rig:
+        with stopped(rig):
+            started = time.monotonic()
+            assert rig.tier.recovered() is None
+            assert time.monotonic() - started < 1.5 * ANSWER_LIMIT_S
+        assert rig.recovered() == {number: number for number in range(5)}
+
+
 def test_blocks_of_a_process_that_has_ended_are_not_waited_for(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         rig.write(range(5), range(5))
@@ -236,16 +257,6 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
     assert len([message for message in caplog.messages if "has exited" in message]) == 1
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 0}
-
-
-@contextmanager
-def stopped(rig):
-    os.kill(rig.tier.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(rig.tier.pid, signal.SIGCONT)
 
 
 def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

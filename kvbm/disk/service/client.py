@@ -112,18 +112,20 @@ class DiskClient:
     def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
         """Return the next batch of blocks found at opening, oldest first, each block once.
 
-        Batches are small, so that an engine's step can process one. None if the next batch has not arrived, or if the
-        process has ended.
+        Batches are small, so that an engine's step can process one. None if the next batch has not arrived, for
+        ANSWER_LIMIT_S if the call `waits`, or if the process has ended.
         """
+        deadline_s = time.monotonic() + ANSWER_LIMIT_S
         while not self._found and self.is_alive and not self._has_all_found:
             if not self._is_recover_pending:
                 self._expect_answer()
                 self._is_recover_pending = True
                 self._send(messages.Recover())
-            elif waits:
-                self._channel.wait(None)
+            left_s = deadline_s - time.monotonic()
+            if waits:
+                self._channel.wait(max(0.0, left_s))
             self._receive()
-            if not waits:
+            if not waits or left_s <= 0:
                 break
         if self._found:
             return self._found.popleft()
