@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import shlex
 import stat
 import sys
 from contextlib import suppress
@@ -98,9 +99,10 @@ def require_usable_parent(directory: Path) -> None:
             hint="set `tiers.disk.directory` to the directory itself",
         )
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        is_own = found.st_uid == os.geteuid()
         raise EnvironmentProblem(
             f"{directory} is writable by everyone (mode {stat.S_IMODE(found.st_mode):04o})",
-            hint=f"run `chmod o-w {directory}`",
+            hint=f"run `chmod o-w {shlex.quote(str(directory))}`" if is_own else "set another `tiers.disk.directory`",
         )
 
 
@@ -297,5 +299,5 @@ def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_mode & OTHERS:
         raise EnvironmentProblem(
             f"{path} is accessible to other users (mode {stat.S_IMODE(found.st_mode):04o})",
-            hint=f"run `chmod go-rwx {path}`",
+            hint=f"run `chmod go-rwx {shlex.quote(str(path))}`",
         )
