@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -13,15 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, found_blocks, make_hash, settings_for
-from test_client import GENERATION, ProcessRig, has_ended, host_memory, opened, stopped
+from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, found_blocks, settings_for
+from disk_rig import opened as opened_here
+from test_client import ProcessRig, has_ended, host_memory, opened, stopped
 
 from kvbm.disk.directory import list_caches
-from kvbm.disk.orders import Read, Write
 from kvbm.disk.service import supervisor
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.layout import BlockLayout
+from kvbm.host.region import Region, Segment
 
 pytestmark = pytest.mark.slow
 
@@ -420,26 +423,36 @@ def test_process_with_io_whose_end_is_unknown_is_replaced_by_one_with_threads(
         assert rig.read([1, 2], [0, 1]).is_good == (True, True)
 
 
-def test_segment_that_has_vanished_ends_a_disk_process_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As of a rank that has ended: I/O fails, access is SIGBUS, and no further process is started."""
-    with host_memory() as (infos, region):
-        disk = DiskSupervisor.open(settings_for(tmp_path), NAMESPACE, infos, hash_bytes=HASH_BYTES)
-        rig = ProcessRig(disk, region)
-        rig.write([1, 2], [0, 1])
-        before = children() - {disk.pid}
-        copy = os.open(f"/proc/{infos[1].pid}/fd/{infos[1].fd}", os.O_RDWR)
-        os.ftruncate(copy, 0)
-        disk.submit(Read(99, [make_hash(1)], [0], [0]))
-        result = rig.wait(99)
-        assert (result.is_good, result.damaged) == ((False,), ())
-        disk.submit(Write(100, [make_hash(2)], [9], [0], [b""], [GENERATION]))
-        assert rig.wait(100).is_good == (False,)
-        rig.wait_until(lambda: any("host memory of rank 1 is gone" in message for message in caplog.messages))
-        time.sleep(0.5)  # more attempts
-        assert children() - before == set(), "no process is started for memory that is gone"
-        assert len([message for message in caplog.messages if "is gone" in message]) == 1
-        os.ftruncate(copy, infos[1].length)
-        os.close(copy)
-        disk.close(LIMIT_S)
-    with opened(tmp_path) as rig:
+def hold_a_segment(pipe) -> None:
+    layout = BlockLayout.block_contiguous(block_count=2, block_bytes=8192)
+    segment = Segment.create(rank=1, layout=layout, slot_count=16)
+    pipe.send(segment.info)
+    pipe.recv()
+
+
+def test_no_process_is_started_for_host_memory_that_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a rank that has ended: the process that maps it goes on, and a next one could not map it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    rank = context.Process(target=hold_a_segment, args=(theirs,))
+    rank.start()
+    infos = [ours.recv()]
+    region = Region.map(infos)
+    disk = DiskSupervisor.open(settings_for(tmp_path), NAMESPACE, infos, hash_bytes=HASH_BYTES)
+    rig = ProcessRig(disk, region)
+    rig.write([1, 2], [0, 1])
+    rank.kill()
+    rank.join()
+    assert rig.read([1, 2], [0, 1]).is_good == (True, True)
+    before = children() - {disk.pid}
+    kill(rig)
+    rig.wait_until(lambda: any("host memory of rank 1 is gone" in message for message in caplog.messages))
+    time.sleep(0.5)  # more attempts
+    rig.tier.poll()
+    assert not rig.tier.is_on
+    assert children() <= before
+    disk.close(LIMIT_S)
+    region.close()
+    assert len([message for message in caplog.messages if "is gone" in message]) == 1
+    with opened_here(tmp_path, shard_bytes=(8192,)) as rig:
         assert rig.recovered() == {1: 0, 2: 1}
