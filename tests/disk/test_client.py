@@ -222,6 +222,23 @@ def test_problem_of_opening_is_the_leaders(tmp_path: Path) -> None:
     assert "`tiers.disk.directory`" in (raised.value.hint or "")
 
 
+def test_process_that_does_not_answer_while_it_opens_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "OPEN_LIMIT_S", 0.3)
+    start, started = client._start, []
+
+    def start_and_stop(fd: int) -> subprocess.Popen[bytes]:
+        started.append(start(fd))
+        os.kill(started[0].pid, signal.SIGSTOP)
+        return started[0]
+
+    monkeypatch.setattr(client, "_start", start_and_stop)
+    with pytest.raises(EnvironmentProblem, match=r"sent nothing for 0\.3 s"), opened(tmp_path):
+        pass
+    assert has_ended(started[0].pid)
+
+
 def test_progress_of_taking_space_is_told(tmp_path: Path) -> None:
     told = []
     with opened(tmp_path, progress=lambda done, total: told.append((done, total))):

@@ -33,6 +33,7 @@ from kvbm.types import SegmentInfo
 HOME = str(Path(__file__).parents[3])  # the child imports this package from here
 ANSWER_LIMIT_S = 2.0  # without progress; 4 beats
 REPLACE_AFTER_S = 60.0  # without any message
+OPEN_LIMIT_S = 300.0  # without any message while the storage is opened
 GRACE_S = 1.0
 EXIT_S = 1.0
 FOUND_BATCH_BLOCKS = 1024
@@ -206,9 +207,16 @@ class DiskClient:
         self.is_alive = False
 
     def _wait_until_open(self, progress: Callable[[int, int], None] | None) -> messages.Opened:
+        self._heard_s = time.monotonic()
         while self.is_alive:
-            self._channel.wait(None)
-            for message in self._messages():
+            self._channel.wait(OPEN_LIMIT_S)
+            received = self._messages()
+            if time.monotonic() - self._heard_s >= OPEN_LIMIT_S:
+                raise EnvironmentProblem(
+                    f"the disk process sent nothing for {OPEN_LIMIT_S:g} s while it opened the disk cache",
+                    hint="check the file system of `tiers.disk.directory`",
+                )
+            for message in received:
                 match message:
                     case messages.SpaceTaken() if progress is not None:
                         progress(*message)
