@@ -5,7 +5,7 @@ each result in a control word. One thread owns it and calls, per engine step,
 
     start(plan)     before the forward pass: start onboards
     finish(plan)    after the forward pass: start offloads, whose sources are computed by then
-    poll()          write the control words of ended copies
+    poll()          write the control words of ended copies, and the heartbeat
 
 None of them waits. Onboards and offloads have separate threads, so that a hung offload delays no request. An exception
 in one transfer fails that transfer on this rank and no other.
@@ -168,6 +168,7 @@ class Worker:
 
     def poll(self) -> bool:
         """Write the control words of copies that have ended since the last call; return whether there were any."""
+        self._segment.beat()
         onboards = self._onboard_pool.poll() if self._onboards else []
         offloads = self._offload_pool.poll() if self._offloads else []
         for finished in onboards:

@@ -114,7 +114,7 @@ class KvbmScheduler:
         segments = self._handshake.segments
         self._region = Region.map(segments)
         config = self._profile.connector_config()
-        traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES)
+        traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES, gives_up_blocks=True)
         settings = LeaderSettings.of(config, segments, traits, g1_blocks=self._pool.block_count)
         disk = open_disk(
             config,

@@ -92,7 +92,8 @@ class LeaderSettings:
 
     `block_bytes` is the payload of one block over all ranks. Offloads hold at most `max_in_flight_blocks` G1 blocks at
     a time. The leader asks the workers for the result of a transfer every `overdue_steps` steps; while an onboard is
-    older than that, no further hit is promised. Hit rates cover the last `window_requests` requests.
+    older than that, or while a rank has been silent for `silence_s`, no further hit is promised. Hit rates cover the
+    last `window_requests` requests.
     """
 
     engine: EngineTraits
@@ -102,6 +103,7 @@ class LeaderSettings:
     offload_generated: bool = True
     min_priority: int = 0
     overdue_steps: int = 2000
+    silence_s: float = 2.0
     window_requests: int = WINDOW_REQUESTS
     disk: DiskPolicy = field(default_factory=DiskPolicy)
 

@@ -263,6 +263,29 @@ def test_a_copy_that_never_ends_does_not_keep_an_idle_engine_awake(monkeypatch):
         assert kvbm.engine.blocks.used_count > 0
 
 
+def test_after_a_load_that_hangs_the_request_computes_in_blocks_that_no_copy_writes_to():
+    prompt = [9] * 30
+    with running() as kvbm:
+        kvbm.engine.add(prompt, max_tokens=TOKENS)
+        kvbm.run()
+        kvbm.lose_g1()
+        kvbm.engine.add(prompt[:17], max_tokens=1)  # four blocks are in G1 then
+        kvbm.run()
+        kvbm.copier.next("hold")
+        waiting = kvbm.engine.add(prompt, max_tokens=1000)
+        kvbm.steps(2)
+        kvbm.copier.wait_until_held()
+        written = set(waiting.request.block_ids[4:])
+        assert written
+        while not waiting.token_ids:
+            kvbm.engine.step()
+        assert written.isdisjoint(waiting.request.block_ids)
+        kvbm.engine.core.abort(waiting.request.request_id)
+        assert kvbm.engine.blocks.used_count >= len(written), "blocks under the copy are free"
+        kvbm.copier.release()
+        kvbm.assert_at_rest()
+
+
 def test_after_a_fault_a_reset_succeeds_and_one_event_says_that_the_tier_is_empty(monkeypatch):
     with running() as kvbm, monkeypatch.context() as patch:
         kvbm.serve(random.Random(1))
