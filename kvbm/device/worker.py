@@ -144,6 +144,7 @@ class Worker:
         """Return what the leader needs to map this rank's segment."""
         return self._segment.info
 
+    @contained()
     def start(self, plan: StepPlan) -> None:
         """Start the plan's onboards. The G1 blocks they write belong to no running request."""
         for offload in plan.overdue_offloads:
@@ -157,6 +158,7 @@ class Worker:
                 if (failed := self._submit(order, parts, self._onboard_pool, self._onboards, error)) is not None:
                     self._write_onboard(failed)
 
+    @contained()
     def finish(self, plan: StepPlan) -> None:
         """Start the plan's offloads. The forward pass that computes their sources has been submitted."""
         if plan.offloads:
@@ -166,6 +168,7 @@ class Worker:
                 if (failed := self._submit(order, [whole], self._offload_pool, self._offloads, error)) is not None:
                     self._write_offload(failed)
 
+    @contained(False)
     def poll(self) -> bool:
         """Write the control words of copies that have ended since the last call; return whether there were any."""
         self._segment.beat()

@@ -229,4 +229,12 @@ MUTANTS = (
         new="return words[: self.slot_count], words[self.slot_count : -1], words[-2:-1]",
         fails="tests/host/test_region.py",
     ),
+    Mutant(
+        name="copier-cuda-drains-after-cuda-errors-only",
+        bug="after an exception that is not of CUDA, the copy is reported while enqueued parts of it still run",
+        file="kvbm/device/cuda.py",
+        old="        except BaseException as error:  # whatever",
+        new="        except RuntimeError as error:  # whatever",
+        fails="tests/device/test_cuda_path.py",
+    ),
 )

@@ -155,8 +155,8 @@ MUTANTS = (
         name="guard-releases-blocks-under-a-copy",
         bug="after a fault, blocks under a running copy are released at once",
         file="kvbm/leader/guarded.py",
-        old="self._release(list((self._held - copied).elements()))",
-        new="self._release(list(self._held.elements()))",
+        old="self._release(list((Counter(self._held) - copied).elements()))",
+        new="self._release(list(Counter(self._held).elements()))",
         fails="tests/engines/test_boundary.py -k stay_held",
     ),
     Mutant(
