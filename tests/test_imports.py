@@ -220,6 +220,14 @@ def test_a_circle_and_a_duplicate_are_found(tmp_path, monkeypatch, sources, test
         globals()[test]()
 
 
+def test_nothing_calls_select_which_fails_beyond_1024_open_files():
+    folders = ("kvbm", "kvbm_cli", "bench", "tests")
+    paths = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
+    calls = [path for path in paths if "select.select" + "(" in path.read_text()]
+    assert paths
+    assert calls == []
+
+
 def test_the_roots_stay_small():
     """`ls` shows the architecture as long as the modules lie in rooms."""
     assert len([path for path in (REPOSITORY / "kvbm").glob("*.py") if path.name != "__init__.py"]) <= 7
