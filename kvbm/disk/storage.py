@@ -152,11 +152,14 @@ class DiskStorage:
         if disk_slots:
             self._index_thread.submit(Forget(tuple(disk_slots)))
 
-    def clear(self, tenant: bytes | None = None) -> None:
+    def clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> None:
         """Delete all blocks, or those of one tenant, and every write not yet returned by `poll`; durable on return.
 
+        `ends_persistence`: blocks that are written later get no row in the index, so that no later start finds them.
         Raises EnvironmentProblem if that fails: the tier is then off, and retries until the clear succeeds.
         """
+        if ends_persistence:
+            self._index_thread.end_persistence()
         clear = PendingClear(tenant)
         for transfer in set(self._writers.values()):
             transfer.cleared |= clear.positions(transfer)

@@ -120,8 +120,8 @@ MUTANTS = (
         name="lasting-disk-clears-the-dead",
         bug="a clear does not reach the next process, which is open and not yet seen",
         file="kvbm/disk/service/supervisor.py",
-        old="(self._next or self._process).clear()",
-        new="self._process.clear()",
+        old="(self._next or self._process).clear(",
+        new="self._process.clear(",
         fails="tests/disk/test_supervisor.py -k nobody_has_seen",
     ),
     Mutant(
@@ -129,11 +129,19 @@ MUTANTS = (
         bug="a clear that was not durable is forgotten with the process that was asked for it",
         file="kvbm/disk/service/supervisor.py",
         old="""\
-        if self._has_pending_clear:
-            opened.clear()
+        if self._has_pending_clear or self._has_ended_persistence:
+            opened.clear(ends_persistence=self._has_ended_persistence)
 """,
         new="",
         fails="tests/disk/test_supervisor.py -k made_up_for",
+    ),
+    Mutant(
+        name="lasting-disk-persists-again",
+        bug="after a change of the weights, the process that replaces a killed one persists blocks again",
+        file="kvbm/disk/service/supervisor.py",
+        old="if self._has_pending_clear or self._has_ended_persistence:",
+        new="if self._has_pending_clear:",
+        fails="tests/disk/test_supervisor.py -k ends_persistence",
     ),
     Mutant(
         name="lasting-disk-leaves-the-next-one",

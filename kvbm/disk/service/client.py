@@ -136,15 +136,16 @@ class DiskClient:
         if disk_slots:
             self._send(Forget(disk_slots))
 
-    def clear(self, tenant: bytes | None = None) -> None:
+    def clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> None:
         """Delete all blocks, or those of one tenant, and every write not yet returned by `poll`; durable on return.
 
-        Raises EnvironmentProblem if that fails: the disk is then off, and retries until the clear succeeds.
+        `ends_persistence`: nothing that is written later survives this engine. Raises EnvironmentProblem if that fails:
+        the disk is then off, and retries until the clear succeeds.
         """
         self._unanswered_clears += 1
         self._found.clear()
         self._has_all_found = True
-        self._send(messages.Clear(tenant))
+        self._send(messages.Clear(tenant, ends_persistence))
         deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
         while self._unanswered_clears and self.is_alive and time.monotonic() < deadline_s:
             self._channel.wait(max(0.0, deadline_s - time.monotonic()))

@@ -83,12 +83,12 @@ class _Child:
             case Forget():
                 self._storage.forget(message.disk_slots)
             case messages.Clear():
-                self._clear(message.tenant)
+                self._clear(message)
 
-    def _clear(self, tenant: bytes | None) -> None:
+    def _clear(self, order: messages.Clear) -> None:
         problem = None
         try:
-            self._storage.clear(tenant)
+            self._storage.clear(order.tenant, ends_persistence=order.ends_persistence)
         except EnvironmentProblem as error:
             problem = error.message, error.hint
         self._report([])

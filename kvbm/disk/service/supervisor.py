@@ -58,6 +58,7 @@ class DiskSupervisor:
         self._lock = threading.Lock()
         self._next: DiskClient | None = None
         self._has_pending_clear = False
+        self._has_ended_persistence = False  # every further process forgets what it finds, and persists nothing
         # Owned by the thread.
         self._path = process.path
         self._last_error = ""
@@ -127,18 +128,19 @@ class DiskSupervisor:
             self.losses += 1
         return results
 
-    def clear(self) -> None:
-        """Delete all blocks, durably on return.
+    def clear(self, *, ends_persistence: bool = False) -> None:
+        """Delete all blocks, durably on return. `ends_persistence`: no later block survives this engine either.
 
         Raises EnvironmentProblem if that fails: no process then serves a block until the clear has succeeded.
         """
         self._has_pending_clear = True
+        self._has_ended_persistence |= ends_persistence
         if not self._lock.acquire(timeout=CLEAR_TIMEOUT_S):
             raise EnvironmentProblem(
                 f"the disk cache was not cleared durably: no disk process opened it within {CLEAR_TIMEOUT_S:g} s"
             )
         try:
-            (self._next or self._process).clear()
+            (self._next or self._process).clear(ends_persistence=self._has_ended_persistence)
             self._has_pending_clear = False
         finally:
             self._lock.release()
@@ -212,8 +214,8 @@ class DiskSupervisor:
             raise EnvironmentProblem("closed")
         if opened.slot_count != self.slot_count:
             raise EnvironmentProblem(f"{opened.path} has {opened.slot_count} slots, not {self.slot_count}")
-        if self._has_pending_clear:
-            opened.clear()
+        if self._has_pending_clear or self._has_ended_persistence:
+            opened.clear(ends_persistence=self._has_ended_persistence)
 
 
 def _longer(pause_s: float) -> float:
