@@ -41,15 +41,15 @@ def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    weights, doubt = _weights(vllm_config)
+    weights, configuration, doubt = _model(vllm_config)
     root, is_root_stable = _hash_root(cache.prefix_caching_hash_algo)
     facts: dict[str, object] = {
         "engine": "vllm",
         "version": str(getattr(vllm, "__version__", "")),
-        "versions": {name: metadata.version(name) for name in DISTRIBUTIONS},
+        "versions": [_version(name) for name in DISTRIBUTIONS],
         "model": str(model.model),
         "weights": weights,
-        "configuration": _configuration(model.hf_config),
+        "configuration": configuration,
         "digests": [_digest(part) for part in (model, cache, vllm_config.parallel_config)],
         "attention": [
             _digest(getattr(vllm_config, "attention_config", None)),
@@ -78,14 +78,25 @@ def _digest(config: Any) -> str:
     return "" if config is None else str(config.compute_hash())
 
 
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def _configuration(hf_config: Any) -> str:
     """Return a digest of the configuration that the model was built from, after `--hf-overrides`."""
-    text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+    try:
+        text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+    except (TypeError, ValueError) as error:
+        raise Unidentified(f"its configuration has no text form: {error}") from error
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _weights(vllm_config: VllmConfig) -> tuple[list[str], str]:
-    """Return the content of the files of the model and of a draft model, and why they may not be what was loaded."""
+def _model(vllm_config: VllmConfig) -> tuple[list[str], list[str], str]:
+    """Return the content of the files of the model and of a draft model, their configurations, and why these may not be
+    what was loaded."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     draft_load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
@@ -93,9 +104,10 @@ def _weights(vllm_config: VllmConfig) -> tuple[list[str], str]:
     if draft is not None and draft.model != vllm_config.model_config.model:
         models.append((draft, draft_load))
     try:
-        return [_content(model, load) for model, load in models], ""
+        contents = [_content(model, load) for model, load in models]
+        return contents, [_configuration(model.hf_config) for model, _ in models], ""
     except (Unidentified, OSError) as error:
-        return [], f"the weights cannot be identified: {error}"
+        return [], [], f"the model cannot be identified: {error}"
 
 
 def _content(model: Any, load: Any) -> str:

@@ -54,6 +54,18 @@ def test_other_values_in_one_tensor_are_found(tmp_path, large, changed):
     assert content_of(tmp_path) != before
 
 
+@pytest.mark.parametrize("position", [0, 0.5, 1])
+def test_a_sample_covers_all_of_a_tensor(tmp_path, monkeypatch, position):
+    monkeypatch.setattr(content, "FULL_BYTES", 1 << 16)
+    old = noise("old", 4_000_000)
+    path = safetensors(tmp_path / "model.safetensors", {"first": noise("first"), "a": old, "last": noise("last")})
+    before = content_of(tmp_path)
+    at = int(position * (len(old) - 200_000))
+    new = old[:at] + noise("new", 200_000) + old[at + 200_000 :]
+    safetensors(path, {"first": noise("first"), "a": new, "last": noise("last")})
+    assert content_of(tmp_path) != before
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "weights.pt"])
 @pytest.mark.parametrize("position", [0, 0.5, 1])
 def test_other_formats_are_sampled_all_over(tmp_path, large, name, position):

@@ -152,14 +152,16 @@ def _directory(config: EngineConfig, device: str) -> _Source:
         raise EnvironmentProblem(
             f"`{directory}` has no usable weights for {', '.join(absent[:5])} ({len(absent)} in total)"
         )
-    _detach(network)
+    network = network.eval().to(device)
+    if device == "cpu":
+        _detach(network)
     encoder = tokenizer.directory_tokenizer(directory)
     weights, doubt = _identify(before, _files(directory))
-    return _Source(network.eval().to(device), encoder, weights, doubt)
+    return _Source(network, encoder, weights, doubt)
 
 
 def _detach(network: torch.nn.Module) -> None:
-    """Copy the weights into memory of this process: they may be mapped from a file, and change with it."""
+    """Copy the weights into memory of this process: on a CPU they are mapped from the file, and change with it."""
     for tensor in (*network.parameters(), *network.buffers()):
         tensor.data = tensor.data.clone()
 
