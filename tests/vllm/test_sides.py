@@ -200,7 +200,8 @@ def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_fa
     side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
     try:
         side.accept_handshakes([worker.handshake()])
-        request = SimpleNamespace(request_id="r", kv_transfer_params=None, num_tokens=64)  # has no block hashes
+        # It has no block hashes.
+        request = SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=None, num_tokens=64)
         side.add_request(request)
         side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 0],)), 32)
         assert side.take_stats().data["disabled"] == 1
