@@ -163,18 +163,19 @@ class GuardedLeader:
         if not self.boundary.is_off:
             self.leader.finish(request_id, *chains)
 
-    def reset(self) -> bool:
+    def reset(self, *, ends_persistence: bool = False) -> bool:
         """Like `Leader.reset`. If the cache is off, delete what is on disk."""
-        return self._reset() if not self.boundary.is_off else self._clear_disk()
+        run = self._reset if not self.boundary.is_off else self._clear_disk
+        return run(ends_persistence=ends_persistence)
 
     @hook(False)
-    def _reset(self) -> bool:
-        return self.leader.reset()
+    def _reset(self, *, ends_persistence: bool) -> bool:
+        return self.leader.reset(ends_persistence=ends_persistence)
 
     @contained(False)
-    def _clear_disk(self) -> bool:
+    def _clear_disk(self, *, ends_persistence: bool) -> bool:
         if self._disk is not None:
-            self._disk.clear()
+            self._disk.clear(ends_persistence=ends_persistence)
         return True
 
     def close(self) -> None:

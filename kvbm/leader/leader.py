@@ -285,9 +285,10 @@ class Leader:
             self.counters.hit_window.append((host_blocks, request.disk_hit_blocks, request.probed_blocks))
             self.counters.finished_requests += 1
 
-    def reset(self) -> bool:
+    def reset(self, *, ends_persistence: bool = False) -> bool:
         """Forget every block, in every tier. Transfers in flight end as failed; live requests computed with the old
-        state are not offloaded any more.
+        state are not offloaded any more. With `ends_persistence`, no block that is stored later outlives this engine:
+        use it if the weights may differ from those that the identity of the disk cache describes.
 
         False if the disk could not forget its blocks durably. This engine serves none of them, but an engine that
         starts before they are forgotten may.
@@ -296,7 +297,7 @@ class Leader:
         is_forgotten = True
         if self._disk is not None:
             try:
-                self._disk.reset()
+                self._disk.reset(ends_persistence=ends_persistence)
             except EnvironmentProblem as error:
                 log.error("kvbm: %s; the disk tier stays off until its blocks are deleted", error.message)
                 is_forgotten = False

@@ -300,6 +300,18 @@ def test_after_a_fault_a_reset_succeeds_and_one_event_says_that_the_tier_is_empt
         assert cache.take_events() == []
 
 
+@pytest.mark.parametrize("is_off", [False, True])
+def test_a_change_of_the_weights_ends_persistence_after_a_fault_too(monkeypatch, tmp_path, is_off):
+    with running(tmp_path) as kvbm, monkeypatch.context() as patch:
+        if is_off:
+            Fault(patch, Leader, "step", calls={1}, after=False)
+        kvbm.serve(random.Random(1))
+        assert bool(kvbm.counters.disabled) == is_off
+        cache = kvbm.connector[0]._cache
+        assert cache.reset(ends_persistence=True) is True
+        assert cache._disk._has_ended_persistence
+
+
 def test_the_first_fault_is_logged_with_its_traceback_and_more_of_them_are_counted(monkeypatch, caplog):
     with running() as kvbm, monkeypatch.context() as patch:
         Fault(patch, KvbmScheduler, "_offload", calls={1}, after=False)
