@@ -21,6 +21,7 @@ from kvbm_cli.terminal.show_error import show_error, show_kvbm_error
 
 COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 INTERRUPTED = 130
+OTHERS_WRITE = 0o022
 
 app = typer.Typer(
     name="kvbm",
@@ -407,6 +408,7 @@ def completion(
 
 
 def main() -> None:
+    os.umask(os.umask(OTHERS_WRITE) | OTHERS_WRITE)  # no file of kvbm or of its engines is writable by others
     streams.repair()
     sys.exit(run(sys.argv[1:]))
 

@@ -30,7 +30,8 @@ from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm.hashing import tenant
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system.filesystem import expanded, write_atomically
-from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.console import print_data, print_json, print_note, print_question, table
+from kvbm_cli.terminal.printable import one_line
 
 FORMATS = ("json", "csv")
 NOTE_INTERVAL_S = 2.0
@@ -271,7 +272,7 @@ class _ReadProgress:
     """Prints progress: one live line on a terminal, else a line every two seconds."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._is_live = name, sys.stderr.isatty()
+        self._name, self._is_live = one_line(name), sys.stderr.isatty()
         self._interval_s = LIVE_INTERVAL_S if self._is_live else NOTE_INTERVAL_S
         self._started_s = self._shown_s = time.monotonic()
 
@@ -321,7 +322,7 @@ def _require_indexes(caches: Sequence[CacheFacts]) -> None:
 def _is_confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("cannot ask for confirmation: stdin is not a terminal", hint="add `--yes`")
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    print_question(f"{question} [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 

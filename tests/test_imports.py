@@ -62,7 +62,7 @@ RULES = (  # the first that fits a module counts
     ),
     Rule(
         "kvbm.observe",
-        ("kvbm.leader", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema"),
+        ("kvbm.leader", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema", "kvbm.host.directories"),
         never=("numpy", *ENGINES),
     ),
     Rule("kvbm.config"),
@@ -72,7 +72,7 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.vllm_integration", RUNS_THE_CACHE, never=("tensorrt_llm", "sglang")),
     Rule("kvbm.embedded.launch", ("kvbm.config", "kvbm.embedded.engine.synthetic_models")),
     Rule("kvbm.embedded.engine", ("kvbm.host", "kvbm.hashing"), never=ENGINES[2:]),
-    Rule("kvbm.embedded.http", ("kvbm.embedded.engine",), never=ENGINES[2:]),
+    Rule("kvbm.embedded.http", ("kvbm.embedded.engine", "kvbm.config.launch_plan"), never=ENGINES[2:]),
     Rule("kvbm.embedded", RUNS_THE_CACHE, never=ENGINES[2:]),
     Rule("kvbm_cli.doctor.disk_speed", ("kvbm.disk",)),  # runs in the process of the probe
     Rule("kvbm_cli.system", lazily=(*ENGINES, "numpy")),

@@ -184,7 +184,8 @@ class SchedulerSide:
 
     @hook()
     def add_request(self, request: Request) -> None:
-        limits = request.kv_transfer_params or {}
+        params = request.kv_transfer_params  # a client can set it to anything through `vllm_xargs`
+        limits = params if isinstance(params, dict) else {}
         self._requests[request.request_id] = _Tracked(
             request,
             max_load_tokens=_limit(limits, "max_load_tokens"),

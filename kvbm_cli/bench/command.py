@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import json
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -139,7 +138,7 @@ def measure(
         )
     except KeyboardInterrupt:
         directory.write_json("summary.json", interrupted_summary("interrupted", surroundings))
-        print(f"interrupted; {directory.path} holds an incomplete run, marked as such", file=sys.stderr)
+        print_note(f"interrupted; {directory.path} holds an incomplete run, marked as such")
         return INTERRUPTED_EXIT_CODE
     except (KvbmError, OSError) as error:
         problem = error if isinstance(error, KvbmError) else cannot_write(directory.path, error)

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbm_cli.terminal.printable import without_colours
+
 TAIL_LINES = 12
 TAIL_BYTES = 16384
 LONGEST_LINE = 300
@@ -29,7 +31,7 @@ class EngineLog:
                 text = log.read().decode(errors="replace")
         except OSError:
             return []
-        return [line.rstrip() for line in text.splitlines() if line.strip()]
+        return [line.rstrip() for line in without_colours(text).splitlines() if line.strip()]
 
     def from_here(self) -> EngineLog:
         """Returns the same log from its current end on."""

@@ -24,7 +24,7 @@ from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_problems import problems_here, warn_of
 from kvbm_cli.profile.preflight import check, examine_here, require_workload
 from kvbm_cli.profile.text import short_text, whole_text
-from kvbm_cli.terminal.console import print_data, print_note
+from kvbm_cli.terminal.console import print_data, print_note, print_question
 from kvbm_cli.terminal.show_error import show_kvbm_error
 
 KEYS = {
@@ -118,7 +118,7 @@ def _with_questions(given: Mapping[str, str]) -> dict[str, str]:
 
 def _ask(question: Question) -> str:
     default = f" [{question.default}]" if question.default is not None else ""
-    print(f"{question.text}{default}: ", end="", file=sys.stderr, flush=True)
+    print_question(f"{question.text}{default}: ")
     line = sys.stdin.readline()
     if not line:
         print_note("")

@@ -7,6 +7,7 @@
       kvbm.log       output of the launcher of a detached run after the start
       lock           held by the launcher while it lives; visible to other containers that share the directory
       stop.json      timeout that `kvbm stop --timeout` requested
+      admin-token    secret for requests that change the embedded engine, such as /reset_prefix_cache
 
 A run is alive if its launcher is alive. The processes of a run that is not alive are never signalled: their process ids
 may belong to others. Names are `PROFILE-NUMBER` with increasing numbers. `kvbm serve` locks the parent directory from
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.host.directories import make_private_directories
 from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.filesystem import no_temporary_file, state_directory, write_atomically
 from kvbm_cli.system.process_identity import ProcessIdentity
@@ -38,9 +40,10 @@ from kvbm_cli.system.process_identity import ProcessIdentity
 KEPT_RUNS = 20
 LONGEST_NAME = 100  # of a run without its number; file names may have 255 bytes
 MOST_BYTES = 1 << 20  # of run.json
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 ABANDONED_AFTER_S = 3600.0  # age of a directory without run.json before it is removed
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-FACTS, PROFILE, LOCK, STOP = "run.json", "profile.yaml", "lock", "stop.json"
+FACTS, PROFILE, LOCK, STOP, ADMIN_TOKEN = "run.json", "profile.yaml", "lock", "stop.json", "admin-token"
 ENGINE_LOG, OWN_LOG = "engine.log", "kvbm.log"
 _NUMBERED = re.compile(r"(.+)-(\d+)")
 
@@ -158,6 +161,11 @@ class RunDirectory:
         head = "".join(character if character.isprintable() else "?" for character in head)
         _write(self.path / PROFILE, f"{head}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
 
+    def write_admin_token(self, token: str) -> None:
+        """Writes the token. Ignores errors, like `_write`."""
+        with contextlib.suppress(OSError):
+            _write(self.path / ADMIN_TOKEN, token)
+
     def remove(self) -> None:
         """Removes the directory of a run that has not begun."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -204,12 +212,20 @@ class Runs:
         """Returns those of the user, None if the directory is not writable."""
         try:
             runs = cls.of_user()
-            runs._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directories(runs._directory)
+            runs._make_private()
             if os.access(runs._directory, os.W_OK | os.X_OK):
                 return runs
         except (OSError, RuntimeError):  # RuntimeError: no home directory
             pass
         return None
+
+    def _make_private(self) -> None:
+        """Removes permissions to change run directories from others, which an earlier umask may have given."""
+        for path in (self._directory, self._directory.parent):
+            found = path.stat()
+            if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
+                path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS_WRITE)
 
     @classmethod
     def temporary(cls) -> Runs:
@@ -379,7 +395,7 @@ def _age_s(path: Path) -> float:
 
 
 def _locked_file(path: Path) -> BinaryIO:
-    file = path.open("wb")
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
     with contextlib.suppress(OSError):  # a filesystem without locks
         fcntl.flock(file, fcntl.LOCK_EX)
     return file

@@ -22,6 +22,7 @@ from typing import Self
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.runs.log_tail import LogTail, shown_line
 from kvbm_cli.terminal.console import WIDTH, columns
+from kvbm_cli.terminal.printable import without_commands
 from kvbm_cli.terminal.progress import PHASE_INTERVAL_S, REDRAW_S, Pace
 
 CLOSE_TIMEOUT_S = 1.0  # for a slow terminal to take the rest of the log
@@ -91,7 +92,7 @@ class ServeDisplay:
             raise EnvironmentProblem(f"cannot write to standard output: {reason}")
 
     def _put(self, descriptor: int, text: str) -> None:
-        self._queue.append((descriptor, text))
+        self._queue.append((descriptor, without_commands(text)))
         self._wakes.set()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -171,6 +172,6 @@ def _write(descriptor: int, data: bytes) -> None:
         try:
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:
-            poll = select.poll()
-            poll.register(descriptor, select.POLLOUT)
-            poll.poll()
+            writable = select.poll()
+            writable.register(descriptor, select.POLLOUT)
+            writable.poll()

@@ -62,6 +62,8 @@ def launch(
         ServeDisplay(tails, heading) as display,
         _start(plan, log_path) as engine,
     ):
+        if isinstance(engine, EngineProcess) and engine.admin_token is not None:
+            run.write_admin_token(engine.admin_token)
         try:
 
             def on_progress(phase: str) -> None:

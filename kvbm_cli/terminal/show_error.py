@@ -9,15 +9,16 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from kvbm.errors import EnvironmentProblems, KvbmError, ProfileMistakes
+from kvbm_cli.terminal.printable import printable
 
 RED, YELLOW, CYAN = "1;31", "1;33", "1;36"
 
 
 def show_error(message: str, *, cause: BaseException | None = None, hint: str | None = None) -> None:
-    lines = [f"{coloured('error:', RED)} {message}"]
-    lines += [f"  caused by: {text}" for text in _causes(cause)]
+    lines = [f"{coloured('error:', RED)} {printable(message)}"]
+    lines += [f"  caused by: {printable(text)}" for text in _causes(cause)]
     if hint:
-        lines += ["", f"{coloured('hint:', CYAN)} {hint}"]
+        lines += ["", f"{coloured('hint:', CYAN)} {printable(hint)}"]
     print("\n".join(lines), file=sys.stderr)
 
 
@@ -26,7 +27,7 @@ def show_warning(message: str) -> None:
 
 
 def warning_text(message: str) -> str:
-    return f"{coloured('warning:', YELLOW)} {message}"
+    return f"{coloured('warning:', YELLOW)} {printable(message)}"
 
 
 def show_kvbm_error(error: KvbmError) -> None:

@@ -254,6 +254,20 @@ def test_what_is_no_interpreter_is_an_error(python: str) -> None:
         find_vllm(python)
 
 
+def test_debug_endpoints_are_not_served_on_a_network(home: Path) -> None:
+    """In this mode vLLM lets every client run methods of the engine."""
+    command = ["serve", "-p", "./mine.yaml", "--dry-run"]
+    refused = kvbm(*command[:3], "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
+    assert refused.exit_code == 1
+    assert "`server.host: 0.0.0.0` is not a loopback address" in refused.stderr
+    warned = kvbm(*command, "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
+    assert warned.exit_code == 0
+    assert "VLLM_SERVER_DEV_MODE serves" in warned.stderr
+    for overrides, mode in ((["--set", "server.host=0.0.0.0"], "0"), ([], "1")):
+        silent = kvbm(*command, *overrides, home=home, VLLM_SERVER_DEV_MODE=mode)
+        assert (silent.exit_code, "DEV_MODE" in silent.stderr) == (0, False)
+
+
 HANGS = '#!/bin/sh\necho probed >> {log}\n[ -e {released} ] || sleep 60\nexec {python} "$@"\n'
 
 

@@ -354,3 +354,11 @@ def test_an_invalid_token_limit_is_ignored_with_a_warning(caplog, value):
 def test_a_limit_of_none_is_no_limit_and_of_zero_is_one():
     assert _limit({"max_load_tokens": None}, "max_load_tokens") == UNLIMITED
     assert _limit({"max_load_tokens": 0}, "max_load_tokens") == 0
+
+
+@pytest.mark.parametrize("params", ["text", ["max_load_tokens"], 5])
+def test_transfer_parameters_that_are_no_object_are_ignored(params):
+    """A client can set them through `vllm_xargs`, which vLLM does not check."""
+    side = scheduler_side([])
+    side.add_request(SimpleNamespace(request_id="r", kv_transfer_params=params))
+    assert side._requests["r"].max_load_tokens == UNLIMITED

@@ -338,7 +338,7 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "kvbm.disk.service.server", str(fd)],
+            [sys.executable, "-P", "-m", "kvbm.disk.service.server", str(fd)],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
