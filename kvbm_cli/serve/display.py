@@ -168,6 +168,6 @@ def _write(descriptor: int, data: bytes) -> None:
         try:
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:
-            writable = select.poll()
-            writable.register(descriptor, select.POLLOUT)
-            writable.poll()
+            room = select.poll()
+            room.register(descriptor, select.POLLOUT)
+            room.poll()
