@@ -100,7 +100,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Damage:
-    """`area` groups damages. `needs_log`: of a cache whose engine was killed, so that SQLite's log is there."""
+    """`area` groups damages. `needs_log`: of a cache whose engine was killed, so that SQLite's log is there. `policy`:
+    the onboard policy that a damage concerns; None for all."""
 
     name: str
     area: str
@@ -108,16 +109,17 @@ class Damage:
     keeps: bool
     needs_log: bool
     is_plain_user: bool
+    policy: str | None
 
 
 DAMAGES: dict[str, Damage] = {}
 
 
-def damage(area: str, *, keeps: bool = False, needs_log: bool = False, is_plain_user: bool = False):
+def damage(area: str, *, keeps=False, needs_log=False, is_plain_user=False, policy=None):
     def register(spoil: Callable[[Site], None]) -> Callable[[Site], None]:
         name = spoil.__name__
         assert name not in DAMAGES, name
-        DAMAGES[name] = Damage(name, area, spoil, keeps, needs_log, is_plain_user)
+        DAMAGES[name] = Damage(name, area, spoil, keeps, needs_log, is_plain_user, policy)
         return spoil
 
     return register
@@ -299,7 +301,8 @@ def header_of_the_index(site):
 @damage("index bytes")
 def truncated_index(site):
     length = site.index.stat().st_size
-    os.truncate(site.index, site.random.choice([0, 1, 99, 100, 4096, 4097, site.random.randrange(length), length - 1]))
+    shorter = [left for left in (0, 1, 99, 100, 4096, 4097, length - 1) if left < length]
+    os.truncate(site.index, site.random.choice([*shorter, site.random.randrange(length)]))
 
 
 @damage("index bytes")
@@ -562,7 +565,7 @@ def superblock_with_more_fields(site):
 @damage("superblock")
 def superblock_of_other_types(site):
     content = superblock_of(site)
-    values = (None, "text", "1", [], {}, [content], 1.5, True, -1, 0, 2**63, 10**400, 1e308)
+    values = (None, "text", "1", [], {}, [dict(content)], 1.5, True, -1, 0, 2**63, 10**400, 1e308)
     for name in site.random.sample(sorted(content), site.random.randint(1, 3)):
         content[name] = site.random.choice(values)
     write_superblock(site.superblock, content)
@@ -592,15 +595,22 @@ def huge_superblock(site):
 # -- rates -------------------------------------------------------------------------------------------------------------
 
 
-@damage("rates", keeps=True)
-def hostile_rates(site):
-    path, chosen = site.instance.parent / RATES, site.random
-    if chosen.random() < 0.4:
-        path.write_text(chosen.choice(JSON_TEXTS))
-    else:
-        rates = {"tokens_per_s": chosen.choice(RATE_VALUES), "blocks_per_s": chosen.choice(RATE_VALUES)}
-        path.write_text(json.dumps(rates))
+def write_rates(site: Site, text: str) -> None:
+    path = site.instance.parent / RATES
+    path.write_text(text)
     path.chmod(0o600)
+
+
+@damage("rates", policy="auto")
+def extreme_rates(site):
+    usual = 1000.0
+    computing, reading = (site.random.choice([*RATE_VALUES, usual]) for _ in range(2))
+    write_rates(site, json.dumps({"tokens_per_s": computing, "blocks_per_s": reading}))
+
+
+@damage("rates", policy="auto")
+def rates_of_other_json(site):
+    write_rates(site, site.random.choice(JSON_TEXTS))
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

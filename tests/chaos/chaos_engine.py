@@ -1,8 +1,7 @@
 """An embedded engine with host memory and disk in a process of its own, which chaos may stop, starve and kill.
 
 `EngineProcess` is the test's end; `serve` runs in the process. A fork server starts the processes. Every answer of the
-engine reaches the test with its log-probabilities. The log of the process is a file; SIGUSR1 adds the stacks of all
-threads to it.
+engine reaches the test with its log-probabilities. The log of the process is a file.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import itertools
 import logging
 import multiprocessing
 import os
-import signal
+import resource
 import struct
 import sys
 import threading
-import time
+import traceback
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
@@ -27,6 +26,7 @@ from pathlib import Path
 import psutil
 
 START_LIMIT_S = 30.0
+STACKS_LIMIT_S = 3.0
 CALL_LIMIT_S = 60.0
 STOP_LIMIT_S = 45.0
 TAIL_BYTES = 6000
@@ -130,10 +130,9 @@ class EngineProcess:
         psutil.wait_procs(processes[1:], STOP_LIMIT_S)
 
     def stacks(self) -> str:
-        """The stacks of all threads, and the end of the log."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGUSR1)
-            time.sleep(0.5)
+        """The end of the log, with the stack of the engine's thread if the process can give it."""
+        with suppress(NotYet, EngineDied):
+            self._send("stacks").result(STACKS_LIMIT_S)
         return self.tail()
 
     def tail(self) -> str:
@@ -156,7 +155,7 @@ class EngineProcess:
     def _wait_until_ready(self) -> None:
         try:
             if not self._pipe.poll(START_LIMIT_S):
-                raise Hung(f"the engine did not start within {START_LIMIT_S:g} s\n{self.stacks()}")
+                raise Hung(f"the engine did not start within {START_LIMIT_S:g} s\n{self.tail()}")
             self._pipe.recv()
         except EOFError:
             raise EngineDied(f"the start ended with {self.exit_code()}\n{self.tail()}") from None
@@ -205,12 +204,16 @@ def serve(pipe, log: str, options: dict) -> None:
     os.dup2(fd, 2)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", force=True)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.dump_traceback_later(START_LIMIT_S - STACKS_LIMIT_S)
     fault_file = options.pop("fault_file", None)
     os.environ.pop("PYTHONPATH", None)
     if fault_file is not None:
         os.environ |= {"KVBM_TEST_DISK_FAULTS": fault_file, "PYTHONPATH": str(DISK_FAULTS)}
-    for _ in range(options.pop("descriptors", 0)):
+    descriptors = options.pop("descriptors", 0)
+    if descriptors:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * descriptors, most), most))
+    for _ in range(descriptors):
         os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     if options.pop("is_plain_user", False):
         _drop_privileges()
@@ -226,6 +229,7 @@ class _Served:
         self._pipe = pipe
         self._lock = threading.Lock()
         self._engine = KvbmEngine(**options)
+        faulthandler.cancel_dump_traceback_later()
         self._send(-1, None)
 
     def run(self) -> None:
@@ -273,6 +277,12 @@ class _Served:
     def _send(self, number: int, result: object, error: str | None = None) -> None:
         with self._lock:
             self._pipe.send((number, result, error))
+
+    def _do_stacks(self) -> None:
+        frames = sys._current_frames()
+        for thread in threading.enumerate():
+            if thread.name == "kvbm-engine":
+                logging.warning("stack of %s:\n%s", thread.name, "".join(traceback.format_stack(frames[thread.ident])))
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

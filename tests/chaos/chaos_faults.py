@@ -251,17 +251,15 @@ def engine_killed_while_the_disk_is_paused(stage):
 
 def failing(error: str, kind: str):
     def disturb(stage: Stage) -> None:
+        if kind == "write":
+            stage.engine.call("reset")  # so that there is something to write
+        before = stage.count("disk_io_errors")
         chance = stage.random.choice([0.05, 0.3, 1.0])
-        for _ in range(2):
-            before = stage.count("disk_io_errors")
-            stage.order(error=error, chance=chance, **({} if kind == "both" else {"for": kind}))
-            stage.engine.call("forget_g1")
-            stage.until_counted(before, "disk_io_errors")
-            stage.wait(0.5, 2.0)
-            stage.order()
-            stage.wait(0.5)
-            if stage.count("disk_off"):
-                return
+        stage.order(error=error, chance=chance, **({} if kind == "both" else {"for": kind}))
+        stage.until_counted(before, "disk_io_errors")
+        stage.wait(0.5, 3.0)
+        stage.order()
+        stage.wait(0.5)
 
     disturb.__name__ = f"{error.lower()}_at_{'calls' if kind == 'both' else kind + 's'}"
     return disturb
@@ -303,6 +301,7 @@ def lying_reads(stage):
 
 @fault()
 def commits_fail(stage):
+    stage.engine.call("reset")
     before = stage.count("disk_io_errors")
     stage.order(commit="disk I/O error", chance=stage.random.choice([0.3, 1.0]))
     stage.until_counted(before, "disk_io_errors")

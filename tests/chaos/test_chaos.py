@@ -36,6 +36,7 @@ SHORT_FAULTS = ("disk_killed", "disk_paused_briefly", "eio_at_calls")
 MINUTES = float(os.environ.get("KVBM_CHAOS_MINUTES", "30"))
 SHORT_MINUTES = 0.08
 SEGMENT_S = 20.0  # under flips, until the engine is restarted
+NEW = 4
 HOST_BLOCKS = 24
 DISK_BLOCKS = 112
 LIMIT_S = 8.0
@@ -89,6 +90,11 @@ class Caches:
     slot_bytes: int
 
 
+def split(asked: list[Question]) -> tuple[list[Question], list[Question]]:
+    """Questions whose blocks are in `Caches`, and questions of other users."""
+    return asked[:-NEW], asked[-NEW:]
+
+
 def instance_of(directory: Path) -> Path:
     (path,) = [lock.parent for lock in directory.glob("*/*/lock")]
     return path
@@ -101,10 +107,11 @@ def caches(tmp_path_factory, asked) -> Caches:
     with EngineProcess(home / "log", **options(ended)) as engine:
         for seed in range(500, 505):  # their slots are used again later
             engine.submit(prompt(seed, 200), ANSWER_TOKENS).result(LIMIT_S)
-        ask_all(engine, asked[: len(asked) // 2])
+        written, _ = split(asked)
+        ask_all(engine, written[: len(written) // 2])
         engine.call("settle")
         shutil.copytree(ended, older)
-        ask_all(engine, asked)
+        ask_all(engine, written)
         engine.call("settle")
         shutil.copytree(ended, killed)
         engine.stop()
@@ -149,7 +156,7 @@ def test_damage_at_rest_changes_no_answer(request, tmp_path, caches, asked, numb
 
 def start_on_damage(damage: Damage, chosen: random.Random, home: Path, caches: Caches, asked: list[Question]) -> None:
     was_killed = damage.needs_log or chosen.random() < 0.3
-    policy = chosen.choice(["always", "always", "auto"])
+    policy = damage.policy or chosen.choice(["always", "always", "auto"])
     directory, log = home / "disk", home / "log"
     shutil.copytree(caches.killed if was_killed else caches.ended, directory)
     site = Site(
@@ -165,7 +172,8 @@ def start_on_damage(damage: Damage, chosen: random.Random, home: Path, caches: C
     try:
         damage.spoil(site)
         assert fingerprint(directory, with_times=has_times) != before, "nothing was damaged"
-        users = chosen.sample(asked, 6)
+        written, new = split(asked)
+        users = [*chosen.sample(written, 4), *chosen.sample(new, 2)]
         with EngineProcess(log, **options(directory, policy=policy, is_plain_user=damage.is_plain_user)) as engine:
             ask_all(engine, users, limit_s=LIMIT_S)
             engine.call("settle")
@@ -173,6 +181,8 @@ def start_on_damage(damage: Damage, chosen: random.Random, home: Path, caches: C
             assert from_disk or policy == "auto" or not damage.keeps, "nothing was found on disk"
             engine.call("forget_g1")
             assert ask_all(engine, users[-2:], limit_s=LIMIT_S), "nothing was found in host memory"
+            engine.call("forget_memory")
+            ask_all(engine, users[-2:], limit_s=LIMIT_S)
             engine.call("check")
             engine.stop()
     finally:
