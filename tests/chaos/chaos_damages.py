@@ -31,27 +31,13 @@ LOG_HEADER_BYTES, FRAME_BYTES = 32, 24 + 4096  # of SQLite's log
 COLUMNS = ("slot", "hash", "generation", "length", "checksum", "tenant", "written")
 NUMBERS = (-1, 0, 1, 4096, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63), 0.5, 1e300, float("inf"), -0.0)
 EXTREMES = (*NUMBERS, None, "", "text", "12", b"", b"\0" * 8, b"\xff" * 16, b"x" * 100_000)
+LARGEST = (2**63 - 2, 2**63 - 1, 2**63 - 1, 2**63 - 1)
 JSON_TEXTS = (
     "", "[" * 4096, "{" * 4096, "null", "true", "[]", "{}", '"text"', "1e999", "-1", "{\"tokens_per_s\": 1", "\0" * 100,
     '{"tokens_per_s": NaN}', '{"a": ' * 600 + "1" + "}" * 600, '{"tokens_per_s": 1.0, "tokens_per_s": -1.0}',
 )  # fmt: skip
-RATE_VALUES = (
-    5e-324,
-    1e-300,
-    1e308,
-    -1.0,
-    0.0,
-    -0.0,
-    1,
-    10**400,
-    True,
-    None,
-    "1.0",
-    [],
-    {},
-    float("nan"),
-    float("inf"),
-)
+RATES_PER_S = (5e-324, 1e-300, 1e-6, 1000.0, 1e12, 1e308)
+NO_RATES = (-1.0, 0.0, -0.0, 1, 10**400, True, None, "1.0", [], {}, float("nan"), float("inf"))
 
 
 @dataclass
@@ -399,7 +385,7 @@ def edit(column: str) -> Callable[[Site], None]:
             slots = [slot for (slot,) in connection.execute("SELECT slot FROM blocks ORDER BY slot")]
             edited = chosen.sample(slots, chosen.choice([1, 1, 3, len(slots)]))
             other = connection.execute(f"SELECT {column} FROM blocks WHERE slot = ?", [chosen.choice(slots)]).fetchone()
-            value = chosen.choice([*EXTREMES, other[0], other[0], None])
+            value = chosen.choice([*EXTREMES, *LARGEST, other[0], other[0]])
             for slot in edited:
                 if not _update(connection, column, value, slot):  # the types of the table refuse it
                     _update(connection, column, 2**63 - 1, slot)
@@ -603,8 +589,7 @@ def write_rates(site: Site, text: str) -> None:
 
 @damage("rates", policy="auto")
 def extreme_rates(site):
-    usual = 1000.0
-    computing, reading = (site.random.choice([*RATE_VALUES, usual]) for _ in range(2))
+    computing, reading = (site.random.choice(RATES_PER_S if site.random.random() < 0.7 else NO_RATES) for _ in range(2))
     write_rates(site, json.dumps({"tokens_per_s": computing, "blocks_per_s": reading}))
 
 

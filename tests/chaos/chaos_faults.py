@@ -355,7 +355,7 @@ def file_renamed(stage):
 @fault()
 def file_replaced(stage):
     path = existing(stage)
-    shutil.copyfile(path, path.with_name("replaced"))
+    shutil.copy(path, path.with_name("replaced"))
     path.with_name("replaced").replace(path)
     stage.wait(2.0)
 
