@@ -181,8 +181,12 @@ def start_on_damage(damage: Damage, chosen: random.Random, home: Path, caches: C
             assert from_disk or policy == "auto" or not damage.keeps, "nothing was found on disk"
             engine.call("forget_g1")
             assert ask_all(engine, users[-2:], limit_s=LIMIT_S), "nothing was found in host memory"
+            engine.call("settle")
             engine.call("forget_memory")
+            from_disk = engine.counters()["onboard_disk_blocks"]
             ask_all(engine, users[-2:], limit_s=LIMIT_S)
+            is_used = engine.counters()["onboard_disk_blocks"] > from_disk
+            assert is_used or policy == "auto" or damage.area == "names", "new blocks are not found on disk"
             engine.call("check")
             engine.stop()
     finally:
