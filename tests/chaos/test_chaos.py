@@ -34,7 +34,7 @@ FAULT_CASES = 2 * len(FAULTS)
 POLICIES = ("always", "auto")
 SHORT_FAULTS = ("disk_killed", "disk_paused_briefly", "eio_at_calls")
 MINUTES = float(os.environ.get("KVBM_CHAOS_MINUTES", "30"))
-SHORT_MINUTES = 0.08
+SHORT_MINUTES = 0.05
 SEGMENT_S = 20.0  # under flips, until the engine is restarted
 NEW = 4
 HOST_BLOCKS = 24
@@ -317,11 +317,11 @@ class Flipper:
 
     def _run(self) -> None:
         while not self._end.wait(self._pause_s):
-            name = "arena" if self._random.random() < 0.97 else self._random.choice(OTHER_FILES)
+            (name,) = self._random.choices(list(WEIGHTS), WEIGHTS.values())
             for path in self._directory.rglob(name):
                 with suppress(FileNotFoundError, ValueError):  # it goes away meanwhile, or is empty
                     flip(path, 1, self._random)
                     self.flips += 1
 
 
-OTHER_FILES = ("index.sqlite", "index.sqlite-wal", "superblock", "rates.json")
+WEIGHTS = {"arena": 93, "index.sqlite": 3, "index.sqlite-wal": 3, "superblock": 0.5, "rates.json": 0.5}  # of flips
