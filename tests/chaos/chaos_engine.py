@@ -16,6 +16,7 @@ import resource
 import struct
 import sys
 import threading
+import time
 import traceback
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
@@ -197,7 +198,7 @@ def serve(pipe, log: str, options: dict) -> None:
     """Run a KvbmEngine with `options` until the test says `stop`.
 
     `fault_file`: its disk process obeys it (tests/engines/disk_faults). `descriptors`: so many are in use before
-    it starts. `is_plain_user`: permissions of files hold, also for root.
+    it starts. `is_plain_user`: permissions of files hold, also for root. `tokens_per_s`: a limit for computing.
     """
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
@@ -228,7 +229,11 @@ class _Served:
 
         self._pipe = pipe
         self._lock = threading.Lock()
+        tokens_per_s = options.pop("tokens_per_s", None)
         self._engine = KvbmEngine(**options)
+        if tokens_per_s is not None:
+            runner = self._engine.engine.core._runner
+            runner.run = _slowed(runner.run, tokens_per_s)
         faulthandler.cancel_dump_traceback_later()
         self._send(-1, None)
 
@@ -329,6 +334,16 @@ class _Served:
     def _do_channel(self) -> int:
         """The descriptor of the channel to the disk process."""
         return self._engine.leader._disk._disk._process.fileno()
+
+
+def _slowed(run, tokens_per_s: float):
+    """Computing takes as long as with a larger model, so that loading from disk is faster."""
+
+    def slowed(step):
+        time.sleep(sum(step.scheduled.values()) / tokens_per_s)
+        return run(step)
+
+    return slowed
 
 
 PERMISSION_CAPABILITIES = (1, 2, 3)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER

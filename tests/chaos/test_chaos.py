@@ -37,6 +37,7 @@ MINUTES = float(os.environ.get("KVBM_CHAOS_MINUTES", "30"))
 SHORT_MINUTES = 0.05
 SEGMENT_S = 20.0  # under flips, until the engine is restarted
 NEW = 4
+AUTO_TOKENS_PER_S = 1500.0  # of the model; slow enough that blocks are worth reading
 HOST_BLOCKS = 24
 DISK_BLOCKS = 112
 LIMIT_S = 8.0
