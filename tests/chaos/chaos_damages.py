@@ -44,7 +44,8 @@ NO_RATES = (-1.0, 0.0, -0.0, 1, 10**400, True, None, "1.0", [], {}, float("nan")
 class Site:
     """A copy of a cache. `older` is the same instance at an earlier time, `other` one of another model.
 
-    `undo` is called before the files are removed.
+    `undo` is called before the files are removed. `may_refuse`: the directory of all instances cannot be used, so that
+    the engine may refuse to start.
     """
 
     directory: Path
@@ -54,6 +55,7 @@ class Site:
     slot_bytes: int
     random: random.Random
     undo: list[Callable[[], object]] = field(default_factory=list)
+    may_refuse: bool = False
 
     @property
     def arena(self) -> Path:
@@ -612,6 +614,12 @@ def folders(site: Site) -> list[Path]:
     return [site.instance, site.instance.parent]
 
 
+def choose(site: Site, paths: list[Path]) -> Path:
+    path = site.random.choice(paths)
+    site.may_refuse = path in (site.instance.parent, site.directory)
+    return path
+
+
 def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -632,7 +640,7 @@ def symlink_as_file(site):
 
 @damage("names")
 def symlink_as_folder(site):
-    path = site.random.choice(folders(site))
+    path = choose(site, folders(site))
     moved = site.directory.with_name("moved")
     path.rename(moved)
     path.symlink_to(site.random.choice([moved, Path("/nonexistent"), path]))
@@ -666,7 +674,7 @@ def folder_as_file(site):
 
 @damage("names")
 def file_as_folder(site):
-    path = site.random.choice(folders(site))
+    path = choose(site, folders(site))
     remove(path)
     path.write_text("a file")
     path.chmod(0o600)
@@ -698,7 +706,7 @@ def strange_neighbours(site):
 
 @damage("names", is_plain_user=True)
 def modes(site):
-    path = site.random.choice([path for path in [*places(site), *folders(site), site.directory] if path.exists()])
+    path = choose(site, [path for path in [*places(site), *folders(site), site.directory] if path.exists()])
     before = path.stat().st_mode
     path.chmod(site.random.choice([0o000, 0o200, 0o400, 0o444, 0o666, 0o777, 0o4600]))
     site.undo.append(lambda: path.chmod(before))
@@ -707,6 +715,7 @@ def modes(site):
 @damage("names", is_plain_user=True)
 def read_only_tree(site):
     """As far as permissions go."""
+    site.may_refuse = True
     for path in [site.directory, *site.directory.rglob("*")]:
         before = path.stat().st_mode
         path.chmod(before & ~0o222)
@@ -715,13 +724,13 @@ def read_only_tree(site):
 
 @damage("names", is_plain_user=True)
 def other_owner(site):
-    path = site.random.choice([path for path in [*places(site), *folders(site)] if path.exists()])
+    path = choose(site, [path for path in [*places(site), *folders(site)] if path.exists()])
     os.chown(path, 12345, 12345)
 
 
 @damage("names")
 def immutable_names(site):
-    path = site.random.choice([path for path in [*places(site), *folders(site)] if path.exists()])
+    path = choose(site, [path for path in [*places(site), *folders(site)] if path.exists()])
     subprocess.run(["chattr", "+i", path], check=True)
     site.undo.append(lambda: subprocess.run(["chattr", "-i", path], check=True))
 

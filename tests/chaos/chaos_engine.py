@@ -52,6 +52,10 @@ class EngineDied(AssertionError):
     """The engine's process or thread has ended."""
 
 
+class Refused(AssertionError):
+    """The engine did not start, with a message for users."""
+
+
 class Hung(AssertionError):
     """No answer within the deadline."""
 
@@ -157,7 +161,9 @@ class EngineProcess:
         try:
             if not self._pipe.poll(START_LIMIT_S):
                 raise Hung(f"the engine did not start within {START_LIMIT_S:g} s\n{self.tail()}")
-            self._pipe.recv()
+            _, _, refusal = self._pipe.recv()
+            if refusal is not None:
+                raise Refused(refusal)
         except EOFError:
             raise EngineDied(f"the start ended with {self.exit_code()}\n{self.tail()}") from None
 
@@ -227,10 +233,16 @@ class _Served:
     def __init__(self, pipe, options: dict) -> None:
         from kvbm_engine import KvbmEngine
 
+        from kvbm.errors import KvbmError
+
         self._pipe = pipe
         self._lock = threading.Lock()
         tokens_per_s = options.pop("tokens_per_s", None)
-        self._engine = KvbmEngine(**options)
+        try:
+            self._engine = KvbmEngine(**options)
+        except KvbmError as error:
+            self._send(-1, None, str(error))
+            raise
         if tokens_per_s is not None:
             runner = self._engine.engine.core._runner
             runner.run = _slowed(runner.run, tokens_per_s)
@@ -327,8 +339,10 @@ class _Served:
         self._engine.engine._order(lambda: self._engine.leader._host.store.reset() or True)
 
     def _do_check(self) -> None:
+        """The bookkeeping is consistent, and no exception of kvbm was stopped on its way to the engine."""
         from bookkeeping import check_leader
 
+        assert self._engine.leader.counters.faults == 0
         self._engine.engine._order(lambda: check_leader(self._engine.leader) or True)
 
     def _do_channel(self) -> int:

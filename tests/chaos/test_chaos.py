@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from chaos_damages import DAMAGES, Damage, Site, flip
-from chaos_engine import EngineProcess
+from chaos_engine import EngineProcess, Refused
 from chaos_faults import FAULTS, Fault, Stage
 from chaos_traffic import ANSWER_TOKENS, DEADLINE_S, LOADED_S, Load, Question, ask_all, questions
 from kvbm_engine import prompt
@@ -190,6 +190,9 @@ def start_on_damage(damage: Damage, chosen: random.Random, home: Path, caches: C
             assert is_used or policy == "auto" or damage.area == "names", "new blocks are not found on disk"
             engine.call("check")
             engine.stop()
+    except Refused as refusal:
+        if not site.may_refuse or str(directory) not in str(refusal):
+            raise
     finally:
         for undo in site.undo:
             undo()
