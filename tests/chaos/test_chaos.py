@@ -43,8 +43,6 @@ DISK_BLOCKS = 112
 LIMIT_S = 8.0
 LARGEST_COMPARED_BYTES = 1 << 26
 
-pytestmark = pytest.mark.timeout(0)
-
 
 def options(directory: Path, *, policy: str = "always", to_disk: str = "always", **more) -> dict:
     disk = {"directory": str(directory), "blocks": DISK_BLOCKS}
@@ -53,6 +51,7 @@ def options(directory: Path, *, policy: str = "always", to_disk: str = "always",
         "disk": disk,
         "offload": {"to_disk": to_disk},
         "onboard": {"policy": policy},
+        "tokens_per_s": AUTO_TOKENS_PER_S if policy == "auto" else None,
     }
     return defaults | more
 
@@ -263,6 +262,7 @@ def assert_disk_is_used(engine: EngineProcess, users: list[Question]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120 * MINUTES)
 @pytest.mark.parametrize(
     "minutes", [SHORT_MINUTES, pytest.param(MINUTES, marks=pytest.mark.soak)], ids=["seconds", "minutes"]
 )
