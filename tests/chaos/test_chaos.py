@@ -35,7 +35,7 @@ POLICIES = ("always", "auto")
 SHORT_FAULTS = ("disk_killed", "disk_paused_briefly", "eio_at_calls")
 MINUTES = float(os.environ.get("KVBM_CHAOS_MINUTES", "30"))
 SHORT_MINUTES = 0.05
-SEGMENT_S = 20.0  # under flips, until the engine is restarted
+SHORTEST_SEGMENT_S, SEGMENT_S = 1.5, 20.0  # under flips, until the engine is restarted
 NEW = 4
 AUTO_TOKENS_PER_S = 1500.0  # of the model; slow enough that blocks are worth reading
 HOST_BLOCKS = 24
@@ -275,20 +275,22 @@ def test_flipping_bits_change_no_answer(request, tmp_path, caches, asked, minute
         chosen = random.Random(f"{SEED}/{minutes}")
         shutil.copytree(caches.ended, tmp_path / "disk")
         end_s, counted = time.monotonic() + 60 * minutes, {}
-        while (left_s := end_s - time.monotonic()) > 0:
-            segment_s = min(left_s, 30 * minutes, SEGMENT_S)
+        while (left_s := end_s - time.monotonic()) > 0 or (left_s > -WARM_LIMIT_S and not has_happened(counted)):
+            segment_s = min(max(left_s, SHORTEST_SEGMENT_S), SEGMENT_S)
             under_flips(segment_s, chosen, tmp_path, asked, counted)
         print(counted)
-        assert counted["flips"] > 0
-        assert counted["onboard_disk_blocks"] > 0, "the cache on disk was not used"
-        assert counted["disk_checksum_failures"] > 0, "no flipped block was read"
+        assert has_happened(counted), "no flipped block was read, or no other block of the disk"
+
+
+def has_happened(counted: dict[str, int]) -> bool:
+    return bool(counted["flips"] and counted["onboard_disk_blocks"] and counted["disk_checksum_failures"])
 
 
 def under_flips(
     seconds: float, chosen: random.Random, home: Path, asked: list[Question], counted: dict[str, int]
 ) -> None:
     """One life of an engine, from start to its end by `stop` or SIGKILL, while a thread flips bits of its files."""
-    flipper = Flipper(home / "disk", chosen.choice([2.0, 10.0, 50.0]), chosen.random())
+    flipper = Flipper(home / "disk", chosen.choice([5.0, 20.0, 50.0]), chosen.random())
     policies = {
         "policy": chosen.choice(["always", "always", "auto"]),
         "to_disk": chosen.choice(["always", "frequency"]),
