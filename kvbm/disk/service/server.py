@@ -92,7 +92,8 @@ class _Child:
             case Forget():
                 self._storage.forget(message.disk_slots)
             case messages.Clear():
-                self._clears.append(self._storage.begin_clear(message.tenant))
+                clear = self._storage.begin_clear(message.tenant, ends_persistence=message.ends_persistence)
+                self._clears.append(clear)
 
     def _is_busy(self) -> bool:
         return bool(self._in_flight_count or self._clears)
