@@ -134,16 +134,14 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return None, self._worker.failed_requests() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Used from 0.30 on; earlier versions accept failures by block id."""
+        """Used from 0.30 on, for loads of which nothing arrived; earlier versions accept failures by block id only."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
-            results.failed_recving = self._worker.failed_requests()
+            results.failed_recving = self._worker.lost_requests()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if self._worker is None or KNOWS_FAILED_REQUESTS:
-            return set()
-        return self._worker.failed_blocks()
+        return self._worker.failed_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> Any:
         return self._worker.take_message() if self._worker is not None else None

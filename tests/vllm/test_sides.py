@@ -207,14 +207,38 @@ def test_a_rank_takes_whole_pages_of_all_layers_once_even_where_groups_overlay_e
         side.close()
 
 
-def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it():
+@pytest.fixture
+def rank():
     description = cache(FULL, num_blocks=4)
+    return WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
+
+
+def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it(rank):
+    rank.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2), (1, 2), True),)))
+    assert rank.failed_requests() == {"r"}
+    assert rank.lost_requests() == {"r"}
+    assert rank.failed_blocks() == (set() if KNOWS_FAILED_REQUESTS else {1, 2})
+    rank.clear()
+    assert rank.failed_requests() == set()
+
+
+def test_of_a_cut_load_only_the_blocks_that_did_not_arrive_are_reported_as_failed(rank):
+    """A request in `lost_requests` would lose the blocks that did."""
+    rank.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2, 3), (2, 3), True),)))
+    assert rank.failed_requests() == {"r"}
+    assert rank.lost_requests() == set()
+    assert rank.failed_blocks() == {2, 3}
+
+
+@pytest.mark.skipif(not KNOWS_FAILED_REQUESTS, reason="kvbm declines such an engine")
+def test_an_engine_with_several_groups_gets_no_failed_blocks_even_if_only_one_is_transferred():
+    """vLLM ends with an exception if it does."""
+    description = cache(FULL, WINDOW, num_blocks=4)
+    description.kv_cache_groups[1].enable_kv_transfer = False
     side = WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
-    side.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2), (1, 2), True),)))
-    assert side.failed_requests() == {"r"}
-    assert side.failed_blocks() == {1, 2}
-    side.clear()
-    assert side.failed_requests() == set()
+    side.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2, 3), (2, 3), True),)))
+    assert side.lost_requests() == {"r"}
+    assert side.failed_blocks() == set()
 
 
 # -- a load that fails -------------------------------------------------------------------------------------------------
