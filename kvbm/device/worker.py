@@ -5,9 +5,10 @@ each result in a control word. One thread owns it and calls, per engine step,
 
     start(plan)     before the forward pass: start onboards
     finish(plan)    after the forward pass: start offloads, whose sources are computed by then
-    poll()          write the control words of ended copies
+    poll()          write the control words of ended onboards and failed offloads
 
-None of them waits. Onboards and offloads have separate threads, so that a hung offload delays no request.
+None of them waits. An offload that succeeds is proven by its thread, so that the leader can register it after the
+engine's last step. Onboards and offloads have separate threads, so that a hung offload delays no request.
 
 Correctness depends on an order: payload bytes first, control word last. An onboard reads the words of its source slots
 before the copy and after it, to detect a slot that was reused meanwhile.
@@ -158,8 +159,7 @@ class Worker:
         if plan.offloads:
             fence = self._copier.fence()
             for order in plan.offloads:
-                whole = partial(self._copier.offload, order.block_ids, order.slots, fence)
-                _submit(order, [whole], self._offload_pool, self._offloads)
+                _submit(order, [partial(self._run_offload, order, fence)], self._offload_pool, self._offloads)
 
     def poll(self) -> bool:
         """Write the control words of copies that have ended since the last call; return whether there were any."""
@@ -190,6 +190,11 @@ class Worker:
 
     # -- in a pool thread ----------------------------------------------------------------------------------------------
 
+    def _run_offload(self, order: Offload, fence: object | None) -> None:
+        """Copy, and prove it at once: an engine that runs no more steps polls no more."""
+        self._copier.offload(order.block_ids, order.slots, fence)
+        self._segment.write_slots(order.slots, order.generation, SlotState.READY)
+
     def _run_onboard(self, order: Onboard, part: slice, fence: object | None) -> None:
         self._require_source(order, part)
         self._copier.onboard(order.slots[part], order.block_ids[part], fence)
@@ -215,8 +220,9 @@ class Worker:
             self._segment.write_lane(order.lane, order.generation, self._state(running.error))
 
     def _prove_offload(self, finished: Finished) -> None:
+        """Write the failure of an offload. A success is proven already, and its slots may have another use by now."""
         running = self._offloads.pop(finished.ticket, None)
-        if running is not None and running.end(finished.ticket, finished.error):
+        if running is not None and running.end(finished.ticket, finished.error) and running.error is not None:
             order = running.order
             self._segment.write_slots(order.slots, order.generation, self._state(running.error))
 

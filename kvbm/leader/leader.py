@@ -239,6 +239,15 @@ class Leader:
                 self._trace("loaded", request=one.request_id, blocks=blocks, failed=failed)
         return results
 
+    def settle_offloads(self) -> bool:
+        """Register offloads that have ended; return whether others hold G1 blocks. May be called between steps."""
+        self._offloads.settle()
+        return self._offloads.are_blocks_held()
+
+    def abandon_offloads(self) -> None:
+        """Release the G1 blocks of the offloads in flight, which then end as failed. Onboards keep their blocks."""
+        self._offloads.abandon()
+
     def has_pending(self) -> bool:
         """Whether something is ordered, in flight or unreported: the engine must keep stepping.
 

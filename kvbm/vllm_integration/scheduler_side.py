@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbm.errors import EnvironmentProblem
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from kvbm.vllm_integration.cache_groups import TransferGroup
 
 UNLIMITED = 1 << 62
+RESET_PATIENCE_S = 2.0
+RESET_POLL_S = 0.0005
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +90,7 @@ class SchedulerSide:
         self._hash_bytes = hash_bytes if self._is_plain else hash_bytes + 1
         self._hash_tokens = 0  # tokens per block hash of vLLM; set by its block pool
         self._pool: BlockPool | None = None
+        self._held_blocks = 0  # references that transfers hold in the pool
         self._handshakes: list[Handshake] = []
         self._region: Region | None = None
         self._requests: dict[str, _Tracked] = {}
@@ -100,6 +104,7 @@ class SchedulerSide:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
+        vars(pool)["reset_prefix_cache"] = partial(self._reset_pool, pool.reset_prefix_cache)
         self._hash_tokens = pool.hash_block_size
         self._create_leader()
 
@@ -170,10 +175,12 @@ class SchedulerSide:
 
     def _hold(self, block_ids: Sequence[int]) -> None:
         assert self._pool is not None
+        self._held_blocks += len(block_ids)
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def _release(self, block_ids: Sequence[int]) -> None:
         assert self._pool is not None
+        self._held_blocks -= len(block_ids)
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -301,6 +308,29 @@ class SchedulerSide:
             self._region.close()
 
     # -- internal ------------------------------------------------------------------------------------------------------
+
+    def _reset_pool(self, reset: Callable[[], bool]) -> bool:
+        """Reset vLLM's prefix cache, which refuses while a block is in use, after offloads have released their blocks.
+
+        The copies get RESET_PATIENCE_S to end: between two steps nothing else makes them release their blocks, and an
+        engine inside the user's process runs no steps after its last request. Replaces the method of vLLM's block pool,
+        because vLLM calls the connector only after this one.
+        """
+        if self.leader is not None and self._held_blocks and self._are_others_at_rest():
+            deadline_s = time.monotonic() + RESET_PATIENCE_S
+            while is_held := self.leader.settle_offloads():
+                if time.monotonic() > deadline_s:
+                    break
+                time.sleep(RESET_POLL_S)
+            if is_held:
+                log.warning("kvbm: copies to host memory did not end within %g s; dropping them", RESET_PATIENCE_S)
+                self.leader.abandon_offloads()
+        return reset()
+
+    def _are_others_at_rest(self) -> bool:
+        """Return whether only transfers use blocks of vLLM's pool."""
+        assert self._pool is not None
+        return bool(sum(block.ref_cnt for block in self._pool.blocks if not block.is_null) == self._held_blocks)
 
     @property
     def _null_block_id(self) -> int:
