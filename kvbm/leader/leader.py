@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvbm.events import Event
     from kvbm.host.region import Region
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.plan import Offload, Onboard
 
 log = logging.getLogger(__name__)
 
@@ -308,6 +309,11 @@ class Leader:
         if self._trace is not None:
             self._trace("reset", is_forgotten=is_forgotten)
         return is_forgotten
+
+    def orders_in_flight(self) -> dict[int, Offload | Onboard]:
+        """Return every order that holds G1 blocks, by generation; also orders that have not been handed out."""
+        offloads = {generation: one.order for generation, one in self._offloads.in_flight.items() if one.is_held}
+        return {**offloads, **{generation: one.order for generation, one in self._onboards.in_flight.items()}}
 
     def close(self) -> None:
         """Write the blocks that are only in host memory to disk, as far as the time allows, and close the disk."""

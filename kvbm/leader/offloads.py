@@ -47,7 +47,7 @@ class _OffloadInFlight:
     tenant: bytes
     born_step: int
     is_void: bool = False
-    is_abandoned: bool = False
+    is_held: bool = True
 
 
 class Offloads:
@@ -67,7 +67,7 @@ class Offloads:
         self._settings = settings
         self._counters = counters
         self._step = 0
-        self._flights: dict[int, _OffloadInFlight] = {}
+        self.in_flight: dict[int, _OffloadInFlight] = {}  # from before a copier can run until it has stopped
         self._departing: set[bytes] = set()
         self._held_blocks = 0
         self._orders: list[Offload] = []
@@ -124,12 +124,12 @@ class Offloads:
 
     def overdue(self) -> tuple[Offload, ...]:
         """Return the orders without a result, each once every `overdue_steps` steps."""
-        ages = ((flight.order, self._step - flight.born_step) for flight in self._flights.values())
+        ages = ((flight.order, self._step - flight.born_step) for flight in self.in_flight.values())
         return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
 
     def settle(self) -> None:
         """Read the control words and register what has arrived. Tails first, so that heads end up more recent."""
-        flights = list(self._flights.values())
+        flights = list(self.in_flight.values())
         if not flights:
             return
         are_reported = self._host.are_reported([flight.target for flight in flights])
@@ -139,7 +139,7 @@ class Offloads:
 
     def is_under_way(self, *, within_steps: int) -> bool:
         """Whether a copy is in flight that is not older than that."""
-        youngest = next(reversed(self._flights.values()), None)
+        youngest = next(reversed(self.in_flight.values()), None)
         return youngest is not None and self._step - youngest.born_step <= within_steps
 
     def are_blocks_held(self) -> bool:
@@ -147,29 +147,28 @@ class Offloads:
 
     def reset(self) -> None:
         """Register nothing of what is in flight."""
-        for flight in self._flights.values():
+        for flight in self.in_flight.values():
             flight.is_void = True
         self._departing.clear()
 
     def abandon(self) -> None:
         """Release the sources of what is in flight, which is not registered: the engine may overwrite them now."""
         self.reset()
-        for flight in self._flights.values():
+        for flight in self.in_flight.values():
             self._release(flight)
-            flight.is_abandoned = True
 
     def _order(self, hashes: list[bytes], block_ids: tuple[int, ...], tenant: bytes) -> None:
         target = self._host.reserve(len(hashes))
         assert target is not None, (len(hashes), self._host.store.counts())
         order = Offload(generation=target.generation, block_ids=block_ids, slots=target.slots)
         self._engine.hold(block_ids)
-        self._flights[order.generation] = _OffloadInFlight(order, target, hashes, tenant, self._step)
+        self.in_flight[order.generation] = _OffloadInFlight(order, target, hashes, tenant, self._step)
         self._departing.update(hashes)
         self._held_blocks += len(block_ids)
         self._orders.append(order)
 
     def _end(self, flight: _OffloadInFlight, is_ready: Sequence[bool]) -> None:
-        del self._flights[flight.order.generation]
+        del self.in_flight[flight.order.generation]
         self._release(flight)
         if flight.is_void:
             flight.target.release()
@@ -184,7 +183,8 @@ class Offloads:
         blocks.release()
 
     def _release(self, flight: _OffloadInFlight) -> None:
-        if not flight.is_abandoned:
+        if flight.is_held:
+            flight.is_held = False
             self._held_blocks -= len(flight.hashes)
             self._engine.release(flight.order.block_ids[::-1])
 
