@@ -333,6 +333,7 @@ def test_blocks_of_an_abandoned_offload_are_free_and_what_it_copies_is_not_regis
     rig.order()
     rig.leader.abandon_offloads()
     assert not any(rig.g1.references.values())
+    assert rig.leader.orders_in_flight() == {}, "they would be released again if the cache is turned off"
     rig.compute("overwrites", chain("b", 2))
     rig.ranks[0].run_all()
     rig.settle()
