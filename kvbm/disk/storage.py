@@ -121,6 +121,11 @@ class DiskStorage:
         """Whether its files were deleted: it stays off, and a new one can be opened."""
         return self._health.is_removed
 
+    @property
+    def has_lost_io(self) -> bool:
+        """Whether some I/O, and its ticket, only ends with this process."""
+        return self._health.has_lost_io
+
     def reads_stuck_since(self) -> float | None:
         """Return since when reads have made no progress, in `time.monotonic`; None if there is none to wait for."""
         return self._threads.reads_stuck_since()

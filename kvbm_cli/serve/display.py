@@ -167,4 +167,6 @@ def _write(descriptor: int, data: bytes) -> None:
         try:
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:
-            select.select([], [descriptor], [])
+            room = select.poll()
+            room.register(descriptor, select.POLLOUT)
+            room.poll()

@@ -72,6 +72,16 @@ def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
             tier.close(close_s)
 
 
+@contextmanager
+def stopped(rig):
+    os.kill(rig.tier.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(rig.tier.pid, signal.SIGCONT)
+
+
 def has_ended(pid: int) -> bool:
     """All its threads: the last of them may still wait for its I/O when the first has become a zombie."""
     try:
@@ -175,6 +185,17 @@ def test_clear_covers_what_was_found_and_is_not_told_yet(tmp_path: Path, monkeyp
         assert rig.tier.recovered() == (b"", b"", True)
 
 
+def test_blocks_of_a_process_that_does_not_answer_are_not_waited_for(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write(range(5), range(5))
+    with opened(tmp_path) as rig:
+        with stopped(rig):
+            started = time.monotonic()
+            assert rig.tier.recovered() is None
+            assert time.monotonic() - started < 1.5 * ANSWER_LIMIT_S
+        assert rig.recovered() == {number: number for number in range(5)}
+
+
 def test_blocks_of_a_process_that_has_ended_are_not_waited_for(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         rig.write(range(5), range(5))
@@ -199,6 +220,23 @@ def test_problem_of_opening_is_the_leaders(tmp_path: Path) -> None:
         pass
     assert "is not a directory" in raised.value.message
     assert "`tiers.disk.directory`" in (raised.value.hint or "")
+
+
+def test_process_that_does_not_answer_while_it_opens_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "OPEN_LIMIT_S", 0.3)
+    start, started = client._start, []
+
+    def start_and_stop(fd: int) -> subprocess.Popen[bytes]:
+        started.append(start(fd))
+        os.kill(started[0].pid, signal.SIGSTOP)
+        return started[0]
+
+    monkeypatch.setattr(client, "_start", start_and_stop)
+    with pytest.raises(EnvironmentProblem, match=r"sent nothing for 0\.3 s"), opened(tmp_path):
+        pass
+    assert has_ended(started[0].pid)
 
 
 def test_progress_of_taking_space_is_told(tmp_path: Path) -> None:
@@ -236,16 +274,6 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
     assert len([message for message in caplog.messages if "has exited" in message]) == 1
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 0}
-
-
-@contextmanager
-def stopped(rig):
-    os.kill(rig.tier.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(rig.tier.pid, signal.SIGCONT)
 
 
 def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

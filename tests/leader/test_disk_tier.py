@@ -329,6 +329,14 @@ def test_a_part_that_comes_together_with_one_that_failed_is_let_go(rig):
     rig.close()
 
 
+def test_damage_found_at_opening_is_counted(rig):
+    rig.disk.counters.dropped_rows = 3
+    rig.disk.counters.damaged_superblocks = rig.disk.counters.unusable_instances = 1
+    rig.settle()
+    assert rig.leader.counters.disk_dropped_rows == 3
+    assert rig.leader.counters.disk_damaged_files == 2
+
+
 def test_a_disk_that_is_off_is_not_asked(rig):
     hashes = rig.fill("a", 4)
     settled(rig)

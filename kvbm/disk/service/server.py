@@ -31,7 +31,6 @@ from kvbm.host.region import Region
 BUSY_INTERVAL_S = 0.1  # between checks for I/O that hangs
 IDLE_INTERVAL_S = 0.5
 PARENT_INTERVAL_S = 0.5
-REMOVED = 3  # exit code when its files were deleted: no block that it writes could be found again
 
 
 class _Log(logging.Handler):
@@ -75,8 +74,13 @@ class _Child:
                 self._handle(message)
             self._report(self._storage.poll())
             if self._storage.is_removed:
-                _send_all(self._channel)
-                os._exit(REMOVED)
+                self._exit(messages.REMOVED)
+            if self._storage.has_lost_io:
+                self._exit(messages.LOST_IO)
+
+    def _exit(self, code: int) -> None:
+        _send_all(self._channel)
+        os._exit(code)
 
     def _handle(self, message: object) -> None:
         match message:
