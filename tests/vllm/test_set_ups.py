@@ -71,7 +71,7 @@ def test_another_connector_next_to_ours_in_a_multi_connector(is_first, tmp_path)
             assert engine.reset_prefix_cache(external=False)
             assert_equal(repeat(asker(engine), REQUESTS), truth)
         metrics = engine.metrics()
-        assert metrics["kvbm_offload_blocks_d2h"] >= 5 * len(REQUESTS)
+        assert metrics["kvbm_offload_blocks_d2h"] >= 30
         assert (metrics["kvbm_onboard_blocks_h2d"] > 0) == is_first, "the first child with a hit loads it"
         assert metrics[EXTERNAL_HITS] > 0
 
@@ -127,6 +127,7 @@ def test_two_engines_of_one_server_use_one_directory(tmp_path):
     with server("--data-parallel-size", "2", cores="0|1", connector=connector) as engine:
         truth = repeat(asker(engine), REQUESTS)
         for _ in range(3):
+            assert engine.reset_prefix_cache(external=False)
             assert_equal(repeat(asker(engine), REQUESTS), truth)
         assert len(list(tmp_path.glob("**/arena"))) == 2
         metrics = engine.metrics()
