@@ -64,6 +64,14 @@ MUTANTS = (
         fails="tests/disk/test_directory.py -k lock",
     ),
     Mutant(
+        name="disk-does-not-wait-for-a-predecessor",
+        bug="A restarted engine creates an empty cache while the process of its predecessor is exiting.",
+        file="kvbm/disk/directory.py",
+        old="    while _is_locked(predecessor):",
+        new="    while False:",
+        fails="tests/disk/test_client.py -k predecessor",
+    ),
+    Mutant(
         name="disk-clear-is-not-flushed",
         bug="A clear is committed, but a power cut takes it back.",
         file="kvbm/disk/index.py",

@@ -143,10 +143,10 @@ class DiskClient:
         if disk_slots:
             self._send(Forget(disk_slots))
 
-    def clear(self, tenant: bytes | None = None) -> None:
+    def clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> None:
         """Start to delete all blocks, or those of one tenant, and every write not yet returned by `poll`.
 
-        The disk is off until that is durable.
+        The disk is off until that is durable. `ends_persistence`: nothing that is written later survives this engine.
         """
         self._expect_answer()
         self._unanswered_clears += 1
@@ -156,7 +156,7 @@ class DiskClient:
             if isinstance(order, Write):
                 cleared = {position for position, owner in enumerate(order.tenants) if tenant in (None, owner)}
                 self._cleared.setdefault(ticket, set()).update(cleared)
-        self._send(messages.Clear(tenant))
+        self._send(messages.Clear(tenant, ends_persistence))
 
     @property
     def is_clearing(self) -> bool:
@@ -348,7 +348,7 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "kvbm.disk.service.server", str(fd)],
+            [sys.executable, "-P", "-m", "kvbm.disk.service.server", str(fd)],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

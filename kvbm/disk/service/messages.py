@@ -47,7 +47,10 @@ class Recover(NamedTuple):
 
 
 class Clear(NamedTuple):
+    """`ends_persistence`: no block that is written later survives the engine."""
+
     tenant: bytes | None
+    ends_persistence: bool = False
 
 
 class Close(NamedTuple):
