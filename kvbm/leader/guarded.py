@@ -143,6 +143,18 @@ class GuardedLeader:
             self._loads.pop((result.request_id, result.block_ids), None)
         return results
 
+    @hook(False)
+    def settle_offloads(self) -> bool:
+        return self.leader.settle_offloads()
+
+    @hook()
+    def abandon_offloads(self) -> None:
+        self.leader.abandon_offloads()
+
+    def held_references(self) -> int:
+        """Return how many references transfers have in the engine's block pool."""
+        return sum(self._held.values())
+
     @hook(False, when_off=True)
     def has_pending(self) -> bool:
         if not self.boundary.is_off:

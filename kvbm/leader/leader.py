@@ -243,6 +243,15 @@ class Leader:
                 self._trace("loaded", request=one.request_id, blocks=blocks, failed=failed)
         return results
 
+    def settle_offloads(self) -> bool:
+        """Register offloads that have ended; return whether others hold G1 blocks. May be called between steps."""
+        self._offloads.settle()
+        return self._offloads.are_blocks_held()
+
+    def abandon_offloads(self) -> None:
+        """Release the G1 blocks of the offloads in flight, which then end as failed. Onboards keep their blocks."""
+        self._offloads.abandon()
+
     def has_pending(self) -> bool:
         """Whether something is ordered, in flight or unreported: the engine must keep stepping.
 
@@ -306,9 +315,9 @@ class Leader:
         return is_forgotten
 
     def orders_in_flight(self) -> dict[int, Offload | Onboard]:
-        """Return every order whose copier may run, by generation; also orders that have not been handed out."""
-        flights = (self._offloads.in_flight, self._onboards.in_flight)
-        return {generation: one.order for flight in flights for generation, one in flight.items()}
+        """Return every order that holds G1 blocks, by generation; also orders that have not been handed out."""
+        offloads = {generation: one.order for generation, one in self._offloads.in_flight.items() if one.is_held}
+        return {**offloads, **{generation: one.order for generation, one in self._onboards.in_flight.items()}}
 
     def close(self) -> None:
         """Write the blocks that are only in host memory to disk, as far as the time allows, and close the disk."""

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, contained, hook
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from kvbm.vllm_integration.cache_groups import TransferGroup
 
 UNLIMITED = 1 << 62
+RESET_PATIENCE_S = 2.0
+RESET_POLL_S = 0.0005
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +112,7 @@ class SchedulerSide:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
+        vars(pool)["reset_prefix_cache"] = partial(self._reset_pool, pool.reset_prefix_cache)
         self._hash_tokens = pool.hash_block_size
         self._create_leader()
 
@@ -390,6 +394,35 @@ class SchedulerSide:
             self._region.close()
 
     # -- internal ------------------------------------------------------------------------------------------------------
+
+    def _reset_pool(self, reset: Callable[[], bool]) -> bool:
+        """Reset vLLM's prefix cache, which refuses while a block is in use, after offloads have released their blocks.
+
+        Replaces the method of vLLM's block pool, because vLLM calls the connector only after this one.
+        """
+        self._end_offloads()
+        return reset()
+
+    @hook()
+    def _end_offloads(self) -> None:
+        """Give the offloads RESET_PATIENCE_S to end, unless others use blocks too, and drop those that have not ended.
+
+        Between two steps nothing else makes them release their blocks, and an engine inside the user's process runs no
+        steps after its last request.
+        """
+        if self.leader is None or self._pool is None:
+            return
+        references = sum(block.ref_cnt for block in self._pool.blocks if not block.is_null)
+        if not references or references != self.leader.held_references():
+            return
+        deadline_s = time.monotonic() + RESET_PATIENCE_S
+        while is_held := self.leader.settle_offloads():
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(RESET_POLL_S)
+        if is_held:
+            log.warning("kvbm: copies to host memory did not end within %g s; dropping them", RESET_PATIENCE_S)
+            self.leader.abandon_offloads()
 
     @property
     def _null_block_id(self) -> int:

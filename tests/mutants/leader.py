@@ -6,6 +6,29 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="leader-abandons-and-registers",
+        bug="an offload is registered although its sources were released during the copy",
+        file="kvbm/leader/offloads.py",
+        old="""\
+        self.reset()
+        for flight in self.in_flight.values():
+            self._release(flight)
+""",
+        new="""\
+        for flight in self.in_flight.values():
+            self._release(flight)
+""",
+        fails="tests/leader/test_leader.py",
+    ),
+    Mutant(
+        name="leader-names-abandoned-orders",
+        bug="after an exception the guard releases blocks that an abandoned offload no longer holds",
+        file="kvbm/leader/leader.py",
+        old="for generation, one in self._offloads.in_flight.items() if one.is_held}",
+        new="for generation, one in self._offloads.in_flight.items()}",
+        fails="tests/leader/test_leader.py",
+    ),
+    Mutant(
         name="leader-ages-hot-prefixes",
         bug="a hit in G1 does not refresh the chain in G2",
         file="kvbm/leader/leader.py",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -253,14 +255,38 @@ def test_a_rank_takes_whole_pages_of_all_layers_once_even_where_groups_overlay_e
         side.close()
 
 
-def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it():
+@pytest.fixture
+def rank():
     description = cache(FULL, num_blocks=4)
+    return WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
+
+
+def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it(rank):
+    rank.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2), (1, 2), True),)))
+    assert rank.failed_requests() == {"r"}
+    assert rank.lost_requests() == {"r"}
+    assert rank.failed_blocks() == (set() if KNOWS_FAILED_REQUESTS else {1, 2})
+    rank.clear()
+    assert rank.failed_requests() == set()
+
+
+def test_of_a_cut_load_only_the_blocks_that_did_not_arrive_are_reported_as_failed(rank):
+    """A request in `lost_requests` would lose the blocks that did."""
+    rank.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2, 3), (2, 3), True),)))
+    assert rank.failed_requests() == {"r"}
+    assert rank.lost_requests() == set()
+    assert rank.failed_blocks() == {2, 3}
+
+
+@pytest.mark.skipif(not KNOWS_FAILED_REQUESTS, reason="kvbm declines such an engine")
+def test_an_engine_with_several_groups_gets_no_failed_blocks_even_if_only_one_is_transferred():
+    """vLLM ends with an exception if it does."""
+    description = cache(FULL, WINDOW, num_blocks=4)
+    description.kv_cache_groups[1].enable_kv_transfer = False
     side = WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
-    side.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2), (1, 2), True),)))
-    assert side.failed_requests() == {"r"}
-    assert side.failed_blocks() == {1, 2}
-    side.clear()
-    assert side.failed_requests() == set()
+    side.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2, 3), (2, 3), True),)))
+    assert side.lost_requests() == {"r"}
+    assert side.failed_blocks() == set()
 
 
 # -- other weights -----------------------------------------------------------------------------------------------------
@@ -458,6 +484,96 @@ def test_events_have_the_names_and_groups_that_vllm_publishes():
 def test_a_reset_of_host_memory_is_announced():
     (event,) = translate([TierCleared(Tier.HOST)], cache_groups(cache(FULL)), is_plain=True)
     assert type(event).__name__ == "AllBlocksCleared"
+
+
+# -- a reset of vLLM's prefix cache ------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Both sides, a real block pool, and one request of two blocks whose offload a step has ordered."""
+
+    def __init__(self):
+        description = cache(FULL, num_blocks=12)
+        groups = cache_groups(description)
+        self.worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
+        self.worker.register_kv_caches({"layer.0": torch.zeros(12, 2, 16, 64)})
+        self.pool = BlockPool(12, enable_caching=True, hash_block_size=16)
+        self.scheduler = scheduler_side(groups)
+        self.scheduler.bind_block_pool(self.pool)
+        self.scheduler.accept_handshakes([self.worker.handshake()])
+        self.request = self.add("r", 2)
+        self.blocks = self.pool.get_new_blocks(2)
+
+    def add(self, request_id, blocks):
+        hashes = [bytes((index + 1,)) * 32 for index in range(blocks)]
+        facts = {"kv_transfer_params": None, "cache_salt": None, "lora_request": None, "num_prompt_tokens": 16 * blocks}
+        request = SimpleNamespace(request_id=request_id, num_tokens=16 * blocks + 1, block_hashes=hashes, **facts)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self):
+        new = SimpleNamespace(req_id="r", block_ids=([block.block_id for block in self.blocks],), num_computed_tokens=0)
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        output = SimpleNamespace(
+            preempted_req_ids=None,
+            num_scheduled_tokens={"r": 32},
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=cached,
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=32,
+        )
+        self.worker.bind(self.scheduler.build_orders(output))
+        self.worker.finish_step()
+
+    def end_request(self):
+        self.scheduler.end_request(self.request)
+        self.pool.free_blocks(self.blocks)
+
+    def close(self):
+        self.scheduler.close()
+        self.worker.close()
+
+
+@pytest.fixture
+def fake_engine():
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+def test_vllm_can_reset_its_cache_in_the_step_after_the_last_request(fake_engine):
+    """No further step runs, as in an engine in the user's process, and the copy of the last step still holds blocks."""
+    fake_engine.step()
+    fake_engine.end_request()
+    assert fake_engine.pool.reset_prefix_cache() is True
+    assert fake_engine.scheduler.match(fake_engine.add("again", 2), 0) == (32, True)
+
+
+def test_a_copy_that_hangs_delays_a_reset_and_does_not_prevent_it(fake_engine, monkeypatch):
+    monkeypatch.setattr("kvbm.vllm_integration.scheduler_side.RESET_PATIENCE_S", 0.05)
+    hung = threading.Event()
+    copier = fake_engine.worker._worker._copier
+    monkeypatch.setattr(copier, "offload", lambda *_: hung.wait())
+    fake_engine.step()
+    fake_engine.end_request()
+    assert fake_engine.pool.reset_prefix_cache() is True
+    hung.set()
+    deadline = time.monotonic() + 10
+    while fake_engine.scheduler.leader.blocks()[Tier.HOST]["moving"]:
+        assert time.monotonic() < deadline
+        fake_engine.scheduler.leader.settle_offloads()
+    assert fake_engine.scheduler.match(fake_engine.add("again", 2), 0) == (0, False)
+    assert fake_engine.pool.get_num_free_blocks() == 11
+
+
+def test_a_reset_under_a_running_request_fails_at_once_and_drops_nothing(fake_engine):
+    fake_engine.step()
+    began_s = time.monotonic()
+    assert fake_engine.pool.reset_prefix_cache() is False
+    assert time.monotonic() - began_s < 1.0
+    fake_engine.end_request()
+    assert fake_engine.pool.reset_prefix_cache() is True
+    assert fake_engine.scheduler.match(fake_engine.add("again", 2), 0) == (32, True)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
