@@ -45,4 +45,4 @@ def check_model(profile: Profile, model_config: Mapping[str, object]) -> None:
     if isinstance(arguments, EmbeddedArguments):
         embedded.bytes_per_token(model_config, element_bytes=1)
     else:
-        vllm.cache_groups(arguments, model_config)
+        vllm.check(arguments, model_config)

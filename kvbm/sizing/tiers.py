@@ -18,7 +18,7 @@ class Device:
 
     `block_count` is None if the engine determines it at start-up. `group_count` is the number of KV cache groups; the
     same tokens take one block in each. `token_count` is the number of tokens in G1, None if it follows from the blocks.
-    `set_by` is the key or variable that sets `block_count`.
+    `set_by` is the key or variable that sets `block_count`. `notes` name what was assumed about the engine.
     """
 
     block_tokens: int
@@ -27,6 +27,7 @@ class Device:
     set_by: str | None
     group_count: int = 1
     token_count: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Sizing:
     device: TierSize | None
     host: TierSize
     disk: TierSize | None
+    notes: tuple[str, ...] = ()
 
 
 def sizing_of(device: Device, tiers: Tiers) -> Sizing:
@@ -74,6 +76,7 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
         device=_device_tier(device),
         host=_tier(Tier.HOST, host_blocks, host_blocks * sum(slots), device, host),
         disk=None if tiers.disk is None else _disk_tier(device, sum(slots), tiers.disk),
+        notes=device.notes,
     )
 
 
