@@ -74,6 +74,52 @@ def _mistral(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     return _dense(facts if "sliding_window" in facts else _with_defaults(facts, sliding_window=4096), ranks)
 
 
+def _wide(head_dim: int) -> Reader:
+    """Families whose heads have this dimension unless the configuration says otherwise."""
+
+    def read(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+        return _dense(_with_defaults(facts, head_dim=head_dim), ranks)
+
+    return read
+
+
+def _alike(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    """Families of which vLLM treats all layers alike, whatever `layer_types` says."""
+    kinds = set(facts.texts("layer_types") or ())
+    if len(kinds) > 1:
+        raise SizeUnknown(f"vLLM ignores `layer_types` with {_listed(kinds)} for this model")
+    return _dense(facts, ranks)
+
+
+def _alike_and_narrow(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    _require_usual_head_dim(facts)
+    return _alike(facts, ranks)
+
+
+def _narrow(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    _require_usual_head_dim(facts)
+    return _dense(facts, ranks)
+
+
+def _require_usual_head_dim(facts: ModelFacts) -> None:
+    """Refuse a `head_dim` that vLLM would ignore for this family."""
+    dim, usual = facts.get("head_dim"), facts.number("hidden_size") // _heads(facts)
+    if dim not in (None, usual):
+        raise SizeUnknown(f"vLLM ignores `head_dim: {dim}` for this model")
+
+
+def _gemma(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    return _alike(_with_defaults(facts, head_dim=256), ranks)
+
+
+def _glm4(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    return _alike(_with_defaults(facts, head_dim=128), ranks)
+
+
+def _olmo3(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    return _every(4)(_with_defaults(facts, sliding_window=4096), ranks)
+
+
 def _minimax_m2(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     kinds = facts.get("attn_type_list")
     if isinstance(kinds, list) and set(map(str, kinds)) != {"1"}:
@@ -92,6 +138,8 @@ def _all_layers(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 def _qwen(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Qwen 2 and 3: the window is off unless `use_sliding_window` is true, and then of the layers from
     `max_window_layers` on. vLLM reads `layer_types`, which transformers derives from these."""
+    if architecture_of(facts) in ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM"):
+        _require_usual_head_dim(facts)
     specs, first = _all_layers(facts, ranks), facts.get("max_window_layers")
     has_window = facts.get("sliding_window") is not None and facts.flag("use_sliding_window")
     facts.get("layer_types")
@@ -178,6 +226,7 @@ def _gemma4(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 
 def _cohere2(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """vLLM keeps one token more than `sliding_window`."""
+    facts = _with_defaults(facts, sliding_window=4096)
     step = facts.number("sliding_window_pattern", default=4)
     if facts.texts("layer_types") is not None:
         return _by_layer_types(facts, ranks, more_reach=1)
@@ -259,12 +308,6 @@ def _deci(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     return specs
 
 
-def _dbrx(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
-    heads = facts.number("n_heads")
-    kv_heads = facts.section("attn_config").number("kv_n_heads", default=heads)
-    return [full(layer, ranks, kv_heads, facts.number("d_model") // heads) for layer in range(facts.number("n_layers"))]
-
-
 # -- latent and sparse attention -------------------------------------------------------------------------------------
 
 
@@ -272,6 +315,13 @@ def _mla(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     facts.get("head_dim")
     width = facts.number("kv_lora_rank") + facts.number("qk_rope_head_dim")
     return [latent(layer, ranks, width) for layer in range(facts.number("num_hidden_layers"))]
+
+
+def _glm4_lite(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    """transformers stores `head_dim` of this family as `qk_rope_head_dim`, so they must not differ."""
+    if facts.get("head_dim") not in (None, facts.get("qk_rope_head_dim")):
+        raise SizeUnknown("vLLM confuses `head_dim` and `qk_rope_head_dim` of this model")
+    return _mla(facts, ranks)
 
 
 def _sparse_mla(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
@@ -453,17 +503,20 @@ def _listed(names: set[str]) -> str:
 # -- the allow list ---------------------------------------------------------------------------------------------------
 
 _BY_FAMILY: dict[Reader, str] = {
-    _dense: "ApertusForCausalLM BaichuanForCausalLM CohereForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM "
-    "GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GraniteForCausalLM GraniteMoeForCausalLM "
-    "InternLM2ForCausalLM InternLM3ForCausalLM LLaMAForCausalLM LlamaForCausalLM "
-    "MixtralForCausalLM "
-    "NemotronForCausalLM Olmo3ForCausalLM Starcoder2ForCausalLM OlmoForCausalLM Olmo2ForCausalLM OlmoeForCausalLM Phi3ForCausalLM "
-    "SeedOssForCausalLM SolarForCausalLM StableLmForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM",
+    _dense: "LLaMAForCausalLM LlamaForCausalLM GraniteForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM "
+    "OlmoForCausalLM Olmo2ForCausalLM Phi3ForCausalLM Starcoder2ForCausalLM",
+    _wide(128): "Ernie4_5ForCausalLM Ministral3ForCausalLM SeedOssForCausalLM",
+    _alike: "CohereForCausalLM Ernie4_5_MoeForCausalLM Glm4MoeForCausalLM MixtralForCausalLM NemotronForCausalLM",
+    _alike_and_narrow: "OlmoeForCausalLM StableLmForCausalLM",
+    _narrow: "GraniteMoeForCausalLM",
+    _gemma: "GemmaForCausalLM",
+    _glm4: "Glm4ForCausalLM",
+    _olmo3: "Olmo3ForCausalLM",
+    _mistral: "MistralForCausalLM Mistral3ForConditionalGeneration",
+    _minimax_m2: "MiniMaxM2ForCausalLM",
     _qwen: "MiMoForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM "
     "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration "
     "Qwen3VLMoeForConditionalGeneration",
-    _mistral: "MistralForCausalLM Ministral3ForCausalLM Mistral3ForConditionalGeneration",
-    _minimax_m2: "MiniMaxM2ForCausalLM",
     _gemma2: "Gemma2ForCausalLM",
     _gemma3: "Gemma3ForCausalLM Gemma3ForConditionalGeneration",
     _gemma3n: "Gemma3nForCausalLM Gemma3nForConditionalGeneration",
@@ -475,9 +528,8 @@ _BY_FAMILY: dict[Reader, str] = {
     _falcon: "FalconForCausalLM",
     _step3: "Step3TextForCausalLM",
     _deci: "DeciLMForCausalLM",
-    _dbrx: "DbrxForCausalLM",
-    _mla: "DeepseekV2ForCausalLM DeepseekV3ForCausalLM KimiK25ForConditionalGeneration Glm4MoeLiteForCausalLM "
-    "MistralLarge3ForCausalLM",
+    _mla: "DeepseekV2ForCausalLM DeepseekV3ForCausalLM KimiK25ForConditionalGeneration MistralLarge3ForCausalLM",
+    _glm4_lite: "Glm4MoeLiteForCausalLM",
     _sparse_mla: "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM",
     _minimax_m3: "MiniMaxM3SparseForCausalLM MiniMaxM3ForCausalLM MiniMaxM3SparseForConditionalGeneration",
     _gdn: "Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration "
