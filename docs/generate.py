@@ -47,16 +47,22 @@ defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables (s
   including a list, replaces the previous one.
 - A key without a value (`null`) is not set, whatever the parent sets. An empty section changes nothing. `disk: null`
   removes a tier.
-- Sizes have a unit: `100GB` is 100e9 bytes, `64GiB` is 64 * 2^30.
+- Sizes have a unit, B to PiB: `100GB` is 100e9 bytes, `64GiB` is 64 * 2^30.
+- Numbers are decimal, without separators and leading zeros: `1000`, not `1_000`; `010` is text.
 - Booleans are `true` and `false`; `on` and `yes` are text.
 - An unknown key, a key that appears twice, and a value of the wrong type are errors.
 - `engine.model` and `tiers` are required. A tier requires `capacity` or `blocks`.
 - `tiers.host.blocks` overrides `tiers.host.capacity` of the same layer. The `capacity` of a later layer overrides the
   `blocks` of an earlier one.
-- `${{NAME}}` is replaced by an environment variable; `${{NAME:-text}}` has a default. Both are allowed in these keys:
+- `${{NAME}}` is replaced by an environment variable; `${{NAME:-text}}` has a default. They cannot be
+  nested. Both are allowed in these keys:
   {interpolated}.
   In these keys a variable that is not set is an error, and `$$` is one dollar sign. In any other key `${{` is an error,
   and `$${{` is `${{`.
+- A relative path in `extends`, `engine.model`, `engine.python` and `bench.workload` is relative to the file. With
+  `--set`, it is relative to the working directory. `engine.model: a/b` is a path if that directory exists,
+  else a name on Hugging Face. `engine.python: python3` is searched in `PATH`. Paths in `engine.arguments` are
+  passed on as they are.
 
 ```yaml
 # ./mine.yaml, for `kvbm serve --profile ./mine.yaml`

@@ -66,4 +66,4 @@ class TransferError(KvbmError):
 
 
 class InvariantError(KvbmError):
-    """A bug in kvbm. The only exception that may end the engine."""
+    """A bug in kvbm. In an engine it turns the cache off, see `kvbm.boundary`."""

@@ -41,6 +41,7 @@ class Counters:
     resets: int = 0
     finished_requests: int = 0
     disabled: int = 0
+    faults: int = 0
     onboard_disk_blocks: int = 0
     disk_offload_blocks: int = 0
     disk_offload_bytes: int = 0
@@ -57,6 +58,8 @@ class Counters:
     disk_times_off: int = 0
     disk_off: int = 0
     disk_restarts: int = 0
+    disk_dropped_rows: int = 0
+    disk_damaged_files: int = 0
     disk_only_blocks: int = 0
     record_dropped_calls: int = 0
     hit_window: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_REQUESTS))
@@ -106,7 +109,7 @@ _NAMED: dict[str, tuple[str, str]] = {
 # metric name -> help. The attribute is the name without `kvbm_`.
 _OWN = {
     "kvbm_disk_fetched_blocks": "blocks read from disk, verified and registered in host memory",
-    "kvbm_disk_failed_blocks": "blocks whose write or read failed, or whose checksum was wrong; they are deleted",
+    "kvbm_disk_failed_blocks": "blocks whose write or read failed, or whose checksum was wrong",
     "kvbm_disk_declined_blocks": "blocks on disk not read because computing was predicted faster",
     "kvbm_disk_late_blocks": "blocks on disk computed because their read took too long",
     "kvbm_disk_dropped_blocks": "blocks evicted from host memory before they could be written",
@@ -116,8 +119,10 @@ _OWN = {
     "kvbm_disk_io_errors": "reads and writes that failed or were incomplete",
     "kvbm_disk_flushes": "flushes of written blocks to durable storage",
     "kvbm_disk_off": "1 while the disk tier is off: no block is written or read",
-    "kvbm_disk_times_off": "times the disk tier turned itself off after repeated errors",
+    "kvbm_disk_times_off": "times the disk tier was turned off: repeated errors, or no answer",
     "kvbm_disk_restarts": "restarts of the disk I/O process",
+    "kvbm_disk_dropped_rows": "blocks lost when a disk cache was opened, because their index rows were invalid",
+    "kvbm_disk_damaged_files": "damaged superblocks and indexes of disk caches, and caches with unusable files",
     "kvbm_offload_failed_blocks": "blocks whose copy to host memory failed; they were not registered",
     "kvbm_offload_skipped_blocks": "computed blocks not copied: host memory was full, or too many copies in flight",
     "kvbm_onboard_failed_blocks": "blocks whose copy to device failed; the engine recomputed them",
@@ -127,7 +132,8 @@ _OWN = {
     "kvbm_resets": "times the cache was emptied on request",
     "kvbm_finished_requests": "finished requests that looked up blocks in the cache",
     "kvbm_record_dropped_calls": "decisions dropped because the recording queue was full",
-    "kvbm_disabled": "1 after a rank was lost: the engine continues without the cache",
+    "kvbm_disabled": "1 after a rank was lost or kvbm failed: the engine continues without the cache",
+    "kvbm_faults": "exceptions of kvbm that were stopped before they reached the engine; its log has the first one",
 }
 COUNTERS = {**_NAMED, **{name: (name.removeprefix("kvbm_"), about) for name, about in _OWN.items()}}
 

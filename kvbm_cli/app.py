@@ -16,6 +16,7 @@ import typer
 from kvbm.errors import KvbmError
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.terminal import streams
+from kvbm_cli.terminal.command_line import Command
 from kvbm_cli.terminal.show_error import show_error, show_kvbm_error
 
 COMPLETION_VARIABLE = "_KVBM_COMPLETE"
@@ -70,7 +71,7 @@ def _profile_option(help_: str = PROFILE_HELP) -> Any:
 
 ProfileOption = Annotated[str, _profile_option()]
 ProfileArgument = Annotated[str, _argument("NAME|PATH", PROFILE_HELP, PROFILES)]
-SET_HELP = "Override a profile key; may be repeated. `kvbm profile schema KEY` describes it."
+SET_HELP = "Override a profile key; may be repeated, the last one wins. `kvbm profile schema KEY` describes it."
 SetOption = Annotated[list[str] | None, _option("--set", "KEY=VALUE", SET_HELP, _completed_by("keys"))]
 DIR_HELP = "Directory of the caches [default: from the profile, else ~/.cache/kvbm]."
 CacheDirectoryOption = Annotated[Path | None, _option("--dir", "DIR", DIR_HELP, FILES)]
@@ -108,7 +109,7 @@ def _help_without_command(context: typer.Context) -> None:
         print(context.get_help())
 
 
-@app.command()
+@app.command(cls=Command)
 def serve(
     profile: ProfileOption,
     set_: SetOption = None,
@@ -120,6 +121,10 @@ def serve(
     force: Annotated[
         bool, _flag("--force", "Start even with an untested engine version, or too little memory or disk space.")
     ] = False,
+    baseline: Annotated[bool, _flag("--baseline", "Start the same engine without the cache, to compare with.")] = False,
+    quiet: Annotated[
+        bool, _flag("--quiet -q", "Do not print the engine's log while it runs; `kvbm logs` shows it.")
+    ] = False,
     json: JsonOption = False,
     log: Annotated[
         Path | None,
@@ -128,13 +133,22 @@ def serve(
 ) -> int:
     """Start an engine with a profile."""
     from kvbm_cli.serve import command as body
+    from kvbm_cli.serve.options import ServeOptions
 
-    return body.serve(
-        profile, set_ or [], port=port, dry_run=dry_run, force=force, detach=detach, as_json=json, log=log
+    options = ServeOptions(
+        port=port,
+        is_dry_run=dry_run,
+        is_forced=force,
+        is_detached=detach,
+        is_baseline=baseline,
+        is_quiet=quiet,
+        as_json=json,
+        log=log,
     )
+    return body.serve(profile, set_ or [], options)
 
 
-@app.command()
+@app.command(cls=Command)
 def status(
     run: RunArgument = None,
     all_: Annotated[bool, _flag("--all -a", "Include runs that have ended.")] = False,
@@ -146,7 +160,7 @@ def status(
     show_status(run, with_ended=all_, as_json=json)
 
 
-@app.command()
+@app.command(cls=Command)
 def stop(
     run: LivingRunArgument = None,
     all_: Annotated[bool, _flag("--all -a", "Stop all running engines.")] = False,
@@ -167,7 +181,7 @@ def stop(
     return stop_runs(run, every=all_, timeout_s=timeout, as_json=json)
 
 
-@app.command()
+@app.command(cls=Command)
 def logs(
     run: RunArgument = None,
     follow: Annotated[bool, _flag("--follow -f", "Follow the log until the engine exits.")] = False,
@@ -181,7 +195,7 @@ def logs(
     show_logs(run, follow=follow, line_count=lines)
 
 
-@app.command()
+@app.command(cls=Command)
 def bench(
     profile: ProfileOption,
     set_: SetOption = None,
@@ -214,7 +228,7 @@ def bench(
     return body.bench(profile, set_ or [], compare=compare, workload=workload, output=output, as_json=json)
 
 
-@app.command()
+@app.command(cls=Command)
 def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = False) -> None:
     """Show the size of each tier of a profile."""
     from kvbm_cli.profile.size import show_size
@@ -222,7 +236,7 @@ def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = Fals
     show_size(profile, set_ or [], as_json=json)
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(
     profile: Annotated[str | None, _profile_option()] = None,
     set_: SetOption = None,
@@ -242,7 +256,7 @@ def doctor(
     return body.doctor(profile, set_ or [], directory=directory, as_json=json, is_quick=quick, write=write)
 
 
-@profile_app.command("list")
+@profile_app.command("list", cls=Command)
 def profile_list(json: JsonOption = False) -> None:
     """List the shipped profiles."""
     from kvbm_cli.profile.show import list_profiles
@@ -250,7 +264,7 @@ def profile_list(json: JsonOption = False) -> None:
     list_profiles(as_json=json)
 
 
-@profile_app.command("show")
+@profile_app.command("show", cls=Command)
 def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> None:
     """Show all keys, values and their origins."""
     from kvbm_cli.profile.show import show_profile
@@ -258,7 +272,7 @@ def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOpt
     show_profile(profile, set_ or [], as_json=json)
 
 
-@profile_app.command("check")
+@profile_app.command("check", cls=Command)
 def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> int:
     """Check a profile and report every mistake. Exits with 2 if there is one."""
     from kvbm_cli.profile.check import check_profile
@@ -266,7 +280,7 @@ def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOp
     return check_profile(profile, set_ or [], as_json=json)
 
 
-@profile_app.command("diff")
+@profile_app.command("diff", cls=Command)
 def profile_diff(
     profile: ProfileArgument,
     other: Annotated[str, _argument("NAME|PATH", "Profile to compare with.", PROFILES)],
@@ -279,7 +293,7 @@ def profile_diff(
     return diff_profiles(profile, other, set_ or [], as_json=json)
 
 
-@profile_app.command("new")
+@profile_app.command("new", cls=Command)
 def profile_new(
     file: Annotated[Path, _argument("FILE", "File to write; ends in .yaml.", FILES)],
     engine: Annotated[
@@ -306,7 +320,7 @@ def profile_new(
     new_profile(file, answers, set_ or [], extends=extends, is_forced=force)
 
 
-@profile_app.command("import-env")
+@profile_app.command("import-env", cls=Command)
 def profile_import_env(
     output: Annotated[
         Path | None, _option("--output", "FILE", "New file; ends in .yaml [default: stdout].", FILES)
@@ -321,7 +335,7 @@ def profile_import_env(
     import_env(os.environ, output=output, model=model)
 
 
-@profile_app.command("schema")
+@profile_app.command("schema", cls=Command)
 def profile_schema(
     key: Annotated[
         str | None, _argument("KEY", "Describe this key or section instead.", _completed_by("sections_and_keys"))
@@ -333,7 +347,7 @@ def profile_schema(
     show_schema(key)
 
 
-@cache_app.command("ls")
+@cache_app.command("ls", cls=Command)
 def cache_ls(dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False) -> None:
     """List the caches in a directory."""
     from kvbm_cli.cache import list_caches
@@ -341,7 +355,7 @@ def cache_ls(dir_: CacheDirectoryOption = None, profile: CacheProfileOption = No
     list_caches(dir_, profile, as_json=json)
 
 
-@cache_app.command("verify")
+@cache_app.command("verify", cls=Command)
 def cache_verify(
     dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False
 ) -> int:
@@ -351,7 +365,7 @@ def cache_verify(
     return verify_caches(dir_, profile, as_json=json)
 
 
-@cache_app.command("clear")
+@cache_app.command("clear", cls=Command)
 def cache_clear(
     dir_: CacheDirectoryOption = None,
     profile: CacheProfileOption = None,
@@ -366,7 +380,7 @@ def cache_clear(
     return clear_caches(dir_, profile, salt=salt, is_sure=yes)
 
 
-@cache_app.command("export-stats")
+@cache_app.command("export-stats", cls=Command)
 def cache_export_stats(
     dir_: CacheDirectoryOption = None,
     profile: CacheProfileOption = None,
@@ -379,7 +393,7 @@ def cache_export_stats(
     export_stats(dir_, profile, form=format_, output=output)
 
 
-@app.command()
+@app.command(cls=Command)
 def completion(
     shell: Annotated[str, _argument("bash|zsh|fish", "Shell to generate the script for.", _completed_by("shells"))],
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sqlite3
 import sys
 import time
@@ -26,7 +27,7 @@ from kvbm.disk.verify import drop, holder, verify
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm.hashing import tenant
 from kvbm_cli.profile.resolve import resolve
-from kvbm_cli.system.filesystem import write_atomically
+from kvbm_cli.system.filesystem import expanded, write_atomically
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
 
 FORMATS = ("json", "csv")
@@ -155,16 +156,16 @@ def _place(directory: Path | None, profile: str | None) -> Path:
     if directory is not None:
         if profile is not None:
             raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
-        if not directory.is_dir():
+        if not os.path.isdir(directory):
             raise UsageError(f"`--dir {directory}`: not a directory")
         _require_outside(directory)
         return directory
     if profile is None:
-        return Path(DiskTierSection.model_fields["directory"].default).expanduser()
+        return expanded(DiskTierSection.model_fields["directory"].default)
     disk = resolve(profile).profile.tiers.disk
     if disk is None:
         raise UsageError(f"profile `{profile}` has no disk tier", hint="name the directory with `--dir DIR`")
-    return Path(disk.directory).expanduser()
+    return expanded(disk.directory)
 
 
 def _require_outside(place: Path) -> None:
@@ -178,7 +179,7 @@ def _require_outside(place: Path) -> None:
 
 def _caches(place: Path) -> list[CacheFacts]:
     """Returns the caches, the most recently used first."""
-    return found_in(place) if place.exists() else []
+    return found_in(place) if os.path.lexists(place) else []
 
 
 def _stats(cache: CacheFacts) -> CacheStats:

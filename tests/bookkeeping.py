@@ -13,14 +13,14 @@ def check_leader(leader):
 
 
 def check_offloads(offloads):
-    held = sum(len(flight.order.block_ids) for flight in offloads._flights.values())
+    held = sum(len(flight.order.block_ids) for flight in offloads.in_flight.values())
     assert held == offloads._held_blocks, (held, offloads._held_blocks)
-    in_flight = {h for flight in offloads._flights.values() if not flight.is_void for h in flight.hashes}
+    in_flight = {h for flight in offloads.in_flight.values() if not flight.is_void for h in flight.hashes}
     assert in_flight == offloads._departing, (len(in_flight), len(offloads._departing))
 
 
 def check_onboards(onboards):
-    copies, fetches = onboards._copies.values(), onboards._fetches.values()
+    copies, fetches = onboards.in_flight.values(), onboards._fetches.values()
     assert len(onboards._lanes) + len(copies) == LANES, (len(onboards._lanes), len(copies))
     live = {copy.load.number for copy in copies} | {load.number for load in onboards._from_disk}
     assert set(onboards._arriving.values()) <= live, (onboards._arriving, live)

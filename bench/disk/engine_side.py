@@ -61,7 +61,9 @@ class EngineSide:
     def wait(self, timeout_s: float) -> None:
         """The place, as results name it."""
         if isinstance(self.disk, DiskClient):
-            select.select([self.disk], [], [], timeout_s)
+            result = select.poll()
+            result.register(self.disk, select.POLLIN)
+            result.poll(1000 * timeout_s)
         else:
             time.sleep(min(0.0005, timeout_s))
 

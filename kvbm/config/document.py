@@ -8,22 +8,19 @@ keys by `extends`). The reader continues after a mistake, so that it finds all o
 
 from __future__ import annotations
 
-import errno
-import os
+import codecs
 import re
-import select
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from kvbm.config.files import read_at_most
 from kvbm.errors import ProfileError, ProfileMistakes
 
 EXCERPT_WIDTH = 100
 MAX_FILE_BYTES = 1 << 17  # so many unknown keys are reported within two seconds
-FIFO_TIMEOUT_S = 1.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -106,12 +103,13 @@ def together(mistakes: Sequence[ProfileError]) -> ProfileError:
     return mistakes[0] if len(mistakes) == 1 else ProfileMistakes(mistakes)
 
 
+_WHOLE = "(?:0|[1-9][0-9]{0,29})"  # `010` is text: YAML 1.1 reads it as 8, YAML 1.2 as 10
 _SCALARS = (
     (re.compile(r"|~|null|Null|NULL"), lambda text: None),
     (re.compile(r"true|True|TRUE"), lambda text: True),
     (re.compile(r"false|False|FALSE"), lambda text: False),
-    (re.compile(r"[-+]?[0-9]{1,30}"), int),
-    (re.compile(r"[-+]?(?:\.[0-9]+|[0-9]{1,30}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]{1,4})?"), float),
+    (re.compile(rf"[-+]?{_WHOLE}"), int),
+    (re.compile(rf"[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]{{1,4}})?"), float),
 )
 
 
@@ -140,27 +138,22 @@ def _complete(parsed: tuple[Document, list[ProfileError]]) -> Document:
 def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
     """Returns the valid entries of a YAML file and its mistakes. ProfileError if the file cannot be read."""
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
-            contents = file.read(MAX_FILE_BYTES + 1)
-        if len(contents) > MAX_FILE_BYTES:
-            raise ProfileError(f"cannot read the {noun} `{path}`: it is larger than {MAX_FILE_BYTES >> 10} KiB")
-        text = contents.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ProfileError(f"cannot read the {noun} `{path}`: not UTF-8 text") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        text = _decoded(read_at_most(path, MAX_FILE_BYTES))
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         reason = getattr(error, "strerror", None) or str(error)
-        raise ProfileError(f"cannot read the {noun} `{path}`: {reason.lower()}") from None
+        raise ProfileError(f"cannot read the {noun} `{path}`: {reason[0].lower()}{reason[1:]}") from None
     return parse_document(text, label=str(path), noun=noun)
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file. A FIFO needs a writer within FIFO_TIMEOUT_S; a pipe of the shell (`<(...)`) always has one."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISFIFO(os.lstat(path).st_mode) and not select.select([descriptor], [], [], FIFO_TIMEOUT_S)[0]:
-        os.close(descriptor)
-        raise OSError(errno.EAGAIN, "No process writes to this pipe")
-    os.set_blocking(descriptor, True)
-    return descriptor
+def _decoded(contents: bytes) -> str:
+    """Decodes UTF-8 text. ValueError with the place of the first byte that is not."""
+    if contents.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("it is UTF-16 text, not UTF-8")
+    try:
+        return contents.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = contents.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"not UTF-8 text: byte 0x{contents[error.start]:02x} in line {line}") from None
 
 
 def parse_document(text: str, *, label: str, noun: str = "profile") -> tuple[Document, list[ProfileError]]:

@@ -1,11 +1,12 @@
 """Interpolation of environment variables: `${NAME}` in the keys of `schema.INTERPOLATED`.
 
     ${NAME}             value of the variable; a mistake if it is not set
-    ${NAME:-default}    the text after `:-` if the variable is not set or empty
+    ${NAME:-default}    the text after `:-` if the variable is not set or empty; it contains no `$`, `{` or `}`
     $$                  one dollar sign: `$${NAME}` is the text `${NAME}`
 
-In these keys `$NAME` is a mistake too, because it would not be replaced, unlike in a shell. In all other keys `${` is a
-mistake, because no variable is replaced there; `$` is literal and `$${` is the text `${`.
+Variables cannot be nested, and the value of a variable is inserted as it is, also if it contains `${`. In these keys
+`$NAME` is a mistake too, because it would not be replaced, unlike in a shell. In all other keys `${` is a mistake,
+because no variable is replaced there; `$` is literal and `$${` is the text `${`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from kvbm.config.schema import INTERPOLATED
 
 _PIECES = re.compile(
     r"(?P<escaped>\$\$)"
-    r"|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}"
-    r"|(?P<broken>\$\{[^}]*\}?)"
-    r"|(?P<bare>\$[A-Za-z_][A-Za-z0-9_]*)"
+    r"|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^${}]*))?\}"
+    r"|(?P<broken>\$\{.*)"  # to the end: nothing after it is certain
+    r"|(?P<bare>\$[A-Za-z_][A-Za-z0-9_]*)",
+    re.DOTALL,
 )
-_ELSEWHERE = re.compile(r"(?P<escaped>\$\$\{)|(?P<broken>\$\{[^}]*\}?)")
+_ELSEWHERE = re.compile(r"(?P<escaped>\$\$\{)|(?P<broken>\$\{.*)", re.DOTALL)
+_WITH_DEFAULT = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*:-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,8 @@ class Interpolation:
         return value
 
     def _refused(self, piece: re.Match[str], entry: Entry, path: str, *, is_declared: bool) -> Mistake:
-        source, written = _at(piece[0], entry), piece[0]
+        written = _to_its_bracket(piece[0])
+        source = _at(written, entry)
         if not is_declared:
             keys = ", ".join(f"`{key}`" for key in INTERPOLATED)
             hint = f"variables are replaced in {keys}; write `$${{` for the text `${{`"
@@ -95,11 +99,29 @@ class Interpolation:
             hint = f"write `${{{name}}}` for the variable, or `$${name}` for the text `${name}`"
             return located(f"`{path}`: `{written}` would not be replaced", source, hint=hint, key=path)
         message = f"`{path}`: `{written}` is neither `${{NAME}}` nor `${{NAME:-default}}`"
-        return located(message, source, hint="write `$${` for the text `${`", key=path)
+        return located(message, source, hint=_hint(written), key=path)
+
+
+def _hint(written: str) -> str:
+    if "${" in written[1:]:
+        return "variables cannot be nested: use one variable with the whole value"
+    if _WITH_DEFAULT.match(written) and written.endswith("}"):
+        return "the default must not contain `$`, `{` or `}`"
+    return "write `$${` for the text `${`"
 
 
 def is_interpolated(path: str) -> bool:
     return any(path == key or path.startswith(f"{key}.") for key in INTERPOLATED)
+
+
+def _to_its_bracket(text: str) -> str:
+    """Returns the text to the bracket that closes its first one, or all of it."""
+    depth = 0
+    for end, character in enumerate(text, 1):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if character == "}" and depth == 0:
+            return text[:end]
+    return text
 
 
 def _at(piece: str, entry: Entry) -> Source:

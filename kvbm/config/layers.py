@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvbm.config.document import (
@@ -23,6 +24,7 @@ from kvbm.config.document import (
     plain_scalar,
 )
 from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.files import real_path, reason_not_readable
 from kvbm.config.findings import Findings, remove_mistaken
 from kvbm.config.flags import flag_name
 from kvbm.config.mistakes import NOT_BUILT_PROFILES, not_sections
@@ -44,12 +46,12 @@ def find(reference: str, *, directories: Sequence[Path]) -> Path:
     ProfileError for an unknown name.
     """
     if _is_path(reference):
-        path = Path(reference)
-        if not path.exists() and (hint := _instead_of(path, directories)) is not None:
+        path = Path(os.path.expanduser(reference))
+        if not os.path.lexists(path) and (hint := _instead_of(path, directories)) is not None:
             raise ProfileError(f"cannot read the profile `{reference}`: no such file or directory", hint=hint)
         return path
     candidates = [directory / f"{reference}{SUFFIXES[0]}" for directory in directories]
-    existing = next((candidate for candidate in candidates if candidate.is_file()), None)
+    existing = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
     if existing is None:
         if reference.lower() in NOT_BUILT_PROFILES:
             about = NOT_BUILT_PROFILES[reference.lower()]
@@ -71,7 +73,7 @@ def shipped(directories: Sequence[Path]) -> tuple[str, ...]:
 
 def _nearest_name(reference: str, names: Sequence[str]) -> str:
     file = Path(f"{reference}{SUFFIXES[0]}")
-    if file.is_file():
+    if os.path.isfile(file):
         return f"use `./{file}` for the file in this directory"
     nearest = difflib.get_close_matches(reference, names, n=1)
     if nearest:
@@ -88,8 +90,10 @@ def _instead_of(path: Path, directories: Sequence[Path]) -> str | None:
 
 def _nearest_file(path: Path, children: Sequence[Path]) -> str | None:
     """Suggests a file with a similar name in the same directory, except files that extend `path`."""
+    if not os.path.isdir(path.parent):
+        return None
     candidates = [file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")]
-    names = {file.stem: file.name for file in candidates if file.resolve() not in children}
+    names = {file.stem: file.name for file in candidates if real_path(file) not in children}
     nearest = difflib.get_close_matches(path.stem, names, n=1, cutoff=NEAR)
     return f"did you mean `{path.with_name(names[nearest[0]])}`?" if nearest else None
 
@@ -103,7 +107,7 @@ def file_with_parents(path: Path, directories: Sequence[Path], findings: Finding
         if path.parent not in directories:
             findings.own.add(str(path))
         chain.append(document)
-        files.append(path.resolve())
+        files.append(real_path(path))
         extends = document.pop("extends", None)
         try:
             parent = _parent(extends, path, directories, files) if extends is not None else None
@@ -127,16 +131,19 @@ def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequ
     if not isinstance(reference, str) or not reference or not _can_be_a_path(reference):
         raise located("`extends` must be the name or path of a profile", source, key="extends")
     try:
-        parent = path.parent / reference if _is_path(reference) else find(reference, directories=directories)
+        parent = (
+            path.parent / os.path.expanduser(reference)
+            if _is_path(reference)
+            else find(reference, directories=directories)
+        )
     except ProfileError as error:
         raise located(error.message, source, hint=error.hint, key="extends") from None
-    if parent.resolve() in files:
-        cycle = " -> ".join(file.name for file in [*files[files.index(parent.resolve()) :], parent])
+    if (found := real_path(parent)) in files:
+        cycle = " -> ".join(file.name for file in [*files[files.index(found) :], parent])
         raise located(f"`extends` forms a cycle: {cycle}", source, key="extends")
-    if not parent.is_file():
-        raise located(f"`extends`: no such file: `{parent}`", source, hint=_nearest_file(parent, files), key="extends")
-    if not os.access(parent, os.R_OK):
-        raise located(f"`extends`: `{parent}` is not readable", source, key="extends")
+    if (reason := reason_not_readable(parent)) is not None:
+        hint = None if os.path.lexists(parent) else _nearest_file(parent, files)
+        raise located(f"`extends`: cannot read `{parent}`: {reason}", source, hint=hint, key="extends")
     return parent
 
 
@@ -156,7 +163,24 @@ def _valid_layer(document: Document, findings: Findings) -> Document:
     """Returns a layer that can be merged: no value in place of a section, flags with underscores."""
     document = dict(document)
     remove_mistaken(document, findings.add(not_sections(document, _SECTIONS)))
-    return _one_spelling(document, findings)
+    return _one_spelling(_variables_as_written(document), findings)
+
+
+def _variables_as_written(document: Document) -> Document:
+    """Replaces the numbers in `engine.environment` by their text: a variable of `12.10` is not `12.1`."""
+    variables, engine = entry_at(document, ["engine", "environment"]), document.get("engine")
+    if engine is None or variables is None or variables.section is None:
+        return document
+    texts = {
+        name: replace(entry, value=entry.source.written.strip()) if _is_number(entry.value) else entry
+        for name, entry in variables.section.items()
+    }
+    inside = {**(engine.section or {}), "environment": replace(variables, value=texts)}
+    return {**document, "engine": replace(engine, value=inside)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _one_spelling(document: Document, findings: Findings) -> Document:

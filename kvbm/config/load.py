@@ -21,6 +21,7 @@ from kvbm.config.flags import refused_flags
 from kvbm.config.interpolation import Interpolation
 from kvbm.config.layers import ARGUMENTS, TIERS, file_with_parents, find, merge, with_layers
 from kvbm.config.mistakes import invalid_text, mistakes_in, not_built, profile_file
+from kvbm.config.relative_paths import with_absolute_paths
 from kvbm.config.schema import Key, Profile, keys
 from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError
@@ -112,10 +113,10 @@ def examine_written(
 def written_by(
     overrides: Sequence[str], options: Mapping[str, tuple[str, str]]
 ) -> tuple[Document, tuple[ProfileError, ...]]:
-    """Converts `--set` and options to a document. Returns it with their mistakes."""
+    """Converts `--set` and options to a document with absolute paths. Returns it with their mistakes."""
     findings = Findings()
     document, _ = with_layers({}, {}, overrides, options, findings)
-    return document, findings.in_order()
+    return with_absolute_paths(document), findings.in_order()
 
 
 def _examined(
@@ -131,6 +132,7 @@ def _examined(
     merged = interpolation.document(merged)
     remove_mistaken(merged, findings.add(interpolation.mistakes))
     remove_mistaken(merged, findings.add(invalid_text(merged)))
+    merged = with_absolute_paths(merged)
     profile = _validated(merged, path, findings)
     mistakes = findings.in_order()
     if profile is None:

@@ -6,6 +6,7 @@ describes.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from pydantic_core import ErrorDetails
 from kvbm.config.document import Document, Entry, Mistake, entry_at, located
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.schema import Key, keys
+from kvbm.config.sizes import shortened
 from kvbm.config.values import WrongKey
 
 NOT_BUILT = {"tiers.object": "use `tiers.host` and `tiers.disk`", "filters": "use the section `offload`"}
@@ -176,9 +178,43 @@ def _entry_or_above(document: Document, names: Sequence[object]) -> Entry | None
 
 
 def _hint(detail: ErrorDetails) -> str | None:
+    value = detail["input"]
+    if detail["type"] in ("int_type", "int_from_float", "float_type"):
+        return _number_meant(value)
+    if detail["type"] == "bool_type":
+        return _boolean_meant(value)
     if detail["type"] != "literal_error":
         return None
-    return _nearest(detail["input"], re.findall("'([^']*)'", detail["ctx"]["expected"]))
+    return _nearest(value, re.findall("'([^']*)'", detail["ctx"]["expected"]))
+
+
+_SEPARATED = re.compile(r"[0-9]{1,3}(?:[,_' ][0-9]{3})+")
+_OTHER_BASE = re.compile(r"0[xXoObB][0-9a-fA-F]{1,30}")
+
+
+def _number_meant(value: object) -> str | None:
+    """Suggests the number in the only valid form: decimal, without leading zeros, separators or quotes."""
+    if isinstance(value, float) and value.is_integer():
+        return f"write `{int(value)}`"
+    text = str(value).strip()
+    if _SEPARATED.fullmatch(text):
+        return f"write `{re.sub('[^0-9]', '', text)}`"
+    if _OTHER_BASE.fullmatch(text):
+        with contextlib.suppress(ValueError):
+            return f"write `{int(text, 0)}`"
+    if isinstance(value, str) and text.isdecimal() and len(text) <= MAX_DIGITS:
+        quotes = "" if text.startswith("0") or not text.isascii() else ", without quotes"
+        return f"write `{int(text)}`{quotes}"
+    return None
+
+
+MAX_DIGITS = 30
+
+
+def _boolean_meant(value: object) -> str | None:
+    meant = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+    found = meant.get(str(value).strip().lower())
+    return f"write `{found}`" if found is not None else None
 
 
 _GLUED = re.compile(r"[a-z_]+:\S+")
@@ -232,7 +268,7 @@ def _but_got(value: object) -> str:
         return f", not a {'section' if isinstance(value, dict) else 'list'}"
     if isinstance(value, bool):
         return f", not {str(value).lower()}"
-    shown = f"the text `{value}`" if isinstance(value, str) else f"`{value}`"
+    shown = f"the text `{shortened(value)}`" if isinstance(value, str) else f"`{value}`"
     return f", not {shown}" if value != "" else ""
 
 
@@ -249,6 +285,8 @@ def _siblings(prefix: str, kind: FileKind) -> list[str]:
 def _nearest_key(dotted: str, kind: FileKind) -> str:
     """Returns a hint for an unknown key: a known synonym, a sibling, a key elsewhere, or all keys of the section."""
     prefix, _, leaf = dotted.rpartition(".")
+    if leaf == "<<":
+        return "merge keys are not supported; use `extends` to share keys"
     if any(key.path == dotted for key in kind.keys):
         return f"write it as a key of its section: `{prefix}: {{{leaf}: ...}}`"
     if kind.noun == "profile" and dotted.lower() in OTHER_NAMES:

@@ -15,23 +15,26 @@ UNITS = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
+    "PB": 10**15,
     "KiB": 2**10,
     "MiB": 2**20,
     "GiB": 2**30,
     "TiB": 2**40,
+    "PiB": 2**50,
 }
 MAX_BYTES = 2**60
+MAX_SHOWN = 200
 
 _BY_LOWER = {unit.lower(): factor for unit, factor in UNITS.items()}
-_WORD = re.compile(r"([kmgt])(?:i|igs?|egs?|[a-z]+bytes?)?")
-_PATTERN = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[A-Za-z]*)")
+_WORD = re.compile(r"([kmgtp])(?:i|igs?|egs?|[a-z]+bytes?)?")
+_PATTERN = re.compile(r"(?P<number>(?:0|[1-9][0-9]*)(?:\.[0-9]+)?) ?(?P<unit>[A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
     """Returns the bytes, rounded down. ValueError with the end of a message."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"must be a size such as 100GB or 64GiB, not `{text}`")
+        raise ValueError(f"must be a size such as 100GB or 64GiB, not `{shortened(text)}`")
     number, unit = match["number"], match["unit"]
     if not unit:
         raise ValueError(f"requires a unit, such as `{number}GB` or `{number}GiB`")
@@ -42,11 +45,16 @@ def parse_size(text: str) -> int:
             f"has the unknown unit `{unit}`: write `{number}{letter}B`, or `{number}{letter}iB` in powers of 2"
         )
     if factor is None:
-        raise ValueError(f"has the unknown unit `{unit}`; units are {', '.join(UNITS)}")
+        raise ValueError(f"has the unknown unit `{shortened(unit)}`; units are {', '.join(UNITS)}")
     byte_count = int(Decimal(number) * factor)
     if not 0 < byte_count <= MAX_BYTES:
-        raise ValueError(f"must be more than 0 and at most 1024PiB, not `{text}`")
+        raise ValueError(f"must be more than 0 and at most 1024PiB, not `{shortened(text)}`")
     return byte_count
+
+
+def shortened(text: str) -> str:
+    """Returns the text, or the beginning of a long one, for a message."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def exact_size(byte_count: int) -> str:
@@ -57,7 +65,7 @@ def exact_size(byte_count: int) -> str:
 
 def format_size(byte_count: int) -> str:
     """Formats bytes for display, in binary units: `1.0 GiB`."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
+    for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
         if byte_count >= UNITS[unit]:
             return f"{byte_count / UNITS[unit]:.1f} {unit}"
     return f"{byte_count} B"

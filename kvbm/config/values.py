@@ -56,7 +56,7 @@ def environment_value(value: object) -> object:
     return str(value) if isinstance(value, int | float) else value
 
 
-_COUNT = re.compile(r"(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)(?P<suffix>[kmgtKMGT]?)")
+_COUNT = re.compile(r"(?P<number>(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,18})?)(?P<suffix>[kmgtKMGT]?)")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -114,7 +114,7 @@ def _is_finite(value: object) -> bool:
 _AT_LEAST_ONE = {"type": "integer", "minimum": 1}
 _WITH_SUFFIX = {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?[kmgtKMGT]?\s*$"}
 _NAME = {"type": "string", "minLength": 1}
-_UNIT = r"^\s*[0-9]+(\.[0-9]+)? ?([KkMmGgTt][Ii]?)?[Bb]\s*$"
+_UNIT = r"^\s*(0|[1-9][0-9]*)(\.[0-9]+)? ?([KkMmGgTtPp][Ii]?)?[Bb]\s*$"
 
 # JSON Schema of values; see json_schema.py.
 _SIZE_SCHEMA = {"type": "string", "pattern": _UNIT, "examples": ["64GiB", "100GB"]}

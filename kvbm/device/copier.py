@@ -50,7 +50,7 @@ class DeviceCopier:
         if storages[0].is_cuda:
             from kvbm.device.cuda import CudaPath
 
-            self._path = CudaPath(layout, storages, segment.payload)
+            self._path = CudaPath(layout, storages, segment.payload, segment.slots_per_pin)
         else:
             self._path = _CpuPath(layout, [storage.numpy() for storage in storages], segment.payload)
 

@@ -35,14 +35,22 @@ STAGING_BYTES = 64 << 20
 
 
 class CudaPath:
-    """Copies on one CUDA device. The segment should be page-locked: copies from pageable memory are slow."""
+    """Copies on one CUDA device. The segment should be page-locked: copies from pageable memory are slow. No copy
+    crosses a multiple of `slots_per_pin`."""
 
-    def __init__(self, layout: BlockLayout, storages: Sequence[torch.Tensor], payload: NDArray[np.uint8]) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        storages: Sequence[torch.Tensor],
+        payload: NDArray[np.uint8],
+        slots_per_pin: int | None = None,
+    ) -> None:
         import torch
 
         numbers = [number for p in layout.pieces for number in (p.offset, p.block_stride, p.length)]
         element = torch.int64 if gcd(*numbers) % 8 == 0 else torch.uint8
         self._device = storages[0].device
+        self._slots_per_pin = slots_per_pin
         self._slots = torch.from_numpy(payload).view(element)
         self._block_size = layout.block_bytes // element.itemsize
         self._sheets = [_DeviceSheet.of(sheet, layout.block_count, storages, element) for sheet in layout.sheets()]
@@ -98,7 +106,11 @@ class CudaPath:
         """Return (pieces of G1, pieces of slots), each contiguous; neighbours on both sides are one piece."""
         g1, size = self._sheets[0].g1[:, 0], self._block_size
         is_dense = g1.is_contiguous() and self._slots.shape[1] == size
-        runs = consecutive(blocks, slots) if is_dense else [(i, i + 1) for i in range(len(blocks))]
+        runs = (
+            consecutive(slots, blocks, border=self._slots_per_pin)
+            if is_dense
+            else [(i, i + 1) for i in range(len(blocks))]
+        )
         return (
             [g1[blocks[begin] : blocks[begin] + end - begin].view(-1) for begin, end in runs],
             [self._slots[slots[begin] : slots[begin] + end - begin, :size].view(-1) for begin, end in runs],
@@ -108,7 +120,7 @@ class CudaPath:
         self, direction: _Direction, slots: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return (runs of whole slots with padding, their parts of the staging buffer)."""
-        runs = consecutive(slots)
+        runs = consecutive(slots, border=self._slots_per_pin)
         return (
             [self._slots[slots[begin] : slots[begin] + end - begin] for begin, end in runs],
             [direction.staging[begin:end] for begin, end in runs],

@@ -7,7 +7,8 @@ each result in a control word. One thread owns it and calls, per engine step,
     finish(plan)    after the forward pass: start offloads, whose sources are computed by then
     poll()          write the control words of ended copies
 
-None of them waits. Onboards and offloads have separate threads, so that a hung offload delays no request.
+None of them waits. Onboards and offloads have separate threads, so that a hung offload delays no request. An exception
+in one transfer fails that transfer on this rank and no other.
 
 Correctness depends on an order: payload bytes first, control word last. An onboard reads the words of its source slots
 before the copy and after it, to detect a slot that was reused meanwhile.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from kvbm.boundary import Boundary, contained
 from kvbm.device.copier import DeviceCopier
 from kvbm.device.cuda import numa_node_of
 from kvbm.device.pool import TransferPool
@@ -106,7 +108,8 @@ class Worker:
         self._min_part_bytes = min_part_bytes
         self._onboards: dict[int, _Running[Onboard]] = {}
         self._offloads: dict[int, _Running[Offload]] = {}
-        self._has_denied = False
+        self._has_written = False
+        self.boundary = Boundary()
         self._warned_s = float("-inf")
 
     @classmethod
@@ -148,18 +151,20 @@ class Worker:
         for onboard in plan.overdue_onboards:
             self._deny_onboard(onboard)
         if plan.onboards:
-            fence = self._copier.fence()
+            fence, error = self.boundary.attempt("fence", self._copier.fence)
             for order in plan.onboards:
                 parts = [partial(self._run_onboard, order, part, fence) for part in self._parts(order)]
-                _submit(order, parts, self._onboard_pool, self._onboards)
+                if (failed := self._submit(order, parts, self._onboard_pool, self._onboards, error)) is not None:
+                    self._write_onboard(failed)
 
     def finish(self, plan: StepPlan) -> None:
         """Start the plan's offloads. The forward pass that computes their sources has been submitted."""
         if plan.offloads:
-            fence = self._copier.fence()
+            fence, error = self.boundary.attempt("fence", self._copier.fence)
             for order in plan.offloads:
                 whole = partial(self._copier.offload, order.block_ids, order.slots, fence)
-                _submit(order, [whole], self._offload_pool, self._offloads)
+                if (failed := self._submit(order, [whole], self._offload_pool, self._offloads, error)) is not None:
+                    self._write_offload(failed)
 
     def poll(self) -> bool:
         """Write the control words of copies that have ended since the last call; return whether there were any."""
@@ -169,8 +174,8 @@ class Worker:
             self._prove_onboard(finished)
         for finished in offloads:
             self._prove_offload(finished)
-        has_denied, self._has_denied = self._has_denied, False
-        return has_denied or bool(onboards or offloads)
+        has_written, self._has_written = self._has_written, False
+        return has_written
 
     def is_busy(self) -> bool:
         """Whether a copy is queued, running, or ended without its word written."""
@@ -208,30 +213,65 @@ class Worker:
         size = -(-count // max(1, min(self._onboard_parts, worth)))
         return [slice(begin, begin + size) for begin in range(0, count, size)]
 
+    def _submit(
+        self,
+        order: _Order,
+        parts: Sequence[Callable[[], None]],
+        pool: TransferPool,
+        into: dict[int, _Running[_Order]],
+        error: Exception | None,
+    ) -> _Running[_Order] | None:
+        """Submit the parts of an order, unless there is an error already. Return the order if none of it runs."""
+        running = _Running(order, set(), error)
+
+        def submit_parts() -> None:
+            for part in parts:
+                ticket = pool.submit(part)
+                running.tickets.add(ticket)
+                into[ticket] = running
+
+        if error is None:
+            _, running.error = self.boundary.attempt("submit", submit_parts)
+        return None if running.tickets else running
+
+    @contained()
     def _prove_onboard(self, finished: Finished) -> None:
         running = self._onboards.pop(finished.ticket, None)
         if running is not None and running.end(finished.ticket, finished.error):
-            order = running.order
-            self._segment.write_lane(order.lane, order.generation, self._state(running.error))
+            self._write_onboard(running)
 
+    @contained()
     def _prove_offload(self, finished: Finished) -> None:
         running = self._offloads.pop(finished.ticket, None)
         if running is not None and running.end(finished.ticket, finished.error):
-            order = running.order
-            self._segment.write_slots(order.slots, order.generation, self._state(running.error))
+            self._write_offload(running)
 
+    @contained()
+    def _write_onboard(self, running: _Running[Onboard]) -> None:
+        order = running.order
+        self._segment.write_lane(order.lane, order.generation, self._state(running.error))
+        self._has_written = True
+
+    @contained()
+    def _write_offload(self, running: _Running[Offload]) -> None:
+        order = running.order
+        self._segment.write_slots(order.slots, order.generation, self._state(running.error))
+        self._has_written = True
+
+    @contained()
     def _deny_onboard(self, order: Onboard) -> None:
         """Report an overdue onboard that does not run here as failed, unless this rank has proven its part."""
         is_proven = self._segment.lane_carries(order.lane, order.generation)
         if not is_proven and not _is_running(self._onboards, order.generation, self._onboard_pool):
             self._segment.write_lane(order.lane, order.generation, SlotState.FAILED)
-            self._has_denied = True
+            self._has_written = True
 
+    @contained()
     def _deny_offload(self, order: Offload) -> None:
         is_proven = self._segment.slots_carry(order.slots, [order.generation] * len(order.slots))
         if not is_proven and not _is_running(self._offloads, order.generation, self._offload_pool):
             self._segment.write_slots(order.slots, order.generation, SlotState.FAILED)
-            self._has_denied = True
+            self._has_written = True
 
     def _state(self, error: BaseException | None) -> SlotState:
         """Return the state for the control word. Logs one failure per WARNING_INTERVAL_S: many may come together."""
@@ -243,13 +283,6 @@ class Worker:
                 "kvbm: rank %d: a copy failed, and others may have failed too: %r", self._segment.info.rank, error
             )
         return SlotState.FAILED
-
-
-def _submit(
-    order: _Order, parts: Sequence[Callable[[], None]], pool: TransferPool, into: dict[int, _Running[_Order]]
-) -> None:
-    running = _Running(order, {pool.submit(part) for part in parts})
-    into.update(dict.fromkeys(running.tickets, running))
 
 
 def _is_running(orders: dict[int, _Running[_Order]], generation: int, pool: TransferPool) -> bool:

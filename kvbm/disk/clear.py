@@ -27,7 +27,7 @@ def clear_tenant(instance: Path, superblock: Superblock, tenant: bytes) -> int:
     """
     index = BlockIndex.open(instance / INDEX)
     try:
-        slots = [row.slot for row in index.rows() if row.tenant == tenant]
+        slots = index.slots_of(tenant)
         index.clear(tenant)
     finally:
         index.close()

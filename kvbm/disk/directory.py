@@ -114,24 +114,29 @@ def directory_around(place: Path) -> Path | None:
     return None
 
 
-def claim(directory: Path, namespace: str, *, only: Path | None = None) -> InstanceLock:
-    """Lock the most recently used free instance of this namespace, or a new one. With `only`: that one or a new one.
+def existing_instances(home: Path, *, only: Path | None = None) -> list[Path]:
+    """Return the instances of a namespace, most recently used first; with `only`, at most that one."""
+    return [instance for instance in reversed(_instances_of(home)) if only in (None, instance)]
 
-    Raises OtherFormat if the candidate has another format, or EnvironmentProblem.
+
+def claim(instance: Path) -> InstanceLock | None:
+    """Lock an existing instance; None if it is in use. Raises EnvironmentProblem if it cannot be used, and OtherFormat.
+
+    Its files are not changed.
     """
-    home = directory / namespace
-    make_private_directory(home)
-    for instance in reversed(_instances_of(home)):
-        if only not in (None, instance):
-            continue
-        make_private_directory(instance)
-        if (lock := InstanceLock.take(instance)) is not None:
-            try:
-                read_superblock(instance / SUPERBLOCK)
-            except BaseException:
-                lock.release()
-                raise
-            return lock
+    make_private_directory(instance)
+    lock = InstanceLock.take(instance)
+    if lock is not None:
+        try:
+            read_superblock(instance / SUPERBLOCK)
+        except BaseException:
+            lock.release()
+            raise
+    return lock
+
+
+def claim_new(home: Path) -> InstanceLock:
+    """Create and lock an instance. Raises EnvironmentProblem."""
     while True:
         instance = home / secrets.token_hex(8)
         make_private_directory(instance)

@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import shlex
 import stat
 import sys
 from contextlib import suppress
@@ -98,9 +99,10 @@ def require_usable_parent(directory: Path) -> None:
             hint="set `tiers.disk.directory` to the directory itself",
         )
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        is_own = found.st_uid == os.geteuid()
         raise EnvironmentProblem(
             f"{directory} is writable by everyone (mode {stat.S_IMODE(found.st_mode):04o})",
-            hint=f"run `chmod o-w {directory}`",
+            hint=f"run `chmod o-w {shlex.quote(str(directory))}`" if is_own else "set another `tiers.disk.directory`",
         )
 
 
@@ -290,9 +292,12 @@ def _write_zeros(fd: int, start: int, end: int, progress: Progress | None) -> No
 
 def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
-        raise EnvironmentProblem(f"{path} belongs to user {found.st_uid}; kvbm runs as user {os.geteuid()}")
+        raise EnvironmentProblem(
+            f"{path} belongs to user {found.st_uid}; kvbm runs as user {os.geteuid()}",
+            hint=f"run `sudo chown -R {os.geteuid()} {path}`, or set `tiers.disk.directory`",
+        )
     if found.st_mode & OTHERS:
         raise EnvironmentProblem(
             f"{path} is accessible to other users (mode {stat.S_IMODE(found.st_mode):04o})",
-            hint=f"run `chmod go-rwx {path}`",
+            hint=f"run `chmod go-rwx {shlex.quote(str(path))}`",
         )

@@ -44,6 +44,11 @@ class DiskCounters:
     damaged_superblocks: int = 0
     damaged_indexes: int = 0
     dropped_rows: int = 0
+    unusable_instances: int = 0
+
+    @property
+    def damaged_files(self) -> int:
+        return self.damaged_superblocks + self.damaged_indexes + self.unusable_instances
 
     def plus(self, other: DiskCounters) -> DiskCounters:
         return DiskCounters(
@@ -72,6 +77,8 @@ class Health:
             self.counters.blocks_read += blocks - misses
             self.counters.bytes_read += blocks * bytes_each
             self.counters.checksum_misses += misses
+        if misses:
+            logger.warning("blocks on disk have a wrong checksum: %d until now", self.counters.checksum_misses)
 
     def count_write(self, blocks: int, bytes_each: int) -> None:
         with self.lock:

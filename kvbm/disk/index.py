@@ -76,7 +76,7 @@ class IndexRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """All rows of an index, unordered. `misfits` are the slots of rows whose hash has another length."""
+    """All rows of an index, unordered. `misfits` are slots of rows with a wrong type, or a hash of another length."""
 
     slots: NDArray[np.int64]
     generations: NDArray[np.int64]
@@ -154,25 +154,21 @@ class BlockIndex:
         return cls(connection)
 
     def load(self, hash_bytes: int) -> Recovered:
-        """Load all rows of one snapshot. Raises sqlite3.Error, also for values of a wrong type."""
+        """Load all rows of one snapshot. Raises sqlite3.Error, also for a row whose slot is not a number."""
         cursor = self._connection.execute("SELECT slot, generation, length, checksum, hash FROM blocks")
         parts = [np.empty((4, 0), np.int64)]
         hashes: list[bytes] = []
         misfits: list[int] = []
-        try:
-            while rows := cursor.fetchmany(ROWS_PER_FETCH):
-                *columns, found = zip(*rows, strict=True)
-                numbers = np.array(columns, np.int64)
-                if set(map(type, found)) != {bytes}:
-                    raise sqlite3.DatabaseError("a hash is not a blob")
-                if set(map(len, found)) != {hash_bytes}:
-                    fits = np.array([len(sequence_hash) == hash_bytes for sequence_hash in found])
-                    misfits += numbers[0, ~fits].tolist()
-                    numbers, found = numbers[:, fits], tuple(itertools.compress(found, fits))
-                parts.append(numbers)
-                hashes.append(b"".join(found))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise sqlite3.DatabaseError(f"a row has a value of a wrong type: {error}") from error
+        while rows := cursor.fetchmany(ROWS_PER_FETCH):
+            *columns, found = zip(*rows, strict=True)
+            if not _are_sound(columns, found, hash_bytes):
+                sound = [row for row in rows if _are_sound([row[:-1]], [row[-1]], hash_bytes)]
+                misfits += _slots_of(set(rows).difference(sound))
+                if not sound:
+                    continue
+                *columns, found = zip(*sound, strict=True)
+            parts.append(np.array(columns, np.int64))
+            hashes.append(b"".join(found))
         slots, generations, lengths, checksums = np.concatenate(parts, axis=1)
         names = np.frombuffer(b"".join(hashes), f"V{hash_bytes}")
         return Recovered(slots, generations, lengths, checksums.view(np.uint64), names, tuple(misfits))
@@ -182,14 +178,13 @@ class BlockIndex:
 
     def last_written(self) -> float | None:
         """Return when the newest block was written."""
-        row = self._connection.execute("SELECT max(written) FROM blocks").fetchone()
+        row = self._connection.execute("SELECT max(written) FROM blocks WHERE typeof(written) = 'real'").fetchone()
         return None if row[0] is None else float(row[0])
 
-    def rows(self) -> Iterable[IndexRow]:
-        """Return all rows, ordered by slot."""
-        for row in self._connection.execute("SELECT * FROM blocks ORDER BY slot"):
-            found = IndexRow(*row)
-            yield found._replace(checksum=_unsigned(found.checksum))
+    def slots_of(self, tenant: bytes) -> list[int]:
+        """Return the slots with blocks of a tenant, in order."""
+        found = self._connection.execute("SELECT slot FROM blocks WHERE tenant = ? ORDER BY slot", [tenant])
+        return [slot for (slot,) in found]
 
     def change(self, inserted: Sequence[IndexRow], deleted: Sequence[int]) -> bool:
         """Insert rows, then delete slots, in one transaction. Return whether anything has changed.
@@ -304,5 +299,16 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def _unsigned(number: int) -> int:
-    return number + (1 << 64) if number < 0 else number
+def _are_sound(columns: Sequence[Sequence[object]], hashes: Sequence[Any], hash_bytes: int) -> bool:
+    """Return whether all values have the type of their column, and all hashes their length."""
+    if any(set(map(type, column)) != {int} for column in columns):
+        return False
+    return set(map(type, hashes)) == {bytes} and set(map(len, hashes)) == {hash_bytes}
+
+
+def _slots_of(rows: Iterable[Sequence[Any]]) -> list[int]:
+    """Return the slots of unsound rows. Raises sqlite3.DatabaseError if one is not a number: the table is another."""
+    slots = [row[0] for row in rows]
+    if any(type(slot) is not int for slot in slots):
+        raise sqlite3.DatabaseError("a row has no slot")
+    return slots

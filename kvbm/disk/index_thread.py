@@ -40,12 +40,16 @@ logger = logging.getLogger(__name__)
 
 
 class PendingClear:
-    """A clear of all blocks, or of one tenant, submitted before it. `error` is set before `done`."""
+    """A clear of all blocks, or of one tenant, submitted before it.
+
+    `done` is set when it was tried, after `error`, which is the last failure. `is_durable`: it has succeeded.
+    """
 
     def __init__(self, tenant: bytes | None) -> None:
         self.tenant = tenant
         self.done = threading.Event()
         self.error: str | None = None
+        self.is_durable = False
 
     def positions(self, write: WriteTransfer) -> set[int]:
         """Return the positions of an earlier write that it forgets."""
@@ -325,6 +329,7 @@ class IndexThread:
                     continue
             if clear in self._deferred_clears:
                 self._deferred_clears.remove(clear)
+            clear.is_durable = True
             clear.done.set()
 
     def _defer_clear(self, clear: PendingClear, why: str) -> None:

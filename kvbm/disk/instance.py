@@ -1,7 +1,8 @@
 """Instance: one open cache on disk, with its lock, its arena, its index and the blocks recovered from them.
 
 Opening returns a usable cache or raises an EnvironmentProblem. Damage raises nothing: invalid rows are dropped, counted
-in `Losses` and logged; in the worst case the cache starts empty. The superblock is written last, so that an instance
+in `Losses` and logged; in the worst case the cache starts empty. An instance whose files cannot be used, as those of
+another user, is left as it is, and another one is used. The superblock is written last, so that an instance
 whose creation was interrupted counts as damaged.
 """
 
@@ -19,14 +20,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm.disk.directory import ARENA, INDEX, SUPERBLOCK, InstanceLock, claim, reclaim_oldest, remove_instance
-from kvbm.disk.files import PAGE_BYTES, Arena, NoRoom, open_private, problem, require_usable_parent, sync_directory
-from kvbm.disk.index import BlockIndex, Recovered, is_damage, remove_index
+from kvbm.disk.directory import (
+    ARENA,
+    INDEX,
+    SUPERBLOCK,
+    InstanceLock,
+    claim,
+    claim_new,
+    existing_instances,
+    reclaim_oldest,
+    remove_instance,
+)
+from kvbm.disk.files import (
+    PAGE_BYTES,
+    Arena,
+    NoRoom,
+    make_private_directory,
+    open_private,
+    problem,
+    require_usable_parent,
+    sync_directory,
+)
+from kvbm.disk.index import BlockIndex, Recovered, index_files, is_damage, remove_index
 from kvbm.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.disk.superblock import Superblock, read_superblock, write_superblock
 from kvbm.errors import EnvironmentProblem
 
 WORD_BYTES = 8
+MAX_GENERATION = 1 << 62  # leaves enough larger ones for every later write
 PROBE_BYTES = PAGE_BYTES  # after the last slot, for probing the disk
 
 logger = logging.getLogger(__name__)
@@ -39,6 +60,7 @@ class Losses:
     damaged_superblocks: int = 0
     damaged_indexes: int = 0
     dropped_rows: int = 0
+    unusable_instances: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +104,27 @@ class Instance:
         require_usable_parent(settings.directory)
         if not settings.persist:
             return cls._open_unnamed(settings, payload_bytes, hash_bytes, progress)
-        lock = claim(settings.directory, namespace.digest.hex(), only=only)
-        try:
-            return cls._open_locked(lock, settings, namespace, payload_bytes, hash_bytes, progress)
-        except BaseException:
-            if not (lock.path / SUPERBLOCK).exists():
-                with suppress(EnvironmentProblem):
-                    remove_instance(lock)
-            lock.release()
-            raise
+        home = settings.directory / namespace.digest.hex()
+        make_private_directory(home)
+        unusable_count = 0
+        for path in existing_instances(home, only=only):
+            try:
+                lock = claim(path)
+                if lock is None:
+                    continue
+                opened = cls._open_locked(lock, settings, namespace, payload_bytes, hash_bytes, progress)
+            except NoRoom:  # a new one needs even more
+                raise
+            except EnvironmentProblem as error:
+                unusable_count += 1
+                remedy = "" if error.hint is None else f" ({error.hint})"
+                logger.warning("cannot use the disk cache %s, using another one: %s%s", path, error.message, remedy)
+                continue
+            opened.losses.unusable_instances = unusable_count
+            return opened
+        opened = cls._open_locked(claim_new(home), settings, namespace, payload_bytes, hash_bytes, progress)
+        opened.losses.unusable_instances = unusable_count
+        return opened
 
     @classmethod
     def _open_unnamed(
@@ -115,15 +149,23 @@ class Instance:
         hash_bytes: int,
         progress: Progress | None,
     ) -> Instance:
-        lock.touch()
-        arena = Arena.open(lock.path / ARENA)
+        """*Consumes* the lock."""
         try:
-            instance = cls(lock.path, arena, _shape(arena, settings, payload_bytes, hash_bytes))
-            instance.lock = lock
-            instance._recover(settings, namespace, progress)
+            arena = Arena.open(lock.path / ARENA)
+            try:
+                instance = cls(lock.path, arena, _shape(arena, settings, payload_bytes, hash_bytes))
+                instance.lock = lock
+                instance._recover(settings, namespace, progress)
+            except BaseException:
+                arena.close()
+                raise
         except BaseException:
-            arena.close()
+            if not (lock.path / SUPERBLOCK).exists():
+                with suppress(EnvironmentProblem):
+                    remove_instance(lock)
+            lock.release()
             raise
+        lock.touch()
         return instance
 
     def renew_index(self) -> None:
@@ -217,6 +259,8 @@ class Instance:
             return self.index.load(self.shape.hash_bytes)
         except sqlite3.Error as error:
             raise EnvironmentProblem(f"cannot create {path}: {error}") from error
+        except OSError as error:
+            raise problem(f"cannot create {path}", error) from error
 
     def _drop_misfits(self, found: Recovered, slot_count: int) -> Recovered:
         """Raises sqlite3.Error."""
@@ -224,7 +268,7 @@ class Instance:
         if _has_equals(found.slots):
             raise sqlite3.DatabaseError("two rows have one slot")
         fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
-        fits &= found.generations >= 0
+        fits &= (found.generations >= 0) & (found.generations <= MAX_GENERATION)
         misfits = [*found.misfits, *found.slots[~fits].tolist()]
         if misfits:
             logger.warning("dropped %d blocks of the disk cache %s that do not fit its arena", len(misfits), self.path)
@@ -309,6 +353,9 @@ def _take_space(arena: Arena, shape: Shape, settings: DiskSettings, progress: Pr
 def _open_index(path: Path) -> BlockIndex:
     """Raises sqlite3.Error or OSError."""
     os.close(open_private(path, os.O_RDWR | os.O_CREAT))
+    for side_file in index_files(path)[1:]:
+        if os.path.lexists(side_file):  # SQLite would follow a link
+            os.close(open_private(side_file, os.O_RDWR))
     return BlockIndex.open(path)
 
 

@@ -53,11 +53,16 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class DiskResult:
-    """The end of one ticket. `error` is the first failure other than a checksum mismatch."""
+    """The end of one ticket. `error` is the first failure other than a checksum mismatch.
+
+    `damaged` are the positions of a read whose blocks are proven to be damaged. Any other failure, as of a disk that is
+    off or of a process that has ended, says nothing about the blocks.
+    """
 
     ticket: int
     is_good: tuple[bool, ...]
     error: str | None
+    damaged: tuple[int, ...] = ()
 
     @classmethod
     def failed(cls, order: Read | Write, error: str) -> DiskResult:

@@ -121,6 +121,10 @@ class DiskStorage:
         """Whether its files were deleted: it stays off, and a new one can be opened."""
         return self._health.is_removed
 
+    def reads_stuck_since(self) -> float | None:
+        """Return since when reads have made no progress, in `time.monotonic`; None if there is none to wait for."""
+        return self._threads.reads_stuck_since()
+
     def wear(self) -> Wear:
         """Measure the wear of the drive."""
         return self._wear.measure(self.counters.bytes_written)
@@ -152,15 +156,20 @@ class DiskStorage:
         if disk_slots:
             self._index_thread.submit(Forget(tuple(disk_slots)))
 
+    def begin_clear(self, tenant: bytes | None = None) -> PendingClear:
+        """Start to delete what `clear` deletes. If that fails, the tier is off, and retries until it succeeds."""
+        clear = PendingClear(tenant)
+        for transfer in set(self._writers.values()):
+            transfer.cleared |= clear.positions(transfer)
+        self._index_thread.submit(clear)
+        return clear
+
     def clear(self, tenant: bytes | None = None) -> None:
         """Delete all blocks, or those of one tenant, and every write not yet returned by `poll`; durable on return.
 
         Raises EnvironmentProblem if that fails: the tier is then off, and retries until the clear succeeds.
         """
-        clear = PendingClear(tenant)
-        for transfer in set(self._writers.values()):
-            transfer.cleared |= clear.positions(transfer)
-        self._index_thread.submit(clear)
+        clear = self.begin_clear(tenant)
         is_done = clear.done.wait(self._health.limits.clear_timeout_s)
         if not is_done or clear.error is not None:
             why = clear.error or f"not within {self._health.limits.clear_timeout_s:g} s"
@@ -240,6 +249,7 @@ class DiskStorage:
         counters.damaged_superblocks = losses.damaged_superblocks
         counters.damaged_indexes = losses.damaged_indexes
         counters.dropped_rows = losses.dropped_rows
+        counters.unusable_instances = losses.unusable_instances
         found, self._instance.recovered = self._instance.recovered, None
         if found is None or not len(found.slots):
             return 0
@@ -280,7 +290,8 @@ def _require_aligned(instance: Instance, shards: Sequence[NDArray[np.uint8]]) ->
 def _result_of(transfer: Transfer) -> DiskResult:
     cleared = transfer.cleared if isinstance(transfer, WriteTransfer) else ()
     is_good = tuple(good == 1 and position not in cleared for position, good in enumerate(transfer.is_good))
-    return DiskResult(transfer.order.ticket, is_good, transfer.error)
+    damaged = tuple(position for position, bad in enumerate(transfer.is_damaged) if bad)
+    return DiskResult(transfer.order.ticket, is_good, transfer.error, damaged)
 
 
 def _open_io(settings: DiskSettings, instance: Instance, shards: Sequence[NDArray[np.uint8]]) -> BlockIO:

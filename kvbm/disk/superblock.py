@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import xxhash
@@ -24,6 +24,8 @@ from kvbm.errors import EnvironmentProblem
 
 FORMAT = 1
 MAX_BYTES = 1 << 20
+MAX_LEVELS = 16  # of nesting in `facts`
+MAX_COUNT = 1 << 62
 FIRST_LINE = re.compile(r"(kvbm disk cache format (\d{1,9})) ([0-9a-f]{16})")
 
 
@@ -50,7 +52,7 @@ class Superblock:
 
     @classmethod
     def decode(cls, content: bytes, path: Path) -> Superblock | None:
-        """Return None if it is damaged. Raises OtherFormat."""
+        """Return None if it is damaged, or has other fields than a superblock. Raises OtherFormat."""
         lines = content.decode("utf-8", "replace").split("\n")
         first = FIRST_LINE.fullmatch(lines[0])
         if first is None or first[3] != _check(first[1]):
@@ -62,7 +64,11 @@ class Superblock:
             )
         if len(lines) != 4 or lines[1] != _check(lines[2]):
             return None
-        return cls(**json.loads(lines[2]))
+        try:
+            found = json.loads(lines[2])
+        except (ValueError, RecursionError):
+            return None
+        return cls(**found) if _has_its_fields(found) else None
 
 
 def read_superblock(path: Path) -> Superblock | None:
@@ -91,6 +97,28 @@ def write_superblock(path: Path, superblock: Superblock) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_directory(path.parent)
+
+
+def _has_its_fields(found: object) -> bool:
+    """Return whether `found` has exactly the fields of a superblock, of the right types and in their ranges."""
+    if not isinstance(found, dict) or found.keys() != {field.name for field in fields(Superblock)}:
+        return False
+    counts = [found[name] for name in ("hash_bytes", "payload_bytes", "slot_bytes", "slot_count")]
+    return (
+        isinstance(found["namespace"], str)
+        and isinstance(found["facts"], dict)
+        and _is_shallow(found["facts"], MAX_LEVELS)
+        and all(type(count) is int and 0 < count <= MAX_COUNT for count in counts)
+        and isinstance(found["created"], float)
+        and 0 <= found["created"] <= MAX_COUNT  # also False for NaN
+    )
+
+
+def _is_shallow(value: object, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return True
+    inside = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(each, levels - 1) for each in inside)
 
 
 def _check(text: str) -> str:

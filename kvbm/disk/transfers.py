@@ -4,10 +4,14 @@ A piece is the work of one thread in one call: blocks of one transfer, ordered b
 pieces of writes, otherwise in order of submission. The thread that runs the last piece of a transfer calls `on_end`
 with it; nothing accesses its host slots afterwards. A failed piece of a read is repeated block by block, so that a bad
 sector costs only the blocks in it.
+
+A block is damaged if a second read, into other memory, does not match its checksum either, or if the arena ends before
+it, or if it cannot be read twice while other blocks can. No other failure of a read says anything about the block.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
@@ -20,23 +24,25 @@ from numpy.typing import NDArray
 
 from kvbm.disk.health import Health
 from kvbm.disk.index import checksum
-from kvbm.disk.io.threads import BlockIO, IoRun
+from kvbm.disk.io.threads import BlockIO, EndOfArena, IoRun
 from kvbm.disk.orders import Read, Write
 from kvbm.host.cores import allowed_cores
 
 
 class Transfer:
-    """The state of one order. `is_good` is per block; `checksums` are expected by a read, computed by a write.
+    """The state of one order. `is_good` and `is_damaged` are per block; `checksums` are expected by a read, computed by
+    a write.
 
     Between submission and end only the disk's threads write to it, each to the blocks of its own piece.
     """
 
-    __slots__ = ("checksums", "error", "is_good", "order", "pieces_left")
+    __slots__ = ("checksums", "error", "is_damaged", "is_good", "order", "pieces_left")
 
     def __init__(self, order: Read | Write, checksums: Sequence[int]) -> None:
         self.order = order
         self.checksums = array("Q", checksums)
         self.is_good = bytearray(len(order.hashes))
+        self.is_damaged = bytearray(len(order.hashes))
         self.error: str | None = None
         self.pieces_left = 0
 
@@ -105,11 +111,16 @@ class TransferThreads:
         self._on_end = on_end
         self._thread_count = thread_count
         self._cores = allowed_cores()
-        # Shared by all threads under the lock of `_changed`. `_running` has the start time of each piece.
+        # Shared by all threads under the lock of `_changed`. `_running` has the start time of each piece; `_moved_s` is
+        # when a piece of a read last ended, or when the first of the open ones was submitted.
         self._changed = threading.Condition()
         self._reads: deque[Piece] = deque()
         self._writes: deque[Piece] = deque()
         self._running: dict[threading.Thread, tuple[Piece, float]] = {}
+        self._open_reads = 0
+        self._moved_s = 0.0
+        self._read_count = 0  # pieces that were read without an error
+        self._unreadable: dict[int, int] = {}  # disk slot that failed alone -> `_read_count` at that time
         self._is_closed = False
         self._threads = [self._start_thread() for _ in range(thread_count)]
 
@@ -119,7 +130,13 @@ class TransferThreads:
         with self._changed:
             transfer.pieces_left = len(pieces)
             if not self._is_closed and pieces:
-                (self._writes if isinstance(transfer, WriteTransfer) else self._reads).extend(pieces)
+                if isinstance(transfer, WriteTransfer):
+                    self._writes.extend(pieces)
+                else:
+                    if not self._open_reads:
+                        self._moved_s = time.monotonic()
+                    self._open_reads += len(pieces)
+                    self._reads.extend(pieces)
                 self._changed.notify(len(pieces))
                 return
         if pieces:
@@ -139,6 +156,11 @@ class TransferThreads:
         """Return the start time of the oldest running piece."""
         with self._changed:
             return min((since for _, since in self._running.values()), default=None)
+
+    def reads_stuck_since(self) -> float | None:
+        """Return since when no piece of a read has ended; None if there is none to wait for."""
+        with self._changed:
+            return self._moved_s if self._open_reads else None
 
     def replace_dead_threads(self) -> None:
         """Restart threads that died of an asynchronous exception or of lack of memory."""
@@ -192,6 +214,8 @@ class TransferThreads:
             except BaseException as error:  # the ticket must end in any case
                 self._health.count_error("write" if is_write else "read", error)
                 why = str(error) or type(error).__name__
+                if not is_write:
+                    self._note_unreadable(piece, error)
             with self._changed:
                 del self._running[me]
                 if why is not None and self._requeue_read(piece):
@@ -204,6 +228,8 @@ class TransferThreads:
         if isinstance(transfer, WriteTransfer) or len(positions) == 1 or self._is_closed or not self._health.is_on:
             return False
         transfer.pieces_left += len(positions) - 1
+        self._open_reads += len(positions) - 1
+        self._moved_s = time.monotonic()
         self._reads.extendleft((transfer, [position]) for position in reversed(positions))
         self._changed.notify(len(positions))
         return True
@@ -221,6 +247,9 @@ class TransferThreads:
     def _end(self, piece: Piece, why: str | None) -> None:
         transfer, positions = piece
         with self._changed:
+            if not isinstance(transfer, WriteTransfer):
+                self._open_reads -= 1
+                self._moved_s = time.monotonic()
             if why is not None:
                 transfer.error = transfer.error or why
                 for position in positions:
@@ -238,8 +267,38 @@ class TransferThreads:
             found = checksum(hashes[position], self._geometry.buffers(host_slots[position]))
             is_good = found == transfer.checksums[position]
             transfer.is_good[position] = is_good
-            misses += not is_good
+            if not is_good and not self._is_intact(transfer, position):
+                transfer.is_damaged[position] = 1
+                misses += 1
+        with self._changed:
+            self._read_count += 1
+            if self._unreadable:
+                for position in positions:
+                    self._unreadable.pop(transfer.order.disk_slots[position], None)
         self._health.count_read(len(positions), self._geometry.payload_bytes, misses)
+
+    def _is_intact(self, transfer: Transfer, position: int) -> bool:
+        """Read a block again, into other memory: its host slot may be lost, because its rank has ended."""
+        slot, geometry = transfer.order.disk_slots[position], self._geometry
+        memory = np.frombuffer(mmap.mmap(-1, geometry.slot_bytes), np.uint8)
+        self._io.read([IoRun(slot * geometry.slot_bytes, [memory])])
+        found = checksum(transfer.order.hashes[position], [memory[: geometry.payload_bytes]])
+        is_intact = found == transfer.checksums[position]
+        if is_intact:
+            transfer.error = transfer.error or "the host memory was lost during the read"
+        return is_intact
+
+    def _note_unreadable(self, piece: Piece, error: BaseException) -> None:
+        """Note an error of a read of one block, and whether the block is damaged, see the module docstring."""
+        transfer, positions = piece
+        if len(positions) > 1:
+            return
+        slot = transfer.order.disk_slots[positions[0]]
+        with self._changed:
+            do_others_work = self._unreadable.setdefault(slot, self._read_count) < self._read_count
+            if isinstance(error, EndOfArena) or (isinstance(error, OSError) and do_others_work):
+                del self._unreadable[slot]
+                transfer.is_damaged[positions[0]] = 1
 
     def _write(self, transfer: Transfer, positions: Sequence[int]) -> None:
         hashes, host_slots = transfer.order.hashes, transfer.order.host_slots

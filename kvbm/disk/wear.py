@@ -8,6 +8,7 @@ visible. All values are None where the file system has no block device (tmpfs, o
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,7 +35,10 @@ class Wear:
 
 
 class WearMeter:
-    """Compares the bytes that kvbm wrote below `directory` with the bytes that reached the device. Single-threaded."""
+    """Compares the bytes that kvbm wrote below `directory` with the bytes that reached the device.
+
+    Any thread may call `measure`: several scrapes may run in parallel. Nothing here raises.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class WearMeter:
         self._device = _device_below(directory, sysfs, mounts)
         self._drive_bytes = _drive_bytes(self._device) if self._device else None
         self._device_bytes_before = self._device_bytes()
+        self._samples_lock = threading.Lock()
         self._samples = deque([(clock(), 0)])
 
     def measure(self, bytes_written: int) -> Wear:
@@ -61,12 +66,14 @@ class WearMeter:
         return Wear(reached, amplification, self._drive_writes_per_day(bytes_written))
 
     def _drive_writes_per_day(self, bytes_written: int) -> float | None:
-        now, samples = self._clock(), self._samples
-        if now - samples[-1][0] >= SAMPLE_INTERVAL_S:
-            samples.append((now, bytes_written))
-        while len(samples) > 1 and now - samples[1][0] >= WINDOW_S:
-            samples.popleft()
-        since, before = samples[0]
+        samples = self._samples
+        with self._samples_lock:
+            now = self._clock()
+            if now - samples[-1][0] >= SAMPLE_INTERVAL_S:
+                samples.append((now, bytes_written))
+            while len(samples) > 1 and now - samples[1][0] >= WINDOW_S:
+                samples.popleft()
+            since, before = samples[0]
         if self._drive_bytes is None or now - since < SAMPLE_INTERVAL_S:
             return None
         return (bytes_written - before) / (now - since) * DAY_S / self._drive_bytes
@@ -82,17 +89,17 @@ class WearMeter:
 
 def _device_below(directory: Path, sysfs: Path, mounts: Path) -> Path | None:
     """Return the block device of a file system. btrfs has virtual device numbers: its device is in the mounts."""
-    number = os.stat(directory).st_dev
-    if os.major(number) == 0:
-        source = _mount_source(directory.resolve(), mounts)
-        if source is None or not source.startswith("/dev/"):
-            return None
-        try:
+    try:
+        number = os.stat(directory).st_dev
+        if os.major(number) == 0:
+            source = _mount_source(directory.resolve(), mounts)
+            if source is None or not source.startswith("/dev/"):
+                return None
             number = os.stat(source).st_rdev
-        except OSError:
-            return None
-    device = sysfs / f"{os.major(number)}:{os.minor(number)}"
-    return device.resolve() if device.exists() else None
+        device = sysfs / f"{os.major(number)}:{os.minor(number)}"
+        return device.resolve() if device.exists() else None
+    except (OSError, ValueError, IndexError):  # also a mount table in an unknown format
+        return None
 
 
 def _mount_source(directory: Path, mounts: Path) -> str | None:

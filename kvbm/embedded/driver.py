@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvbm.boundary import Boundary, contained, hook
 from kvbm.device.worker import HostCapacity
 from kvbm.embedded.engine.connector import ConnectorOutput
 from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHome
 from kvbm.hashing import HASH_BYTES
 from kvbm.host.region import Region
-from kvbm.leader.leader import Leader
+from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.telemetry import Telemetry
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvbm.embedded.engine.connector import SchedulerOutput
     from kvbm.embedded.engine.kv_pool import KVPool
     from kvbm.embedded.engine.request import Request
+    from kvbm.leader.leader import Leader
 
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
@@ -68,7 +70,7 @@ def create_connector(
 
 
 class KvbmScheduler:
-    """Scheduler part of the connector: translates hooks into `Leader` calls."""
+    """Scheduler part of the connector: translates hooks into `Leader` calls. No hook raises, see `kvbm.boundary`."""
 
     def __init__(self, profile: Profile, progress: Progress | None = None) -> None:
         self._profile = profile
@@ -78,8 +80,9 @@ class KvbmScheduler:
         self._step = (0, 0.0)  # tokens of the current step, and its start time
         self._pool: BlockPool | None = None
         self._handshake: WorkerHandshake | None = None
-        self._leader: Leader | None = None
+        self._guarded: GuardedLeader | None = None
         self._region: Region | None = None
+        self.boundary = Boundary()
         self._requests: dict[str, Request] = {}
         self._starts: dict[str, int] = {}
 
@@ -96,8 +99,13 @@ class KvbmScheduler:
 
     @property
     def leader(self) -> Leader:
-        assert self._leader is not None, "the engine has not yet registered its KV pool or bound its block pool"
-        return self._leader
+        """The leader, for reports and tests. Hooks use `_cache`."""
+        return self._cache.leader
+
+    @property
+    def _cache(self) -> GuardedLeader:
+        assert self._guarded is not None, "the engine has not yet registered its KV pool or bound its block pool"
+        return self._guarded
 
     def _create_leader(self) -> None:
         """Create the leader when both the workers' segments and the engine's block pool are known."""
@@ -116,13 +124,14 @@ class KvbmScheduler:
             hash_bytes=HASH_BYTES,
             progress=self._progress,
         )
-        self._leader = Leader(
+        self._guarded = GuardedLeader(
+            self.boundary,
             self._region,
             settings,
             LeaderCallbacks(self._pool.hold, self._pool.release, self._tenant_of, self._telemetry.trace),
             disk=disk,
         )
-        self._telemetry.watch(self._leader)
+        self._telemetry.watch(self._guarded)
 
     def _tenant_of(self, request_id: str) -> bytes:
         request = self._requests.get(request_id)
@@ -130,66 +139,92 @@ class KvbmScheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
+    @hook()
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = request
 
+    @hook((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         start = num_computed_tokens // self._block_tokens
-        matched = self.leader.match(request.request_id, self._loadable(request), start)
+        matched = self._cache.match(request.request_id, self._loadable(request), start)
         if matched is None:
             return None, False
         self._starts[request.request_id] = start
         return matched * self._block_tokens, matched > 0
 
+    @hook(when_off=True)
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        if num_external_tokens:
-            start = self._starts[request.request_id]
-            end = start + num_external_tokens // self._block_tokens
-            self.leader.onboard(request.request_id, self._loadable(request), start, block_ids[start:end])
+        if num_external_tokens and not self._onboard(request, block_ids, num_external_tokens):
+            self._cache.fail_load(request.request_id, block_ids)
 
+    @hook(False)
+    def _onboard(self, request: Request, block_ids: list[int], num_external_tokens: int) -> bool:
+        start = self._starts[request.request_id]
+        end = start + num_external_tokens // self._block_tokens
+        self._cache.onboard(request.request_id, self._loadable(request), start, block_ids[start:end])
+        return True
+
+    @contained(0)
     def disk_tokens(self, request: Request) -> int:
-        return self.leader.disk_tokens(request.request_id)
+        return self._cache.disk_tokens(request.request_id)
 
+    @hook(when_off=True)
     def request_finished(self, request: Request) -> None:
         self._requests.pop(request.request_id, None)
         self._starts.pop(request.request_id, None)
-        self.leader.finish(request.request_id, request.block_hashes)
+        self._cache.finish(request.request_id, request.block_hashes)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    @hook(StepPlan(step=0), when_off=True)
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
+        self._finish_and_offload(output)
+        return self._cache.step()
+
+    @hook()
+    def _finish_and_offload(self, output: SchedulerOutput) -> None:
         for request_id in output.preempted_ids:
             if (request := self._requests.get(request_id)) is not None:
-                self.leader.finish(request_id, request.block_hashes)
+                self._cache.finish(request_id, request.block_hashes)
         for request_id, num_scheduled_tokens in output.scheduled:
             self._offload(self._requests[request_id], num_scheduled_tokens)
         self._step = sum(count for _, count in output.scheduled), time.monotonic()
-        return self.leader.step()
 
+    @hook(ConnectorOutput, when_off=True)
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:
         tokens, began_s = self._step
-        self.leader.note_step(tokens, time.monotonic() - began_s)
-        for result in self.leader.settle():
+        self._cache.note_step(tokens, time.monotonic() - began_s)
+        for result in self._cache.settle():
             if result.is_live:
                 output.finished_recving.add(result.request_id)
                 output.failed_block_ids.update(result.failed_block_ids)
-        self.leader.take_events()  # the embedded engine publishes no events; drop them, or they accumulate
+        self._cache.take_events()  # the embedded engine publishes no events; drop them, or they accumulate
         return output
 
+    @hook(False, when_off=True)
     def has_pending_work(self) -> bool:
-        return self.leader.has_pending()
+        return self._cache.has_pending()
 
+    @hook(False, when_off=True)
     def reset_cache(self) -> bool:
-        return self.leader.reset()
+        return self._cache.reset()
 
     def metrics(self) -> KvbmCollector:
-        return KvbmCollector(self.leader.counters, self.leader.blocks, self.leader.wear)
+        return KvbmCollector(self._cache.counters, self._cache.blocks, self._cache.wear)
 
     def shutdown(self) -> None:
         """Write blocks that are only in host memory to disk. Call it before the worker's `shutdown`."""
-        if self._leader is not None:
-            self._leader.close()
+        if self._guarded is not None:
+            self._guarded.close()
+        self._close_reports()
+        self._unmap()
+
+    @contained()
+    def _close_reports(self) -> None:
         self._telemetry.close()
+
+    @contained()
+    def _unmap(self) -> None:
         if self._region is not None:
             self._region.close()
 
@@ -205,7 +240,7 @@ class KvbmScheduler:
         return request.block_hashes[: (request.num_tokens - 1) // self._block_tokens]
 
     def _offload(self, request: Request, num_scheduled_tokens: int) -> None:
-        self.leader.offload(
+        self._cache.offload(
             request.request_id,
             request.block_hashes,
             request.block_ids,
@@ -229,6 +264,7 @@ class KvbmWorker:
         self._worker_process = worker_process
         self._progress = progress
         self._home: WorkerHome | None = None
+        self.boundary = Boundary()
 
     def register_kv_pool(self, pool: KVPool) -> None:
         home: WorkerHome
@@ -241,23 +277,27 @@ class KvbmWorker:
         self._home = home
         self._send_handshake(pickle.dumps(WorkerHandshake((home.info,), pool.block_size)))
 
+    @contained()
     def start_load_kv(self, meta: object) -> None:
         """Start the loads of a StepPlan. They are asynchronous: the forward pass does not wait for them."""
         assert isinstance(meta, StepPlan), type(meta)
         if not meta.is_empty():
             self._worker.start(meta)
 
+    @contained()
     def wait_for_save(self, meta: object) -> None:
         """Start the offloads of a StepPlan: the forward pass has computed their blocks."""
         assert isinstance(meta, StepPlan), type(meta)
         if meta.offloads:
             self._worker.finish(meta)
 
+    @contained(ConnectorOutput)
     def take_results(self) -> ConnectorOutput:
         """Poll the worker. Results travel in control words, which the scheduler connector reads next."""
         self._worker.poll()
         return ConnectorOutput()
 
+    @contained()
     def shutdown(self) -> None:
         if self._home is not None:
             self._home.close()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm.host.layout import BlockLayout
+from kvbm.host.shared_memory import is_sealed
 from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo
 
@@ -162,6 +163,8 @@ def _serve_worker(pipe: Connection, arguments: _ProcessArguments) -> None:
     torch.set_num_threads(1)
     try:
         with open(arguments.path, "r+b") as memory:
+            if not is_sealed(memory.fileno(), arguments.length):
+                raise EnvironmentProblem(f"{arguments.path} is not the engine's KV pool of {arguments.length} bytes")
             mapping = mmap.mmap(memory.fileno(), arguments.length)
         storage = torch.frombuffer(mapping, dtype=torch.uint8)
         worker = Worker.create(arguments.layout, [storage], arguments.capacity, thread_count=arguments.thread_count)

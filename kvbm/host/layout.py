@@ -153,9 +153,12 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def consecutive(*columns: Sequence[int]) -> list[tuple[int, int]]:
-    """Return index ranges (begin, end) in which the numbers of each column increase by one."""
+def consecutive(*columns: Sequence[int], border: int | None = None) -> list[tuple[int, int]]:
+    """Return index ranges (begin, end) in which the numbers of each column increase by one. With `border`, no range
+    goes beyond a multiple of it in the first column."""
     breaks = {i for numbers in columns for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1}
+    if border is not None:
+        breaks |= {i for i in range(1, len(columns[0])) if columns[0][i] % border == 0}
     bounds = [0, *sorted(breaks), len(columns[0])]
     return list(pairwise(bounds)) if columns[0] else []
 

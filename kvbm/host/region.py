@@ -1,7 +1,7 @@
 """Segment and Region: the host memory of G2. Each rank owns a segment; the leader maps all of them as a region.
 
-A segment is a memfd: it has no name, is not in /dev/shm, and disappears with the last process that maps it. Slot s of
-all segments together is block s.
+A segment is a memfd: it has no name, is not in /dev/shm, and disappears with the last process that maps it. It is
+sealed, so that no process can change its length. Slot s of all segments together is block s.
 
     | slot 0 | slot 1 | ... | slot n-1 | word of slot 0..n-1 | word of lane 0..LANES-1 | padding to a page |
 
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host.layout import BlockLayout
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
-from kvbm.host.shared_memory import KERNEL, SharedMemory
+from kvbm.host.shared_memory import KERNEL, SharedMemory, is_sealed
 from kvbm.types import SegmentInfo, SlotState
 
 LANES = 1024
@@ -64,10 +64,14 @@ class _Geometry:
 
 
 class Segment:
-    """One rank's part of G2. `payload[s]` is slot s; `close` frees the memory."""
+    """One rank's part of G2. `payload[s]` is slot s; `close` frees the memory.
 
-    def __init__(self, memory: SharedMemory, info: SegmentInfo) -> None:
+    A copy on a device must not cross a multiple of `slots_per_pin`: the slots on both sides are page-locked separately.
+    """
+
+    def __init__(self, memory: SharedMemory, info: SegmentInfo, slots_per_pin: int) -> None:
         self.info = info
+        self.slots_per_pin = slots_per_pin
         self._memory = memory
         geometry = _Geometry(info.slot_count, info.slot_stride)
         payload = np.frombuffer(memory.mapping, np.uint8, geometry.payload_bytes)
@@ -97,9 +101,10 @@ class Segment:
             _enable_barrier()
         who, length = f"rank {rank}", _Geometry(slot_count, layout.slot_stride).length
         shared = SharedMemory.allocate(MEMFD_NAME, length, who=who, node=node, memory=memory, progress=progress)
+        slots_per_pin = slot_count
         if pin:
             try:
-                shared.pin(who)
+                slots_per_pin = shared.pin(who, unit=layout.slot_stride)
             except BaseException:
                 shared.close()
                 raise
@@ -113,7 +118,7 @@ class Segment:
             block_bytes=layout.block_bytes,
             layout_digest=layout.digest(),
         )
-        return cls(shared, info)
+        return cls(shared, info, slots_per_pin)
 
     def write_slots(self, slots: Sequence[int], generation: int, state: SlotState) -> None:
         """Report the result of transfer `generation` for these slots. Their bytes must be written before."""
@@ -252,9 +257,10 @@ class _MappedSegment:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                length = os.fstat(fd).st_size
-                if length != info.length or MEMFD_NAME not in os.readlink(path):
-                    raise EnvironmentProblem(f"rank {info.rank}: {path} is not its segment of {info.length} bytes")
+                if MEMFD_NAME not in os.readlink(path) or not is_sealed(fd, info.length):
+                    raise EnvironmentProblem(
+                        f"rank {info.rank}: {path} is not its sealed segment of {info.length} bytes"
+                    )
                 mapping = mmap.mmap(fd, info.length)
             finally:
                 os.close(fd)

@@ -3,12 +3,18 @@
 It has no name and disappears with the last process that maps it. If it does not fit into memory, the request fails
 before any page is allocated, with the requested and the available size. All pages are prefaulted in parallel at
 start-up, so that later copies cause no page faults. Only `region` uses it.
+
+All memory that processes of one engine share is sealed: its length cannot change. Without a seal, any process that has
+the descriptor could shorten it, and every process that then touches its mapping would end by SIGBUS. A process that
+maps the memory of another one checks the seals first.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import logging
 import mmap
 import os
 import platform
@@ -36,6 +42,9 @@ SYSCALL_MEMBARRIER = {"x86_64": 324, "aarch64": 283}
 MEMBARRIER_PRIVATE_EXPEDITED = 1 << 3
 MEMBARRIER_REGISTER_PRIVATE_EXPEDITED = 1 << 4
 BITS_PER_LONG = 64
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -48,7 +57,7 @@ class SharedMemory:
         self.mapping = mapping
         self.length = len(mapping)
         self.address = int(np.frombuffer(mapping, np.uint8, 1).ctypes.data)
-        self._pinned_bytes = 0
+        self._pinned: list[int] = []  # offsets of the page-locked ranges
         self._is_closed = False
 
     @classmethod
@@ -59,39 +68,51 @@ class SharedMemory:
 
         `progress(done_bytes, total_bytes)` is called from this thread. Raises EnvironmentProblem.
         """
-        page_bytes, huge_bytes_free = memory.huge_pages()
-        is_huge = page_bytes > 0 and _round_up(payload_bytes, page_bytes) <= huge_bytes_free
-        length = _round_up(payload_bytes, page_bytes if is_huge else PAGE_BYTES)
         node = node if memory.node_count() > 1 else None
-        check = _RoomCheck(who, length, None if is_huge else memory, node)
+        page_bytes, huge_bytes_free = memory.huge_pages()
+        if page_bytes and _round_up(payload_bytes, page_bytes) <= huge_bytes_free:
+            try:
+                return cls._allocate(name, _round_up(payload_bytes, page_bytes), who, node, None, progress)
+            except EnvironmentProblem as problem:  # another rank took them, or they are on another NUMA node
+                log.warning("kvbm: %s uses small pages: %s", who, problem.message)
+        return cls._allocate(name, _round_up(payload_bytes, PAGE_BYTES), who, node, memory, progress)
+
+    @classmethod
+    def _allocate(
+        cls, name: str, length: int, who: str, node: int | None, memory: HostMemory | None, progress: Progress | None
+    ) -> SharedMemory:
+        """`memory` is None for huge pages."""
+        check = _RoomCheck(who, length, memory, node)
         check(0)
-        shared = cls(*_map_new(name, length, is_huge=is_huge))
+        shared = cls(*_map_new(name, length, is_huge=memory is None))
         try:
-            if not is_huge and memory.advises_huge_pages():
+            if memory is not None and memory.advises_huge_pages():
                 KERNEL.advise_huge_pages(shared.address, length)
             if node is not None:
                 _bind(who, shared.address, length, node)
-            _prefault(who, shared.address, length, check, progress)
+            _prefault(who, shared, check, progress)
         except BaseException:
             shared.close()  # a traceback may keep the mapping alive
             raise
         return shared
 
-    def pin(self, who: str) -> None:
-        """Page-lock the memory for DMA, PIN_BYTES per call. Fast, since all pages are prefaulted."""
+    def pin(self, who: str, *, unit: int) -> int:
+        """Page-lock the memory for DMA, up to PIN_BYTES per call but whole units of `unit` bytes. Fast, since all pages
+        are prefaulted. Returns the units per call: the device refuses a copy that crosses the border of two calls."""
         import torch
 
         runtime = torch.cuda.cudart()
-        while self._pinned_bytes < self.length:
-            size = min(PIN_BYTES, self.length - self._pinned_bytes)
-            error = runtime.cudaHostRegister(self.address + self._pinned_bytes, size, 0)
+        units = max(1, PIN_BYTES // unit)
+        for start in range(0, self.length, units * unit):
+            error = runtime.cudaHostRegister(self.address + start, min(units * unit, self.length - start), 0)
             if int(error) != 0:
                 raise EnvironmentProblem(
                     f"{who}: cannot page-lock {_shown(self.length)} of host memory: "
                     f"{runtime.cudaGetErrorString(error)}",
                     hint=CAPACITY_HINT,
                 )
-            self._pinned_bytes += size
+            self._pinned.append(start)
+        return units
 
     def close(self) -> None:
         """May be called twice."""
@@ -103,11 +124,11 @@ class SharedMemory:
         os.close(self.fd)
 
     def _unpin(self) -> None:
-        if self._pinned_bytes:
+        if self._pinned:
             import torch
 
-            for start in range(0, self._pinned_bytes, PIN_BYTES):
-                torch.cuda.cudart().cudaHostUnregister(self.address + start)
+            while self._pinned:
+                torch.cuda.cudart().cudaHostUnregister(self.address + self._pinned.pop())
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +160,34 @@ def _shown(byte_count: int) -> str:
     return f"{byte_count / 2**30:.2f} GiB" if byte_count >= 2**30 else f"{byte_count / 2**20:.2f} MiB"
 
 
-def _map_new(name: str, length: int, *, is_huge: bool) -> tuple[int, mmap.mmap]:
-    try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_HUGETLB if is_huge else 0))
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot create shared memory: {error}") from error
+def create_sealed(name: str, length: int, *, is_huge: bool = False) -> int:
+    """Return the descriptor of a new memfd of this length, which can never change. Raises OSError."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if is_huge else 0))
     try:
         os.ftruncate(fd, length)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_sealed(fd: int, length: int) -> bool:
+    """Whether this is memory of `create_sealed` with this length. Raises OSError if it is no memfd."""
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS and os.fstat(fd).st_size == length
+
+
+def _map_new(name: str, length: int, *, is_huge: bool) -> tuple[int, mmap.mmap]:
+    """Create and map a memfd. Huge pages are reserved here: without enough of them, mmap fails."""
+    fd = -1
+    try:
+        fd = create_sealed(name, length, is_huge=is_huge)
         return fd, mmap.mmap(fd, length)
     except OSError as error:
-        os.close(fd)
-        raise EnvironmentProblem(f"cannot map {_shown(length)} of host memory: {error}", hint=CAPACITY_HINT) from error
+        if fd >= 0:
+            os.close(fd)
+        kind = "huge pages" if is_huge else "host memory"
+        raise EnvironmentProblem(f"cannot map {_shown(length)} of {kind}: {error}", hint=CAPACITY_HINT) from error
 
 
 def _bind(who: str, address: int, length: int, node: int) -> None:
@@ -159,13 +197,14 @@ def _bind(who: str, address: int, length: int, node: int) -> None:
         raise EnvironmentProblem(f"{who}: cannot bind memory to NUMA node {node}: {error}") from error
 
 
-def _prefault(who: str, address: int, length: int, check: Callable[[int], None], progress: Progress | None) -> None:
+def _prefault(who: str, shared: SharedMemory, check: Callable[[int], None], progress: Progress | None) -> None:
     """Allocate every page now, in parallel, so that a shortage shows at start-up and no copy waits for a page."""
+    length = shared.length
     chunks = [(start, min(PREFAULT_BYTES, length - start)) for start in range(0, length, PREFAULT_BYTES)]
     thread_count = min(MAX_PREFAULT_THREADS, len(os.sched_getaffinity(0)), len(chunks))
     done_bytes = 0
     with ThreadPoolExecutor(thread_count, thread_name_prefix="kvbm-prefault") as executor:
-        prefaulted = executor.map(lambda chunk: KERNEL.populate(address + chunk[0], chunk[1]), chunks)
+        prefaulted = executor.map(lambda chunk: KERNEL.populate(shared.address, shared.fd, *chunk), chunks)
         try:
             for (_, size), _ in zip(chunks, prefaulted, strict=True):
                 done_bytes += size
@@ -199,13 +238,18 @@ class Kernel:
         """Request huge pages. If the kernel refuses, small pages are used."""
         self._libc.madvise(address, length, MADV_HUGEPAGE)
 
-    def populate(self, address: int, length: int) -> None:
-        """Allocate every page of a fresh range. Without memory, raises OSError; kernels before 5.14 send SIGBUS."""
-        if self._libc.madvise(address, length, MADV_POPULATE_WRITE) == 0:
+    def populate(self, address: int, fd: int, start: int, length: int) -> None:
+        """Allocate every page of a fresh range of a memfd, which is mapped at `address`. Raises OSError without memory.
+
+        Kernels before 5.14 lack MADV_POPULATE_WRITE. There, a first touch without memory would send SIGBUS, so that
+        the file allocates the pages before they are touched.
+        """
+        if self._libc.madvise(address + start, length, MADV_POPULATE_WRITE) == 0:
             return
         if ctypes.get_errno() != errno.EINVAL:
             raise last_error()
-        self._libc.memset(address, 0, length)
+        os.posix_fallocate(fd, start, length)
+        self._libc.memset(address + start, 0, length)
 
     def bind(self, address: int, length: int, node: int) -> None:
         """Allocate the pages of a shared range on one NUMA node. Raises OSError."""

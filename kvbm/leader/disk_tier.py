@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
 from kvbm.disk.directory import RATES
-from kvbm.disk.orders import Read, Write
+from kvbm.disk.orders import DiskResult, Read, Write
 from kvbm.leader.rates import Rates, RatesFile
 from kvbm.types import Tier
 
@@ -141,8 +141,8 @@ class DiskTier:
 
     def refresh(self) -> None:
         """Detect a process that was replaced while the engine was idle. Call before a lookup."""
-        if not (self.is_on or self._writes or self._fetches):
-            self.settle()  # notes the end of one process
+        if not self.is_on and all(fetch.is_abandoned for fetch in self._fetches.values()):
+            self.settle()  # notes the end of one process, or its answer
             self.settle()  # and the start of the next one
 
     def contains(self, sequence_hash: bytes) -> bool:
@@ -191,9 +191,10 @@ class DiskTier:
     def fetch(self, hashes: Sequence[bytes], tenant: bytes) -> Fetch | None:
         """Start to read pinned blocks of a tenant into host memory; `settle` returns the end. None while there is no
         room or the disk is off."""
-        if not self.is_on:
+        counts = self._host.store.counts()
+        if not self.is_on or len(hashes) > counts.free + counts.inactive:
             return None
-        self.evicting(len(hashes) - self._host.store.counts().free)
+        self.evicting(len(hashes) - counts.free)
         target = self._host.reserve(len(hashes))
         if target is None:
             return None
@@ -230,7 +231,7 @@ class DiskTier:
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result.is_good)
             elif (fetch := self._fetches.pop(result.ticket, None)) is not None:
-                self._end_fetch(fetch, result.is_good)
+                self._end_fetch(fetch, result)
                 if not fetch.is_abandoned:
                     ended.append(fetch)
         self._follow_process()
@@ -355,6 +356,8 @@ class DiskTier:
         counters.disk_flushes = known.flushes
         counters.disk_times_off = known.times_off
         counters.disk_restarts = self._disk.restarts
+        counters.disk_dropped_rows = known.dropped_rows
+        counters.disk_damaged_files = known.damaged_files
         counters.disk_off = int(not self.is_on)
 
     def _clean(self) -> None:
@@ -405,22 +408,23 @@ class DiskTier:
         self._counters.disk_offload_bytes += len(good) * self._block_bytes
         self._counters.disk_failed_blocks += len(hashes) - len(good)
 
-    def _end_fetch(self, fetch: Fetch, is_good: Sequence[bool]) -> None:
-        hashes, slots = fetch.source.hashes, fetch.source.slots
-        bad = [index for index, good in enumerate(is_good) if not good]
+    def _end_fetch(self, fetch: Fetch, result: DiskResult) -> None:
+        """Register the blocks that have arrived, and delete those that are damaged; others that failed stay on disk."""
+        hashes, slots, is_good = fetch.source.hashes, fetch.source.slots, result.is_good
         if fetch.is_void:
             fetch.source.release()
             fetch.target.release()
             return
-        self._counters.disk_failed_blocks += len(bad)
-        if bad:
-            self.store.forget([hashes[index] for index in bad])
-            self._disk.forget([slots[index] for index in bad])
+        failed = len(hashes) - sum(is_good)
+        self._counters.disk_failed_blocks += failed
+        if result.damaged:
+            self.store.forget([hashes[index] for index in result.damaged])
+            self._disk.forget([slots[index] for index in result.damaged])
         fetch.source.release()
         self._host.prove(fetch.target, is_good)
         blocks = self._host.register(fetch.target, hashes, is_good)
         self._counters.disk_fetched_blocks += len(blocks.slots)
-        if bad or fetch.is_abandoned:
+        if failed or fetch.is_abandoned:
             blocks.release()
         else:
             fetch.blocks = blocks

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvbm.events import Event
     from kvbm.host.region import Region
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.plan import Offload, Onboard
 
 log = logging.getLogger(__name__)
 
@@ -299,6 +300,11 @@ class Leader:
         if self._trace is not None:
             self._trace("reset", is_forgotten=is_forgotten)
         return is_forgotten
+
+    def orders_in_flight(self) -> dict[int, Offload | Onboard]:
+        """Return every order whose copier may run, by generation; also orders that have not been handed out."""
+        flights = (self._offloads.in_flight, self._onboards.in_flight)
+        return {generation: one.order for flight in flights for generation, one in flight.items()}
 
     def close(self) -> None:
         """Write the blocks that are only in host memory to disk, as far as the time allows, and close the disk."""

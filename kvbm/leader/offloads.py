@@ -66,7 +66,7 @@ class Offloads:
         self._settings = settings
         self._counters = counters
         self._step = 0
-        self._flights: dict[int, _OffloadInFlight] = {}
+        self.in_flight: dict[int, _OffloadInFlight] = {}  # from before a copier can run until it has stopped
         self._departing: set[bytes] = set()
         self._held_blocks = 0
         self._orders: list[Offload] = []
@@ -123,12 +123,12 @@ class Offloads:
 
     def overdue(self) -> tuple[Offload, ...]:
         """Return the orders without a result, each once every `overdue_steps` steps."""
-        ages = ((flight.order, self._step - flight.born_step) for flight in self._flights.values())
+        ages = ((flight.order, self._step - flight.born_step) for flight in self.in_flight.values())
         return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
 
     def settle(self) -> None:
         """Read the control words and register what has arrived. Tails first, so that heads end up more recent."""
-        flights = list(self._flights.values())
+        flights = list(self.in_flight.values())
         if not flights:
             return
         are_reported = self._host.are_reported([flight.target for flight in flights])
@@ -138,12 +138,12 @@ class Offloads:
 
     def is_under_way(self, *, within_steps: int) -> bool:
         """Whether a copy is in flight that is not older than that."""
-        youngest = next(reversed(self._flights.values()), None)
+        youngest = next(reversed(self.in_flight.values()), None)
         return youngest is not None and self._step - youngest.born_step <= within_steps
 
     def reset(self) -> None:
         """Register nothing of what is in flight."""
-        for flight in self._flights.values():
+        for flight in self.in_flight.values():
             flight.is_void = True
         self._departing.clear()
 
@@ -152,13 +152,13 @@ class Offloads:
         assert target is not None, (len(hashes), self._host.store.counts())
         order = Offload(generation=target.generation, block_ids=block_ids, slots=target.slots)
         self._engine.hold(block_ids)
-        self._flights[order.generation] = _OffloadInFlight(order, target, hashes, tenant, self._step)
+        self.in_flight[order.generation] = _OffloadInFlight(order, target, hashes, tenant, self._step)
         self._departing.update(hashes)
         self._held_blocks += len(block_ids)
         self._orders.append(order)
 
     def _end(self, flight: _OffloadInFlight, is_ready: Sequence[bool]) -> None:
-        del self._flights[flight.order.generation]
+        del self.in_flight[flight.order.generation]
         self._held_blocks -= len(flight.hashes)
         self._engine.release(flight.order.block_ids[::-1])
         if flight.is_void:

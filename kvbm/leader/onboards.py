@@ -140,7 +140,7 @@ class Onboards:
         self._settings = settings
         self._clock = clock
         self._step = 0
-        self._copies: dict[int, _Copy] = {}
+        self.in_flight: dict[int, _Copy] = {}  # from before a copier can run until it has stopped
         self._fetches: dict[Fetch, tuple[Load, _Part]] = {}
         self._from_disk: list[Load] = []
         self._arriving: dict[bytes, int] = {}
@@ -150,7 +150,7 @@ class Onboards:
 
     def can_begin(self) -> bool:
         """Whether a load may be promised: not while an older one is overdue."""
-        oldest = next(iter(self._copies.values()), None)
+        oldest = next(iter(self.in_flight.values()), None)
         return bool(self._lanes) and (oldest is None or self._step - oldest.born_step < self._settings.overdue_steps)
 
     def arriving(self, sequence_hash: bytes) -> int | None:
@@ -204,7 +204,7 @@ class Onboards:
 
     def overdue(self) -> tuple[Onboard, ...]:
         """Return the orders without a result, each once every `overdue_steps` steps."""
-        ages = ((copy.order, self._step - copy.born_step) for copy in self._copies.values())
+        ages = ((copy.order, self._step - copy.born_step) for copy in self.in_flight.values())
         return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
 
     def fetched(self, fetches: Sequence[Fetch]) -> None:
@@ -226,9 +226,9 @@ class Onboards:
     def settle(self) -> list[Load]:
         """Read the lane words; return the loads that have ended, each once. An engine that `gives_up_blocks` gets an
         overdue load as failed before its copiers have stopped."""
-        copies = list(self._copies.values())
+        copies = list(self.in_flight.values())
         lanes = [copy.order.lane for copy in copies]
-        are_reported = self._host.region.are_lanes_reported(lanes, list(self._copies)) if copies else ()
+        are_reported = self._host.region.are_lanes_reported(lanes, list(self.in_flight)) if copies else ()
         for copy in compress(copies, are_reported):
             result = self._host.region.lane_result(copy.order.lane, copy.order.generation)
             if result is not SlotState.EMPTY:
@@ -242,12 +242,12 @@ class Onboards:
         """Whether a read is in flight, or a copy that is not older than that."""
         if self._fetches or any(load.waiting for load in self._from_disk):
             return True
-        youngest = next(reversed(self._copies.values()), None)
+        youngest = next(reversed(self.in_flight.values()), None)
         return youngest is not None and self._step - youngest.born_step <= within_steps
 
     def reset(self) -> None:
         """Let everything in flight end as failed."""
-        for copy in self._copies.values():
+        for copy in self.in_flight.values():
             copy.is_void = True
         for load in list(self._from_disk):
             self._fail(load)
@@ -263,7 +263,7 @@ class Onboards:
             block_ids=part.block_ids,
         )
         load.open_parts += 1
-        self._copies[order.generation] = _Copy(order, load, source, self._step)
+        self.in_flight[order.generation] = _Copy(order, load, source, self._step)
         self._orders.append(order)
 
     def _part_blocks(self, count: int) -> int:
@@ -291,7 +291,7 @@ class Onboards:
 
     def _end_copy(self, copy: _Copy, *, is_ready: bool) -> None:
         order, load = copy.order, copy.load
-        del self._copies[order.generation]
+        del self.in_flight[order.generation]
         self._lanes.append(order.lane)
         self._engine.release(order.block_ids[::-1])
         load.open_parts -= 1
@@ -346,7 +346,7 @@ class Onboards:
         self._ended.append(load)
 
     def _give_up_overdue(self) -> None:
-        for copy in self._copies.values():
+        for copy in self.in_flight.values():
             if self._step - copy.born_step < self._settings.overdue_steps:
                 return
             self._fail(copy.load)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
+import reprlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +33,8 @@ KNOWN_S = 0.1  # weight of an earlier engine's rates, in seconds of work
 WRITE_INTERVAL_S = 10.0
 WORTH_WRITING = 1.2  # a rate that changed by a smaller factor is not written
 MAX_FILE_BYTES = 4096
+TOKENS_PER_S = (1e-3, 1e9)  # limits of a rate in the file
+BLOCKS_PER_S = (1e-6, 1e9)
 
 log = logging.getLogger(__name__)
 
@@ -144,10 +146,13 @@ class RatesFile:
         """Return what an earlier engine wrote, if it is valid."""
         try:
             with os.fdopen(open_private(self._path, os.O_RDONLY), "rb") as file:
-                return _parse(json.loads(file.read(MAX_FILE_BYTES)))
+                content = file.read(MAX_FILE_BYTES + 1)
+            if len(content) > MAX_FILE_BYTES:
+                raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
+            return _parse(json.loads(content))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, EnvironmentProblem) as error:
+        except (OSError, ValueError, RecursionError, EnvironmentProblem) as error:
             log.info("kvbm: ignoring %s: %s", self._path, error)
             return None
 
@@ -157,9 +162,12 @@ class RatesFile:
             return
         self._due_s = self._clock() + WRITE_INTERVAL_S
         if self._written is None or known.differ(self._written):
-            self._written = known
-            self._thread = threading.Thread(target=self._write, args=(known,), name="kvbm-rates", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._write, args=(known,), name="kvbm-rates", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread available; tried again after WRITE_INTERVAL_S
+                return
+            self._written, self._thread = known, thread
 
     def _write(self, known: KnownRates) -> None:
         try:
@@ -170,12 +178,17 @@ class RatesFile:
             log.info("kvbm: cannot write %s: %s", self._path, error)
 
 
-def _parse(content: object) -> KnownRates | None:
-    """Raises ValueError if `content` has no rates."""
+def _parse(content: object) -> KnownRates:
+    """Raises ValueError if `content` has no rates, or rates that no machine has."""
     if not isinstance(content, dict):
-        raise ValueError(f"expected an object with rates, got {content!r}")
-    tokens_per_s, blocks_per_s = content.get("tokens_per_s"), content.get("blocks_per_s")
-    for rate in (tokens_per_s, 0.0 if blocks_per_s is None else blocks_per_s):
-        if not isinstance(rate, float) or not math.isfinite(rate) or rate < 0:
-            raise ValueError(f"{rate!r} is not a rate")
-    return KnownRates(tokens_per_s, blocks_per_s) if tokens_per_s else None
+        raise ValueError("expected an object with rates")
+    blocks_per_s = content.get("blocks_per_s")
+    if blocks_per_s is not None and blocks_per_s != 0.0:
+        blocks_per_s = _rate(blocks_per_s, BLOCKS_PER_S)
+    return KnownRates(_rate(content.get("tokens_per_s"), TOKENS_PER_S), blocks_per_s)
+
+
+def _rate(value: object, limits: tuple[float, float]) -> float:
+    if not isinstance(value, float) or not limits[0] <= value <= limits[1]:
+        raise ValueError(f"not a rate from {limits[0]:g} to {limits[1]:g}: {reprlib.repr(value)}")
+    return value

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvbm.config.schema import MetricsSection
-    from kvbm.leader.leader import Leader
+    from kvbm.leader.guarded import GuardedLeader
 
 
 class Telemetry:
@@ -41,7 +41,7 @@ class Telemetry:
         """What the leader calls with each decision; None unless decisions are recorded."""
         return None if self._trace is None else self._trace.record
 
-    def watch(self, leader: Leader) -> None:
+    def watch(self, leader: GuardedLeader) -> None:
         """Start to report on `leader`."""
         if self._trace is not None:
             self._trace.counters = leader.counters

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvbm.boundary import Boundary, contained, hook
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.region import Region
-from kvbm.leader.leader import Leader, LoadResult
+from kvbm.leader.guarded import GuardedLeader
+from kvbm.leader.leader import LoadResult
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
 from kvbm.observe.telemetry import Telemetry
@@ -94,7 +96,8 @@ class SchedulerSide:
         self._loading: set[str] = set()  # requests whose load belongs to the step being scheduled
         self._step = (0, 0.0)  # tokens of the current step, and when it was scheduled
         self._stats = StatsSource()
-        self.leader: Leader | None = None
+        self.boundary = Boundary()
+        self.leader: GuardedLeader | None = None
 
     # -- start-up ------------------------------------------------------------------------------------------------------
 
@@ -141,7 +144,8 @@ class SchedulerSide:
             gives_up_blocks=self._gives_up_blocks,
         )
         settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=len(self._pool.blocks))
-        self.leader = Leader(
+        self.leader = GuardedLeader(
+            self.boundary,
             self._region,
             settings,
             LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace),
@@ -178,6 +182,7 @@ class SchedulerSide:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
+    @hook()
     def add_request(self, request: Request) -> None:
         limits = request.kv_transfer_params or {}
         self._requests[request.request_id] = _Tracked(
@@ -186,6 +191,7 @@ class SchedulerSide:
             max_offload_tokens=_limit(limits, "max_offload_tokens"),
         )
 
+    @hook((0, False))
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         tracked = self._requests.get(request.request_id)
         if self.leader is None or tracked is None or getattr(request, "skip_reading_prefix_cache", False):
@@ -204,10 +210,19 @@ class SchedulerSide:
             found = 0
         return found, bool(found)
 
+    @hook(when_off=True)
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        if self.leader is not None and external_tokens and not self._onboard(request, blocks, external_tokens):
+            null = self._null_block_id
+            table = [block_id for group in blocks.get_block_ids() for block_id in group if block_id != null]
+            self.leader.fail_load(request.request_id, table)
+
+    @hook(False)
+    def _onboard(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> bool:
+        """Start the load that the engine waits for. False if that is not possible."""
         tracked = self._requests.get(request.request_id)
-        if self.leader is None or tracked is None or not external_tokens:
-            return
+        if self.leader is None or tracked is None:
+            return False
         tables, chains = blocks.get_block_ids(), self._chains(tracked)
         end = tracked.start + external_tokens
         hashes: list[bytes] = []
@@ -220,11 +235,14 @@ class SchedulerSide:
                     block_ids.append(table[index])
         self.leader.onboard(request.request_id, hashes, 0, block_ids, tokens=external_tokens)
         self._loading.add(request.request_id)
+        return True
 
+    @contained(0)
     def disk_tokens(self, request: Request) -> int:
         """Return how many tokens of the request's last hit are on disk."""
         return 0 if self.leader is None else self.leader.disk_tokens(request.request_id)
 
+    @hook(when_off=True)
     def end_request(self, request: Request) -> None:
         tracked = self._requests.pop(request.request_id, None)
         if self.leader is not None and tracked is not None:
@@ -232,9 +250,16 @@ class SchedulerSide:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    @hook(NOTHING, when_off=True)
     def build_orders(self, output: SchedulerOutput) -> StepOrders:
         if self.leader is None:
             return NOTHING
+        self._finish_and_offload(output)
+        failed, self._failed_loads = tuple(self._failed_loads), []
+        return StepOrders(self.leader.step(), failed, self.leader.has_unreported())
+
+    @hook()
+    def _finish_and_offload(self, output: SchedulerOutput) -> None:
         for request_id in (output.preempted_req_ids or set()) - self._loading:  # a load starts after a preemption
             self._forget_progress(request_id)
         self._loading.clear()
@@ -258,9 +283,8 @@ class SchedulerSide:
             if computed + scheduled[request_id] >= tracked.due_tokens:
                 self._offload(tracked, computed, output)
         self._step = output.total_num_scheduled_tokens, time.monotonic()
-        failed, self._failed_loads = tuple(self._failed_loads), []
-        return StepOrders(self.leader.step(), failed, self.leader.has_unreported())
 
+    @hook(when_off=True)
     def settle(self, output: KVConnectorOutput) -> None:
         """Report loads that succeeded. The workers must report failures, one step later."""
         if self.leader is None:
@@ -278,17 +302,21 @@ class SchedulerSide:
         output.finished_recving = (output.finished_recving or set()) | ended
         self._failed_loads += [result for result in results if result.request_id not in ended]
 
+    @hook(False, when_off=True)
     def has_pending(self) -> bool:
         return bool(self._failed_loads) or (self.leader is not None and self.leader.has_pending())
 
-    def take_events(self) -> Iterator[KVCacheEvent]:
+    @contained(list)
+    def take_events(self) -> list[KVCacheEvent]:
         """Return the blocks added to and removed from host memory since the last call."""
         events = self.leader.take_events() if self.leader is not None else []
-        return translate(events, self._groups, is_plain=self._is_plain)
+        return list(translate(events, self._groups, is_plain=self._is_plain))
 
+    @contained()
     def take_stats(self) -> KvbmStats | None:
         return None if self.leader is None else self._stats.take(self.leader)
 
+    @hook(False, when_off=True)
     def reset(self) -> bool:
         return self.leader.reset() if self.leader is not None else True
 
@@ -296,7 +324,15 @@ class SchedulerSide:
         """Write blocks that are only in host memory to disk. The ranks have ended; their memory is still mapped."""
         if self.leader is not None:
             self.leader.close()
+        self._close_reports()
+        self._unmap()
+
+    @contained()
+    def _close_reports(self) -> None:
         self._telemetry.close()
+
+    @contained()
+    def _unmap(self) -> None:
         if self._region is not None:
             self._region.close()
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvbm.boundary import Boundary, contained
 from kvbm.metrics import Counters, KvbmCollector, TierBlocks
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
-    from kvbm.leader.leader import Leader
+    from kvbm.leader.guarded import GuardedLeader
 
 _NUMBERS = tuple(field.name for field in fields(Counters) if field.name != "hit_window")
 WINDOW, BLOCKS, WEAR = "hit_window_blocks", "blocks", "wear"
@@ -24,6 +25,8 @@ WINDOW, BLOCKS, WEAR = "hit_window_blocks", "blocks", "wear"
 
 class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there when types are checked
     """Totals since the start of the engine; newer totals replace older ones."""
+
+    boundary = Boundary()
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -34,6 +37,7 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there wh
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         return self if other.is_empty() else other
 
+    @contained(dict)
     def reduce(self) -> dict[str, int | float]:
         """Return the values for vLLM's log line."""
         host, disk, queried = self.data[WINDOW]
@@ -56,7 +60,7 @@ class StatsSource:
     def __init__(self) -> None:
         self._reported: tuple[int, ...] | None = None
 
-    def take(self, leader: Leader) -> KvbmStats | None:
+    def take(self, leader: GuardedLeader) -> KvbmStats | None:
         numbers = tuple(getattr(leader.counters, name) for name in _NUMBERS)
         if numbers == self._reported:
             return None
@@ -71,10 +75,12 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self.boundary = Boundary()
         self._latest: dict[int, dict[str, Any]] = {}
         self._counters = Counters()
         _register(KvbmCollector(self._counters, self._blocks, self._wear))
 
+    @contained()
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         self._latest[engine_idx] = transfer_stats_data
         for name in _NUMBERS:
@@ -82,6 +88,7 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._counters.hit_window.clear()
         self._counters.hit_window.extend(tuple(data[WINDOW]) for data in self._latest.values())
 
+    @contained(dict)
     def _blocks(self) -> TierBlocks:
         totals: TierBlocks = {}
         for data in self._latest.values():
@@ -91,6 +98,7 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     known[state] = known.get(state, 0) + count
         return totals
 
+    @contained(dict)
     def _wear(self) -> dict[str, float]:
         """Return the maximum over engines: those that share a drive measure the same value, so a sum would be wrong."""
         found: dict[str, float] = {}

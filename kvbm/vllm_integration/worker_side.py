@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvbm.boundary import Boundary, contained
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, storages_of
@@ -90,6 +91,7 @@ class WorkerSide:
         self._worker: Worker | None = None
         self._orders = NOTHING
         self._has_written = False
+        self.boundary = Boundary()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Allocate the host memory. Raises EnvironmentProblem with rank and reason, which stops the engine's start."""
@@ -122,36 +124,44 @@ class WorkerSide:
     def handshake(self) -> Handshake | None:
         return Handshake(self._worker.info, self._config.digest(), boot_id()) if self._worker else None
 
+    @contained()
     def bind(self, orders: StepOrders) -> None:
         """Take a step's orders and start its loads, which overlap with the forward pass."""
         self._orders = orders
         if not self._starts_late:
             self._start()
 
+    @contained()
     def start_load(self) -> None:
         if self._starts_late:
             self._start()
 
+    @contained()
     def finish_step(self) -> None:
         """Start the offloads: the forward pass that computes their blocks has been submitted."""
         if self._worker is not None and self._orders.plan.offloads:
             self._worker.finish(self._orders.plan)
 
+    @contained()
     def poll(self) -> None:
         self._has_written = self._worker is not None and self._worker.poll()
 
+    @contained(set)
     def failed_requests(self) -> set[str]:
         return {load.request_id for load in self._orders.failed_loads}
 
+    @contained(set)
     def failed_blocks(self) -> set[int]:
         return {block_id for load in self._orders.failed_loads for block_id in load.failed_block_ids}
 
+    @contained()
     def take_message(self) -> WordsWritten | None:
         return WordsWritten() if self._has_written or self._orders.wants_answer else None
 
     def clear(self) -> None:
         self._orders = NOTHING
 
+    @contained()
     def close(self) -> None:
         if self._worker is not None:
             # The scheduler side still reads this memory, to write it to disk; the end of all processes frees it.

@@ -6,6 +6,7 @@ With --quick, checks that have not started after QUICK_WORK_S are skipped (check
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,6 +28,7 @@ from kvbm_cli.doctor.variable_remedy import with_variables
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.size import size_of
+from kvbm_cli.system.filesystem import expanded
 from kvbm_cli.terminal.console import print_data, print_json, print_note
 from kvbm_cli.terminal.progress import ProgressDisplay
 
@@ -89,7 +91,8 @@ def _require_options(profile: str | None, overrides: Sequence[str], write: Path 
         raise UsageError(f"`{write}` exists; `--write` overwrites no file", hint="name a file that does not exist")
     if write is not None and not write.parent.is_dir():
         raise UsageError(
-            f"cannot write `{write}`: there is no directory `{write.parent}`", hint=f"run `mkdir -p {write.parent}`"
+            f"cannot write `{write}`: there is no directory `{write.parent}`",
+            hint=f"run `mkdir -p {shlex.quote(str(write.parent))}`",
         )
 
 
@@ -108,7 +111,7 @@ def _resolve(
 
 
 def _absolute(directory: Path) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(directory)))
+    return Path(os.path.abspath(expanded(str(directory))))
 
 
 def _directory(tiers: Tiers | None, given: Path | None) -> Path | None:

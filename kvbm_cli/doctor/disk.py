@@ -5,10 +5,12 @@ disk_features.py checks what the filesystem supports.
 
 from __future__ import annotations
 
-import errno
 import os
+import shlex
+import stat
 import sys
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +25,6 @@ from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
 from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
 from kvbm_cli.engine.engines import copy_count
-from kvbm_cli.system.filesystem import nearest_existing
 
 Found = Generator[Check, None, RecommendedSettings | None]
 
@@ -55,7 +56,7 @@ def checks(context: DoctorContext) -> Found:
             report = _probe(context, place)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        yield failure("directory", f"not writable: {reason}", _remedy_for(directory, error))
+        yield failure("directory", f"not writable: {reason}", _remedy_for(directory))
         return None
     except EnvironmentProblem as error:
         yield failure("directory", error.message, error.hint or OTHER_DIRECTORY)
@@ -72,14 +73,13 @@ def checks(context: DoctorContext) -> Found:
     return report.settings
 
 
-def _remedy_for(directory: Path, error: OSError) -> str:
-    existing = nearest_existing(directory)
-    if error.errno == errno.EROFS:
-        mount_point = next(path for path in (existing, *existing.parents) if path.is_mount())
-        return f"`mount -o remount,rw {mount_point}`, or {OTHER_DIRECTORY}"
-    if existing.is_dir() and not os.access(existing, os.W_OK):
-        is_own = existing.stat().st_uid == os.geteuid()
-        return f"`{'chmod u+rwx' if is_own else f'chown {os.geteuid()}'} {existing}`, or {OTHER_DIRECTORY}"
+def _remedy_for(directory: Path) -> str:
+    """Suggests to change only `directory` itself, and only if this user owns it: other programs need its parents."""
+    with suppress(OSError):
+        facts = os.stat(directory)
+        is_own_directory = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
+        if is_own_directory and not os.access(directory, os.W_OK | os.X_OK):
+            return f"`chmod u+rwx {shlex.quote(str(directory))}`, or {OTHER_DIRECTORY}"
     return OTHER_DIRECTORY
 
 
@@ -181,7 +181,7 @@ def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:
     troubled = [cache for cache in caches if cache.problem is not None]
     if troubled:
         finding += f"; {len(troubled)} cannot be used: {troubled[0].problem}"
-        yield warning("caches", finding, f"see `kvbm cache ls --dir {directory}`", **facts)
+        yield warning("caches", finding, f"see `kvbm cache ls --dir {shlex.quote(str(directory))}`", **facts)
     else:
         yield ok("caches", finding, **facts)
 
@@ -235,6 +235,6 @@ def _left(directory: Path, pattern: str, whose: str) -> Iterator[Check]:
     found = sorted(directory.glob(pattern)) if directory.is_dir() else []
     if found:
         taken = sum(path.lstat().st_blocks * BLOCKS_BYTES for path in found)
-        remedy = f"`rm -r {directory / pattern}` while none is running"
+        remedy = f"`rm -r {shlex.quote(str(directory))}/{pattern}` while none is running"
         finding = f"left by {whose} in {directory}: {format_size(taken)}, files: {len(found)}"
         yield warning("leftovers", finding, remedy, count=len(found), bytes=taken)

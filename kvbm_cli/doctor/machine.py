@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import resource
-import select
+import selectors
 import subprocess
 import sys
 import time
@@ -86,18 +86,20 @@ def _read(child: subprocess.Popen[bytes], deadline: float, timeout_s: float, on_
     assert child.stdout is not None
     assert child.stderr is not None
     texts = {child.stdout.fileno(): b"", child.stderr.fileno(): b""}
-    waited = set(texts)
-    while waited:
-        ready, _, _ = select.select(waited, [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise ProbeFailed(f"no answer within {timeout_s:.0f} s")
-        for fd in ready:
-            chunk = os.read(fd, 1 << 16)
-            texts[fd] += chunk
-            if not chunk:
-                waited.discard(fd)
-            elif fd == child.stdout.fileno():
-                _report_phases(chunk, on_phase)
+    with selectors.PollSelector() as selector:
+        for fd in texts:
+            selector.register(fd, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise ProbeFailed(f"no answer within {timeout_s:.0f} s")
+            for key, _ in ready:
+                chunk = os.read(key.fd, 1 << 16)
+                texts[key.fd] += chunk
+                if not chunk:
+                    selector.unregister(key.fd)
+                elif key.fd == child.stdout.fileno():
+                    _report_phases(chunk, on_phase)
     return _answer(texts[child.stdout.fileno()], texts[child.stderr.fileno()])
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import Document, Source, entry_at, read_file
+from kvbm.config.files import real_path
 from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.relative_paths import PATHS, absolute_path
 from kvbm.config.variables import other_variables
 from kvbm.errors import InvariantError, KvbmError, UsageError
 from kvbm_cli.package_data import profiles_directory
@@ -73,7 +75,7 @@ def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
 
 
 def _as_path(path: Path) -> str:
-    return str(path.resolve())
+    return str(real_path(path))
 
 
 def _means(target: Path, wanted: Profile) -> bool:
@@ -84,7 +86,7 @@ def _means(target: Path, wanted: Profile) -> bool:
 
 
 def _extending(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> str:
-    is_shipped = resolved.path.parent.resolve() == profiles_directory().resolve()
+    is_shipped = real_path(resolved.path.parent) == real_path(profiles_directory())
     parent = resolved.name if is_shipped else scalar(_as_path(resolved.path))
     lines = [f"    {key.rpartition('.')[2]}: {scalar(value)}" for key, value in keys.items()]
     return "\n".join([f"extends: {parent}", "", "tiers:", "  disk:", *lines, ""])
@@ -97,7 +99,7 @@ def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
     if section is None or not section.section:
         return None
     lines = path.read_text(encoding="utf-8").splitlines()
-    changes = list(_absolute_parent(document, path))
+    changes = list(_absolute_paths(document, path))
     added: list[str] = []
     for key, value in keys.items():
         entry = section.section.get(key.rpartition(".")[2])
@@ -115,11 +117,18 @@ def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
     return "\n".join([*lines, ""])
 
 
-def _absolute_parent(document: Document, path: Path) -> Iterator[tuple[Source, str]]:
-    """Makes the path of `extends` absolute, because the copy may be in another directory."""
+def _absolute_paths(document: Document, path: Path) -> Iterator[tuple[Source, str]]:
+    """Makes `extends` and the paths absolute, because the copy may be in another directory."""
     extends = document.get("extends")
     if extends is not None and ("/" in str(extends.value) or str(extends.value).endswith((".yaml", ".yml"))):
-        yield extends.source, scalar(_as_path(path.parent / str(extends.value)))
+        yield extends.source, scalar(_as_path(path.parent / os.path.expanduser(str(extends.value))))
+    for key in PATHS:
+        entry = entry_at(document, key.split("."))
+        if entry is None or not isinstance(entry.value, str) or "${" in entry.value:
+            continue
+        absolute = absolute_path(key, entry.value, entry.source)
+        if absolute != entry.value:
+            yield entry.source, scalar(absolute)
 
 
 def _replace(lines: list[str], source: Source, text: str) -> None:

@@ -122,8 +122,8 @@ def vllm_of(profile: Profile) -> VllmInstallation | None:
         return None
 
 
-def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
-    """Returns why vLLM in the profile's interpreter is not usable or not tested, None if it is."""
+def vllm_problem(profile: Profile, *, has_cache: bool = True) -> EnvironmentProblem | None:
+    """Returns why vLLM in the profile's interpreter is not usable, with the cache or without, or not tested."""
     python = profile.engine.python or sys.executable
     try:
         found = find_vllm(python)
@@ -132,6 +132,8 @@ def vllm_problem(profile: Profile) -> EnvironmentProblem | None:
     if found is None:
         hint = f"run `{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has vLLM"
         return EnvironmentProblem(f"`{python}` has no vLLM", hint=hint)
+    if not has_cache:
+        return None
     if found.rival is not None:
         hint = f"run `{python} -m pip uninstall kvbm`, then reinstall kvbm-cli there with `--force-reinstall --no-deps`"
         return EnvironmentProblem(

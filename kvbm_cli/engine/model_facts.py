@@ -7,12 +7,14 @@ name is looked up in the local Hugging Face cache, and if it is missing there, S
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from kvbm.config.files import read_at_most
 from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError
@@ -20,6 +22,7 @@ from kvbm.sizing import SizeUnknown
 from kvbm_cli.make_model import MODELS
 
 SYNTHETIC_PREFIX = "synthetic:"
+MAX_CONFIG_BYTES = 16 << 20
 _CONTENTS = "a model directory contains `config.json`, weights and a tokenizer in the Hugging Face format"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -70,12 +73,19 @@ def _preset(model: str, presets: Iterable[str]) -> str:
 
 
 def _directory(model: str) -> Path | None:
-    directory = Path(os.path.expanduser(model))
-    return directory if directory.is_dir() else None
+    directory = os.path.expanduser(model)
+    return Path(directory) if os.path.isdir(directory) else None
 
 
 def _no_directory(model: str, hint: str) -> ProfileError:
-    return ProfileError(f"`engine.model`: there is no directory `{model}`", hint=hint)
+    try:
+        os.stat(os.path.expanduser(model))
+        reason = "it is not a directory"
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return ProfileError(f"`engine.model`: there is no directory `{model}`", hint=hint)
+        reason = (error.strerror or str(error)).lower()
+    return ProfileError(f"`engine.model`: cannot use `{model}`: {reason}", hint=hint)
 
 
 def _downloaded(model: str) -> Path | None:
@@ -92,11 +102,11 @@ def _downloaded(model: str) -> Path | None:
 
 def _read_config(path: Path) -> Mapping[str, object]:
     try:
-        facts = json.loads(path.read_bytes())
+        facts = json.loads(read_at_most(path, MAX_CONFIG_BYTES))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ProfileError(f"`engine.model`: cannot read `{path}`: {reason}", hint=_CONTENTS) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProfileError(f"`engine.model`: `{path}` is not JSON: {error}", hint=_CONTENTS) from None
     if not isinstance(facts, dict):
         raise ProfileError(f"`engine.model`: `{path}` is not a model configuration", hint=_CONTENTS)

@@ -6,6 +6,8 @@ Runs one short subprocess, which reads the metadata of installed packages and do
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from functools import cache
 from typing import Any
@@ -40,21 +42,63 @@ print(json.dumps(found))
 """
 
 
-@cache
 def find_vllm(python: str) -> VllmInstallation | None:
-    """Returns vLLM as installed in `python`, None without it. Raises EnvironmentProblem if `python` does not work."""
-    found = _probe(python)
-    return VllmInstallation(**found) if found is not None else None
+    """Returns vLLM as installed in `python`, None without it. Raises EnvironmentProblem if `python` does not work.
+
+    Probes once: all parts of a command get the same answer, also if the probe failed or timed out.
+    """
+    found = _probe_once(python)
+    if isinstance(found, EnvironmentProblem):
+        raise found
+    return found
+
+
+@cache
+def _probe_once(python: str) -> VllmInstallation | EnvironmentProblem | None:
+    try:
+        found = _probe(python)
+        return VllmInstallation(**found) if found is not None else None
+    except EnvironmentProblem as problem:
+        return problem
 
 
 def _probe(python: str) -> dict[str, Any] | None:
     try:
-        done = subprocess.run(
-            [python, "-c", _PROGRAM], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
-        )
-        answer = json.loads(done.stdout)
-    except (OSError, subprocess.TimeoutExpired, ValueError):
+        status, out = _run(python)
+    except OSError as error:
+        raise _not_working(python, (error.strerror or str(error)).lower()) from None
+    except subprocess.TimeoutExpired:
+        raise EnvironmentProblem(
+            f"`{python}` did not answer within {PROBE_TIMEOUT_S} s, so its vLLM is unknown",
+            hint="run the command again; if it times out again, check `engine.python`",
+        ) from None
+    try:
+        answer = json.loads(out)
+    except ValueError:
         answer = ...
     if not isinstance(answer, dict | None):
-        raise EnvironmentProblem(f"`{python}` is not a working Python interpreter", hint="check `engine.python`")
+        raise _not_working(python, f"exit code {status}" if status else "its answer is not JSON")
     return answer
+
+
+def _run(python: str) -> tuple[int, str]:
+    """Returns exit code and output of the probe. Kills it with all its children on a timeout or Ctrl-C."""
+    with subprocess.Popen(
+        [python, "-c", _PROGRAM],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        process_group=0,
+    ) as child:
+        try:
+            out, _ = child.communicate(timeout=PROBE_TIMEOUT_S)
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
+        return child.returncode, out
+
+
+def _not_working(python: str, reason: str) -> EnvironmentProblem:
+    return EnvironmentProblem(f"`{python}` is not a working Python interpreter: {reason}", hint="check `engine.python`")

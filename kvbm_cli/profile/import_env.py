@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.connector import resolve_connector
+from kvbm.config.document import Source
 from kvbm.config.interpolation import is_interpolated
 from kvbm.config.load import load
+from kvbm.config.relative_paths import absolute_path
 from kvbm.config.variables import drop_unused, read_variables, variable_names
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import InvariantError, UsageError
@@ -45,6 +47,8 @@ def import_env(environment: Mapping[str, str], *, output: Path | None, model: st
     if not variable_names(environment):
         hint = "run it in the environment of the engine; `kvbm profile new` writes a profile without variables"
         raise UsageError("no DYN_KVBM_* variable is set", hint=hint)
+    if model is not None:  # the file may be in another directory
+        model = absolute_path("engine.model", model, Source("--model", model))
     text = profile_text(environment, model=model)
     if output is None:
         print_data(text.rstrip("\n"))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.config.document import Document, Mistake, plain_values, together
+from kvbm.config.files import real_path
 from kvbm.config.layers import find
 from kvbm.config.load import Examined, examine_written, load, written_by
 from kvbm.config.variables import other_variables
@@ -79,9 +80,9 @@ def new_profile(
 def _require_place(file: Path, *, is_forced: bool) -> None:
     if file.suffix not in (".yaml", ".yml"):
         raise UsageError(f"`{file}` must end in `.yaml`", hint=f"run `kvbm profile new {file}.yaml`")
-    if file.is_dir():
+    if os.path.isdir(file):
         raise UsageError(f"`{file}` is a directory")
-    if file.exists() and not is_forced:
+    if os.path.lexists(file) and not is_forced:
         raise UsageError(f"`{file}` exists", hint="choose another name, or overwrite it with `--force`")
 
 
@@ -163,7 +164,7 @@ def _examined(
 
 def _reference(extends: str, parent: Path, file: Path) -> str:
     """Returns the value of `extends`: a path is relative to the new file."""
-    if parent.parent.resolve() == profiles_directory().resolve():
+    if real_path(parent.parent) == real_path(profiles_directory()):
         return parent.stem
     if parent.is_absolute():
         return str(parent)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_key, size_of
 from kvbm_cli.profile.workload import load_workload
-from kvbm_cli.system.filesystem import nearest_existing
+from kvbm_cli.system.filesystem import expanded, nearest_existing
 from kvbm_cli.terminal.show_error import show_warning
 
 MAX_PORT = 65535
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
 
-def check(resolved: ResolvedProfile, *, warns_of_space: bool = True) -> Sizing | SizeUnknown:
+def check(resolved: ResolvedProfile, *, warns_of_space: bool = True, has_cache: bool = True) -> Sizing | SizeUnknown:
     """Returns the sizes of a profile, or the reason why only the engine knows them. ProfileError for mistakes.
 
-    Prints a warning if memory or disk space is too small.
+    Prints a warning if memory or disk space is too small. Without `has_cache`, checks only what the engine needs.
     """
-    sizing, mistakes = examine_here(resolved, warns_of_space=warns_of_space)
+    sizing, mistakes = examine_here(resolved, warns_of_space=warns_of_space, has_cache=has_cache)
     if mistakes:
         raise together(mistakes)
     assert sizing is not None, "a profile without mistakes has sizes or a reason why not"
@@ -44,7 +45,7 @@ def check(resolved: ResolvedProfile, *, warns_of_space: bool = True) -> Sizing |
 
 
 def examine_here(
-    resolved: ResolvedProfile, *, warns_of_space: bool = True
+    resolved: ResolvedProfile, *, warns_of_space: bool = True, has_cache: bool = True
 ) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
     """Returns the sizes, None if a mistake prevents computing them, and all mistakes found on this machine."""
     sizing: Sizing | SizeUnknown | None = None
@@ -55,7 +56,8 @@ def examine_here(
         sizing = unknown
     except ProfileError as mistake:
         mistakes.append(mistake)
-    for require in (_require_program, _require_address, _require_metrics, _require_directory):
+    of_cache = (_require_metrics, _require_directory) if has_cache else ()
+    for require in (_require_program, _require_address, *of_cache):
         try:
             require(resolved)
         except ProfileError as mistake:
@@ -65,21 +67,21 @@ def examine_here(
             _require_length(resolved, sizing)
         except ProfileError as mistake:
             mistakes.append(mistake)
-        if warns_of_space:
+        if warns_of_space and has_cache:
             _warn_of_memory(resolved, sizing)
             if (problem := _lack_of_disk(resolved, sizing)) is not None:  # an earlier cache may hold the space
                 show_warning(problem[1].message)
     return sizing, mistakes
 
 
-def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
+def require_engine(resolved: ResolvedProfile, *, force: bool, has_cache: bool = True) -> None:
     """EnvironmentProblem if the engine's interpreter lacks the engine of the profile; only a warning with `force`.
 
     The embedded engine is checked by its own process.
     """
     if resolved.profile.engine.kind == "embedded":
         return
-    problem = vllm_problem(resolved.profile)
+    problem = vllm_problem(resolved.profile, has_cache=has_cache)
     if problem is not None and not force:
         raise problem
     if problem is not None:
@@ -88,17 +90,31 @@ def require_engine(resolved: ResolvedProfile, *, force: bool) -> None:
 
 def require_log(path: Path) -> None:
     """EnvironmentProblem for a log that cannot be written, before anything is created."""
-    holder = nearest_existing(path.absolute().parent)
-    for is_wrong, reason in (
-        (path.is_dir(), "is a directory"),
-        (not holder.is_dir(), f"{holder} is not a directory"),
-        (not os.access(path if path.exists() else holder, os.W_OK), "permission denied"),
-    ):
-        if is_wrong:
-            raise EnvironmentProblem(
-                f"cannot write the engine's log `{path}`: {reason}",
-                hint="name another file with `--log FILE`, or remove `--log`",
-            )
+    if (reason := _reason_not_writable(path)) is not None:
+        raise EnvironmentProblem(
+            f"cannot write the engine's log `{path}`: {reason}",
+            hint="name another file with `--log FILE`, or remove `--log`",
+        )
+
+
+def _reason_not_writable(path: Path) -> str | None:
+    """Returns why the file cannot be written or created, None if it can."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        holder = nearest_existing(Path(os.path.abspath(path)).parent)
+        if not os.path.isdir(holder):
+            return f"{holder} is not a directory"
+        return None if os.access(holder, os.W_OK | os.X_OK) else "permission denied"
+    except NotADirectoryError:
+        return f"{nearest_existing(Path(os.path.abspath(path)))} is not a directory"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    if stat.S_ISDIR(mode):
+        return "is a directory"
+    if not stat.S_ISREG(mode) and os.path.realpath(path) != os.devnull:
+        return "is not a regular file"
+    return None if os.access(path, os.W_OK) else "permission denied"
 
 
 def require_workload(resolved: ResolvedProfile) -> None:
@@ -187,7 +203,7 @@ def _require_directory(resolved: ResolvedProfile) -> None:
     """ProfileError for a directory that cannot be created; else it would fail only after the model is loaded."""
     if resolved.profile.tiers.disk is None:
         return
-    key, holder = "tiers.disk.directory", nearest_existing(Path(resolved.profile.tiers.disk.directory).expanduser())
+    key, holder = "tiers.disk.directory", nearest_existing(expanded(resolved.profile.tiers.disk.directory))
     for is_wrong, text in (
         (not holder.is_dir(), "is not a directory"),
         (not os.access(holder, os.W_OK | os.X_OK), "is not writable"),
@@ -213,7 +229,7 @@ def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) 
     missing_bytes, mistake = problem
     disk = resolved.profile.tiers.disk
     assert disk is not None, "its space was checked"
-    caches = list_caches(Path(disk.directory).expanduser())
+    caches = list_caches(expanded(disk.directory))
     if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):
         show_warning(mistake.message)
         return
@@ -226,7 +242,7 @@ def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tu
     disk = resolved.profile.tiers.disk
     if disk is None or isinstance(sizing, SizeUnknown) or sizing.disk is None:
         return None
-    facts = os.statvfs(nearest_existing(Path(disk.directory).expanduser()))
+    facts = os.statvfs(nearest_existing(expanded(disk.directory)))
     needed_bytes, free_bytes = sizing.disk.total_bytes, facts.f_bavail * facts.f_frsize
     if not facts.f_blocks or needed_bytes <= free_bytes:  # some filesystems do not report their size
         return None

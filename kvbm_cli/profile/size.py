@@ -68,8 +68,10 @@ def block_line(sizing: Sizing) -> str:
     return f"a block is {sizing.block_tokens} tokens, {format_size(sizing.block_bytes)}{ranks}"
 
 
-def tier_table(resolved: ResolvedProfile, sizing: Sizing) -> str:
-    tiers = {"G1": sizing.device, "G2": sizing.host, **({"G3": sizing.disk} if sizing.disk else {})}
+def tier_table(resolved: ResolvedProfile, sizing: Sizing, *, has_cache: bool = True) -> str:
+    tiers: dict[str, TierSize | None] = {"G1": sizing.device}
+    if has_cache:
+        tiers |= {"G2": sizing.host, **({"G3": sizing.disk} if sizing.disk else {})}
     rows = [("tier", "blocks", "tokens", "size"), *(_row(name, tier) for name, tier in tiers.items())]
     set_by = [("set by", ""), *(_set_by(resolved, tier) for tier in tiers.values())]
     lines = zip(table(rows, right=(1, 2, 3)).splitlines(), set_by, strict=True)
@@ -93,11 +95,12 @@ def _set_by(resolved: ResolvedProfile, tier: TierSize | None) -> tuple[str, str]
     return key, f"({resolved.origins.get(key, 'environment').rpartition('/')[2]})"
 
 
-def as_data(sizing: Sizing) -> Mapping[str, object]:
-    """The sizes as JSON data. G1 is null if the engine determines it at start-up."""
+def as_data(sizing: Sizing, *, has_cache: bool = True) -> Mapping[str, object]:
+    """The sizes as JSON data. G1 is null if the engine determines it at start-up, the others without a cache."""
+    host, disk = (sizing.host, sizing.disk) if has_cache else (None, None)
     return {
         "block": {"tokens": sizing.block_tokens, "bytes": sizing.block_bytes, "ranks": sizing.rank_count},
-        "tiers": {"G1": _tier_data(sizing.device), "G2": _tier_data(sizing.host), "G3": _tier_data(sizing.disk)},
+        "tiers": {"G1": _tier_data(sizing.device), "G2": _tier_data(host), "G3": _tier_data(disk)},
     }
 
 

@@ -7,12 +7,14 @@ Users take turns in order, so a user's next turn comes after one turn of every o
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from kvbm.config.document import Document, plain_values, read_document, read_file, together
+from kvbm.config.files import reason_not_readable
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.schema import keys
 from kvbm.config.values import Section
@@ -105,11 +107,13 @@ def load_workload(name_or_path: str) -> Workload:
     shipped = shipped_workloads()
     path = shipped.get(name_or_path, Path(name_or_path))
     names = ", ".join(f"`{name}`" for name in shipped)
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise UsageError(
             f"no workload and no file is named `{name_or_path}`",
             hint=f"shipped workloads: {names}; docs/reference/workload.md describes the file format",
         )
+    if (reason := reason_not_readable(path)) is not None:
+        raise UsageError(f"cannot read the workload `{name_or_path}`: {reason}", hint=f"shipped workloads: {names}")
     return _validated(read_file(path, noun="workload"), path)
 
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Iterable
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Iterable, Sequence
 
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.runs.log_tail import LogTail, prefixes_of, shown_line
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.runs.status import log_paths
 
 POLL_S = 0.2
-CHUNK_BYTES = 1 << 16
 
 
 def show_logs(reference: str | None, *, follow: bool, line_count: int | None) -> None:
     """Prints logs, of several engines with their names as prefixes. Raises UsageError for an ambiguous reference."""
     run = Runs.of_user().one(reference)
     paths = log_paths(run)
-    width = max(map(len, paths)) if len(paths) > 1 else 0
-    tails = [_Tail(path, f"{name:<{width}} | ".encode() if width else b"", line_count) for name, path in paths.items()]
+    tails = [
+        LogTail(path, prefix=prefix, line_count=line_count, follows=follow)
+        for prefix, path in zip(prefixes_of(list(paths)), paths.values(), strict=True)
+    ]
     if not any(tail.is_there for tail in tails) and not run.is_living:
         raise EnvironmentProblem(f"the log of `{run.facts.name}` was removed: `{tails[-1].path}`")
     _print(tails)
@@ -31,62 +30,20 @@ def show_logs(reference: str | None, *, follow: bool, line_count: int | None) ->
         run = run.again()  # before the files are read for the last time
         _print(tails)
     for tail in tails:
-        tail.finish()
+        _write(tail.prefix, tail.finish())
 
 
-def _print(tails: Iterable[_Tail]) -> None:
+def _print(tails: Iterable[LogTail]) -> None:
     for tail in tails:
-        tail.print_new()
+        while lines := tail.read():
+            _write(tail.prefix, lines)
 
 
-class _Tail:
-    """Reads one file from its last lines on. The file of an engine that starts later may not exist yet."""
-
-    def __init__(self, path: Path, prefix: bytes, line_count: int | None) -> None:
-        self.path = path
-        self._prefix = prefix
-        self._line_count = line_count
-        self._file: BinaryIO | None = None
-        self._rest = b""
-
-    @property
-    def is_there(self) -> bool:
-        return self.path.is_file()
-
-    def print_new(self) -> None:
-        if self._file is None:
-            if not self.is_there:
-                return
-            self._file = self.path.open("rb")
-            if self._line_count is not None:
-                self._file.seek(start_of_last_lines(self._file, self._line_count))
-        while chunk := self._file.read(CHUNK_BYTES):
-            *whole, self._rest = (self._rest + chunk).split(b"\n")
-            self._write(whole)
-
-    def finish(self) -> None:
-        """Prints an incomplete last line too."""
-        if self._rest:
-            self._write([self._rest])
-        if self._file is not None:
-            self._file.close()
-
-    def _write(self, lines: Iterable[bytes]) -> None:
-        """Writes unchanged bytes: an engine's output may not be valid text."""
-        sys.stdout.flush()
-        sys.stdout.buffer.write(b"".join(b"%s%s\n" % (self._prefix, line) for line in lines))
-        sys.stdout.buffer.flush()
-
-
-def start_of_last_lines(file: BinaryIO, line_count: int) -> int:
-    """Returns the offset of the last `line_count` lines. Reads only these lines."""
-    end = file.seek(0, os.SEEK_END)
-    if line_count == 0:
-        return end
-    position, text = end, b""
-    while position > 0 and text.rstrip(b"\n").count(b"\n") < line_count:
-        step = min(CHUNK_BYTES, position)
-        position = file.seek(position - step)
-        text = file.read(step) + text
-    kept = text.rstrip(b"\n").rsplit(b"\n", line_count)
-    return end - len(text) + (len(kept[0]) + 1 if len(kept) > line_count else 0)
+def _write(prefix: str, lines: Sequence[bytes]) -> None:
+    """Escapes lines on a terminal. Writes them unchanged elsewhere: an engine's output may not be valid text."""
+    if sys.stdout.isatty():
+        print("".join(f"{prefix}{shown_line(line)}\n" for line in lines), end="", flush=True)
+        return
+    sys.stdout.flush()
+    sys.stdout.buffer.write(b"".join(b"%s%s\n" % (prefix.encode(), line) for line in lines))
+    sys.stdout.buffer.flush()

@@ -111,6 +111,11 @@ class RunDirectory:
             self.change(state=RunState.ENDED, ended_s=time.time(), exit_code=exit_code, message=message)
 
     @property
+    def logs(self) -> Mapping[str, Path]:
+        assert self._facts is not None, "the run has not begun"
+        return {name: Path(path) for name, path in self._facts.logs.items()}
+
+    @property
     def processes(self) -> Mapping[str, ProcessIdentity]:
         assert self._facts is not None, "the run has not begun"
         return self._facts.processes

@@ -46,6 +46,7 @@ class RunFacts:
     started_s: float
     processes: Mapping[str, ProcessIdentity] = field(default_factory=dict)
     is_detached: bool = False
+    is_baseline: bool = False
     state: RunState = RunState.STARTING
     ready_s: float | None = None
     ended_s: float | None = None
@@ -83,6 +84,7 @@ class RunFacts:
             and all(0 <= moment < LATEST_S for moment in times)
             and all(isinstance(number, int) for number in numbers)
             and all(isinstance(one.pid, int) and one.pid > 0 for one in processes)
+            and all(isinstance(flag, bool) for flag in (self.is_detached, self.is_baseline))
             and bool(self.logs and address.hostname and address.port is not None)
         )
 

@@ -37,6 +37,8 @@ class RunStatus:
         return UNREACHABLE if self.is_healthy is False else self.run.state.value
 
     def tiers(self) -> str:
+        if self.run.facts.is_baseline:
+            return "no cache"
         shares = []
         for name, states in self.blocks.items():
             total = sum(states.values())
@@ -56,6 +58,7 @@ class RunStatus:
             "processes": {name: one.pid for name, one in facts.processes.items()},
             "is_here": facts.launcher.is_here(),
             "is_detached": facts.is_detached,
+            "is_baseline": facts.is_baseline,
             "started_s": facts.started_s,
             "ready_s": facts.ready_s,
             "ended_s": facts.ended_s,
@@ -122,7 +125,7 @@ def _probe(run: EngineRun) -> RunStatus:
         return RunStatus(run, None, {})
     is_healthy = get(f"{run.facts.url}/health", timeout_s=PROBE_TIMEOUT_S).status == 200
     blocks: dict[str, dict[str, int]] = {}
-    if is_healthy:
+    if is_healthy and not run.facts.is_baseline:
         text = get(f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
         for tier, state, count in _BLOCKS.findall(text):
             states = blocks.setdefault(tier, {})
@@ -168,6 +171,7 @@ def _page(status: RunStatus) -> str:
         ("state", _state_text(status)),
         ("profile", f"{facts.profile} ({run.path / PROFILE})"),
         ("engine", f"{facts.engine}, {facts.model}"),
+        *([("cache", "none: this is the baseline")] if facts.is_baseline else []),
         ("url", facts.url),
         *([("processes", processes)] if run.is_living else []),
         *([("used", status.tiers())] if status.blocks else []),

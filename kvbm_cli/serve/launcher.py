@@ -8,10 +8,11 @@ exit code is the engine's, or 128 + n if signal n arrived before the engine was 
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -19,15 +20,17 @@ from typing import TYPE_CHECKING
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, KvbmError
 from kvbm_cli.engine.process import EngineProcess
+from kvbm_cli.runs.log_tail import LogTail, prefixes_of
 from kvbm_cli.runs.run_directory import OWN_LOG, RunDirectory
 from kvbm_cli.runs.run_facts import RunState
+from kvbm_cli.serve.display import ServeDisplay
 from kvbm_cli.serve.first_token import wait_first_token
+from kvbm_cli.serve.options import ServeOptions
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.system.process_identity import ProcessIdentity
-from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
+from kvbm_cli.terminal.console import stopped_text
 from kvbm_cli.terminal.crash_report import A_BUG
-from kvbm_cli.terminal.progress import ProgressDisplay
-from kvbm_cli.terminal.show_error import show_warning
+from kvbm_cli.terminal.show_error import warning_text
 from kvbm_cli.terminal.streams import BROKEN_PIPE
 
 if TYPE_CHECKING:
@@ -42,40 +45,59 @@ FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signa
 def launch(
     plan: LaunchPlan | DisaggregatedPlan,
     run: RunDirectory,
-    log_path: Path,
+    options: ServeOptions,
+    *,
+    heading: str,
     init_timeout_s: float,
     background: Background | None,
-    *,
-    as_json: bool,
 ) -> int:
-    """Runs the engine until it ends and records the result. Returns its exit code or raises EngineError."""
-    with _failure_recorded(run), _Signals(run) as signals, _start(plan, log_path) as engine:
+    """Prints `heading`, runs the engine until it ends and records the result. Returns its exit code or raises
+    EngineError."""
+    log_path = options.log or run.log
+    tails = _tails(run.logs) if options.streams_log else []
+    with (
+        _failure_recorded(run),
+        _Signals(run) as signals,
+        ServeDisplay(tails) as display,
+        _start(plan, log_path) as engine,
+    ):
+        display.note(heading)
         try:
-            with ProgressDisplay("starting") as display:
 
-                def on_progress(phase: str) -> None:
-                    _record_processes(run, engine)
-                    if not _forward_signals(display, signals, engine):
-                        display.report(phase)
+            def on_progress(phase: str) -> None:
+                _record_processes(run, engine)
+                if not _forward_signals(display, signals, engine):
+                    display.report(phase)
 
-                engine.wait_healthy(init_timeout_s, on_progress)
-                refusal = wait_first_token(engine, init_timeout_s, on_progress)
+            engine.wait_healthy(init_timeout_s, on_progress)
+            refusal = wait_first_token(engine, init_timeout_s, on_progress)
         except EngineError:
             if not signals.received:
                 raise
             engine.stop()
-            signals.print_stopped()
             code = 128 + signals.received[0]
         else:
+            display.report("")
             if refusal is not None:
-                show_warning(f"the engine is healthy, but a completion of one token was refused: {refusal}")
+                text = f"the engine is healthy, but a completion of one token was refused: {refusal}"
+                display.note(warning_text(text))
             run.enter(RunState.HEALTHY)
-            _print_ready(engine, run, plan, is_detached=background is not None, as_json=as_json)
-            if background is not None:
-                background.release(run.path / OWN_LOG)
-            code = _watch(engine, run, signals)
+            _print_ready(display, engine, run, _urls(plan), options)
+            code = _watch(display, engine, run, signals, background)
+        display.report("")
+        display.note(signals.stopped_text())
     run.end(code, "")
     return code
+
+
+def _tails(logs: Mapping[str, Path]) -> Sequence[LogTail]:
+    """Returns the logs from their current ends on: `--log` may name the log of an earlier engine."""
+    starts = [path.stat().st_size if path.is_file() else 0 for path in logs.values()]
+    prefixes = prefixes_of(list(logs))
+    return [
+        LogTail(path, prefix=prefix, start=start)
+        for path, prefix, start in zip(logs.values(), prefixes, starts, strict=True)
+    ]
 
 
 @contextlib.contextmanager
@@ -98,23 +120,32 @@ def _failure_recorded(run: RunDirectory) -> Iterator[None]:
         raise
 
 
-def _watch(engine: EngineProcess | DisaggregatedEngines, run: RunDirectory, signals: _Signals) -> int:
-    with ProgressDisplay() as display:
-        while (code := engine.poll()) is None:
-            _record_processes(run, engine)
-            _forward_signals(display, signals, engine)
-            time.sleep(WATCH_S)
+def _watch(
+    display: ServeDisplay,
+    engine: EngineProcess | DisaggregatedEngines,
+    run: RunDirectory,
+    signals: _Signals,
+    background: Background | None,
+) -> int:
+    """Returns the exit code of an engine that was stopped. Releases the background when its output is printed."""
+    while (code := engine.poll()) is None:
+        _record_processes(run, engine)
+        _forward_signals(display, signals, engine)
+        display.raise_failure()
+        if background is not None and display.has_printed():
+            background.release(run.path / OWN_LOG)
+            background = None
+        time.sleep(WATCH_S)
     if not signals.received:
         raise engine.ended_error("the engine exited unexpectedly")
-    signals.print_stopped()
     return code
 
 
-def _forward_signals(display: ProgressDisplay, signals: _Signals, engine: EngineProcess | DisaggregatedEngines) -> bool:
+def _forward_signals(display: ServeDisplay, signals: _Signals, engine: EngineProcess | DisaggregatedEngines) -> bool:
     """Forwards signals. Returns True once one has arrived, and then shows the progress of the stop."""
     if signals.forward(engine):
         display.restart("stopping")
-        print_note("stopping; press Ctrl-C again to kill the engine")
+        display.note("stopping; press Ctrl-C again to kill the engine")
     if signals.received:
         display.report(engine.phase())
     return bool(signals.received)
@@ -172,33 +203,33 @@ class _Signals:
             return True
         return False
 
-    def print_stopped(self) -> None:
+    def stopped_text(self) -> str:
         took_s = time.monotonic() - self._signalled if self._forwarded_count else 0.0
-        print_note(stopped_text(self._run.name, took_s, was_killed=self._has_killed))
+        return stopped_text(self._run.name, took_s, was_killed=self._has_killed)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
 
 
 def _print_ready(
+    display: ServeDisplay,
     engine: EngineProcess | DisaggregatedEngines,
     run: RunDirectory,
-    plan: LaunchPlan | DisaggregatedPlan,
-    *,
-    is_detached: bool,
-    as_json: bool,
+    named: Mapping[str, str],
+    options: ServeOptions,
 ) -> None:
-    endpoint, named = engine.plan, _urls(plan)
-    if as_json:
+    """`named` are the URLs of the engines behind a proxy."""
+    endpoint = engine.plan
+    if options.as_json:
         ready = {"run": run.name, "url": endpoint.base_url, "model": endpoint.model, "log": str(engine.log_path)}
-        print_json({**ready, **({"engines": named} if named else {})})
+        display.data(json.dumps({**ready, **({"engines": named} if named else {})}, indent=2))
         return
     body = f'{{"model": "{endpoint.model}", "prompt": "Once upon a time", "max_tokens": 16}}'
     curl = ["curl", f"{endpoint.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
     addresses = "".join(f"\n{name:<9}  {url}" for name, url in named.items())
-    ending = f"stop it with `kvbm stop {run.name}`" if is_detached else "press Ctrl-C to stop it"
-    print_note(f"{run.name} is ready after {engine.elapsed_s:.1f} s; {ending}\nlog {engine.log_path}{addresses}\n")
-    print_data(f"{endpoint.base_url}\n\n{shlex.join(curl)}")
+    ending = f"stop it with `kvbm stop {run.name}`" if options.is_detached else "press Ctrl-C to stop it"
+    display.note(f"{run.name} is ready after {engine.elapsed_s:.1f} s; {ending}\nlog {engine.log_path}{addresses}\n")
+    display.data(f"{endpoint.base_url}\n\n{shlex.join(curl)}")
 
 
 def _urls(plan: LaunchPlan | DisaggregatedPlan) -> Mapping[str, str]:

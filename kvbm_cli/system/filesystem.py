@@ -11,17 +11,36 @@ from kvbm.errors import EnvironmentProblem, UsageError
 
 
 def nearest_existing(directory: Path) -> Path:
-    """Returns the directory, or its nearest existing parent."""
-    return next(path for path in (directory, *directory.parents) if path.exists())
+    """Returns the directory, or its nearest existing parent. A broken symbolic link exists, but is not a directory."""
+    return next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+
+
+def expanded(directory: str) -> Path:
+    """Returns the path with `~` replaced by a home directory. Raises EnvironmentProblem if there is none."""
+    name = directory.partition("/")[0]
+    if name == "~" and not os.path.isabs(os.environ.get("HOME", "/")):
+        raise no_home()
+    path = os.path.expanduser(directory)
+    if path == directory and name.startswith("~"):
+        raise no_home() if name == "~" else EnvironmentProblem(f"cannot use `{directory}`: no user `{name[1:]}`")
+    return Path(path)
+
+
+def no_home() -> EnvironmentProblem:
+    given = os.environ.get("HOME")
+    about = "" if given is None else f": `HOME` is `{given}`"
+    return EnvironmentProblem(f"no home directory{about}", hint="set `HOME` to an absolute path")
 
 
 def state_directory() -> Path:
     """Returns the directory of runs and crash reports. Raises RuntimeError if the user has no home."""
     given = os.environ.get("XDG_STATE_HOME")
-    directory = Path(given) if given and os.path.isabs(given) else Path("~/.local/state").expanduser()
-    if not directory.is_absolute():  # HOME is relative
-        raise RuntimeError(NO_HOME)
-    return directory / "kvbm"
+    if given and os.path.isabs(given):
+        return Path(given) / "kvbm"
+    try:
+        return expanded("~/.local/state/kvbm")
+    except EnvironmentProblem:
+        raise RuntimeError(NO_HOME) from None
 
 
 HINTS = {
@@ -48,7 +67,7 @@ def problem_of(error: BaseException) -> EnvironmentProblem | None:
     is_of_memory = isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MAPPING in str(error))
     number = errno.ENOMEM if is_of_memory else getattr(error, "errno", None)
     if isinstance(error, RuntimeError) and NO_HOME in str(error):
-        return EnvironmentProblem("no home directory", hint="set `HOME`")
+        return no_home()
     if isinstance(error, RuntimeError) and NO_THREAD in str(error):
         number = errno.EAGAIN
     if isinstance(error, OSError) and NO_TEMPORARY in (error.strerror or ""):

@@ -44,7 +44,9 @@ class GuardProcess:
         assert self._child.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # the guard was killed
             self._send(SCAN)
-            if select.select([self._child.stdout], [], [], SCAN_TIMEOUT_S)[0]:
+            answer = select.poll()
+            answer.register(self._child.stdout, select.POLLIN)
+            if answer.poll(1000 * SCAN_TIMEOUT_S):
                 os.read(self._child.stdout.fileno(), 1)
 
     def remove(self, timeout_s: float) -> bool:

@@ -190,8 +190,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as requests:  # reads nothing after the line
         leftovers = Leftovers(*json.loads(requests.readline()))
+    poll = select.poll()
+    poll.register(sys.stdin, select.POLLIN)
     while True:
-        is_requested = bool(select.select([sys.stdin], [], [], SCAN_INTERVAL_S)[0])
+        is_requested = bool(poll.poll(1000 * SCAN_INTERVAL_S))
         if is_requested and os.read(sys.stdin.fileno(), 1) != SCAN:
             break
         leftovers.scan()

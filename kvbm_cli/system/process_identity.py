@@ -55,7 +55,11 @@ class ProcessIdentity:
     def wait(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s`. Returns whether the process has ended."""
         with self._descriptor() as descriptor:
-            return descriptor is None or bool(select.select([descriptor], [], [], timeout_s)[0])
+            if descriptor is None:
+                return True
+            end = select.poll()
+            end.register(descriptor, select.POLLIN)
+            return bool(end.poll(1000 * timeout_s))
 
     @contextlib.contextmanager
     def _descriptor(self) -> Iterator[int | None]:

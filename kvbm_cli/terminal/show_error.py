@@ -22,7 +22,11 @@ def show_error(message: str, *, cause: BaseException | None = None, hint: str | 
 
 
 def show_warning(message: str) -> None:
-    print(f"{coloured('warning:', YELLOW)} {message}", file=sys.stderr)
+    print(warning_text(message), file=sys.stderr)
+
+
+def warning_text(message: str) -> str:
+    return f"{coloured('warning:', YELLOW)} {message}"
 
 
 def show_kvbm_error(error: KvbmError) -> None:

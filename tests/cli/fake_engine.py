@@ -6,10 +6,11 @@ ignores SIGTERM, `dies` ends by itself once it was healthy, `ends` too and as if
 process of its own, `litters` also one that leaves the group, and makes files in shared memory and in TMPDIR that it
 never deletes, `mute` is healthy but gives no token, `refuses` answers 404 to a completion, `broken` answers 500, `busy`
 answers 503 twice before it gives one, `unhealthy` answers 503 with a phase, `full_disk` and others of LAST_WORDS end
-with such words. Without it, a well-behaved engine.
+with such words, `noisy` prints control characters and then a line per millisecond. Without it, a well-behaved engine.
 """
 
 import http.server
+import itertools
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ import time
 from multiprocessing import shared_memory
 
 MODE = os.environ.get("FAKE", "")
+NOISE = b"\x1b[31mred\x1b[0m \x1b]0;title\x07 \xff end\n 10%|#\r100%|##########\n"
 REFUSALS = {"refuses": (404, 99), "broken": (500, 99), "busy": (503, 2)}  # status, and how often
 LAST_WORDS = {
     "full_disk": "OSError: [Errno 28] No space left on device",
@@ -72,6 +74,13 @@ def litter() -> list[object]:
     return [daemon, segment, semaphore, path]
 
 
+def make_noise() -> None:
+    os.write(1, NOISE)
+    for number in itertools.count():
+        os.write(1, b"line %d\n" % number)
+        time.sleep(0.001)
+
+
 def main() -> None:
     print("loading the weights", flush=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if MODE == "stubborn" else lambda *ignored: sys.exit(0))
@@ -91,6 +100,8 @@ def main() -> None:
     if MODE == "litters":
         held = litter()
         print(f"made {len(held)} things", flush=True)
+    if MODE == "noisy":
+        threading.Thread(target=make_noise, daemon=True).start()
     if MODE == "hang":
         time.sleep(600)
     port = int(sys.argv[sys.argv.index("--port") + 1])

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 WRONG = 2  # the profile, an override, a variable or the command line
@@ -48,6 +48,11 @@ class Row:
     exit_code: int = WRONG
     prepare: Callable[[Path], AbstractContextManager[None]] = no_preparation
 
+    def encoded(self, encoding: str) -> Row:
+        """The same with the files in another encoding."""
+        files = {name: text.encode(encoding) for name, text in self.files.items() if isinstance(text, str)}
+        return replace(self, files=files)
+
 
 def mine(added: str, *, base: str = MINE, command: str = "profile check mine.yaml", **rest: object) -> Row:
     """A profile with lines that are wrong."""
@@ -57,6 +62,35 @@ def mine(added: str, *, base: str = MINE, command: str = "profile check mine.yam
 def engine(line: str, *, base: str = MINE) -> Row:
     """A profile whose engine has one more line, that is wrong."""
     return mine("", base=base.replace("tiers:", f"  {line}\ntiers:"))
+
+
+def linked(*links: tuple[str, str]) -> Callable[[Path], AbstractContextManager[None]]:
+    """Symbolic links in the working directory: name and target."""
+
+    @contextmanager
+    def prepared(home: Path) -> Iterator[None]:
+        for name, target in links:
+            (home / name).symlink_to(target)
+        try:
+            yield
+        finally:
+            for name, _ in links:
+                (home / name).unlink()
+
+    return prepared
+
+
+LOOP = linked(("loop.yaml", "loop.yaml"), ("loop", "loop"))
+
+
+@contextmanager
+def fifo(home: Path) -> Iterator[None]:
+    """A FIFO that no process writes."""
+    os.mkfifo(home / "pipe.yaml")
+    try:
+        yield
+    finally:
+        (home / "pipe.yaml").unlink()
 
 
 def override(text: str, profile: str = "demo") -> Row:
@@ -106,7 +140,20 @@ def runs(*named: tuple[str, bool], **changes: object) -> Callable[[Path], Abstra
 PROFILE = {
     "profile_empty": Row("profile check mine.yaml", {"mine.yaml": ""}),
     "profile_not_text": Row("profile check mine.yaml", {"mine.yaml": b"\xff\xfe\x00"}),
+    "profile_not_text_in_one_line": mine("", base=MINE + "description: caf\u00e9\n").encoded("latin-1"),
+    "profile_utf_16": mine("").encoded("utf-16"),
+    "profile_with_a_nul": mine("description: a\0b\n"),
+    "profile_too_large": mine("# a comment\n" * 20_000),
+    "profile_name_too_long": Row(f"profile check {'a' * 300}.yaml"),
     "profile_is_a_directory": Row("profile check .//"),
+    "profile_is_a_loop": Row("profile check loop.yaml", prepare=LOOP),
+    "profile_in_a_loop": Row("size -p loop/mine.yaml", prepare=LOOP),
+    "profile_is_a_device": Row("profile check /dev/zero"),
+    "profile_is_a_fifo": Row("profile check pipe.yaml", prepare=fifo),
+    "profile_merge_key": mine("server:\n  <<: {port: 9}\n"),
+    "profile_model_is_a_loop": mine("", base=MINE.replace("synthetic:tiny", "./loop"), prepare=LOOP),
+    "profile_model_is_a_file": mine("", base=MINE.replace("synthetic:tiny", "./mine.yaml")),
+    "profile_workload_is_a_loop": mine("bench: {workload: ./loop.yaml}\n", prepare=LOOP),
     "profile_absent": Row("profile check ./no.yaml"),
     "profile_shipped_as_a_file": Row("profile check demo.yaml"),
     "profile_misspelt_file": Row("profile check mien.yaml", {"mine.yaml": MINE}),
@@ -195,6 +242,15 @@ EXTENDS = {
     "extends_a_misspelt_file": Row(
         "profile check mine.yaml", {"mine.yaml": "extends: ./parnt.yaml\n", "parent.yaml": MINE}
     ),
+    "extends_a_directory": Row("profile check mine.yaml", {"mine.yaml": "extends: ./\n"}),
+    "extends_a_device": Row("profile check mine.yaml", {"mine.yaml": "extends: /dev/zero\n"}),
+    "extends_a_fifo": Row("profile check mine.yaml", {"mine.yaml": "extends: ./pipe.yaml\n"}, prepare=fifo),
+    "extends_a_loop": Row("profile check mine.yaml", {"mine.yaml": "extends: ./loop.yaml\n"}, prepare=LOOP),
+    "extends_below_a_loop": Row("profile check mine.yaml", {"mine.yaml": "extends: ./loop/a.yaml\n"}, prepare=LOOP),
+    "extends_no_file_next_to_a_loop": Row(
+        "profile check mine.yaml", {"mine.yaml": "extends: ./a.yaml\n"}, prepare=LOOP
+    ),
+    "extends_a_name_too_long": Row("profile check mine.yaml", {"mine.yaml": f"extends: ./{'a' * 300}.yaml\n"}),
     "extends_itself": Row("profile check mine.yaml", {"mine.yaml": "extends: ./mine.yaml\n"}),
     "extends_in_a_circle": Row(
         "profile check a.yaml",
@@ -239,6 +295,20 @@ OVERRIDES = {
     "override_engine": override("engine.kind=sglang"),
     "override_flag": override("engine.arguments.--seed=1", "vllm"),
     "override_other_name": override("tiers.host.size=1GiB"),
+    "override_octal": override("server.port=010"),
+    "override_octal_with_a_prefix": override("server.port=0o17"),
+    "override_thousands": override("tiers.host.blocks=1_000"),
+    "override_thousands_with_commas": override("tiers.host.blocks=10,000"),
+    "override_whole_with_a_fraction": override("tiers.host.blocks=1e3"),
+    "override_digits_of_another_script": override("server.port=٨٠٠٠"),
+    "override_sexagesimal": override("onboard.disk_timeout_s=1:30"),
+    "override_boolean_as_a_number": override("offload.generated=1"),
+    "override_number_as_a_boolean": override("transfer.max_concurrent=yes"),
+    "override_size_with_an_exponent": override("tiers.host.capacity=1e3GB"),
+    "override_size_of_thousands": override("tiers.host.capacity=1_000MB"),
+    "override_size_octal": override("tiers.host.capacity=010GB"),
+    "override_size_in_exbibytes": override("tiers.host.capacity=1EiB"),
+    "override_size_of_many_digits": override(f"tiers.host.capacity={'9' * 400}GB"),
     "override_twice_wrong": override("server.port=a --set server.host="),
 }
 
@@ -304,6 +374,17 @@ COMMAND_LINE = {
     "command_option_like_no_other": Row("serve --profile demo --zzz"),
     "command_missing_option": Row("serve"),
     "command_profile_without_its_option": Row("serve demo"),
+    "command_profile_twice": Row("size -p demo --profile vllm"),
+    "command_port_thrice": Row("serve --dry-run --profile demo --port 1 --port 2 --port 3"),
+    "command_profile_empty": Row("size --profile ''"),
+    "command_argument_empty": Row("profile check ''"),
+    "command_directory_empty": Row("cache clear --yes --dir ''"),
+    "command_directory_of_doctor_empty": Row("doctor --quick --dir="),
+    "command_option_of_another_name": Row("doctor --directory /tmp"),
+    "command_log_empty": Row("serve --dry-run --profile demo --log ''"),
+    "command_port_empty": Row("serve --dry-run --profile demo --port ''"),
+    "command_output_empty": Row("cache export-stats --output ''"),
+    "command_write_empty": Row("doctor --profile demo --write ''"),
     "command_missing_value": Row("serve --profile"),
     "command_missing_argument": Row("profile show"),
     "command_extra_argument": Row("size --profile demo more"),
@@ -332,6 +413,9 @@ NEW = {
     "new_with_a_wrong_model": Row("profile new mine.yaml --engine embedded --model synthetic:tinny --host 1GiB"),
     "new_with_a_misspelt_key": Row("profile new mine.yaml --extends demo --set server.prt=1"),
     "new_extending_nothing": Row("profile new mine.yaml --extends vlm"),
+    "new_without_a_name": Row("profile new '' --extends demo"),
+    "new_is_a_loop": Row("profile new loop.yaml --extends demo", prepare=LOOP),
+    "new_extending_a_loop": Row("profile new mine.yaml --extends ./loop.yaml", prepare=LOOP),
     "new_in_no_directory": Row("profile new no/mine.yaml --extends demo", exit_code=MACHINE),
 }
 
@@ -365,6 +449,11 @@ SERVING = {
     ),
     "serve_log_is_a_directory": Row(f"{DEMO} --log .", exit_code=MACHINE),
     "serve_log_below_a_file": Row(f"{DEMO} --log mine.yaml/log", {"mine.yaml": MINE}, exit_code=MACHINE),
+    "serve_log_is_a_device": Row(f"{DEMO} --log /dev/full", exit_code=MACHINE),
+    "serve_log_is_a_loop": Row(f"{DEMO} --log loop", exit_code=MACHINE, prepare=LOOP),
+    "serve_log_below_a_loop": Row(f"{DEMO} --log loop/log", exit_code=MACHINE, prepare=LOOP),
+    "serve_log_is_a_fifo": Row(f"{DEMO} --log pipe.yaml", exit_code=MACHINE, prepare=fifo),
+    "serve_log_with_a_name_too_long": Row(f"{DEMO} --log {'a' * 300}", exit_code=MACHINE),
     "serve_detached_without_a_state_directory": Row(
         f"{DEMO} --detach", variables={"XDG_STATE_HOME": "/dev/null"}, exit_code=MACHINE
     ),

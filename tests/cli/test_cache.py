@@ -122,7 +122,7 @@ def flip(path: Path, offset: int) -> None:
 
 def rows(instance: Path) -> list[tuple[int, bytes]]:
     index = BlockIndex.open_to_read(instance / INDEX)
-    found = [(row.slot, row.tenant) for row in index.rows()]
+    found = index._connection.execute("SELECT slot, tenant FROM blocks ORDER BY slot").fetchall()
     index.close()
     return found
 

@@ -132,8 +132,10 @@ def test_shell_completes_at_a_terminal(shell: str, tmp_path: Path, bin_directory
 def _read_until(terminal: int, text: str) -> str:
     """What the terminal shows, at most ten seconds long, without what moves its cursor."""
     shown, deadline = "", time.monotonic() + 10
+    output = select.poll()
+    output.register(terminal, select.POLLIN)
     while text not in shown and time.monotonic() < deadline:
-        if select.select([terminal], [], [], 0.1)[0]:
+        if output.poll(100):
             shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(terminal, 4096).decode(errors="replace"))
     return shown
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doctor.filesystems import Unavailable, mounted
 from terminal import PROGRAM, environment, kvbm
+
+from kvbm_cli.doctor.context import OTHER_DIRECTORY
+from kvbm_cli.doctor.disk import _remedy_for
 
 QUICK_S = 20
 PROFILE = """\
@@ -120,20 +125,48 @@ def test_file_system_that_is_read_only(tmp_path: Path) -> None:
         pytest.skip(str(reason))
     (check,) = [check for check in json.loads(done.stdout)["checks"] if check["group"] == "disk"]
     assert (done.returncode, check["finding"]) == (1, "not writable: read-only file system")
-    assert check["remedy"].startswith(f"`mount -o remount,rw {point}`, or use another directory")
+    assert check["remedy"] == OTHER_DIRECTORY, "a mount is not changed for one directory"
 
 
-def test_directory_that_others_own(tmp_path: Path) -> None:
-    """Root needs a directory of somebody else for this, and to give up its privileges."""
-    place, powerless = Path("/proc/1"), []
-    if os.geteuid() == 0:
-        place, powerless = tmp_path / "theirs", ["setpriv", "--inh-caps=-all", "--bounding-set=-all"]
-        place.mkdir()
-        os.chown(place, 65534, 65534)
-        if shutil.which("setpriv") is None:
-            pytest.skip("there is no setpriv")
-    command = [*powerless, *PROGRAM, "doctor", "--quick", "--json", "--dir", str(place / "cache")]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+OWN, OTHER = 0, 65534
+
+# A directory, who owns it, its mode, what is checked in it, and what is suggested.
+REFUSED = {
+    "of another user": (OTHER, 0o755, "", OTHER_DIRECTORY),
+    "missing in one of another user": (OTHER, 0o755, "cache", OTHER_DIRECTORY),
+    "missing in one that is missing": (OTHER, 0o755, "a/b/cache", OTHER_DIRECTORY),
+    "own, not writable": (OWN, 0o500, "", f"`chmod u+rwx [PLACE]`, or {OTHER_DIRECTORY}"),
+    "missing in an own one that is not writable": (OWN, 0o500, "cache", OTHER_DIRECTORY),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_remedy_changes_no_other_directory_than_the_given_one(name: str, tmp_path: Path) -> None:
+    """Root gives up its privileges for this."""
+    owner, mode, below, remedy = REFUSED[name]
+    if shutil.which("setpriv") is None or os.geteuid() != 0:
+        pytest.skip("needs root and setpriv")
+    place = tmp_path / "a place"
+    place.mkdir()
+    os.chown(place, owner, owner)
+    place.chmod(mode)
+    check = check_of(place / below, tmp_path)
+    assert check["finding"] == "not writable: permission denied"
+    assert check["remedy"] == remedy.replace("[PLACE]", shlex.quote(str(place)))
+
+
+@pytest.mark.parametrize("directory", ["/", "/kvbm-missing/cache", "/usr", "/usr/kvbm-missing", "/etc/kvbm-missing/a"])
+def test_remedy_never_changes_a_system_directory(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert _remedy_for(Path(directory)) == OTHER_DIRECTORY
+
+
+def check_of(directory: Path, home: Path) -> dict[str, Any]:
+    powerless = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"]
+    command = [*powerless, *PROGRAM, "doctor", "--quick", "--json", "--dir", str(directory)]
+    done = subprocess.run(command, env=environment(home), capture_output=True, text=True, timeout=60)
     (check,) = [check for check in json.loads(done.stdout)["checks"] if check["group"] == "disk"]
-    assert (done.returncode, check["finding"]) == (1, "not writable: permission denied")
-    assert check["remedy"].startswith(f"`chown {os.geteuid()} {place}`, or use another directory")
+    assert (done.returncode, check["state"]) == (1, "failure")
+    found: dict[str, Any] = check
+    return found

@@ -69,6 +69,13 @@ def test_comments_and_order_are_kept(tmp_path: Path) -> None:
     assert written(tmp_path, BLOCK) == COPY_OF_BLOCK
 
 
+def test_relative_paths_become_absolute(tmp_path: Path) -> None:
+    text = BLOCK.replace("synthetic:tiny   ", "./model   ").replace("tiers:", "  python: bin/python\ntiers:", 1)
+    absolute = COPY_OF_BLOCK.replace("synthetic:tiny   ", f"{tmp_path}/model   ")
+    absolute = absolute.replace("tiers:", f"  python: {tmp_path}/bin/python\ntiers:", 1)
+    assert written(tmp_path, text) == absolute
+
+
 def test_keys_in_braces_and_a_parent_beside_the_file(tmp_path: Path) -> None:
     assert written(tmp_path, FLOW) == COPY_OF_FLOW.format(parent=tmp_path / "parent.yaml")
 

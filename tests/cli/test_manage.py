@@ -23,7 +23,7 @@ from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
 
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.runs.logs import start_of_last_lines
+from kvbm_cli.runs.log_tail import start_of_last_lines
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.runs.status import duration

@@ -37,6 +37,22 @@ def test_profile_is_written_and_right(tmp_path: Path, name: str, way: Kvbm) -> N
     assert checked.exit_code == 0, checked.stderr
 
 
+@pytest.mark.parametrize(
+    "command", ["profile new below/mine.yaml --host 1GiB", "profile import-env --output below/mine.yaml"]
+)
+def test_model_given_on_the_command_line_is_relative_to_the_working_directory(tmp_path: Path, command: str) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(
+        '{"model_type": "qwen3", "num_hidden_layers": 2, '
+        '"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}'
+    )
+    options = ("--model", "./model", *(("--engine", "vllm") if "new" in command else ()))
+    outcome = kvbm_here(*command.split(), *options, home=tmp_path, DYN_KVBM_CPU_CACHE_GB="1")
+    assert outcome.exit_code == 0, outcome.stderr
+    assert load(str(tmp_path / "below" / "mine.yaml"), directories=[]).profile.engine.model == f"{tmp_path}/model"
+
+
 def test_what_a_comment_offers_is_the_default(tmp_path: Path) -> None:
     """Every `#key: value` can be taken as it stands and changes nothing."""
     kvbm_here("profile", "new", "mine.yaml", *NEEDED, "--disk", "1GiB", home=tmp_path)

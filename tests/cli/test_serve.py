@@ -92,7 +92,7 @@ def test_ready_as_json(home: Path) -> None:
         program.send_signal(signal.SIGTERM)
         program.wait(timeout=20)
         ready = json.loads(program.url + program.stdout.read())
-    assert ready["model"] == "./model"
+    assert ready["model"] == f"{home}/model"
     assert set(ready) == {"run", "url", "model", "log"}
 
 

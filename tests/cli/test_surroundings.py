@@ -197,10 +197,53 @@ def test_no_home_is_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert run(["profile", "check", "demo"]) == 0
 
 
+@pytest.mark.parametrize("value", ["", "here", "."])
+@pytest.mark.parametrize("command", ["cache ls", "doctor --quick", "status", "serve --dry-run -p demo-disk"])
+def test_a_home_that_is_no_absolute_path_is_refused(home: Path, command: str, value: str) -> None:
+    outcome = kvbm(*command.split(), home=home, HOME=value)
+    expected = f"error: no home directory: `HOME` is `{value}`\n\nhint: set `HOME` to an absolute path\n"
+    assert (outcome.exit_code, outcome.stderr.endswith(expected)) == (1, True), outcome.stderr
+    assert not (home / "here").exists()
+
+
+def test_a_directory_of_an_unknown_user_is_named(home: Path) -> None:
+    outcome = kvbm("serve", "--dry-run", "-p", "demo-disk", "--set", "tiers.disk.directory=~nobody-here/x", home=home)
+    assert (outcome.exit_code, outcome.stderr) == (1, "error: cannot use `~nobody-here/x`: no user `nobody-here`\n")
+
+
 def test_a_profile_that_nobody_writes_holds_nobody_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     assert run(["profile", "check", f"{tmp_path}/pipe.yaml"]) == 2
     assert "pipe.yaml`: no process writes to this pipe\n" in capsys.readouterr().err
+
+
+def test_a_profile_that_is_half_written_holds_nobody_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"exec > {pipe}; echo engine:; exec sleep 60"]) as writer:
+        assert run(["profile", "check", str(pipe)]) == 2
+        writer.kill()
+    assert "pipe.yaml`: the process that writes this pipe is too slow\n" in capsys.readouterr().err
+
+
+def test_a_profile_of_a_slow_shell_pipe_is_read(home: Path) -> None:
+    command = f"{shlex.join(PROGRAM)} profile check <(sleep 1.5; cat mine.yaml)"
+    done = subprocess.run(["bash", "-c", command], cwd=home, env=environment(home), capture_output=True, text=True)
+    assert "no mistakes found" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["fifo", "nested", "huge"])
+def test_a_model_whose_configuration_is_odd_is_refused(name: str, home: Path) -> None:
+    config = home / "model" / "config.json"
+    config.unlink()
+    if name == "fifo":
+        os.mkfifo(config)
+    else:
+        config.write_text("[" * 100_000 if name == "nested" else " " * (17 << 20))
+    outcome = kvbm("profile", "check", "mine.yaml", home=home)
+    assert outcome.exit_code == 2
+    assert outcome.stderr.startswith("error: `engine.model`: ")
+    assert "config.json" in outcome.stderr
 
 
 def test_no_process_no_thread_and_no_memory_are_no_bugs() -> None:

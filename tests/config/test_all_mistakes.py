@@ -97,7 +97,10 @@ ONE_MISTAKE = {
         "engine: {model: m}\ntiers: {host: {blocks: 1}}\nserver.port: 1\n",
         "unknown key `server.port`",
     ),
-    "a parent that is not there": ("extends: ./no.yaml\ntiers: {host: {}}\n", "`extends`: no such file: `DIR/no.yaml`"),
+    "a parent that is not there": (
+        "extends: ./no.yaml\ntiers: {host: {}}\n",
+        "`extends`: cannot read `DIR/no.yaml`: no such file or directory",
+    ),
     "a file that is no YAML": ("engine: [\n", "not valid YAML: a bracket is not closed"),
 }
 

@@ -18,7 +18,14 @@ from kvbm.errors import ProfileError
         ("", None),
         ("~", None),
         ("null", None),
-        ("010", 10),
+        ("0", 0),
+        ("-0", 0),
+        ("010", "010"),
+        ("-010", "-010"),
+        ("007.5", "007.5"),
+        ("0.5", 0.5),
+        ("0o17", "0o17"),
+        ("\u0661", "\u0661"),
         ("-3", -3),
         ("1_000", "1_000"),
         ("1:30", "1:30"),
@@ -30,7 +37,9 @@ from kvbm.errors import ProfileError
         ("0x10", "0x10"),
     ],
 )
-def test_only_true_and_false_are_booleans_and_only_decimals_are_numbers(text: str, value: object) -> None:
+def test_only_true_and_false_are_booleans_and_only_decimals_without_leading_zeros_are_numbers(
+    text: str, value: object
+) -> None:
     assert plain_scalar(text) == value
     assert type(plain_scalar(text)) is type(value)
 

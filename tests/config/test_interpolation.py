@@ -13,6 +13,7 @@ WHERE_IT_IS_READ = (
     "variables are replaced in `engine.model`, `engine.python`, `engine.environment`, `tiers.disk.directory`, "
     "`metrics.record_directory`, `bench.workload`; write `$${` for the text `${`"
 )
+NESTED = "variables cannot be nested: use one variable with the whole value"
 
 
 def load_model(directory: Path, model: str, rest: str = "") -> ResolvedProfile:
@@ -97,6 +98,55 @@ MISTAKES = {
         "`engine.model`: `${NAME` is neither `${NAME}` nor `${NAME:-default}`\n"
         "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME'}\n    |                  ^^^^^^",
         "write `$${` for the text `${`",
+    ),
+    "default that is a variable": (
+        "'${ABSENT:-${NAME}}/b'",
+        "",
+        "`engine.model`: `${ABSENT:-${NAME}}` is neither `${NAME}` nor `${NAME:-default}`\n"
+        "  FILE:1:18\n    |\n  1 | engine: {model: '${ABSENT:-${NAME}}/b'}\n    |                  ^^^^^^^^^^^^^^^^^^",
+        NESTED,
+    ),
+    "default that is a variable, of a variable that is set": (
+        "'${NAME:-${ABSENT}}'",
+        "",
+        "`engine.model`: `${NAME:-${ABSENT}}` is neither `${NAME}` nor `${NAME:-default}`\n"
+        "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-${ABSENT}}'}\n    |                  ^^^^^^^^^^^^^^^^^^",
+        NESTED,
+    ),
+    "name that is a variable": (
+        "'${${NAME}}'",
+        "",
+        "`engine.model`: `${${NAME}}` is neither `${NAME}` nor `${NAME:-default}`\n"
+        "  FILE:1:18\n    |\n  1 | engine: {model: '${${NAME}}'}\n    |                  ^^^^^^^^^^",
+        NESTED,
+    ),
+    "nested and open": (
+        "'${NAME:-${NAME}'",
+        "",
+        "`engine.model`: `${NAME:-${NAME}` is neither `${NAME}` nor `${NAME:-default}`\n"
+        "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-${NAME}'}\n    |                  ^^^^^^^^^^^^^^^",
+        NESTED,
+    ),
+    "default with a bracket": (
+        "'${NAME:-{a}}'",
+        "",
+        "`engine.model`: `${NAME:-{a}}` is neither `${NAME}` nor `${NAME:-default}`\n"
+        "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-{a}}'}\n    |                  ^^^^^^^^^^^^",
+        "the default must not contain `$`, `{` or `}`",
+    ),
+    "default with a dollar sign": (
+        "'${NAME:-$$}'",
+        "",
+        "`engine.model`: `${NAME:-$$}` is neither `${NAME}` nor `${NAME:-default}`\n"
+        "  FILE:1:18\n    |\n  1 | engine: {model: '${NAME:-$$}'}\n    |                  ^^^^^^^^^^^",
+        "the default must not contain `$`, `{` or `}`",
+    ),
+    "nested in a key that reads none": (
+        "m",
+        "server: {host: '${NAME:-${A}}'}\n",
+        "`server.host` does not support variables: `${NAME:-${A}}`\n"
+        "  FILE:3:17\n    |\n  3 | server: {host: '${NAME:-${A}}'}\n    |                 ^^^^^^^^^^^^^",
+        WHERE_IT_IS_READ,
     ),
     "variable without brackets": (
         "$NAME/model",

@@ -75,6 +75,20 @@ def test_environment_is_merged_by_name_and_each_has_an_origin(tmp_path: Path) ->
     assert resolved.origins["engine.environment.C"] == "--set"
 
 
+def test_variables_keep_their_text(tmp_path: Path) -> None:
+    text = BASE.replace("tiers:", "  environment: {A: 12.10, B: 1e3, C: 010, D: +5, E: 7}\ntiers:", 1)
+    overrides = ("engine.environment.F=0.10", "engine.environment={G: 2.50}")
+    environment = load_text(tmp_path, text, *overrides).profile.engine.environment
+    assert " ".join(environment[name] for name in sorted(environment)) == "12.10 1e3 010 +5 7 0.10 2.50"
+
+
+def test_home_is_expanded_in_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "parent.yaml").write_text(BASE)
+    (tmp_path / "mine.yaml").write_text("extends: ~/parent.yaml\n")
+    assert load("~/mine.yaml", directories=[]).profile == load(str(tmp_path / "parent.yaml"), directories=[]).profile
+
+
 def test_an_empty_section_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "parent.yaml").write_text(BASE)
     resolved = load_text(tmp_path, "extends: parent\ntiers:\ntransfer:\nengine:\n  environment:\n")
@@ -125,6 +139,14 @@ def test_blocks_win_over_capacity_in_one_layer_and_a_later_capacity_wins_over_bl
     variables["DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS"] = "9"
     assert load_text(tmp_path, both, variables=variables).profile.tiers.host.blocks == 9
     assert load_text(tmp_path, both, "tiers.host.capacity=3GB", variables=variables).profile.tiers.host.blocks is None
+
+
+def test_a_chain_of_many_parents_is_read(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: ./{number + 1}.yaml\n")
+    (tmp_path / "300.yaml").write_text("engine: {model: m}\ntiers: {host: {blocks: 7}}\n")
+    resolved = load(str(tmp_path / "0.yaml"), directories=[])
+    assert (resolved.values["tiers.host.blocks"], len(resolved.extends)) == (7, 300)
 
 
 def test_extends_takes_a_path_relative_to_the_file(tmp_path: Path) -> None:
@@ -201,13 +223,13 @@ FILE_MISTAKES = {
         f"{BASE}offload: {{generated: on}}\n",
         "`offload.generated` must be true or false, not the text `on`\n"
         "  FILE:6:22\n    |\n  6 | offload: {generated: on}\n    |                      ^^",
-        None,
+        "write `true`",
     ),
     "number in quotes": (
         f'{BASE}server: {{port: "8000"}}\n',
         "`server.port` must be a whole number or `auto`, not the text `8000`\n"
         '  FILE:6:16\n    |\n  6 | server: {port: "8000"}\n    |                ^^^^^^',
-        None,
+        "write `8000`, without quotes",
     ),
     "fraction for a count": (
         f"{BASE}transfer: {{batch_blocks: 1.5}}\n",
@@ -385,7 +407,7 @@ FILE_MISTAKES = {
     ),
     "extends no file": (
         "extends: ./other.yaml\n",
-        "`extends`: no such file: `DIR/other.yaml`\n"
+        "`extends`: cannot read `DIR/other.yaml`: no such file or directory\n"
         "  FILE:1:10\n    |\n  1 | extends: ./other.yaml\n    |          ^^^^^^^^^^^^",
         None,
     ),
@@ -445,7 +467,7 @@ UNREADABLE = {
     ),
     "endless file": ("/dev/zero", "cannot read the profile `/dev/zero`: it is larger than 128 KiB", None),
     "directory": ("DIR/", "cannot read the profile `DIR`: is a directory", None),
-    "not text": ("DIR/binary.yaml", "cannot read the profile `DIR/binary.yaml`: not UTF-8 text", None),
+    "not text": ("DIR/binary.yaml", "cannot read the profile `DIR/binary.yaml`: it is UTF-16 text, not UTF-8", None),
 }
 
 

@@ -17,6 +17,8 @@ from kvbm.config.sizes import MAX_BYTES, UNITS, exact_size, format_size, parse_s
         ("1B", 1),
         (" 1TB ", 10**12),
         ("1.9B", 1),
+        ("1PB", 10**15),
+        ("0.5PiB", 2**49),
     ],
 )
 def test_size_is_read_in_its_unit(text: str, byte_count: int) -> None:
@@ -33,7 +35,13 @@ def test_size_is_read_in_its_unit(text: str, byte_count: int) -> None:
         ("nan", "must be a size such as 100GB or 64GiB, not `nan`"),
         ("100", "requires a unit, such as `100GB` or `100GiB`"),
         ("5G", "has the unknown unit `G`: write `5GB`, or `5GiB` in powers of 2"),
-        ("5 Gbit", "has the unknown unit `Gbit`; units are B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"),
+        ("5 Gbit", "has the unknown unit `Gbit`; units are B, KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB"),
+        ("1EiB", "has the unknown unit `EiB`; units are B, KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB"),
+        ("010MB", "must be a size such as 100GB or 64GiB, not `010MB`"),
+        ("1_000MB", "must be a size such as 100GB or 64GiB, not `1_000MB`"),
+        ("1,000MB", "must be a size such as 100GB or 64GiB, not `1,000MB`"),
+        ("\u0661GB", "must be a size such as 100GB or 64GiB, not `\u0661GB`"),
+        ("9" * 300 + "GB", f"must be more than 0 and at most 1024PiB, not `{'9' * 200}...`"),
         ("0GB", "must be more than 0 and at most 1024PiB, not `0GB`"),
         ("0.1B", "must be more than 0 and at most 1024PiB, not `0.1B`"),
         ("9999999TB", "must be more than 0 and at most 1024PiB, not `9999999TB`"),

@@ -49,9 +49,9 @@ def no_device(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
 
-def rig_of(cache):
+def rig_of(cache, slots_per_pin=None):
     rig = Rig(cache)
-    rig.copier._path = cuda.CudaPath(rig.layout, rig.storages, rig.segment.payload)
+    rig.copier._path = cuda.CudaPath(rig.layout, rig.storages, rig.segment.payload, slots_per_pin)
     return rig
 
 
@@ -66,6 +66,27 @@ def test_a_block_survives_the_way_out_and_back_into_another_place(cache, staging
         ([], [], []),
     ):
         check_integrity(rig_of(cache), *case)
+
+
+@pytest.mark.parametrize("slots_per_pin", [1, 2, 5])
+@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.__name__)
+def test_no_copy_crosses_from_one_page_locked_range_into_the_next(cache, slots_per_pin, monkeypatch):
+    """The device refuses such a copy."""
+    rig = rig_of(cache, slots_per_pin)
+    start, size = rig.segment.payload.ctypes.data, slots_per_pin * rig.layout.slot_stride
+    copy_all, copied = cuda._copy_all, []
+
+    def refuse_border(targets, sources):
+        for tensor in (*targets, *sources):
+            first = tensor.data_ptr() - start
+            if 0 <= first < rig.segment.payload.nbytes:
+                assert first // size == (first + tensor.nbytes - 1) // size, "invalid argument"
+                copied.append(tensor)
+        copy_all(targets, sources)
+
+    monkeypatch.setattr(cuda, "_copy_all", refuse_border)
+    check_integrity(rig, [2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6], [3, 4, 5, 6, 7, 8])
+    assert copied
 
 
 @pytest.mark.parametrize("way", ["offload", "onboard"])

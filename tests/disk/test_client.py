@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_fo
 
 from kvbm.disk.directory import InstanceLock, list_caches
 from kvbm.disk.service import client
-from kvbm.disk.service.client import DiskClient
+from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.verify import holder
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
@@ -95,6 +96,23 @@ def test_blocks_come_back_and_are_there_for_the_next_process(tmp_path: Path) -> 
         assert all(rig.read(range(6), [3, 4, 5, 9, 1, 0]).is_good)
 
 
+def test_process_with_more_than_1024_open_files_can_use_the_disk(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 1200:
+        pytest.skip("needs 1200 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        with opened(tmp_path) as rig:
+            assert rig.tier.fileno() > 1023
+            assert rig.write([1], [0]).is_good == (True,)
+            rig.tier.clear()
+    finally:
+        for fd in others:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_damaged_block_is_not_good(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         rig.write([1, 2], [0, 1])
@@ -125,8 +143,10 @@ def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) ->
         rig.wait_until(lambda: rig.tier._receive() or rig.tier._results)
         in_flight = rig.start_write([3], [2], [2])
         rig.tier.clear()
+        assert not rig.tier.is_on
         assert rig.wait(seen_late).is_good == (False,)
         assert rig.wait(in_flight).is_good == (False,)
+        rig.wait_until(lambda: rig.tier.is_on)
         assert rig.write([4], [3]).is_good == (True,)
     with opened(tmp_path) as rig:
         assert rig.recovered() == {4: 3}
@@ -161,25 +181,6 @@ def test_blocks_of_a_process_that_has_ended_are_not_waited_for(tmp_path: Path) -
     with opened(tmp_path) as rig:
         os.kill(rig.tier.pid, signal.SIGKILL)
         assert rig.tier.recovered() is None
-
-
-def test_clear_is_durable_also_after_the_child_was_killed(tmp_path: Path) -> None:
-    with opened(tmp_path) as rig:
-        assert rig.write([1], [0]).is_good == (True,)
-        os.kill(rig.tier.pid, signal.SIGKILL)
-        rig.wait_until(lambda: rig.tier.poll() or not rig.tier.is_on)
-        rig.tier.clear()
-    with opened(tmp_path) as rig:
-        assert rig.recovered() == {}
-
-
-def test_clear_that_somebody_else_prevents_is_an_error(tmp_path: Path) -> None:
-    with opened(tmp_path) as rig:
-        assert rig.write([1], [0]).is_good == (True,)
-        os.kill(rig.tier.pid, signal.SIGKILL)
-        rig.wait_until(lambda: rig.tier.poll() or not rig.tier.is_on)
-        with opened(tmp_path), pytest.raises(EnvironmentProblem, match="not cleared durably"):
-            rig.tier.clear()
 
 
 def test_clear_of_a_tenant_leaves_the_others(tmp_path: Path) -> None:
@@ -233,6 +234,78 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
         assert rig.wait(rig.start_read([1], [0], [0])).error == "off: the disk process has exited"
         rig.tier.forget([0])
     assert len([message for message in caplog.messages if "has exited" in message]) == 1
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {1: 0}
+
+
+@contextmanager
+def stopped(rig):
+    os.kill(rig.tier.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(rig.tier.pid, signal.SIGCONT)
+
+
+def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as rig:
+        rig.write(range(4), range(4))
+        with stopped(rig):
+            started = time.monotonic()
+            tickets = [rig.start_read([1], [1], [1]), rig.start_write([9], [9], [9])]
+            assert rig.tier.is_on
+            rig.wait_until(lambda: not rig.tier.is_on)
+            assert ANSWER_LIMIT_S <= time.monotonic() - started < 2 * ANSWER_LIMIT_S
+            assert not rig.ended.keys() & set(tickets), "their host slots are not free yet"
+            assert rig.tier.counters.times_off == 1
+        assert [rig.wait(ticket).is_good for ticket in tickets] == [(True,), (True,)]
+        assert rig.tier.is_on
+        assert all(rig.read(range(4), range(4)).is_good)
+        assert rig.tier.counters.times_off == 1
+    assert [message for message in caplog.messages if "answers" in message] == [
+        f"the disk tier is off until disk process {rig.tier.pid} answers or its reads make progress",
+        f"disk process {rig.tier.pid} answers again",
+    ]
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {0: 0, 1: 1, 2: 2, 3: 3, 9: 9}
+
+
+def test_process_from_which_no_answer_is_due_is_never_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "ANSWER_LIMIT_S", 0.1)
+    with opened(tmp_path) as rig:
+        rig.write([1], [0])
+        with stopped(rig):
+            time.sleep(0.3)
+            rig.tier.poll()
+            assert rig.tier.is_on
+
+
+def test_process_that_never_answers_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "ANSWER_LIMIT_S", 0.2)
+    monkeypatch.setattr(client, "REPLACE_AFTER_S", 0.5)
+    with opened(tmp_path) as rig:
+        rig.write([1], [0])
+        with stopped(rig):
+            ticket = rig.start_read([1], [0], [0])
+            result = rig.wait(ticket)
+            assert (result.is_good, result.damaged) == ((False,), ())
+            assert not rig.tier.is_alive
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_close_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path, is_noticed: bool) -> None:
+    with opened(tmp_path) as rig:
+        rig.write([1], [0])
+        pid = rig.tier.pid
+        with stopped(rig):
+            rig.start_read([1], [0], [0])
+            if is_noticed:
+                rig.wait_until(lambda: not rig.tier.is_on)
+            started = time.monotonic()
+            rig.tier.close(0.1)
+            assert time.monotonic() - started < (1.0 if is_noticed else 4.0)
+            assert has_ended(pid)
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 0}
 

@@ -1,5 +1,6 @@
 """Every kind of damage ends as a miss and a counter, never as a wrong byte and never as an exception."""
 
+import json
 import os
 import shutil
 import sqlite3
@@ -9,7 +10,6 @@ from disk_rig import HASH_BYTES, NAMESPACE, assembled, instance_of, make_hash, o
 from xxhash import xxh3_64_hexdigest
 
 from kvbm.disk.instance import Instance
-from kvbm.errors import EnvironmentProblem
 
 BLOCKS = 12
 SLOT_BYTES = 8192 + 4096
@@ -117,14 +117,34 @@ def test_rows_of_two_blocks_exchanged(tmp_path):
         ("UPDATE blocks SET length = 4096 WHERE slot = 6", {6}),
         ("UPDATE blocks SET hash = x'0011' WHERE slot = 6", {6}),
         ("UPDATE blocks SET generation = -5 WHERE slot = 6", {6}),
+        ("UPDATE blocks SET generation = 9223372036854775807 WHERE slot = 6", {6}),
+        ("UPDATE blocks SET generation = 4611686018427387905 WHERE slot = 6", {6}),
+        ("UPDATE blocks SET generation = 1.5e300 WHERE slot = 6", {6}),
+        ("UPDATE blocks SET generation = 2.5 WHERE slot = 6", {6}),
+        ("UPDATE blocks SET generation = 'a text' WHERE slot = 6", {6}),
+        ("UPDATE blocks SET checksum = 'a text' WHERE slot = 6", {6}),
+        ("UPDATE blocks SET checksum = x'00' WHERE slot = 6", {6}),
+        ("UPDATE blocks SET length = 9223372036854775807 WHERE slot = 6", {6}),
+        ("UPDATE blocks SET length = -1 WHERE slot = 6", {6}),
+        ("UPDATE blocks SET length = 'a text' WHERE slot = 6", {6}),
+        ("UPDATE blocks SET hash = 'a text' WHERE slot = 6", {6}),
+        ("UPDATE blocks SET hash = x'' WHERE slot = 6", {6}),
+        ("UPDATE blocks SET hash = zeroblob(1000000) WHERE slot = 6", {6}),
+        ("UPDATE blocks SET slot = 9223372036854775807 WHERE slot = 6", {6}),
+        ("PRAGMA writable_schema = 1; UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')", None),
         ("DELETE FROM blocks WHERE slot = 6", set()),
     ],
 )
 def test_row_that_cannot_be_is_dropped(tmp_path, change, lost):
     path = write_cache(tmp_path) / "index.sqlite"
-    with sqlite3.connect(path) as connection:
-        connection.execute(change)
+    connection = sqlite3.connect(path)
+    connection.executescript(change)
     connection.close()
+    if lost is None:
+        lost = {6}
+        with sqlite3.connect(path) as connection:
+            connection.execute("UPDATE blocks SET checksum = NULL WHERE slot = 6")
+        connection.close()
     found, good, counters = recovered_and_good(tmp_path)
     assert found == good == set(range(BLOCKS)) - {6}
     assert counters.dropped_rows == len(lost)
@@ -134,9 +154,8 @@ def test_row_that_cannot_be_is_dropped(tmp_path, change, lost):
 @pytest.mark.parametrize(
     "change",
     [
-        "UPDATE blocks SET checksum = 'a text' WHERE slot = 6",
-        "UPDATE blocks SET hash = 'a text' WHERE slot = 6",
-        "UPDATE blocks SET generation = 1.5e300 WHERE slot = 6",
+        "CREATE TABLE other AS SELECT * FROM blocks; DROP TABLE blocks; ALTER TABLE other RENAME TO blocks;"
+        "UPDATE blocks SET slot = NULL WHERE slot = 6",
         "ALTER TABLE blocks RENAME COLUMN hash TO other",
         "DROP TABLE blocks; CREATE TABLE blocks (slot INTEGER)",
         "DROP TABLE blocks; CREATE VIEW blocks AS SELECT 1",
@@ -256,6 +275,65 @@ def superblock_of(instance):
     return instance / "superblock"
 
 
+FIELDS = {
+    "namespace": "00",
+    "facts": {"model": "a model"},
+    "hash_bytes": HASH_BYTES,
+    "payload_bytes": SLOT_BYTES,
+    "slot_bytes": SLOT_BYTES,
+    "slot_count": 16,
+    "created": 1.5,
+}
+OTHER_FIELDS = {
+    "more": '{"more": 1}',
+    "no namespace": '{"namespace": null}',
+    "facts of text": '{"facts": "a model"}',
+    "deep facts": '{"facts": {"a": ' + "[" * 400 + "]" * 400 + "}}",
+    "too deep": '{"facts": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}",
+    "hash of text": '{"hash_bytes": "16"}',
+    "huge": '{"slot_count": 1%s}' % ("0" * 400),
+    "huger than an int may be": '{"slot_count": 1%s}' % ("0" * 10_000),
+    "negative": '{"payload_bytes": -1}',
+    "a fraction": '{"slot_bytes": 1.5}',
+    "a boolean": '{"slot_count": true}',
+    "no time": '{"created": NaN}',
+    "the end of time": '{"created": Infinity}',
+    "a long text": '{"namespace": "%s"}' % ("a" * (2 << 20)),
+}
+
+
+def sealed(fields):
+    """A superblock with these fields, and checksums that fit."""
+    title = "kvbm disk cache format 1"
+    return f"{title} {xxh3_64_hexdigest(title.encode())}\n{xxh3_64_hexdigest(fields.encode())}\n{fields}\n"
+
+
+def changed(change):
+    """FIELDS with those of a JSON text in place of its own."""
+    if not change:
+        return json.dumps(FIELDS)
+    name = change[2 : change.index('"', 2)]
+    rest = {key: value for key, value in FIELDS.items() if key != name}
+    return json.dumps(rest)[:-1] + ", " + change[1:]
+
+
+@pytest.mark.parametrize("content", [*OTHER_FIELDS, "[]", "1", "null", "{}", "not json", "[" * 100_000])
+def test_superblock_of_other_fields_is_an_empty_cache(tmp_path, content, caplog):
+    path = superblock_of(write_cache(tmp_path))
+    path.write_text(sealed(changed(OTHER_FIELDS[content]) if content in OTHER_FIELDS else content))
+    found, _, counters = recovered_and_good(tmp_path)
+    assert found == set()
+    assert counters.damaged_superblocks == 1
+    assert len([message for message in caplog.messages if "superblock" in message]) == 1
+
+
+def test_superblock_of_its_own_fields_keeps_the_cache(tmp_path):
+    superblock_of(write_cache(tmp_path)).write_text(sealed(changed("")))
+    found, _, counters = recovered_and_good(tmp_path)
+    assert found == set(range(BLOCKS))
+    assert counters.damaged_superblocks == 0
+
+
 @pytest.mark.parametrize("content", [b"", b"anything", b"\xff" * 300, None])
 def test_superblock_of_anything_is_an_empty_cache(tmp_path, content):
     path = superblock_of(write_cache(tmp_path))
@@ -282,11 +360,13 @@ def test_every_bit_of_the_superblock_may_be_wrong(tmp_path):
             found.close()
 
 
-def test_cache_of_another_format_is_refused_and_left_as_it_is(tmp_path):
+def test_cache_of_another_format_is_not_used_and_left_as_it_is(tmp_path, caplog):
     instance = write_cache(tmp_path)
     title = "kvbm disk cache format 2"
     superblock_of(instance).write_text(f"{title} {xxh3_64_hexdigest(title.encode())}\nwhatever comes then\n")
     before = {path.name: path.read_bytes() for path in instance.iterdir()}
-    with pytest.raises(EnvironmentProblem, match="format 2"), opened(tmp_path):
-        pass
+    with opened(tmp_path) as rig:
+        assert rig.tier.path != instance
+        assert rig.tier.counters.unusable_instances == 1
+    assert len([message for message in caplog.messages if "has cache format 2" in message]) == 1
     assert {path.name: path.read_bytes() for path in instance.iterdir()} == before

@@ -2,11 +2,14 @@
 
 import errno
 import os
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from disk_rig import HASH_BYTES, NAMESPACE, instance_of, make_shards, opened, settings_for
@@ -48,44 +51,168 @@ def test_everything_is_private_whatever_the_umask(tmp_path):
         os.umask(before)
 
 
-@pytest.mark.parametrize("name", ["arena", "index.sqlite", "superblock", "lock"])
-def test_file_that_is_a_link_is_refused(tmp_path, name):
+FILES = ["arena", "index.sqlite", "superblock", "lock"]
+SIDE_FILES = ["index.sqlite-wal", "index.sqlite-journal"]
+
+
+def content_of(instance):
+    """What is there, and of what kind, without following links."""
+    return {
+        path.name: (path.lstat().st_mode, path.read_bytes() if path.is_file() else None)
+        for path in (instance, *instance.iterdir())
+    }
+
+
+def require_another_is_used(directory, instance, caplog, *, is_untouched=True):
+    """An engine starts with another instance, warns once, counts it, and leaves the files as they are."""
+    before = content_of(instance)
+    caplog.clear()
+    with opened(directory) as rig:
+        assert rig.tier.path != instance
+        assert rig.recovered() == {}
+        assert rig.write([1], [0]).is_good == (True,)
+        assert rig.tier.counters.damaged_files == rig.tier.counters.unusable_instances == 1
+    assert not is_untouched or content_of(instance) == before
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"cannot use the disk cache {instance}, using another one" in warning
+    return warning
+
+
+@pytest.mark.parametrize("name", [*FILES, *SIDE_FILES])
+def test_cache_with_a_file_that_is_a_link_is_not_used(tmp_path, name, caplog):
     fill(tmp_path / "cache")
-    path = instance_of(tmp_path / "cache") / name
+    instance = instance_of(tmp_path / "cache")
     target = tmp_path / "of-somebody"
-    os.rename(path, target)
-    path.symlink_to(target)
+    target.write_bytes(b"")
+    if (instance / name).exists():
+        os.rename(instance / name, target)
+    (instance / name).symlink_to(target)
     before = target.read_bytes()
-    with pytest.raises(EnvironmentProblem), opened(tmp_path / "cache"):
-        pass
+    require_another_is_used(tmp_path / "cache", instance, caplog)
     assert target.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["arena", "index.sqlite", "superblock", "lock"])
-def test_file_with_two_names_is_refused(tmp_path, name):
+@pytest.mark.parametrize("name", FILES)
+def test_cache_with_a_file_with_two_names_is_not_used(tmp_path, name, caplog):
     fill(tmp_path / "cache")
-    os.link(instance_of(tmp_path / "cache") / name, tmp_path / "other")
-    with pytest.raises(EnvironmentProblem, match="single hard link"), opened(tmp_path / "cache"):
-        pass
+    instance = instance_of(tmp_path / "cache")
+    os.link(instance / name, tmp_path / "other")
+    assert "single hard link" in require_another_is_used(tmp_path / "cache", instance, caplog)
 
 
-@pytest.mark.parametrize("name", ["arena", "index.sqlite", "superblock", "lock", "."])
-def test_what_others_may_read_is_refused(tmp_path, name):
+@pytest.mark.parametrize("kind", ["directory", "FIFO", "socket"])
+@pytest.mark.parametrize("name", [*FILES, *SIDE_FILES])
+def test_cache_with_something_else_in_place_of_a_file_is_not_used(tmp_path, name, kind, caplog, monkeypatch):
     fill(tmp_path)
-    path = instance_of(tmp_path) / name
-    path.chmod(0o755)
-    with pytest.raises(EnvironmentProblem, match=r"mode 0755") as caught, opened(tmp_path):
-        pass
-    assert caught.value.hint == f"run `chmod go-rwx {path}`"
+    instance = instance_of(tmp_path)
+    (instance / name).unlink(missing_ok=True)
+    if kind == "directory":
+        (instance / name).mkdir(0o700)
+    elif kind == "FIFO":
+        os.mkfifo(instance / name, 0o600)
+    else:
+        monkeypatch.chdir(instance)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(name)
+    require_another_is_used(tmp_path, instance, caplog)
+
+
+@pytest.mark.parametrize("name", [*FILES, "."])
+def test_cache_that_others_may_read_is_not_used(tmp_path, name, caplog):
+    fill(tmp_path)
+    instance = instance_of(tmp_path)
+    (instance / name).chmod(0o755)
+    warning = require_another_is_used(tmp_path, instance, caplog)
+    assert "mode 0755" in warning
+    assert f"run `chmod go-rwx {instance / name}`" in warning
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-@pytest.mark.parametrize("name", ["arena", "lock", "."])
-def test_what_belongs_to_others_is_refused(tmp_path, name):
+@pytest.mark.parametrize("name", [*FILES, "."])
+def test_cache_that_belongs_to_another_user_is_not_used(tmp_path, name, caplog):
+    """As one of `root` after a run with `sudo`."""
     fill(tmp_path)
-    os.chown(instance_of(tmp_path) / name, 65534, -1)
-    with pytest.raises(EnvironmentProblem, match="belongs to user 65534"), opened(tmp_path):
+    instance = instance_of(tmp_path)
+    os.chown(instance / name, 65534, -1)
+    warning = require_another_is_used(tmp_path, instance, caplog)
+    assert "belongs to user 65534" in warning
+    assert "sudo chown -R 0" in warning
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("name", [*FILES, "."])
+def test_cache_that_this_user_may_not_open_is_not_used(name, caplog):
+    with tempfile.TemporaryDirectory() as path:
+        directory = Path(path)
+        directory.chmod(0o711)
+        (directory / "cache").mkdir(0o700)
+        os.chown(directory / "cache", 65534, 65534)
+        os.seteuid(65534)
+        try:
+            fill(directory / "cache")
+            instance = instance_of(directory / "cache")
+            (instance / name).chmod(0)
+            caplog.clear()
+            with opened(directory / "cache") as rig:
+                assert rig.tier.path != instance
+                assert rig.tier.counters.unusable_instances == 1
+            assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+        finally:
+            os.seteuid(0)
+            (instance / name).chmod(0o700)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_cache_with_a_file_that_cannot_be_changed_is_not_used(tmp_path, name, caplog):
+    fill(tmp_path)
+    path = instance_of(tmp_path) / name
+    if subprocess.run(["chattr", "+i", path], capture_output=True).returncode:
+        pytest.skip("cannot make a file immutable here")
+    try:
+        require_another_is_used(tmp_path, path.parent, caplog, is_untouched=False)
+    finally:
+        subprocess.run(["chattr", "-i", path], check=True)
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "others"])
+def test_namespace_in_which_no_cache_can_be_made_is_a_clear_error(tmp_path, kind):
+    home = tmp_path / NAMESPACE.digest.hex()
+    if kind == "file":
+        home.write_text("")
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir(0o700)
+        home.symlink_to("elsewhere")
+    else:
+        home.mkdir()
+        home.chmod(0o755)
+    with pytest.raises(EnvironmentProblem, match=str(home)), opened(tmp_path):
         pass
+
+
+def test_name_of_a_cache_that_something_else_has_is_not_used(tmp_path):
+    fill(tmp_path)
+    instance = instance_of(tmp_path)
+    os.rename(instance, tmp_path / "aside")
+    instance.symlink_to(tmp_path / "aside")
+    (instance.parent / "0123456789abcdef").write_text("")
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {}
+        assert rig.tier.path != instance
+
+
+def test_several_unusable_caches_are_counted_and_a_usable_one_is_found_among_them(tmp_path):
+    with opened(tmp_path) as first, opened(tmp_path) as second, opened(tmp_path) as third:
+        paths = [rig.tier.path for rig in (first, second, third)]
+        second.write([1], [0])
+    for age, path in enumerate(paths):
+        os.utime(path / "lock", (100 - age, 100 - age))
+    for path in (paths[0], paths[2]):
+        (path / "arena").chmod(0o644)
+    with opened(tmp_path) as rig:
+        assert rig.tier.path == paths[1]
+        assert rig.recovered() == {1: 0}
+        assert rig.tier.counters.unusable_instances == 1
+    assert len(list_caches(tmp_path)) == 3
 
 
 def test_directory_that_is_a_link_or_open_to_all_is_refused(tmp_path):
@@ -378,14 +505,14 @@ def test_list_tells_of_damage(tmp_path):
 def test_rows_are_read_as_they_were_written(tmp_path):
     with opened(tmp_path) as rig:
         rig.write([1, 2], [5, 4], [b"a", b""])
+        tier_checksums = [rig.tier._checksums[5], rig.tier._checksums[4]]
         index = BlockIndex.open_to_read(instance_of(tmp_path) / "index.sqlite")
-        rows = list(index.rows())
+        rows = index._connection.execute("SELECT slot, tenant, length, generation FROM blocks ORDER BY slot").fetchall()
+        assert index.slots_of(b"a") == [5]
+        checksums = index.load(HASH_BYTES).checksums
         index.close()
-    assert [(row.slot, row.tenant, row.length, row.generation) for row in rows] == [
-        (4, b"", 12288, 2),
-        (5, b"a", 12288, 1),
-    ]
-    assert all(0 <= row.checksum < 1 << 64 for row in rows)
+    assert rows == [(4, b"", 12288, 2), (5, b"a", 12288, 1)]
+    assert sorted(checksums) == sorted(tier_checksums)
 
 
 def test_start_that_is_interrupted_leaves_no_new_cache(tmp_path, monkeypatch):

@@ -136,6 +136,85 @@ def test_failed_read_is_a_failed_ticket(rig, faults, number):
     assert rig.read(range(4), range(4)).is_good == (True,) * 4
 
 
+@pytest.mark.parametrize("number", ERRORS)
+def test_failed_read_proves_nothing_about_its_blocks(tmp_path, faults, number):
+    """However often it fails, as long as nothing else can be read."""
+    with assembled(tmp_path, change=faults.put_into) as rig:
+        rig.write(range(4), range(4))
+        faults.io.read.error = os_error(number)
+        results = [rig.read([slot], [slot]) for slot in (0, 1, 0, 1, 0)]
+        results.append(rig.read(range(4), range(4)))
+        assert [result.damaged for result in results] == [()] * 6
+        faults.io.read.release()
+        rig.wait_until(lambda: rig.tier.is_on)
+        assert rig.read(range(4), range(4)).is_good == (True,) * 4
+
+
+def test_only_what_is_wrong_on_disk_is_damaged(rig, faults):
+    rig.write(range(4), range(4))
+    assert rig.read([0, 9, 2, 8], range(4)).damaged == (1, 3)
+    assert rig.tier.counters.checksum_misses == 2
+    os.truncate(rig.tier.path / "arena", 3 * rig.block_bytes)
+    result = rig.read(range(4), range(4))
+    assert (result.is_good, result.damaged) == ((True, True, True, False), (3,))
+
+
+def test_block_that_cannot_be_read_while_others_can_is_damaged(rig, faults):
+    rig.write(range(4), range(4))
+    faults.io.read.is_for = lambda runs: runs[0].offset == 0
+    faults.io.read.error = os_error(errno.EIO)
+    assert rig.read([0], [0]).damaged == ()
+    assert rig.read([0], [0]).damaged == (), "the disk may have failed as a whole"
+    assert rig.read([1], [1]).is_good == (True,)
+    assert rig.read([0], [0]).damaged == (0,)
+
+
+def test_block_that_could_be_read_meanwhile_is_not_damaged(rig, faults):
+    rig.write(range(4), range(4))
+    faults.io.read.is_for = lambda runs: runs[0].offset == 0
+    for _ in range(3):
+        faults.io.read.error = os_error(errno.EIO)
+        assert rig.read([0], [0]).damaged == ()
+        faults.io.read.error = None
+        assert rig.read([0, 1], [0, 1]).is_good == (True, True)
+
+
+def test_block_whose_host_memory_is_lost_during_the_read_is_not_damaged(rig, faults):
+    """As when the rank of that memory ends: it reads as zeros."""
+    rig.write(range(4), range(4))
+    real = faults.io.read._call
+
+    def read_and_lose(runs):
+        real(runs)
+        rig.wipe([1])
+
+    faults.io.read._call = read_and_lose
+    result = rig.read(range(4), range(4))
+    assert (result.is_good, result.damaged) == ((True, False, True, True), ())
+    assert result.error == "the host memory was lost during the read"
+    assert rig.tier.counters.checksum_misses == 0
+
+
+def test_reads_that_make_no_progress_are_reported(rig, faults):
+    rig.write(range(8), range(8))
+    assert rig.tier.reads_stuck_since() is None
+    faults.io.write.hold()
+    rig.start_write([9], [9], [9])
+    faults.io.write.wait_until_held()
+    assert rig.tier.reads_stuck_since() is None, "no read waits for a write that hangs in one of two threads"
+    faults.io.read.hold()
+    started_s = time.monotonic()
+    tickets = [rig.start_read([number], [number], [number]) for number in range(3)]
+    since_s = rig.tier.reads_stuck_since()
+    assert started_s <= since_s <= time.monotonic()
+    assert rig.tier.reads_stuck_since() == since_s
+    faults.io.write.release()
+    faults.io.read.release()
+    for ticket in tickets:
+        rig.wait(ticket)
+    assert rig.tier.reads_stuck_since() is None
+
+
 def test_bad_place_costs_only_the_block_in_it(rig, faults):
     rig.write(range(16), range(16))
     bad = 9 * rig.block_bytes

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, found_blocks, settings_for
-from test_client import ProcessRig, has_ended, host_memory, opened
+from test_client import ProcessRig, has_ended, host_memory, opened, stopped
 
 from kvbm.disk.directory import list_caches
 from kvbm.disk.service import supervisor
-from kvbm.disk.service.client import DiskClient
+from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.errors import EnvironmentProblem
 
@@ -176,20 +176,102 @@ def test_clear_of_a_process_that_has_ended_is_kept(tmp_path: Path, persist: bool
         assert rig.write([2], [0]).is_good == (True,)
 
 
-def test_clear_that_failed_is_made_up_for_by_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write([1, 2], [0, 1])
+        with stopped(rig):
+            started = time.monotonic()
+            with pytest.raises(EnvironmentProblem, match=r"not cleared durably yet: no answer in 2 s"):
+                rig.tier.clear()
+            assert time.monotonic() - started < 1.5 * ANSWER_LIMIT_S
+            for _ in range(3):
+                started = time.monotonic()
+                with pytest.raises(EnvironmentProblem, match="not cleared durably yet"):
+                    rig.tier.clear()
+                assert time.monotonic() - started < 0.1, "it is known not to answer"
+            assert not rig.tier.is_on
+        rig.wait_until(lambda: rig.tier.is_on)
+        assert rig.tier.recovered() == (b"", b"", True)
+        assert rig.write([3], [2]).is_good == (True,)
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {3: 2}
+
+
+def test_write_in_flight_at_a_clear_that_comes_late_is_cleared(tmp_path: Path) -> None:
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
-        monkeypatch.setattr("kvbm.disk.service.client.CLEAR_TIMEOUT_S", 0.1)
-        os.kill(rig.tier.pid, signal.SIGSTOP)
-        with pytest.raises(EnvironmentProblem, match="not cleared durably"):
-            rig.tier.clear()
-        monkeypatch.undo()
-        kill(rig)
+        with stopped(rig):
+            in_flight = rig.start_write([2], [1], [1])
+            with pytest.raises(EnvironmentProblem):
+                rig.tier.clear(0.1)
+        assert rig.wait(in_flight).is_good == (False,)
+        rig.wait_until(lambda: rig.tier.is_on)
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {}
+
+
+def test_clear_that_was_not_durable_is_repeated_by_the_next_process(tmp_path: Path) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        with stopped(rig):
+            with pytest.raises(EnvironmentProblem, match="not cleared durably yet"):
+                rig.tier.clear(0.1)
+            kill(rig)
         assert come_back(rig) == {}
-        rig.tier.clear()
+        rig.wait_until(lambda: rig.tier.is_on)
         assert rig.write([2], [0]).is_good == (True,)
         kill(rig)
-        assert come_back(rig, 2) == {2: 0}, "it is made up for once"
+        assert come_back(rig, 2) == {2: 0}, "it is repeated once"
+
+
+def test_clear_that_was_not_durable_is_done_when_the_engine_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", LIMIT_S)
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        kill(rig)
+        with pytest.raises(EnvironmentProblem, match="the disk process has exited"):
+            rig.tier.clear(0.1)
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {}
+
+
+def test_clear_of_a_stopped_process_is_done_when_the_engine_ends(tmp_path: Path) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        with stopped(rig):
+            with pytest.raises(EnvironmentProblem):
+                rig.tier.clear(0.1)
+            started = time.monotonic()
+            rig.tier.close(0.1)
+            assert time.monotonic() - started < 8
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {}
+
+
+def test_clear_that_another_engine_prevents_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 1.0)
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        kill(rig)
+        rig.wait_until(lambda: rig.tier.losses)
+        with opened(tmp_path), pytest.raises(EnvironmentProblem, match="another process uses it"):
+            rig.tier.clear(LIMIT_S)
+
+
+def test_process_that_does_not_answer_is_used_again_and_has_all_its_blocks(tmp_path: Path) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write(range(8), range(8))
+        pid = rig.tier.pid
+        with stopped(rig):
+            ticket = rig.start_read([1, 2], [1, 2], [1, 2])
+            rig.wait_until(lambda: not rig.tier.is_on)
+        assert rig.wait(ticket).is_good == (True, True)
+        assert rig.tier.is_on
+        assert (rig.tier.pid, rig.tier.losses, rig.tier.restarts) == (pid, 0, 0)
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {number: number for number in range(8)}
 
 
 def test_clear_reaches_a_process_that_nobody_has_seen(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from pathlib import Path
 
 import pytest
 
-from kvbm.disk.wear import DAY_S, LEAST_BYTES, SYSFS, Wear, WearMeter
+from kvbm.disk.wear import DAY_S, LEAST_BYTES, SAMPLE_INTERVAL_S, SYSFS, WINDOW_S, Wear, WearMeter
 
 GIB = 1 << 30
 MOUNTS = "22 27 0:21 / /proc rw - proc proc rw\n23 27 8:1 / / rw - ext4 /dev/root rw\n"
@@ -124,3 +126,43 @@ def test_device_of_btrfs_is_the_source_of_its_mount(tmp_path: Path, monkeypatch:
     wear = WearMeter(tmp_path, mounts=mounts)
     number = real(disk).st_rdev
     assert wear._device == (SYSFS / f"{os.major(number)}:{os.minor(number)}").resolve()
+
+
+class Interrupted(deque):
+    """Samples; the first time that their number is read, another thread measures an hour later, before the reader goes
+    on."""
+
+    other: threading.Thread | None = None
+    clock: Clock
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        if count == 2 and self.other is not None and self.other.ident is None:
+            self.clock.now += WINDOW_S
+            self.other.start()
+            self.other.join(0.2)
+        return count
+
+
+def test_two_threads_may_measure_at_one_time(drive: Drive, tmp_path: Path, clock: Clock) -> None:
+    wear = meter(drive, tmp_path, clock)
+    wear._samples = samples = Interrupted(wear._samples)
+    clock.now += SAMPLE_INTERVAL_S
+    samples.clock, samples.other = clock, threading.Thread(target=wear.measure, args=(GIB,))
+    assert wear.measure(GIB).drive_writes_per_day is not None
+    samples.other.join()
+
+
+@pytest.mark.parametrize("mounts", ["", "22 27\n", "22 27 0:21 / / rw proc\n", "22 27 0:21 / / rw -\n", None])
+def test_mount_table_in_an_unknown_format_is_not_guessed_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounts: str | None
+) -> None:
+    table = tmp_path / "mountinfo"
+    if mounts is not None:
+        table.write_text(mounts)
+    monkeypatch.setattr(os, "major", lambda number: 0)
+    assert WearMeter(tmp_path, mounts=table).measure(GIB) == Wear(None, None, None)
+
+
+def test_directory_that_is_gone_is_not_guessed_about(tmp_path: Path) -> None:
+    assert WearMeter(tmp_path / "gone").measure(GIB) == Wear(None, None, None)

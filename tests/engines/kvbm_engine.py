@@ -127,9 +127,12 @@ def assert_same(answers, expected) -> None:
 
 @contextmanager
 def running(**arguments):
+    """Also require that no exception was stopped at the boundary: it would hide a bug."""
     engine = KvbmEngine(**arguments)
     try:
         yield engine
+        if engine.connector is not None:
+            assert engine.counters.faults == engine.connector[1].boundary.faults == 0
     finally:
         if engine.copier is not None:
             engine.copier.heal()

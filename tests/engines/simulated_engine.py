@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 
+import torch
 from engine_rig import Result
 
 from kvbm import hashing
@@ -17,10 +18,12 @@ from kvbm.embedded.engine.block_pool import BlockPool
 from kvbm.embedded.engine.engine_core import EngineCore
 from kvbm.embedded.engine.request import Request, SamplingParams
 from kvbm.embedded.engine.scheduler import Scheduler, SchedulerLimits
+from kvbm.host.layout import BlockLayout
 
 VOCABULARY = 50
 STOP = 0  # the token that ends a request which does not ignore it
 GARBAGE = b"garbage"
+DIGEST_BYTES = 8
 
 _ids = itertools.count()
 
@@ -29,7 +32,7 @@ def digests(token_ids: list[int]) -> list[bytes]:
     """One per position: names this token and all before it."""
     result, digest = [], b""
     for token_id in token_ids:
-        digest = hashlib.blake2b(digest + bytes([token_id]), digest_size=8).digest()
+        digest = hashlib.blake2b(digest + bytes([token_id]), digest_size=DIGEST_BYTES).digest()
         result.append(digest)
     return result
 
@@ -60,6 +63,38 @@ class SimulatedMemory:
 
     def spoil(self, block_id: int) -> None:
         self.content[block_id] = [GARBAGE] * self.block_size
+
+
+class SharedMemoryOfBytes:
+    """SimulatedMemory as bytes that a real worker of kvbm copies: `register_kv_pool` accepts it."""
+
+    fd = None
+
+    def __init__(self, block_count: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.storages = [torch.zeros(block_count * block_size * DIGEST_BYTES, dtype=torch.uint8)]
+        cells = self.storages[0].numpy().view(f"V{DIGEST_BYTES}")
+        self.content = [_Cells(row) for row in cells.reshape(block_count, block_size)]
+
+    def layout(self) -> BlockLayout:
+        size = self.block_size * DIGEST_BYTES
+        return BlockLayout.block_contiguous(block_count=len(self.content), block_bytes=size)
+
+    def spoil(self) -> None:
+        self.storages[0].fill_(0x4E)
+
+
+class _Cells:
+    """The cells of one block, as bytes objects."""
+
+    def __init__(self, row) -> None:
+        self._row = row
+
+    def __getitem__(self, offset: int) -> bytes:
+        return self._row[offset].tobytes()
+
+    def __setitem__(self, offset: int, digest: bytes) -> None:
+        self._row[offset] = digest
 
 
 class SimulatedRunner:
@@ -103,17 +138,18 @@ class SimulatedEngine:
         max_requests: int = 16,
         prefix_caching: bool = True,
         connector=None,
+        memory=SimulatedMemory,
     ) -> None:
         self.block_size = block_size
         self.connector = connector
         self.blocks = BlockPool(blocks)
-        self.memory = SimulatedMemory(blocks, block_size)
+        self.memory = memory(blocks, block_size)
         limits = SchedulerLimits(block_size, max_batched_tokens, max_requests, prefix_caching)
         self.scheduler = Scheduler(self.blocks, limits, connector[0] if connector else None)
         if connector is not None:
             connector[1].register_kv_pool(self.memory)
             connector[0].bind_block_pool(self.blocks, b"")
-        runner = SimulatedRunner(self.memory, lambda: connector is not None and bool(connector[1]._failed))
+        runner = SimulatedRunner(self.memory, lambda: bool(connector and getattr(connector[1], "_failed", ())))
         self.core = EngineCore(
             runner=runner, scheduler=self.scheduler, stop_token_ids=frozenset([STOP]), connector=connector
         )

@@ -14,6 +14,7 @@ import signal
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -629,7 +630,89 @@ def test_disk_processes_killed_under_load_change_no_output(tmp_path, expected, t
 def test_a_reset_between_two_disk_processes_is_durable(written):
     with engine_on(written) as engine:
         kill_disk(engine)
-        assert engine.engine.reset_prefix_cache()
+        engine.engine.reset_prefix_cache()
         wait_until(engine, lambda: engine.counters.disk_restarts and not engine.counters.disk_off)
         assert engine.leader.blocks()[Tier.DISK]["evictable"] == 0
         assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == 0
+
+
+# -- a disk process that is stopped ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stopped_disk(engine):
+    pid = engine.leader._disk._disk.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def rows_of(directory):
+    connection = sqlite3.connect(f"file:{instance_of(directory)}/index.sqlite?mode=ro", uri=True)
+    try:
+        return connection.execute("SELECT count(*) FROM blocks").fetchone()[0]
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("policy", ["auto", "always"])
+def test_a_stopped_disk_process_costs_one_deadline_and_no_block(written, expected, policy):
+    rows = rows_of(written)
+    with engine_on(written, policy=policy) as engine:
+        steps = Steps(engine)
+        with stopped_disk(engine):
+            started_s = time.monotonic()
+            waiting = [engine.submit(prompt(1, LENGTH)) for _ in range(3)]
+            for request in waiting:
+                assert_same([request.wait().said()], [expected[1]])
+            assert time.monotonic() - started_s < 10
+            for seed in range(2, 5):
+                forget_memory(engine)
+                engine.ask(prompt(seed, LENGTH))
+                assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
+            deadline_s = time.monotonic() + 5
+            while engine.engine._order(lambda: engine.leader.has_pending()):
+                assert time.monotonic() < deadline_s, "the engine cannot rest meanwhile"
+                time.sleep(0.01)
+        assert steps.longest_s < 1.5, "a step waited for the process"
+        wait_until(engine, lambda: not engine.counters.disk_off)
+        assert engine.counters.disk_restarts == 0
+        assert engine.counters.disk_checksum_failures == 0
+        forget_memory(engine)
+        answer = engine.ask(prompt(1, LENGTH))
+        assert_same([answer.said()], [expected[1]])
+        if policy == "always":  # otherwise the disk counts as slow
+            assert answer.last.num_external_tokens == LOADABLE
+        rest(engine)
+        check_leader(engine.leader)
+    assert rows_of(written) >= rows
+
+
+def test_a_reset_does_not_wait_for_a_stopped_disk_process(written):
+    with engine_on(written) as engine:
+        steps = Steps(engine)
+        with stopped_disk(engine):
+            for limit_s in (3.0, 1.0, 1.0):
+                started_s = time.monotonic()
+                assert not engine.engine.reset_prefix_cache(), "it is not durable yet"
+                assert time.monotonic() - started_s < limit_s
+            assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == 0
+        wait_until(engine, lambda: not engine.counters.disk_off)
+        assert engine.leader.blocks()[Tier.DISK]["evictable"] < LENGTH // 16
+        forget_memory(engine)
+        assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == 0
+        assert steps.longest_s < 1.5
+
+
+def test_an_engine_ends_although_its_disk_process_is_stopped(written, expected):
+    with engine_on(written) as engine:
+        engine.ask(prompt(1, LENGTH))
+        pid = engine.leader._disk._disk.pid
+        os.kill(pid, signal.SIGSTOP)
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s < 15
+    assert not Path(f"/proc/{pid}").exists()
+    with engine_on(written) as engine:
+        assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])

@@ -52,6 +52,13 @@ def test_multi_turn_outputs_are_equal_and_blocks_really_travel(expected, worker_
         check_leader(engine.leader)
 
 
+def test_no_process_can_shorten_the_memory_that_the_engine_shares_with_its_worker():
+    with running(host_blocks=40, worker_process=True) as engine:
+        pool = engine.engine.pool
+        with pytest.raises(PermissionError):
+            os.ftruncate(pool.fd, 4096)
+
+
 def test_generated_tokens_come_back_too():
     with running(host_blocks=400) as engine:
         first = engine.ask(prompt(1, 100), max_tokens=60)

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import gc
 import json
 import mmap
@@ -12,16 +14,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import kvbm.host.shared_memory
 from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.machine_memory import HostMemory
 from kvbm.host.region import LANES, Region, Segment
+from kvbm.host.shared_memory import KERNEL
 from kvbm.types import SegmentInfo, SlotState
 
 LAYOUT = BlockLayout((Piece(0, 0, 5000, 5000),), 4)
 SLOTS = 8
+SMALL = ~os.MFD_HUGETLB  # mask of memfd flags on a machine without huge pages
 EMPTY, READY, FAILED = SlotState
 
 
@@ -208,9 +213,9 @@ def test_a_segment_that_is_gone_is_an_error_that_names_its_rank(ranks):
 def test_a_file_that_is_no_segment_is_refused(ranks, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(ranks[0].info.length))
-    with path.open("r+b") as file, pytest.raises(EnvironmentProblem, match="is not its segment"):
+    with path.open("r+b") as file, pytest.raises(EnvironmentProblem, match="is not its sealed segment"):
         Region.map([changed(ranks[0].info, fd=file.fileno())])
-    with pytest.raises(EnvironmentProblem, match="is not its segment"):
+    with pytest.raises(EnvironmentProblem, match="is not its sealed segment"):
         Region.map([changed(ranks[0].info, length=ranks[0].info.length + 4096)])
 
 
@@ -272,7 +277,7 @@ def test_a_failure_while_pages_are_taken_says_how_far_it_came(monkeypatch):
         def advise_huge_pages(self, address, length):
             pass
 
-        def populate(self, address, length):
+        def populate(self, address, fd, start, length):
             Exhausted.calls += 1
             if Exhausted.calls == 3:
                 raise OSError(12, "Cannot allocate memory")
@@ -285,7 +290,7 @@ def test_a_failure_while_pages_are_taken_says_how_far_it_came(monkeypatch):
 def test_huge_pages_are_used_where_enough_are_reserved_and_not_otherwise(tmp_path, monkeypatch):
     flags = []
     real = os.memfd_create
-    monkeypatch.setattr(os, "memfd_create", lambda name, flag: (flags.append(flag), real(name, os.MFD_CLOEXEC))[1])
+    monkeypatch.setattr(os, "memfd_create", lambda name, flag: (flags.append(flag), real(name, flag & SMALL))[1])
     pages = {"HugePages_Rsvd": 0, "Hugepagesize": "2048 kB"}
     for free in (1, 0):
         memory = memory_with(tmp_path / str(free), available=1 << 40, HugePages_Free=free, **pages)
@@ -293,6 +298,116 @@ def test_huge_pages_are_used_where_enough_are_reserved_and_not_otherwise(tmp_pat
         assert segment.info.length % ((2 << 20) if free else 4096) == 0
         segment.close()
     assert [bool(flag & os.MFD_HUGETLB) for flag in flags] == [True, False]
+
+
+RESERVED = {"HugePages_Rsvd": 0, "Hugepagesize": "2048 kB", "HugePages_Free": 1}
+
+
+@pytest.mark.parametrize("lost", ["when they are mapped", "when they are touched"])
+def test_a_rank_that_loses_the_race_for_huge_pages_uses_small_ones(lost, tmp_path, monkeypatch, caplog):
+    """Another rank takes them after the check. This machine has none, so that mmap fails as after a lost race."""
+    memory = memory_with(tmp_path, available=1 << 40, **RESERVED)
+    if lost == "when they are touched":
+        real, populate = os.memfd_create, KERNEL.populate
+        failures = iter([OSError(errno.EFAULT, "Bad address")])
+        monkeypatch.setattr(os, "memfd_create", lambda name, flag: real(name, flag & SMALL))
+
+        def touched(*arguments):
+            if (error := next(failures, None)) is not None:
+                raise error
+            populate(*arguments)
+
+        monkeypatch.setattr(KERNEL, "populate", touched)
+    before = len(os.listdir("/proc/self/fd"))
+    segment = segment_of(memory=memory)
+    segment.payload[:] = 3
+    assert "rank 0 uses small pages" in caplog.text
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before + 2, "descriptors of the huge pages are still open"
+    segment.close()
+
+
+def test_without_madv_populate_a_shortage_is_an_error_and_no_signal(monkeypatch):
+    """On a kernel before 5.14 the file allocates its pages before they are touched."""
+    monkeypatch.setattr(kvbm.host.shared_memory, "MADV_POPULATE_WRITE", 9999)
+    segment = segment_of(slot_count=64)
+    assert os.fstat(segment.info.fd).st_blocks * 512 >= segment.info.length
+    segment.close()
+
+    def refuse(fd, start, length):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(EnvironmentProblem, match="ran out after"):
+        segment_of(slot_count=64)
+
+
+# -- seals -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_process_can_change_the_length_of_a_segment(ranks):
+    """A shorter file would end every process that touches its mapping by SIGBUS."""
+    info = ranks[0].info
+    with open(f"/proc/{info.pid}/fd/{info.fd}", "r+b") as same:
+        for length in (0, info.length - 4096, info.length + 4096):
+            with pytest.raises(PermissionError):
+                os.ftruncate(same.fileno(), length)
+        with pytest.raises(PermissionError):  # and no process can add a seal that forbids writes
+            fcntl.fcntl(same, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL])
+def test_a_segment_that_can_be_shortened_is_not_mapped(ranks, seals):
+    info = ranks[0].info
+    fd = os.memfd_create("kvbm-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, info.length)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        with pytest.raises(EnvironmentProblem, match="is not its sealed segment"):
+            Region.map([changed(info, fd=fd)])
+    finally:
+        os.close(fd)
+
+
+# -- page-locked memory ------------------------------------------------------------------------------------------------
+
+
+class Runtime:
+    """cudart that only remembers which ranges are page-locked."""
+
+    def __init__(self):
+        self.ranges = {}
+
+    def cudart(self):
+        return self
+
+    def cudaHostRegister(self, address, size, flags):
+        self.ranges[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.ranges[address]
+
+    def cudaGetErrorString(self, error):
+        return "an error"
+
+
+@pytest.mark.parametrize("pin_bytes", [100, 4096, 10_000, 20_480, 1 << 40])
+def test_no_slot_lies_in_two_page_locked_ranges(pin_bytes, monkeypatch):
+    """The device refuses a copy that does."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", runtime.cudart)
+    monkeypatch.setattr(kvbm.host.shared_memory, "PIN_BYTES", pin_bytes)
+    segment = segment_of(slot_count=23, pin=True)
+    start, stride = segment.payload.ctypes.data, segment.info.slot_stride
+    assert sum(runtime.ranges.values()) == segment.info.length
+    for slot in range(23):
+        begin, end = start + slot * stride, start + (slot + 1) * stride
+        (inside,) = [at for at, size in runtime.ranges.items() if at <= begin and end <= at + size]
+        if slot and slot % segment.slots_per_pin:
+            assert inside <= begin - stride, "a border between slots that may be copied together"
+    segment.close()
+    assert not runtime.ranges
 
 
 def test_a_segment_on_a_numa_node_keeps_its_bytes(tmp_path):

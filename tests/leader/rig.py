@@ -181,7 +181,7 @@ class FakeDisk:
 
     def run(self, kind: str, fault: str | None = None) -> bool:
         """Run the oldest waiting transfer of this kind, if there is one. A fault of `fail` fails its last block and
-        leaves its bytes half written; `fail-all` fails it whole."""
+        leaves its bytes half written, `damage` all its blocks; `fail-all` fails it and proves nothing about a block."""
         wanted = Write if kind == "write" else Read
         order = next((order for order in self.waiting if isinstance(order, wanted)), None)
         if order is None:
@@ -202,7 +202,8 @@ class FakeDisk:
         if kind == "read":
             present = [self.kept.get(disk_slot, (b"",))[0] == name for name, disk_slot, _ in _blocks(order)]
             good = [is_good and is_there for is_good, is_there in zip(good, present, strict=True)]
-        self._ended.append(DiskResult(order.ticket, tuple(good), None if all(good) else "fault"))
+        damaged = () if fault == "fail-all" else tuple(index for index, is_good in enumerate(good) if not is_good)
+        self._ended.append(DiskResult(order.ticket, tuple(good), None if all(good) else "fault", damaged))
         return True
 
     def run_all(self) -> None:

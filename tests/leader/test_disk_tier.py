@@ -276,8 +276,8 @@ def test_nothing_is_copied_to_the_engine_before_its_bytes_have_come(rig):
     rig.close()
 
 
-@pytest.mark.parametrize("fault", ["fail", "fail-all"])
-def test_of_a_load_whose_read_fails_the_rest_is_computed_and_the_block_forgotten(rig, fault):
+@pytest.mark.parametrize(("fault", "left"), [("fail", 3), ("damage", 2), ("fail-all", 4)])
+def test_of_a_load_whose_read_fails_the_rest_is_computed_and_a_damaged_block_forgotten(rig, fault, left):
     hashes = rig.fill("a", 4)
     settled(rig)
     rig = restarted(rig)
@@ -291,7 +291,8 @@ def test_of_a_load_whose_read_fails_the_rest_is_computed_and_the_block_forgotten
     assert rig.leader.match("r", hashes, 0) == 0, "a failed load is not tried again by the same request"
     rig.finish("r", hashes, blocks)
     assert not +rig.g1.references
-    assert rig.leader.match("next", hashes, 0) == (3 if fault == "fail" else 2)
+    assert rig.leader.match("next", hashes, 0) == left
+    assert len(on_disk(rig)) == left
     assert rig.leader.counters.disk_failed_blocks == (1 if fault == "fail" else 2)
     rig.close()
 
@@ -782,7 +783,7 @@ def test_a_load_whose_blocks_are_lost_to_an_abandoned_read_is_computed(rig):
     assert [result.failed_block_ids for result in rig.settle()] == [tuple(late)]
     rig.finish("late", hashes, late)
     blocks = rig.load("r", hashes)
-    while rig.disk.run("read", "fail-all"):
+    while rig.disk.run("read", "damage"):
         pass
     results = [*rig.settle(), *settled(rig)]
     assert [result.failed_block_ids for result in results] == [tuple(blocks)]
@@ -791,4 +792,98 @@ def test_a_load_whose_blocks_are_lost_to_an_abandoned_read_is_computed(rig):
     assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
     assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
     assert not +rig.g1.references
+    rig.close()
+
+
+# -- a disk that does not answer ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reads_always", [False, True])
+def test_a_disk_that_does_not_answer_costs_its_loads_and_no_block(rig, reads_always):
+    """And is sent nothing more until it answers; what it read meanwhile is in host memory then."""
+    hashes = rig.fill("a", 6)
+    settled(rig)
+    rig = restarted(rig, policy={"reads_always": reads_always}, slots=16)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.disk.is_on = False
+    sent = list(rig.disk.waiting)
+    rig.order()
+    assert [result.failed_block_ids for result in rig.settle()] == [tuple(blocks)]
+    rig.finish("r", hashes, blocks)
+    for name in ("b", "c"):
+        rig.compute(name, chain(name, 2))
+        rig.order()
+        assert rig.leader.match(f"{name}-again", hashes, 0) == 0
+        rig.settle()
+    assert rig.disk.waiting == sent
+    assert not rig.leader._disk.is_writing(), "an engine can rest meanwhile"
+    rig.disk.is_on = True
+    settled(rig)
+    assert rig.leader.match("next", hashes, 0) == 6
+    assert rig.leader.counters.disk_failed_blocks == 0
+    assert on_disk(rig) >= set(hashes)
+    check_leader(rig.leader)
+    rig.close()
+
+
+def test_requests_for_one_prefix_outlive_a_disk_that_stops_and_goes_on_again(rig):
+    """With a policy of `always`, as each of them promises the blocks that the one before was denied."""
+    hashes = rig.fill("a", 8)
+    settled(rig, 8)
+    rig = restarted(rig, policy={"reads_always": True, "timeout_s": 2.0}, slots=8, blocks=64)
+    rig.disk.is_hanging = True
+    for number in range(4):
+        if matched := rig.leader.match(f"r{number}", hashes, 0):
+            rig.leader.onboard(f"r{number}", hashes, 0, rig.g1.allocate(matched))
+        rig.step()
+        rig.now_s += 2.5
+        rig.step()
+    rig.disk.is_hanging = False
+    while rig.disk.run("read", "fail-all"):
+        pass
+    settled(rig, 4)
+    assert rig.leader.match("next", hashes, 0) == 8
+    assert on_disk(rig) == set(hashes)
+    assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
+    rig.close()
+
+
+def test_an_answer_that_comes_while_the_engine_rests_serves_the_next_request(rig):
+    hashes = rig.fill("a", 2)
+    rig.order()
+    rig.disk.is_on = False
+    rig.settle()
+    rig.disk.run_all()
+    poll = rig.disk.poll
+
+    def poll_and_note_the_answer():
+        rig.disk.is_on = True
+        return poll()
+
+    rig.disk.poll = poll_and_note_the_answer
+    rig.leader.match("r", hashes, 0)
+    assert rig.leader._disk.match(hashes, 0) == 2
+
+
+def test_a_read_that_waits_for_room_drops_nothing_from_host_memory():
+    rig = make(slots=4, to_disk="on_evict")
+    hashes = rig.fill("a", 2)
+    settled(rig)
+    disk = rig.disk
+    rig.close()
+    rig = make(disk, slots=4, to_disk="on_evict")
+    rig.disk.is_on = False
+    pinned = rig.fill("b", 2)
+    rig.compute("moving", chain("c", 2))
+    rig.order()
+    pin = rig.leader._host.store.pin(pinned[:1])
+    rig.disk.is_on = True
+    before = rig.leader.counters.disk_dropped_blocks
+    source = rig.leader._disk.pin(hashes)
+    for _ in range(3):
+        assert rig.leader._disk.fetch(hashes, b"") is None, "there is no room for two blocks"
+    assert rig.leader.counters.disk_dropped_blocks == before
+    pin.release()
+    source.release()
     rig.close()

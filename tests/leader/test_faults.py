@@ -388,3 +388,32 @@ def test_the_reason_of_a_failed_copy_is_in_the_log(rig, caplog):
     rig.compute("out", chain("b", 2))
     rig.step()
     assert "a copy failed" in caplog.text
+
+
+def test_a_load_whose_second_part_could_not_be_submitted_ends_with_its_first_part(caplog):
+    """Reported earlier, its G1 blocks would be released under the copy of the first part."""
+    rig = Rig(slots=8, blocks=16, onboard_parts=2)
+    try:
+        hashes = rig.fill("a", 4)
+        pool = rig.ranks[0].onboard_pool
+        submit = pool.submit
+
+        def only_once(run):
+            pool.submit = refuse
+            return submit(run)
+
+        def refuse(run):
+            raise MemoryError
+
+        pool.submit = only_once
+        blocks = rig.load("r", hashes)
+        rig.order()
+        assert rig.settle() == []
+        assert [rig.g1.references[block] for block in blocks] == [2, 2, 2, 2]
+        rig.ranks[0].run_all()
+        (result,) = rig.settle()
+        assert result.failed_block_ids == tuple(blocks)
+        assert [rig.g1.references[block] for block in blocks] == [1, 1, 1, 1]
+        assert "MemoryError" in caplog.text
+    finally:
+        rig.close()

@@ -150,6 +150,22 @@ MUTANTS = (
         fails="tests/disk/test_crashes.py -k named_points --timeout 170",
     ),
     Mutant(
+        name="disk-failed-read-is-damage",
+        bug="A read that failed, as on a disk that hangs, counts as proof that its blocks are damaged.",
+        file="kvbm/disk/storage.py",
+        old="for position, bad in enumerate(transfer.is_damaged) if bad)",
+        new="for position, good in enumerate(transfer.is_good) if not good)",
+        fails="tests/disk/test_disk_faults.py -k proves_nothing",
+    ),
+    Mutant(
+        name="disk-lost-host-memory-is-damage",
+        bug="A block whose host slot is lost during the read counts as damaged.",
+        file="kvbm/disk/transfers.py",
+        old="if not is_good and not self._is_intact(transfer, position):",
+        new="if not is_good:",
+        fails="tests/disk/test_disk_faults.py -k host_memory_is_lost",
+    ),
+    Mutant(
         name="disk-short-count-is-enough",
         bug="What the kernel did in part counts as all.",
         file="kvbm/disk/io/threads.py",

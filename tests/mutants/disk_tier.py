@@ -44,7 +44,7 @@ MUTANTS = (
         name="disk-side-forgets-no-bad-block",
         bug="a block that could not be read is offered again",
         file="kvbm/leader/disk_tier.py",
-        old="self.store.forget([hashes[index] for index in bad])",
+        old="self.store.forget([hashes[index] for index in result.damaged])",
         new="pass",
         fails="tests/leader",
     ),
@@ -117,23 +117,58 @@ MUTANTS = (
         fails="tests/leader",
     ),
     Mutant(
-        name="lasting-disk-clears-the-dead",
-        bug="a clear does not reach the next process, which is open and not yet seen",
+        name="disk-serves-before-a-clear-is-durable",
+        bug="The disk counts as on between a clear and its answer.",
+        file="kvbm/disk/service/client.py",
+        old="(self.is_silent or self._unanswered_clears)",
+        new="self.is_silent",
+        fails="tests/disk/test_client.py -k in_flight_and_what",
+    ),
+    Mutant(
+        name="disk-that-does-not-answer-is-on",
+        bug="A disk process that is stopped is sent more and more.",
+        file="kvbm/disk/service/client.py",
+        old="(self.is_silent or self._unanswered_clears)",
+        new="self._unanswered_clears",
+        fails="tests/disk/test_client.py -k off_until_it_does --timeout 70",
+    ),
+    Mutant(
+        name="disk-that-does-not-answer-is-waited-for",
+        bug="A clear waits for a process that is known not to answer.",
         file="kvbm/disk/service/supervisor.py",
-        old="(self._next or self._process).clear()",
-        new="self._process.clear()",
-        fails="tests/disk/test_supervisor.py -k nobody_has_seen",
+        old="while self._uncleared is not None and not self._process.is_silent and time.monotonic() < deadline_s:",
+        new="while self._uncleared is not None and time.monotonic() < deadline_s:",
+        fails="tests/disk/test_supervisor.py -k does_not_wait_for_a_process",
+    ),
+    Mutant(
+        name="lasting-disk-does-not-repeat-a-clear",
+        bug="A clear that was sent to a process that has ended is not repeated by the next one.",
+        file="kvbm/disk/service/supervisor.py",
+        old="self._is_lost = self._is_clear_sent = False",
+        new="self._is_lost = False",
+        fails="tests/disk/test_supervisor.py -k repeated_by_the_next",
     ),
     Mutant(
         name="lasting-disk-forgets-an-owed-clear",
-        bug="a clear that was not durable is forgotten with the process that was asked for it",
+        bug="A clear counts as durable as soon as it is sent.",
         file="kvbm/disk/service/supervisor.py",
         old="""\
-        if self._has_pending_clear:
-            opened.clear()
+            self._is_clear_sent = True
+            self._process.clear()
 """,
-        new="",
-        fails="tests/disk/test_supervisor.py -k made_up_for",
+        new="""\
+            self._uncleared = None
+            self._process.clear()
+""",
+        fails="tests/disk/test_supervisor.py -k repeated_by_the_next",
+    ),
+    Mutant(
+        name="lasting-disk-leaves-a-clear-undone",
+        bug="An engine that ends leaves blocks that were cleared and whose process did not answer.",
+        file="kvbm/disk/service/supervisor.py",
+        old="            _clear_closed(self._uncleared)",
+        new="            pass",
+        fails="tests/disk/test_supervisor.py -k when_the_engine_ends",
     ),
     Mutant(
         name="lasting-disk-leaves-the-next-one",
@@ -155,6 +190,14 @@ MUTANTS = (
         old="return min(2 * pause_s, LONGEST_PAUSE_S)",
         new="return pause_s",
         fails="tests/disk/test_supervisor.py -k pauses",
+    ),
+    Mutant(
+        name="disk-side-counts-drops-without-room",
+        bug="A read that waits for room counts blocks as dropped that stay in host memory.",
+        file="kvbm/leader/disk_tier.py",
+        old="if not self.is_on or len(hashes) > counts.free + counts.inactive:",
+        new="if not self.is_on:",
+        fails="tests/leader/test_disk_tier.py -k waits_for_room_drops",
     ),
     Mutant(
         name="disk-side-fetches-lost-blocks",

@@ -9,8 +9,8 @@ MUTANTS = (
         name="driver-loads-into-the-first-blocks",
         bug="a load goes to the first blocks of the request, not to those behind its local hit",
         file="kvbm/embedded/driver.py",
-        old="self.leader.onboard(request.request_id, self._loadable(request), start, block_ids[start:end])",
-        new="self.leader.onboard(request.request_id, self._loadable(request), start, block_ids[: end - start])",
+        old="self._cache.onboard(request.request_id, self._loadable(request), start, block_ids[start:end])",
+        new="self._cache.onboard(request.request_id, self._loadable(request), start, block_ids[: end - start])",
         fails="tests/engines/test_kvbm_in_engine.py",
     ),
     Mutant(
@@ -43,8 +43,8 @@ MUTANTS = (
         name="worker-denies-in-silence",
         bug="a worker that denies a lost copy does not say that there is a new word",
         file="kvbm/device/worker.py",
-        old="return has_denied or bool(onboards or offloads)",
-        new="return bool(onboards or offloads)",
+        old="        return has_written\n",
+        new="        return bool(onboards or offloads)\n",
         fails="tests/leader",
     ),
     Mutant(
@@ -107,5 +107,21 @@ MUTANTS = (
         old="return not self.tickets",
         new="return True",
         fails="tests/leader",
+    ),
+    Mutant(
+        name="worker-fails-a-transfer-whose-first-part-runs",
+        bug="an order whose second part could not be submitted is reported as failed while its first part is copied",
+        file="kvbm/device/worker.py",
+        old="return None if running.tickets else running",
+        new="return None if running.tickets and running.error is None else running",
+        fails="tests/leader/test_faults.py -k submitted",
+    ),
+    Mutant(
+        name="worker-copies-without-a-fence",
+        bug="after a failed fence, the copy starts nevertheless",
+        file="kvbm/device/worker.py",
+        old="        if error is None:\n            _, running.error",
+        new="        if True:\n            _, running.error",
+        fails="tests/engines/test_boundary.py -k fence",
     ),
 )

@@ -178,6 +178,46 @@ def test_ranks_that_are_told_again_find_the_same_leader_and_other_ranks_are_refu
         worker.close()
 
 
+START_UP = ("accept_handshakes", "bind_block_pool", "register_kv_caches", "create_worker", "handshake", "clear")
+
+
+@pytest.mark.parametrize("side", [SchedulerSide, WorkerSide])
+def test_every_hook_of_vllm_is_guarded(side):
+    hooks = {name for name, value in vars(side).items() if callable(value) and not name.startswith("_")}
+    bare = {name for name in hooks - set(START_UP) if not hasattr(getattr(side, name), "__wrapped__")}
+    assert bare <= {"close"}, "an exception of these would end vLLM"
+
+
+def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_failed(caplog):
+    description = cache(FULL, num_blocks=4)
+    groups = cache_groups(description)
+    worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
+    worker.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
+    side = scheduler_side(groups)
+    side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
+    try:
+        side.accept_handshakes([worker.handshake()])
+        request = SimpleNamespace(request_id="r", kv_transfer_params=None, num_tokens=64)  # has no block hashes
+        side.add_request(request)
+        side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 0],)), 32)
+        assert side.take_stats().data["disabled"] == 1
+        assert "continues without the cache" in caplog.text
+        assert side.has_pending()
+        output = SimpleNamespace(finished_recving=None)
+        side.build_orders(None)
+        side.settle(output)
+        assert not output.finished_recving
+        assert [load.request_id for load in side.build_orders(None).failed_loads] == ["r"]
+        assert not side.has_pending()
+        assert side.match(request, 0) == (0, False)
+        assert side.reset()
+        side.end_request(request)
+        assert [type(event).__name__ for event in side.take_events()] == ["AllBlocksCleared"]
+    finally:
+        side.close()
+        worker.close()
+
+
 def test_without_ranks_every_hook_does_nothing():
     side = scheduler_side(cache_groups(cache(FULL)))
     side.accept_handshakes([])

@@ -2,8 +2,8 @@
 
 The threads of a DiskStorage take the GIL several times per block. In the engine's process this would pause either the
 engine's step or the disk, so they have a process of their own (docs/adr/0011). Calls send a message and do not block,
-except `open`, `clear` and `close`. The child exits with this process. If it exits earlier, all orders in flight fail
-and the client stays off.
+except `open` and `close`. The child exits with this process. If it exits earlier, all orders in flight fail and the
+client stays off. If it does not answer for ANSWER_LIMIT_S, the client is off until it does; its orders stay open.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
@@ -21,9 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvbm.disk.directory import INDEX, InstanceLock
-from kvbm.disk.health import DiskCounters, HealthLimits
-from kvbm.disk.index import BlockIndex
+from kvbm.disk.health import DiskCounters
 from kvbm.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
 from kvbm.disk.service import messages
 from kvbm.disk.service.messages import ChannelClosed, DiskChannel
@@ -34,8 +31,10 @@ from kvbm.host.cores import allowed_cores
 from kvbm.types import SegmentInfo
 
 HOME = str(Path(__file__).parents[3])  # the child imports this package from here
-CLEAR_TIMEOUT_S = HealthLimits().clear_timeout_s + 5.0
-GRACE_S = 2.0
+ANSWER_LIMIT_S = 2.0  # without progress; 4 beats
+REPLACE_AFTER_S = 60.0  # without any message
+GRACE_S = 1.0
+EXIT_S = 1.0
 FOUND_BATCH_BLOCKS = 1024
 
 log = logging.getLogger(__name__)
@@ -49,15 +48,17 @@ class DiskClient:
         self._channel = channel
         self._results: list[DiskResult] = []
         self._in_flight: dict[int, Read | Write] = {}  # ticket -> order, until `poll` returns it
-        self._cleared: messages.Cleared | None = None
+        self._cleared: dict[int, set[int]] = {}  # ticket of a write in flight -> positions cleared since
         self._unanswered_clears = 0
+        self._heard_s = self._moved_s = 0.0  # the last message, and the last progress, since an answer is expected
+        self._silences = 0
+        self.is_silent = False  # expected to answer, and has made no progress for ANSWER_LIMIT_S
         self.off_because: str | None = None
         self.pid = child.pid
         self.is_alive = True  # until the end of the process is noticed
         self._has_exited = False  # set by `wait_for_end`, before the channel reports it
         self._found: deque[FoundBlocks] = deque()
         self._has_all_found = self._is_recover_pending = False
-        self._is_persistent = False
         self.home: Path | None = None  # directory of the namespace, if the cache is persistent
         self.counters = DiskCounters()
         _OPEN.add(self)
@@ -90,14 +91,15 @@ class DiskClient:
             client._end()
             raise
         client._take_over(opened)
-        client._is_persistent = settings.persist
         client.home = opened.path.parent if settings.persist else None
         return client
 
     @property
     def is_on(self) -> bool:
-        """False after repeated errors, while I/O hangs, or after the end of the process; every ticket then fails."""
-        return self.off_because is None and not self._has_exited
+        """False after repeated errors, while I/O hangs, while the process does not answer or a clear is not durable, or
+        after the end of the process. Submit nothing then."""
+        is_working = self.off_because is None and not self._has_exited
+        return is_working and not (self.is_silent or self._unanswered_clears)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `poll` has a result."""
@@ -115,6 +117,7 @@ class DiskClient:
         """
         while not self._found and self.is_alive and not self._has_all_found:
             if not self._is_recover_pending:
+                self._expect_answer()
                 self._is_recover_pending = True
                 self._send(messages.Recover())
             elif waits:
@@ -128,6 +131,7 @@ class DiskClient:
 
     def submit(self, order: Read | Write) -> None:
         """Send an order. `poll` returns its result; it fails if the process has ended or ends before."""
+        self._expect_answer()
         self._in_flight[order.ticket] = order
         self._send(order)
 
@@ -137,60 +141,55 @@ class DiskClient:
             self._send(Forget(disk_slots))
 
     def clear(self, tenant: bytes | None = None) -> None:
-        """Delete all blocks, or those of one tenant, and every write not yet returned by `poll`; durable on return.
+        """Start to delete all blocks, or those of one tenant, and every write not yet returned by `poll`.
 
-        Raises EnvironmentProblem if that fails: the disk is then off, and retries until the clear succeeds.
+        The disk is off until that is durable.
         """
+        self._expect_answer()
         self._unanswered_clears += 1
         self._found.clear()
         self._has_all_found = True
+        for ticket, order in self._in_flight.items():
+            if isinstance(order, Write):
+                cleared = {position for position, owner in enumerate(order.tenants) if tenant in (None, owner)}
+                self._cleared.setdefault(ticket, set()).update(cleared)
         self._send(messages.Clear(tenant))
-        deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
-        while self._unanswered_clears and self.is_alive and time.monotonic() < deadline_s:
-            self._channel.wait(max(0.0, deadline_s - time.monotonic()))
-            self._receive()
-        self._results = [self._without(result, tenant) for result in self._results]
-        if self._unanswered_clears and not self.is_alive:
-            self._clear_offline(tenant)
-            return
-        answered = None if self._unanswered_clears else self._cleared
-        problem = answered.problem if answered else (self._clear_failure(), None)
-        if problem is not None:
-            raise EnvironmentProblem(problem[0], hint=problem[1])
 
-    def _clear_offline(self, tenant: bytes | None) -> None:
-        """Clear the index after the child has exited and released its lock. Raises EnvironmentProblem."""
-        if not self._is_persistent:
-            return  # the cache was deleted with the child
-        lock = InstanceLock.take(self.path)
-        if lock is None:
-            raise EnvironmentProblem(self._clear_failure(), hint=f"remove {self.path} before the next start")
-        try:
-            index = BlockIndex.open(self.path / INDEX)
-            try:
-                index.clear(tenant)
-            finally:
-                index.close()
-        except (OSError, sqlite3.Error) as error:
-            raise EnvironmentProblem(f"{self._clear_failure()}: {error}") from error
-        finally:
-            lock.release()
+    @property
+    def is_clearing(self) -> bool:
+        """Whether a clear is not durable yet."""
+        return self._unanswered_clears > 0
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `poll` may have something to do."""
+        if self.is_alive:
+            self._channel.wait(timeout_s)
+        else:
+            time.sleep(timeout_s)
 
     def poll(self) -> list[DiskResult]:
         """Return the tickets that have ended since the last call."""
         self._receive()
+        self._watch()
         for result in self._results:
             self._in_flight.pop(result.ticket, None)
         results, self._results = self._results, []
+        if self._cleared:
+            results = [self._without_cleared(result) for result in results]
         return results
 
     def close(self, timeout_s: float) -> None:
-        """Fail what has not started, wait at most `timeout_s` for running I/O, and end the process."""
-        self._send(messages.Close(timeout_s))
-        deadline_s = time.monotonic() + timeout_s + GRACE_S
-        while self.is_alive and time.monotonic() < deadline_s:
-            self._channel.wait(max(0.0, deadline_s - time.monotonic()))
-            self._receive(is_closing=True)
+        """Fail what has not started, wait at most `timeout_s` for running I/O, and end the process.
+
+        A process that does not answer is killed.
+        """
+        self.poll()
+        if not self.is_silent:
+            self._send(messages.Close(timeout_s))
+            deadline_s = time.monotonic() + timeout_s + GRACE_S
+            while self.is_alive and time.monotonic() < deadline_s:
+                self._channel.wait(max(0.0, deadline_s - time.monotonic()))
+                self._receive(is_closing=True)
         self._end()
 
     def wait_for_end(self) -> int:
@@ -217,12 +216,13 @@ class DiskClient:
                         return message
                     case messages.Logged():
                         _log(message)
-        raise EnvironmentProblem(f"the disk process exited with code {self._child.wait(GRACE_S)}")
+        raise EnvironmentProblem(f"the disk process exited with code {self._child.wait(EXIT_S)}")
 
     def _take_over(self, opened: messages.Opened) -> None:
         self.slot_count = opened.slot_count
         self.io_name = opened.io_name
         self.path = opened.path
+        self.counters = opened.counters
         self._wear = WearMeter(opened.path)
 
     def _send(self, message: object) -> None:
@@ -241,13 +241,15 @@ class DiskClient:
                 case messages.Status():
                     self._results += message.results
                     self.off_because = message.off_because
-                    self.counters = message.counters
+                    self._moved_s = max(self._moved_s, message.moved_s)
+                    self.counters = replace(message.counters, times_off=message.counters.times_off + self._silences)
                 case messages.Cleared():
-                    self._cleared = message
-                    self._unanswered_clears -= 1
-                case FoundBlocks() if not self._has_all_found:
-                    self._found.extend(message.parts(FOUND_BATCH_BLOCKS))
-                    self._is_recover_pending, self._has_all_found = False, message.is_last
+                    self._unanswered_clears = 0
+                case FoundBlocks():
+                    self._is_recover_pending = False
+                    if not self._has_all_found:
+                        self._found.extend(message.parts(FOUND_BATCH_BLOCKS))
+                        self._has_all_found = message.is_last
                 case messages.Logged():
                     _log(message)
 
@@ -256,10 +258,40 @@ class DiskClient:
             return []
         try:
             self._channel.flush()
-            return self._channel.receive()
+            received = self._channel.receive()
         except ChannelClosed:
             self._handle_exit(is_expected=is_closing)
             return []
+        if received:
+            self._heard_s = time.monotonic()
+        return received
+
+    def _is_awaited(self) -> bool:
+        return bool(self._in_flight or self._unanswered_clears or self._is_recover_pending)
+
+    def _expect_answer(self) -> None:
+        """Note that an answer is expected from now on. Call before something is sent that is answered."""
+        if not self._is_awaited():
+            self._heard_s = self._moved_s = time.monotonic()
+
+    def _watch(self) -> None:
+        """Turn the disk off while the process does not answer, and on again when it does. Call after `_receive`.
+
+        The process reports every BEAT_S until when its reads have made progress, so a process that is stopped or hangs
+        and a disk that hangs or is much too slow are noticed alike. A process that sends nothing at all is replaced.
+        """
+        was_silent, now = self.is_silent, time.monotonic()
+        self.is_silent = self.is_alive and self._is_awaited() and now - self._moved_s > ANSWER_LIMIT_S
+        if self.is_silent and not was_silent:
+            self._silences += 1
+            self.counters = replace(self.counters, times_off=self.counters.times_off + 1)
+            log.warning("the disk tier is off until disk process %d answers or its reads make progress", self.pid)
+        elif was_silent and not self.is_silent and self.is_alive:
+            log.warning("disk process %d answers again", self.pid)
+        if self.is_silent and now - self._heard_s > REPLACE_AFTER_S:
+            log.error("disk process %d has not answered for %g s: killing it", self.pid, REPLACE_AFTER_S)
+            self._heard_s = now
+            self._child.kill()
 
     def _handle_exit(self, *, is_expected: bool = False) -> None:
         """Handle the exit of the child. The kernel closes the channel only after the last I/O of its threads."""
@@ -277,27 +309,28 @@ class DiskClient:
             if ticket not in ended:
                 self._results.append(DiskResult.failed(order, f"off: {self.off_because}"))
 
-    def _without(self, result: DiskResult, tenant: bytes | None) -> DiskResult:
-        """Mark the cleared blocks of a write whose result arrived before the clear."""
-        order = self._in_flight[result.ticket]
-        if not isinstance(order, Write):
-            return result
-        is_kept = [tenant is not None and owner != tenant for owner in order.tenants]
-        return replace(result, is_good=tuple(good and kept for good, kept in zip(result.is_good, is_kept, strict=True)))
-
-    def _clear_failure(self) -> str:
-        why = f"no answer in {CLEAR_TIMEOUT_S:g} s" if self.is_alive else f"{self.off_because}"
-        return f"the disk cache is not cleared durably: {why}"
+    def _without_cleared(self, result: DiskResult) -> DiskResult:
+        """Mark the blocks of a write that were cleared before its result was returned."""
+        cleared = self._cleared.pop(result.ticket, set())
+        is_good = tuple(good and position not in cleared for position, good in enumerate(result.is_good))
+        return replace(result, is_good=is_good)
 
     def _end(self) -> None:
-        """Close the channel, which makes the child exit unless it is blocked in the kernel."""
+        """Close the channel, which makes the child exit, and kill a child that does not exit by itself."""
         self._channel.close()
         self.is_alive = False
-        try:
-            self._child.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
+        if not self.is_silent and self._has_ended(EXIT_S):
+            return
+        self._child.kill()
+        if not self._has_ended(EXIT_S):
             log.warning("disk process %d is blocked in I/O: the cache stays locked until it exits", self.pid)
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        try:
+            self._child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
 def _start(fd: int) -> subprocess.Popen[bytes]:

@@ -26,6 +26,7 @@ from kvbm.types import SegmentInfo
 HEADER = struct.Struct("<Q")
 RECEIVE_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20
+BEAT_S = 0.5
 
 
 class Open(NamedTuple):
@@ -69,18 +70,23 @@ class Opened(NamedTuple):
     path: Path
     slot_count: int
     io_name: str
+    counters: DiskCounters
 
 
 class Status(NamedTuple):
-    """Tickets that have ended, and the state of the disk."""
+    """Tickets that have ended, and the state of the disk. Sent at least every BEAT_S while results are due.
+
+    `moved_s`: until when reads made progress, in the clock of `time.monotonic`, which all processes share.
+    """
 
     results: Sequence[DiskResult]
     off_because: str | None
     counters: DiskCounters
+    moved_s: float
 
 
 class Cleared(NamedTuple):
-    problem: tuple[str, str | None] | None
+    """All clears that were sent are durable."""
 
 
 class Logged(NamedTuple):
@@ -146,12 +152,16 @@ class DiskChannel:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            readable, writable, _ = select.select(
-                [self.fileno(), *or_readable], [self.fileno()] if self._outgoing else [], [], left_s
-            )
-            if writable:
+            poll = select.poll()  # select(2) is limited to descriptors below 1024
+            for fd in or_readable:
+                poll.register(fd, select.POLLIN)
+            poll.register(self.fileno(), select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+            ready = poll.poll(None if left_s is None else 1000 * left_s)
+            if (self.fileno(), select.POLLOUT) not in ready:
+                return
+            try:
                 self.flush()
-            if readable or not writable:
+            except ChannelClosed:  # `receive` reports it
                 return
 
     def close(self) -> None:

@@ -19,6 +19,8 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 
+from kvbm.disk.index_thread import PendingClear
+from kvbm.disk.log_limit import RepeatFilter
 from kvbm.disk.orders import DiskResult, Forget, Read, Write
 from kvbm.disk.service import messages
 from kvbm.disk.service.messages import ChannelClosed, DiskChannel
@@ -33,10 +35,11 @@ REMOVED = 3  # exit code when its files were deleted: no block that it writes co
 
 
 class _Log(logging.Handler):
-    """Collects log records of all threads until they are sent."""
+    """Collects log records of all threads until they are sent; of many alike, a few."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
+        self.addFilter(RepeatFilter())
         self.kept: deque[messages.Logged] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -44,13 +47,15 @@ class _Log(logging.Handler):
 
 
 class _Child:
-    """Serves one leader. `_in_flight_count` orders have no result yet."""
+    """Serves one leader. `_in_flight_count` orders have no result yet, and `_clears` are not durable yet."""
 
     def __init__(self, channel: DiskChannel, storage: DiskStorage, log: _Log) -> None:
         self._channel = channel
         self._storage = storage
         self._log = log
         self._in_flight_count = 0
+        self._clears: list[PendingClear] = []
+        self._next_beat_s = 0.0
         self._reported_off_because = storage.off_because
         self._result_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         storage.on_result = partial(os.eventfd_write, self._result_event, 1)
@@ -59,7 +64,7 @@ class _Child:
         """Run until the leader sends Close. Raises ChannelClosed if the leader exits without."""
         while True:
             self._channel.wait(
-                BUSY_INTERVAL_S if self._in_flight_count else IDLE_INTERVAL_S, or_readable=(self._result_event,)
+                BUSY_INTERVAL_S if self._is_busy() else IDLE_INTERVAL_S, or_readable=(self._result_event,)
             )
             with suppress(BlockingIOError):
                 os.eventfd_read(self._result_event)
@@ -83,23 +88,24 @@ class _Child:
             case Forget():
                 self._storage.forget(message.disk_slots)
             case messages.Clear():
-                self._clear(message.tenant)
+                self._clears.append(self._storage.begin_clear(message.tenant))
 
-    def _clear(self, tenant: bytes | None) -> None:
-        problem = None
-        try:
-            self._storage.clear(tenant)
-        except EnvironmentProblem as error:
-            problem = error.message, error.hint
-        self._report([])
-        self._channel.send(messages.Cleared(problem))
+    def _is_busy(self) -> bool:
+        return bool(self._in_flight_count or self._clears)
 
     def _report(self, results: list[DiskResult]) -> None:
+        now = time.monotonic()
+        is_beat_due = self._is_busy() and now >= self._next_beat_s
         self._in_flight_count -= len(results)
         off_because = self._storage.off_because
-        if results or off_because != self._reported_off_because:
+        if results or is_beat_due or off_because != self._reported_off_because:
+            self._next_beat_s = now + messages.BEAT_S
             self._reported_off_because = off_because
-            self._channel.send(messages.Status(results, off_because, self._storage.counters))
+            moved_s = self._storage.reads_stuck_since() or now
+            self._channel.send(messages.Status(results, off_because, self._storage.counters, moved_s))
+        if self._clears and all(clear.is_durable for clear in self._clears):
+            self._clears.clear()
+            self._channel.send(messages.Cleared())
         while self._log.kept:
             self._channel.send(self._log.kept.popleft())
 
@@ -131,7 +137,7 @@ def main() -> int:
             channel.send(messages.Problem(error.message, error.hint))
             _send_all(channel)
             return 1
-        channel.send(messages.Opened(storage.path, storage.slot_count, storage.io_name))
+        channel.send(messages.Opened(storage.path, storage.slot_count, storage.io_name, storage.counters))
         _Child(channel, storage, log).serve()
         _send_all(channel)
     except ChannelClosed:

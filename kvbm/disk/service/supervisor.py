@@ -10,12 +10,15 @@ The leader never waits for this:
 The next process opens the same instance, whose lock the exit has released, or creates a new one. It never takes over
 another existing instance, which may hold blocks from before a `clear`. A clear that was not durable is repeated before
 any block is served.
+
+While the process does not answer (`DiskClient.is_silent`), `is_on` is False and nothing is sent to it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.disk.service.client import CLEAR_TIMEOUT_S, DiskClient
+from kvbm.disk.directory import INDEX, InstanceLock
+from kvbm.disk.index import BlockIndex
+from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0  # also the lifetime of a process that resets the pause
 JOIN_S = 2.0
+CHECK_INTERVAL_S = 0.01
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +58,14 @@ class DiskSupervisor:
         self._open_next = open_next
         self._process = process
         self._is_lost = False
+        self._results: list[DiskResult] = []  # not yet returned by `poll`
+        self._uncleared: Path | None = None  # instance with a clear that is not durable yet
+        self._is_clear_sent = self._is_clear_impossible = False
         self._earlier_counters: DiskCounters | None = None  # sum of the earlier processes
         self._is_closing = threading.Event()
         # Owned by the holder of the lock. The thread holds it while it opens a process.
         self._lock = threading.Lock()
         self._next: DiskClient | None = None
-        self._has_pending_clear = False
         # Owned by the thread.
         self._path = process.path
         self._last_error = ""
@@ -88,7 +96,7 @@ class DiskSupervisor:
 
     @property
     def is_on(self) -> bool:
-        return self._process.is_on
+        return self._process.is_on and self._uncleared is None
 
     @property
     def pid(self) -> int:
@@ -119,32 +127,34 @@ class DiskSupervisor:
 
     def poll(self) -> list[DiskResult]:
         """Return the tickets that have ended. When `losses` increases, all tickets have."""
-        if self._is_lost:
-            self._take_next()
-        results = self._process.poll()
-        if not (self._process.is_alive or self._is_lost):
-            self._is_lost = True
-            self.losses += 1
+        self._advance()
+        results, self._results = self._results, []
         return results
 
-    def clear(self) -> None:
-        """Delete all blocks, durably on return.
+    def clear(self, timeout_s: float = ANSWER_LIMIT_S) -> None:
+        """Delete all blocks, durably on return. Waits at most `timeout_s`, and not for a process that does not answer.
 
-        Raises EnvironmentProblem if that fails: no process then serves a block until the clear has succeeded.
+        Raises EnvironmentProblem if it is not durable by then: no process serves a block until it is, which `poll`
+        follows.
         """
-        self._has_pending_clear = True
-        if not self._lock.acquire(timeout=CLEAR_TIMEOUT_S):
+        path = self._uncleared = self._process.path
+        self._is_clear_sent = self._is_clear_impossible = False
+        self._advance()
+        deadline_s = time.monotonic() + timeout_s
+        while self._uncleared is not None and not self._process.is_silent and time.monotonic() < deadline_s:
+            self._process.wait(CHECK_INTERVAL_S)
+            self._advance()
+        if self._is_clear_impossible:
             raise EnvironmentProblem(
-                f"the disk cache was not cleared durably: no disk process opened it within {CLEAR_TIMEOUT_S:g} s"
+                f"the disk cache {path} is not cleared durably: another process uses it", hint=f"remove {path}"
             )
-        try:
-            (self._next or self._process).clear()
-            self._has_pending_clear = False
-        finally:
-            self._lock.release()
+        if self._uncleared is not None:
+            why = self._process.off_because or f"no answer in {timeout_s:g} s"
+            raise EnvironmentProblem(f"the disk cache {path} is not cleared durably yet: {why}")
 
     def close(self, timeout_s: float) -> None:
         self._is_closing.set()
+        self._advance()
         self._process.close(timeout_s)
         if self._lock.acquire(timeout=timeout_s):  # otherwise the thread closes what it is opening
             try:
@@ -153,6 +163,30 @@ class DiskSupervisor:
             finally:
                 self._lock.release()
         self._thread.join(JOIN_S)
+        if self._uncleared is not None and self.home is not None:
+            _clear_closed(self._uncleared)
+
+    def _advance(self) -> None:
+        """Follow the process, its end, the next one, and a clear."""
+        if self._is_lost:
+            self._take_next()
+        self._results += self._process.poll()
+        if not (self._process.is_alive or self._is_lost):
+            self._is_lost = True
+            self.losses += 1
+        if self._uncleared is not None and not self._is_lost and not self._process.is_silent:
+            self._follow_clear(self._uncleared)
+
+    def _follow_clear(self, path: Path) -> None:
+        """Send a clear to the process, or note that it is durable."""
+        if not self._is_clear_sent:
+            self._is_clear_sent = True
+            self._process.clear()
+        elif not self._process.is_clearing:
+            self._uncleared = None
+            if self._process.path != path and path.exists():
+                self._is_clear_impossible = True
+                log.error("the disk cache %s was not cleared, another process uses it: remove it", path)
 
     def _take_next(self) -> None:
         if self._next is None or not self._lock.acquire(blocking=False):
@@ -161,7 +195,7 @@ class DiskSupervisor:
             self._earlier_counters = self.counters
             self._process.discard()
             self._process, self._next = self._next, None
-            self._is_lost = False
+            self._is_lost = self._is_clear_sent = False
             self.restarts += 1
         finally:
             self._lock.release()
@@ -203,7 +237,7 @@ class DiskSupervisor:
                 return None
             if self._next is not None:  # it exited before `poll` took it
                 self._next.discard()
-            self._path, self._last_error, self._has_pending_clear = opened.path, "", False
+            self._path, self._last_error = opened.path, ""
             self._next = opened
             return opened
 
@@ -212,8 +246,35 @@ class DiskSupervisor:
             raise EnvironmentProblem("closed")
         if opened.slot_count != self.slot_count:
             raise EnvironmentProblem(f"{opened.path} has {opened.slot_count} slots, not {self.slot_count}")
-        if self._has_pending_clear:
-            opened.clear()
+
+
+def _clear_closed(path: Path) -> None:
+    """Clear the index of an instance whose process has ended. Waits at most JOIN_S, also if the disk hangs."""
+    outcome = ["the disk does not answer"]
+
+    def clear() -> None:
+        try:
+            lock = InstanceLock.take(path)
+            if lock is None:
+                outcome[0] = "another process uses it"
+                return
+            try:
+                index = BlockIndex.open(path / INDEX)
+                try:
+                    index.clear(None)
+                finally:
+                    index.close()
+                outcome.clear()
+            finally:
+                lock.release()
+        except (OSError, sqlite3.Error, EnvironmentProblem) as error:
+            outcome[0] = str(error)
+
+    thread = threading.Thread(target=clear, name="kvbm-disk-clear", daemon=True)
+    thread.start()
+    thread.join(JOIN_S)
+    if outcome:
+        log.error("the disk cache %s was not cleared: %s; remove it before the next start", path, outcome[0])
 
 
 def _longer(pause_s: float) -> float:

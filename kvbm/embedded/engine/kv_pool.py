@@ -19,6 +19,7 @@ import torch
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.machine_memory import THIS_MACHINE
+from kvbm.host.shared_memory import create_sealed
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -99,8 +100,7 @@ class KVPool:
                 hint="lower `engine.arguments.num_blocks`",
             )
         try:
-            self.fd = os.memfd_create("kvbm-g1", os.MFD_CLOEXEC)
-            os.ftruncate(self.fd, total_bytes)
+            self.fd = create_sealed("kvbm-g1", total_bytes)
             mapping = mmap.mmap(self.fd, total_bytes)
         except OSError as error:
             raise EnvironmentProblem(

@@ -1,0 +1,103 @@
+"""Boundary: the only place where exceptions of kvbm end before they reach an engine.
+
+Each method that an engine calls while it serves is decorated, and so is the worker's work per transfer. An exception is
+counted in `kvbm_faults`, logged with its traceback, and the method returns its neutral answer:
+
+    @hook(answer)          decides or moves blocks. After an exception the cache is off (`kvbm_disabled`), because its
+                           metadata may be damaged. While the cache is off, the method is skipped, unless `when_off`
+    @contained(answer)     reports, or executes one transfer. After an exception only this call has failed
+
+Methods of the start-up are not decorated: a start may fail. Threads of kvbm end their own exceptions, as results.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+LOG_INTERVAL_S = 60.0
+
+log = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class _Counts(Protocol):
+    faults: int
+    disabled: int
+
+
+class Boundary:
+    """State of one boundary: whether the cache `is_off`, and the `counters` of faults, if there are any."""
+
+    def __init__(self) -> None:
+        self.is_off = False
+        self.faults = 0
+        self.counters: _Counts | None = None
+        self._logged_s = float("-inf")
+
+    def attempt(self, name: str, run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+        """Run it; return (its result, None), or (None, the exception that it raised)."""
+        try:
+            return run(), None
+        except Exception as error:
+            self.caught(name, error)
+            return None, error
+
+    def caught(self, name: str, error: Exception, *, turns_off: bool = False) -> None:
+        """Count and log an exception of the method `name`. Logs the first one, and one per LOG_INTERVAL_S."""
+        self.faults += 1
+        is_news = turns_off and not self.is_off
+        self.is_off |= turns_off
+        if self.counters is not None:
+            self.counters.faults = self.faults
+            self.counters.disabled |= self.is_off
+        if not is_news and time.monotonic() - self._logged_s < LOG_INTERVAL_S:
+            return
+        self._logged_s = time.monotonic()
+        effect = "the engine continues without the cache until it is restarted" if self.is_off else "continuing"
+        log.error("kvbm: exception %d in `%s`; %s", self.faults, name, effect, exc_info=error)
+
+
+def hook(
+    answer: Any = None, *, when_off: bool = False
+) -> Callable[[Callable[Concatenate[Any, _P], _T]], Callable[Concatenate[Any, _P], _T]]:
+    """Decorate a method of an object with a `boundary`. After an exception, and while the cache is off, it returns
+    `answer`, or calls it if it is a function. With `when_off`, it runs although the cache is off."""
+
+    def decorate(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+        @functools.wraps(method)
+        def guarded(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            if when_off or not self.boundary.is_off:
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception as error:
+                    self.boundary.caught(method.__qualname__, error, turns_off=True)
+            return cast(_T, answer() if callable(answer) else answer)
+
+        return guarded
+
+    return decorate
+
+
+def contained(
+    answer: Any = None,
+) -> Callable[[Callable[Concatenate[Any, _P], _T]], Callable[Concatenate[Any, _P], _T]]:
+    """Decorate a method of an object with a `boundary`. After an exception it returns `answer`; the cache stays on."""
+
+    def decorate(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+        @functools.wraps(method)
+        def guarded(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                self.boundary.caught(method.__qualname__, error)
+                return cast(_T, answer() if callable(answer) else answer)
+
+        return guarded
+
+    return decorate

@@ -1,0 +1,300 @@
+"""GuardedLeader: a Leader that never raises, and what remains of it after an exception.
+
+It has the verbs of `Leader`, behind a `Boundary`. The first exception turns the cache off: `match` finds nothing and
+nothing new is ordered, because the metadata may be damaged. Three things must still happen, and none of them may depend
+on that metadata:
+
+    G1 blocks      are released when no copier can use them: at once if no order names them, else when every rank has
+                   reported the order in its control words, or has ended
+    waiting loads  are reported as failed, so that the engine recomputes: at once if it `gives_up_blocks`, else when
+                   their blocks are released
+    orders         are repeated as overdue ones, so that a rank which never got them reports them as failed
+
+Therefore the guard itself records each reference in the engine's block pool, and each load that the engine waits for.
+The orders are in `in_flight` of Offloads and Onboards, each from before its copier can start until after it has
+stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvbm.boundary import Boundary, contained, hook
+from kvbm.errors import InvariantError
+from kvbm.events import TierCleared
+from kvbm.leader.leader import Leader, LoadResult
+from kvbm.plan import Offload, Onboard, StepPlan
+from kvbm.types import SlotState, Tier
+
+if TYPE_CHECKING:
+    from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.events import Event
+    from kvbm.host.region import Region
+    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.metrics import Counters, TierBlocks
+
+QUERY_STEPS = 64  # engine steps between two queries for the results of what was in flight
+CLOSE_S = 0.1
+
+
+class GuardedLeader:
+    """See the module's text. `leader` is for tests only."""
+
+    def __init__(
+        self,
+        boundary: Boundary,
+        region: Region,
+        settings: LeaderSettings,
+        callbacks: LeaderCallbacks,
+        *,
+        disk: DiskSupervisor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.boundary = boundary
+        self._region = region
+        self._settings = settings
+        self._engine = callbacks
+        self._disk = disk
+        self._held: Counter[int] = Counter()  # references in the engine's block pool, per G1 block
+        self._loads: dict[tuple[str, tuple[int, ...]], bool] = {}  # the engine waits for them -> is the request live?
+        self._orders: dict[int, Offload | Onboard] | None = None  # in flight when the cache was turned off
+        self._steps_off = 0
+        self._has_cleared = False
+        ours = replace(callbacks, hold=self._hold, release=self._release, trace=_Trace.of(boundary, callbacks.trace))
+        self.leader = Leader(region, settings, ours, disk=disk, clock=clock)
+        boundary.counters = self.leader.counters
+
+    # -- a request arrives ---------------------------------------------------------------------------------------------
+
+    @hook(0)
+    def match(self, request_id: str, hashes: Sequence[bytes], start: int) -> int | None:
+        return self.leader.match(request_id, hashes, start)
+
+    @hook(0)
+    def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
+        return self.leader.match_groups(request_id, chains, start, end)
+
+    def onboard(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        start: int,
+        block_ids: Sequence[int],
+        *,
+        tokens: int | None = None,
+    ) -> None:
+        self.fail_load(request_id, block_ids)
+        self._onboard(request_id, hashes, start, block_ids, tokens)
+
+    def fail_load(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Note that the engine waits for a load. Unless `onboard` begins it, `settle` reports it as failed."""
+        self._loads[request_id, tuple(block_ids)] = True
+
+    @hook()
+    def _onboard(
+        self, request_id: str, hashes: Sequence[bytes], start: int, block_ids: Sequence[int], tokens: int | None
+    ) -> None:
+        self.leader.onboard(request_id, hashes, start, block_ids, tokens=tokens)
+
+    @hook()
+    def note_step(self, tokens: int, seconds: float) -> None:
+        self.leader.note_step(tokens, seconds)
+
+    @contained(0)
+    def disk_tokens(self, request_id: str) -> int:
+        return self.leader.disk_tokens(request_id)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @hook(0)
+    def offload(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        *,
+        computed_blocks: int,
+        prompt_blocks: int,
+        group: int = 0,
+    ) -> int:
+        return self.leader.offload(
+            request_id,
+            hashes,
+            block_ids,
+            computed_blocks=computed_blocks,
+            prompt_blocks=prompt_blocks,
+            group=group,
+        )
+
+    @hook(StepPlan(step=0), when_off=True)
+    def step(self) -> StepPlan:
+        return self._query() if self.boundary.is_off else self.leader.step()
+
+    @hook(list, when_off=True)
+    def settle(self) -> list[LoadResult]:
+        if self.boundary.is_off:
+            return self._settle_remains()
+        results = self.leader.settle()
+        for result in results:
+            self._loads.pop((result.request_id, result.block_ids), None)
+        return results
+
+    @hook(False, when_off=True)
+    def has_pending(self) -> bool:
+        if not self.boundary.is_off:
+            return self.leader.has_pending()
+        is_open = self._orders is None or bool(self._orders or self._loads)
+        return is_open and self._steps_off <= 2 * self._settings.overdue_steps
+
+    @hook(False, when_off=True)
+    def has_unreported(self) -> bool:
+        return bool(self._loads) if self.boundary.is_off else self.leader.has_unreported()
+
+    # -- a request ends ------------------------------------------------------------------------------------------------
+
+    @hook(when_off=True)
+    def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
+        for key in self._loads:
+            self._loads[key] &= key[0] != request_id
+        if not self.boundary.is_off:
+            self.leader.finish(request_id, *chains)
+
+    def reset(self) -> bool:
+        """Like `Leader.reset`. If the cache is off, delete what is on disk."""
+        return self._reset() if not self.boundary.is_off else self._clear_disk()
+
+    @hook(False)
+    def _reset(self) -> bool:
+        return self.leader.reset()
+
+    @contained(False)
+    def _clear_disk(self) -> bool:
+        if self._disk is not None:
+            self._disk.clear()
+        return True
+
+    def close(self) -> None:
+        """Like `Leader.close`. If the cache is off, nothing more is written to disk."""
+        self._close()
+        if self.boundary.is_off:
+            self._close_disk()
+
+    @hook()
+    def _close(self) -> None:
+        self.leader.close()
+
+    @contained()
+    def _close_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.close(CLOSE_S)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    @contained(list)
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call; when the cache was turned off, once that host memory is empty."""
+        if not self.boundary.is_off:
+            return self.leader.take_events()
+        has_cleared, self._has_cleared = self._has_cleared, True
+        return [] if has_cleared else [TierCleared(Tier.HOST)]
+
+    @property
+    def counters(self) -> Counters:
+        return self.leader.counters
+
+    @contained(dict)
+    def blocks(self) -> TierBlocks:
+        return self.leader.blocks()
+
+    @contained(dict)
+    def wear(self) -> dict[str, float]:
+        return self.leader.wear()
+
+    # -- what remains while the cache is off ---------------------------------------------------------------------------
+
+    def _query(self) -> StepPlan:
+        """Repeat the orders in flight as overdue ones, from time to time."""
+        orders = self._taken_over().values()
+        is_due = self._steps_off % QUERY_STEPS == 0
+        self._steps_off += 1
+        if not is_due or not orders:
+            return StepPlan(step=0)
+        return StepPlan(
+            step=0,
+            overdue_offloads=tuple(order for order in orders if isinstance(order, Offload)),
+            overdue_onboards=tuple(order for order in orders if isinstance(order, Onboard)),
+        )
+
+    def _settle_remains(self) -> list[LoadResult]:
+        """Release the blocks of orders that have ended, and return the loads that can be reported as failed."""
+        orders = self._taken_over()
+        self._region.has_lost_rank()
+        for generation, order in list(orders.items()):
+            if self._has_ended(order):
+                del orders[generation]
+                self._release(order.block_ids[::-1])
+        self._discard_results_of_disk()
+        copied = {block_id for order in orders.values() for block_id in order.block_ids}
+        gives_up = self._settings.engine.gives_up_blocks
+        ended = [key for key in self._loads if gives_up or copied.isdisjoint(key[1])]
+        return [LoadResult(*key, failed_block_ids=key[1], is_live=self._loads.pop(key)) for key in ended]
+
+    def _taken_over(self) -> dict[int, Offload | Onboard]:
+        """Return the orders in flight. The first call releases the blocks that no order names."""
+        if self._orders is None:
+            self._orders = self.leader.orders_in_flight()
+            copied = Counter(block_id for order in self._orders.values() for block_id in order.block_ids)
+            self._release(list((self._held - copied).elements()))
+        return self._orders
+
+    def _has_ended(self, order: Offload | Onboard) -> bool:
+        if isinstance(order, Onboard):
+            return self._region.lane_result(order.lane, order.generation) is not SlotState.EMPTY
+        return SlotState.EMPTY not in self._region.slot_results(order.slots, order.generation)
+
+    @contained()
+    def _discard_results_of_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.poll()
+
+    # -- references in the engine's block pool -------------------------------------------------------------------------
+
+    def _hold(self, block_ids: Sequence[int]) -> None:
+        self._engine.hold(block_ids)
+        self._held.update(block_ids)
+
+    def _release(self, block_ids: Sequence[int]) -> None:
+        held = self._held
+        for block_id in block_ids:
+            if held[block_id] < 1:
+                raise InvariantError(f"release of block {block_id}, which kvbm does not hold")
+            held[block_id] -= 1
+            if not held[block_id]:
+                del held[block_id]
+        self._engine.release(block_ids)
+
+
+class _Trace:
+    """A trace that never raises: it ends with its first exception."""
+
+    def __init__(self, boundary: Boundary, trace: Callable[..., None]) -> None:
+        self.boundary = boundary
+        self._trace: Callable[..., None] | None = trace
+
+    @classmethod
+    def of(cls, boundary: Boundary, trace: Callable[..., None] | None) -> Callable[..., None] | None:
+        return None if trace is None else cls(boundary, trace).record
+
+    def record(self, call: str, **values: object) -> None:
+        if self._trace is not None and not self._record(call, values):
+            self._trace = None
+
+    @contained(False)
+    def _record(self, call: str, values: dict[str, object]) -> bool:
+        assert self._trace is not None
+        self._trace(call, **values)
+        return True

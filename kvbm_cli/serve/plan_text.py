@@ -1,0 +1,80 @@
+"""Texts of `kvbm serve`: the plan that it prints before the start, and the result of `--dry-run`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm.config.variables import PREFIX
+from kvbm_cli.disaggregated.plan import DisaggregatedPlan
+from kvbm_cli.engine.engines import how_to_make_model
+from kvbm_cli.engine.process import additions
+from kvbm_cli.profile.size import as_data, block_line, tier_table
+from kvbm_cli.serve.served_profile import ServedProfile
+from kvbm_cli.terminal.console import print_data, print_json
+
+
+def named_plans(plan: LaunchPlan | DisaggregatedPlan) -> dict[str, LaunchPlan]:
+    """Returns the engines behind a proxy by name, empty without a proxy."""
+    return {} if isinstance(plan, LaunchPlan) else dict(plan.engines)
+
+
+def endpoint_of(plan: LaunchPlan | DisaggregatedPlan) -> LaunchPlan:
+    """Returns the server that clients use: the engine, or the proxy."""
+    return plan if isinstance(plan, LaunchPlan) else plan.proxy
+
+
+def print_dry_run(served: ServedProfile, plan: LaunchPlan | DisaggregatedPlan, *, as_json: bool) -> None:
+    endpoint, named = endpoint_of(plan), named_plans(plan)
+    if as_json:
+        about = {"name": served.resolved.name, "path": str(served.resolved.path)}
+        engines = {"engines": {name: _as_data(one) for name, one in named.items()}} if named else {}
+        baseline = {"is_baseline": served.is_baseline}
+        print_json({"profile": about, **baseline, **_as_data(endpoint), **engines, **_sizes(served)})
+        return
+    commands = [f"# {name}\n{_command(one)}" for name, one in {**named, "proxy": endpoint}.items()]
+    first = [shlex.join(making)] if (making := how_to_make_model(served.profile)) else []
+    print_data("\n\n".join([plan_text(served, endpoint), *first, *(commands if named else [_command(endpoint)])]))
+
+
+def _as_data(plan: LaunchPlan) -> dict[str, object]:
+    return {"url": plan.base_url, "argv": list(plan.argv), "environment": additions(plan)}
+
+
+def _sizes(served: ServedProfile) -> Mapping[str, object]:
+    if isinstance(served.sizing, Exception):
+        return {"sizes": str(served.sizing)}
+    return as_data(served.sizing, has_cache=not served.is_baseline)
+
+
+def _command(plan: LaunchPlan) -> str:
+    """Returns the command that starts the engine like `kvbm serve`, except for its temporary directory."""
+    unset = [word for name in sorted(os.environ) if name.startswith(PREFIX) for word in ("-u", name)]
+    assignments = [f"{name}={value}" for name, value in additions(plan).items()]
+    return shlex.join(["env", *unset, *assignments, *plan.argv])
+
+
+def plan_text(served: ServedProfile, launch_plan: LaunchPlan) -> str:
+    resolved, sizing = served.resolved, served.sizing
+    engine = resolved.profile.engine
+    address = launch_plan.base_url if not launch_plan.base_url.endswith(":0") else "a free port, chosen at the start"
+    dtype = f" in {engine.arguments.dtype}" if engine.arguments.dtype else ""
+    blocks = "" if isinstance(sizing, Exception) else f"; {block_line(sizing)}"
+    lines = [
+        f"profile  {resolved.name} ({resolved.path})",
+        f"engine   {engine.kind}, {engine.model}{dtype}{blocks}",
+        *(["cache    none: this is the baseline"] if served.is_baseline else []),
+        *_disaggregated_line(served),
+        f"server   {address}",
+    ]
+    if isinstance(sizing, Exception):
+        return "\n".join([*lines, f"sizes    {sizing}"])
+    return "\n".join([*lines, "", tier_table(resolved, sizing, has_cache=not served.is_baseline)])
+
+
+def _disaggregated_line(served: ServedProfile) -> list[str]:
+    wanted = served.profile.disaggregated
+    text = f"engines  {wanted.prefill} for prefill, each with the tiers below; {wanted.decode} for decode, with G1 only"
+    return [text] if wanted.is_enabled else []

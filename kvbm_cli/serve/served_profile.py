@@ -1,0 +1,80 @@
+"""ServedProfile: a checked profile as `kvbm serve` starts it, with the cache or as its baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvbm.config.launch_plan import LaunchPlan
+from kvbm.errors import UsageError
+from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports
+from kvbm_cli.disaggregated.plan import plan as disaggregated_plan
+from kvbm_cli.engine.engines import copy_count, launch_plan
+from kvbm_cli.engine.process import STOP_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import DiskTierSection, Profile
+    from kvbm.sizing import SizeUnknown, Sizing
+
+BASELINE = "baseline"
+START_TIMEOUT_KEY = "transfer.init_timeout_s"  # applies to every engine
+
+
+@dataclass(frozen=True, slots=True)
+class ServedProfile:
+    """`is_baseline`: the engine runs without the cache, so the tiers take no memory and no disk space."""
+
+    resolved: ResolvedProfile
+    sizing: Sizing | SizeUnknown
+    is_baseline: bool
+
+    @property
+    def profile(self) -> Profile:
+        return self.resolved.profile
+
+    @property
+    def run_name(self) -> str:
+        """Returns the name of its runs, without a number."""
+        return f"{self.resolved.name}-{BASELINE}" if self.is_baseline else self.resolved.name
+
+    @property
+    def disk(self) -> DiskTierSection | None:
+        return None if self.is_baseline else self.profile.tiers.disk
+
+    @property
+    def memory_bytes(self) -> int:
+        """Returns the host memory for blocks (G2) of all its engines, 0 if unknown."""
+        if self.is_baseline:
+            return 0
+        host = self.profile.tiers.host
+        if isinstance(self.sizing, Exception):
+            capacity = (host.capacity or 0) if host is not None and host.blocks is None else 0
+            return capacity * copy_count(self.profile)
+        return self.sizing.host.total_bytes * copy_count(self.profile)
+
+    @property
+    def stop_timeout_s(self) -> float:
+        return STOP_TIMEOUT_S + (0.0 if self.disk is None else self.disk.drain_s)
+
+    def plan(self, port: int, *, taken: Sequence[int] = ()) -> LaunchPlan | DisaggregatedPlan:
+        """Returns how to start it on `port`. Engines behind a proxy get free ports that are not `taken`."""
+        if self.profile.disaggregated.is_enabled:
+            return disaggregated_plan(
+                self.profile, port=port, ports=(free for free in free_ports() if free not in (port, *taken))
+            )
+        return launch_plan(self.profile, connector=not self.is_baseline, port=port)
+
+
+def require_baseline(resolved: ResolvedProfile, overrides: Sequence[str]) -> None:
+    """Raises UsageError for a profile or an override that cannot be combined with `--baseline`."""
+    from kvbm.config.schema import ConnectorConfig
+
+    if resolved.profile.disaggregated.is_enabled:
+        message = f"`--baseline` starts one engine without the cache, and `{resolved.name}` starts several"
+        raise UsageError(message, hint="use the profile that it extends")
+    for key in (override.partition("=")[0].strip() for override in overrides):
+        if key.partition(".")[0] in ConnectorConfig.model_fields and key != START_TIMEOUT_KEY:
+            message = f"`--baseline` starts the engine without the cache, so `--set {key}` has no effect"
+            raise UsageError(message, hint="omit one of them")
