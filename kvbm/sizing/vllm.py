@@ -82,14 +82,20 @@ def plan_of(
 
 
 def device(
-    arguments: VllmArguments, model_config: Mapping[str, object], *, variables: Mapping[str, str], on_cpu: bool
+    arguments: VllmArguments,
+    model_config: Mapping[str, object],
+    *,
+    variables: Mapping[str, str],
+    on_cpu: bool,
+    sequence_tokens: int | None = None,
 ) -> Device:
-    """Return the blocks of G1. Raises like `plan_of`."""
+    """Return the blocks of G1. `sequence_tokens` is by default the maximum length. Raises like `plan_of`."""
     plan = plan_of(arguments, model_config, variables=variables, on_cpu=on_cpu)
     stages = _stages(len(plan.layers), arguments.pipeline_parallel_size or 1)
     block_bytes = tuple(max(group.bytes_on(stage) for group in plan.groups) for stage in stages)
     block_count, set_by = _block_count(arguments, max(block_bytes), variables, on_cpu=on_cpu)
     longest, in_flight = _longest(arguments, model_config), _in_flight(arguments)
+    length = sequence_tokens or longest or 0
     return Device(
         block_tokens=plan.block_tokens,
         rank_block_bytes=tuple(size for size in block_bytes for _ in range(arguments.tensor_parallel_size or 1)),
@@ -97,6 +103,9 @@ def device(
         set_by=set_by,
         group_count=len(plan.groups),
         token_count=_token_count(plan.groups, block_count, longest, in_flight),
+        token_bytes=plan.token_bytes * (arguments.tensor_parallel_size or 1),
+        sequence_tokens=length,
+        sequence_blocks=sum(group.blocks(length, in_flight=0) for group in plan.groups) if length else 0,
         notes=plan.notes,
     )
 
