@@ -58,7 +58,7 @@ def models(incomplete: str) -> list[str] | list[tuple[str, str]]:
     """Models of the catalogue; files if no name matches."""
     from kvbm.sizing.catalogue import catalogue
 
-    return _matching(catalogue(), incomplete) or files(incomplete)
+    return _matching(list(catalogue()), incomplete) or files(incomplete)
 
 
 def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """LayerSpec: what one layer of a model keeps in the KV cache of one rank.
 
-The kinds are those of vLLM's `KVCacheSpec` (vLLM 0.32, `v1/kv_cache_interface.py`):
+The kinds follow vLLM's `KVCacheSpec` (vLLM 0.32, `v1/kv_cache_interface.py`):
 
     FULL     a key and a value of every token
     LATENT   one compressed vector of every token (MLA), the same on every rank
@@ -59,7 +59,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What the arguments of an engine say about every layer. Bytes are those of one element.
+    """What the arguments of an engine say about every layer. All `_bytes` are the bytes of one element.
 
     `state_bytes` is the element of a recurrent state, None if the model's configuration decides.
     """

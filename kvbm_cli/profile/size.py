@@ -54,7 +54,7 @@ class SizeRequest:
 
     @property
     def wanted(self) -> tuple[int, int] | None:
-        """The number of sequences to hold, and the tokens of each; None if no capacity is asked for."""
+        """The number of sequences to hold, and the tokens of each; None without such options."""
         per_user = (self.users, self.turns, self.turn_tokens)
         if self.tokens is not None and any(part is not None for part in per_user):
             raise UsageError("use either `--tokens`, or `--users`, `--turns` and `--turn-tokens`")
@@ -86,9 +86,10 @@ def count_option(name: str, text: str) -> int:
     """Returns the whole number of an option; `2M` is 2 million. UsageError names the option."""
     option = f"--{name.replace('_', '-')}"
     try:
-        value = count_of(count_value(plain_scalar(text)))
+        counted = count_value(plain_scalar(text))
     except ValueError:
-        value = None
+        counted = None
+    value = count_of(counted) if isinstance(counted, int | str) else None
     if value is None or value < 1:
         raise UsageError(f"`{option}`: `{text}` is not a number of at least 1", hint=f"for example `{option} 200`")
     return value
@@ -118,7 +119,10 @@ def _sequence_lines(sizing: Sizing) -> list[str]:
     tiers = {"G1": sizing.device, "G2": sizing.host, "G3": sizing.disk}
     counts = [f"{name} {tier.sequence_count:,}" for name, tier in tiers.items() if tier is not None]
     blocks = f"{sizing.sequence_blocks:,} block{'s' * (sizing.sequence_blocks != 1)}"
-    return [f"a sequence of {sizing.sequence_tokens:,} tokens is {blocks}, {size}; that many fit: {', '.join(counts)}"]
+    return [
+        f"a sequence of {sizing.sequence_tokens:,} tokens is {blocks}, {size}",
+        f"sequences that fit: {', '.join(counts)}",
+    ]
 
 
 def _needed(resolved: ResolvedProfile, sequences: int, tokens: int) -> dict[str, object]:
@@ -134,10 +138,10 @@ def _needed_lines(needed: Mapping[str, object]) -> list[str]:
     gigabytes = -(-size // 10**9)
     sequences = int(str(needed["sequences"]))
     return [
-        f"{int(str(needed['tokens'])):,} tokens in {sequences} sequence{'s' * (sequences != 1)} need {blocks:,} blocks, "
-        f"{format_size(size)}:",
-        f"  tiers.host.capacity: {gigabytes}GB    or  DYN_KVBM_CPU_CACHE_GB={gigabytes}",
-        f"  tiers.disk.capacity: {gigabytes}GB    or  DYN_KVBM_DISK_CACHE_GB={gigabytes}    at least as large as G2",
+        f"{int(str(needed['tokens'])):,} tokens in {sequences} sequence{'s' * (sequences != 1)} "
+        f"need {blocks:,} blocks, {format_size(size)}:",
+        f"  tiers.host.capacity: {gigabytes}GB  or DYN_KVBM_CPU_CACHE_GB={gigabytes}",
+        f"  tiers.disk.capacity: {gigabytes}GB  or DYN_KVBM_DISK_CACHE_GB={gigabytes}, if there is a disk tier",
     ]
 
 
@@ -160,7 +164,7 @@ def order_warnings(sizing: Sizing) -> tuple[str, ...]:
 
 
 def size_of(resolved: ResolvedProfile, *, length: int | None = None) -> Sizing:
-    """Computes the sizes of the tiers. `length` is that of a sequence, by default the maximum length.
+    """Computes the sizes of the tiers. `length` is the tokens of a sequence, by default the maximum length.
 
     ProfileError, at the place of the key, for a model without a size or a tier that holds no block. SizeUnknown if only
     the engine knows the sizes.
