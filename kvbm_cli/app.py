@@ -21,6 +21,7 @@ from kvbm_cli.terminal.show_error import show_error, show_kvbm_error
 
 COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 INTERRUPTED = 130
+OTHERS_WRITE = 0o022
 
 app = typer.Typer(
     name="kvbm",
@@ -53,8 +54,11 @@ PROFILE_HELP = "Name of a shipped profile, or path to a profile file."
 
 
 def _option(names: str, metavar: str, help_: str, completer: Any = None, **limits: Any) -> Any:
-    """Declares an option with a value. `names` are separated by a space; `completer` offers values."""
-    return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, **limits)
+    """Declares an option with a value. `names` are separated by a space; `completer` offers values.
+
+    The parser does not check paths: each command reports what is wrong with them.
+    """
+    return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, readable=False, **limits)
 
 
 def _flag(names: str, help_: str) -> Any:
@@ -62,7 +66,7 @@ def _flag(names: str, help_: str) -> Any:
 
 
 def _argument(metavar: str, help_: str, completer: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=help_, autocompletion=completer)
+    return typer.Argument(metavar=metavar, help=help_, autocompletion=completer, readable=False)
 
 
 def _profile_option(help_: str = PROFILE_HELP) -> Any:
@@ -447,6 +451,7 @@ def completion(
 
 
 def main() -> None:
+    os.umask(os.umask(OTHERS_WRITE) | OTHERS_WRITE)  # no file of kvbm or of its engines is writable by others
     streams.repair()
     sys.exit(run(sys.argv[1:]))
 
@@ -506,7 +511,7 @@ def _show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> 
     text = _number_error(error) or (error.message if possible else error.format_message())
     message, _, suggested = text.replace("'", "`").rstrip(".?").partition(". Did you mean ")
     nearest = f"`{possible[0]}`" if possible else _if_near(message, suggested)
-    if message.startswith("Missing option `--profile`") and len(arguments) > 1 and not arguments[1].startswith("-"):
+    if message.startswith("Missing option `--profile`") and arguments[1:2] and arguments[1][:1] not in ("", "-"):
         nearest = f"`kvbm {arguments[0]} --profile {arguments[1]}`"
     command = context.command_path if context is not None else "kvbm"
     show_error(

@@ -5,7 +5,7 @@ each result in a control word. One thread owns it and calls, per engine step,
 
     start(plan)     before the forward pass: start onboards
     finish(plan)    after the forward pass: start offloads, whose sources are computed by then
-    poll()          write the control words of ended copies
+    poll()          write the control words of ended copies, and the heartbeat
 
 None of them waits. Onboards and offloads have separate threads, so that a hung offload delays no request. An exception
 in one transfer fails that transfer on this rank and no other.
@@ -144,6 +144,7 @@ class Worker:
         """Return what the leader needs to map this rank's segment."""
         return self._segment.info
 
+    @contained()
     def start(self, plan: StepPlan) -> None:
         """Start the plan's onboards. The G1 blocks they write belong to no running request."""
         for offload in plan.overdue_offloads:
@@ -157,6 +158,7 @@ class Worker:
                 if (failed := self._submit(order, parts, self._onboard_pool, self._onboards, error)) is not None:
                     self._write_onboard(failed)
 
+    @contained()
     def finish(self, plan: StepPlan) -> None:
         """Start the plan's offloads. The forward pass that computes their sources has been submitted."""
         if plan.offloads:
@@ -166,8 +168,10 @@ class Worker:
                 if (failed := self._submit(order, [whole], self._offload_pool, self._offloads, error)) is not None:
                     self._write_offload(failed)
 
+    @contained(False)
     def poll(self) -> bool:
         """Write the control words of copies that have ended since the last call; return whether there were any."""
+        self._segment.beat()
         onboards = self._onboard_pool.poll() if self._onboards else []
         offloads = self._offload_pool.poll() if self._offloads else []
         for finished in onboards:

@@ -65,6 +65,7 @@ class Health:
         self.counters = DiskCounters()
         self.off_because: str | None = None
         self.is_removed = False  # the arena was deleted; permanent
+        self.has_lost_io = False  # only the end of the process ends some I/O; permanent
         self._errors_in_a_row: Counter[str] = Counter()
 
     @property
@@ -102,6 +103,11 @@ class Health:
             is_too_many = self._errors_in_a_row[step] >= self.limits.errors_until_off
         if is_too_many:
             self.turn_off(f"{self.limits.errors_until_off} consecutive {step} errors, last: {error}")
+
+    def lose_io(self, why: str) -> None:
+        """Note I/O whose end cannot be detected, so that its ticket never ends."""
+        self.has_lost_io = True
+        self.turn_off(why)
 
     def turn_off(self, why: str) -> None:
         with self.lock:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvbm.disk.health import Health
 from kvbm.disk.index import checksum
-from kvbm.disk.io.threads import BlockIO, EndOfArena, IoRun
+from kvbm.disk.io.threads import BlockIO, EndOfArena, IoNotEnded, IoRun
 from kvbm.disk.orders import Read, Write
 from kvbm.host.cores import allowed_cores
 
@@ -211,6 +211,11 @@ class TransferThreads:
             is_write = isinstance(piece[0], WriteTransfer)
             try:
                 (self._write if is_write else self._read)(*piece)
+            except IoNotEnded as error:  # its host slots stay reserved until the process has ended
+                self._health.lose_io(str(error))
+                with self._changed:
+                    del self._running[me]
+                continue
             except BaseException as error:  # the ticket must end in any case
                 self._health.count_error("write" if is_write else "read", error)
                 why = str(error) or type(error).__name__

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from kvbm.core.groups import longest_hit
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.disk_tier import DiskTier
+from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import LiveRequest, Load, Onboards
@@ -83,6 +84,7 @@ class Leader:
         self._disk = None if disk is None else DiskTier(disk, self._host, settings, self.counters, clock)
         self._offloads = Offloads(self._host, self._disk, callbacks, settings, self.counters)
         self._onboards = Onboards(self._host, self._disk, callbacks, settings, clock)
+        self._heartbeats = Heartbeats(region, settings.silence_s, clock)
         self._requests: dict[str, LiveRequest] = {}
         self._unreported: list[LoadResult] = []
         self._step = 0
@@ -228,7 +230,8 @@ class Leader:
         self._offloads.settle()
         if self._disk is not None:
             self._onboards.fetched(self._disk.settle())
-        for load in self._onboards.settle():
+        has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
+        for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):
             if load.is_failed:
                 self._fail_load(load.request, load.block_ids, by_disk=load.is_failed_by_disk)
             else:
@@ -282,9 +285,10 @@ class Leader:
             self.counters.hit_window.append((host_blocks, request.disk_hit_blocks, request.probed_blocks))
             self.counters.finished_requests += 1
 
-    def reset(self) -> bool:
+    def reset(self, *, ends_persistence: bool = False) -> bool:
         """Forget every block, in every tier. Transfers in flight end as failed; live requests computed with the old
-        state are not offloaded any more.
+        state are not offloaded any more. With `ends_persistence`, no block that is stored later outlives this engine:
+        use it if the weights may differ from those that the identity of the disk cache describes.
 
         False if the disk could not forget its blocks durably. This engine serves none of them, but an engine that
         starts before they are forgotten may.
@@ -293,7 +297,7 @@ class Leader:
         is_forgotten = True
         if self._disk is not None:
             try:
-                self._disk.reset()
+                self._disk.reset(ends_persistence=ends_persistence)
             except EnvironmentProblem as error:
                 log.error("kvbm: %s; the disk tier stays off until its blocks are deleted", error.message)
                 is_forgotten = False

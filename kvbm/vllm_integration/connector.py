@@ -31,6 +31,7 @@ from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, cache_grou
 from kvbm.vllm_integration.identity import identity
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
+from kvbm.vllm_integration.weight_updates import watch
 from kvbm.vllm_integration.worker_side import NOTHING, WorkerSide
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 identity=partial(identity, vllm_config),
                 engine=_engine_index(vllm_config),
             )
+            watch(self._scheduler)
         else:
             self._worker = self.worker_side_class()(
                 config, kv_cache_config, groups, rank=_rank(vllm_config), rank_count=_rank_count(vllm_config)

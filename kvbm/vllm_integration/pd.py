@@ -100,4 +100,4 @@ def require_children(extra_config: Mapping[str, Any]) -> None:
 def _is_prefilled_elsewhere(kv_transfer_params: Mapping[str, Any] | None) -> bool:
     """Return True until the pull from the other engine is scheduled. NIXL then clears the flag, so that after a failed
     pull or a preemption the request is looked up in our cache like any other."""
-    return bool(kv_transfer_params and kv_transfer_params.get("do_remote_prefill"))
+    return isinstance(kv_transfer_params, Mapping) and bool(kv_transfer_params.get("do_remote_prefill"))

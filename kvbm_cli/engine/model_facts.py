@@ -90,6 +90,8 @@ def _no_directory(model: str, hint: str) -> ProfileError:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return ProfileError(f"`engine.model`: there is no directory `{model}`", hint=hint)
         reason = (error.strerror or str(error)).lower()
+    except ValueError as error:  # a NUL character
+        reason = str(error)
     return ProfileError(f"`engine.model`: cannot use `{model}`: {reason}", hint=hint)
 
 

@@ -322,9 +322,12 @@ def test_pasted_command_of_a_dry_run_starts_the_same_engine(home: Path) -> None:
     assert by_hand == by_us
 
 
+OWN = ("TMPDIR", "PWD", "_", "KVBM_ADMIN_TOKEN")  # each process has its own
+
+
 def _seen_by(engine: psutil.Process) -> tuple[list[str], dict[str, str], str]:
     words = [re.sub(r'("port":|^)\d{5}', r"\1[PORT]", word) for word in engine.cmdline()]
-    variables = {name: value for name, value in engine.environ().items() if name not in ("TMPDIR", "PWD", "_")}
+    variables = {name: value for name, value in engine.environ().items() if name not in OWN}
     return words, variables, engine.cwd()
 
 

@@ -160,8 +160,10 @@ def test_serve_says_what_the_interpreter_lacks(home: Path, held: str) -> None:
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert outcome.stderr.startswith(f"error: {message}\n\nhint: {hint}")
     tried = kvbm("serve", "-p", "./mine.yaml", "--dry-run", home=home, **variables)
-    assert tried.exit_code == 0
-    assert tried.stderr == f"warning: {message}\n"
+    if held == "nonsense":  # then the command is unknown too
+        assert (tried.exit_code, tried.stderr) == (1, outcome.stderr)
+    else:
+        assert (tried.exit_code, tried.stderr) == (0, f"warning: {message}\n")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--force",)])
@@ -253,6 +255,20 @@ def test_what_is_no_interpreter_is_an_error(python: str) -> None:
         find_vllm(python)
 
 
+def test_debug_endpoints_are_not_served_on_a_network(home: Path) -> None:
+    """In this mode vLLM lets every client run methods of the engine."""
+    command = ["serve", "-p", "./mine.yaml", "--dry-run"]
+    refused = kvbm(*command[:3], "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
+    assert refused.exit_code == 1
+    assert "`server.host: 0.0.0.0` is not a loopback address" in refused.stderr
+    warned = kvbm(*command, "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
+    assert warned.exit_code == 0
+    assert "VLLM_SERVER_DEV_MODE serves" in warned.stderr
+    for overrides, mode in ((["--set", "server.host=0.0.0.0"], "0"), ([], "1")):
+        silent = kvbm(*command, *overrides, home=home, VLLM_SERVER_DEV_MODE=mode)
+        assert (silent.exit_code, "DEV_MODE" in silent.stderr) == (0, False)
+
+
 HANGS = '#!/bin/sh\necho probed >> {log}\n[ -e {released} ] || sleep 60\nexec {python} "$@"\n'
 
 
@@ -265,7 +281,9 @@ def test_interpreter_that_hangs_is_reported_once_and_the_run_starts_what_the_dry
     monkeypatch.setattr("kvbm_cli.engine.python_probe.PROBE_TIMEOUT_S", 1)
     message = f"`{python}` did not answer within 1 s, so its vLLM is unknown"
     serve = ("serve", "-p", "./mine.yaml", "--set", f"engine.python={python}", "--port", "0")
-    tried = kvbm_here(*serve, "--dry-run", "--json", home=home)
+    guess = kvbm_here(*serve, "--dry-run", home=home)
+    assert (guess.exit_code, guess.stdout, guess.stderr.splitlines()[0]) == (1, "", f"error: {message}")
+    tried = kvbm_here(*serve, "--dry-run", "--json", "--force", home=home)
     assert (tried.exit_code, tried.stderr) == (0, f"warning: {message}\n")
     assert log.read_text() == "probed\n", "a probe that hangs is not repeated"
     assert not _processes_with(str(python)), "the probe left a process"

@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_for
 
-from kvbm.disk.directory import InstanceLock, list_caches
+from kvbm.disk.directory import InstanceLock, await_predecessor, list_caches
 from kvbm.disk.service import client
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.verify import holder
@@ -70,6 +72,16 @@ def opened(directory: Path, *, close_s: float = LIMIT_S, progress=None, **keys):
             yield ProcessRig(tier, region)
         finally:
             tier.close(close_s)
+
+
+@contextmanager
+def stopped(rig):
+    os.kill(rig.tier.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(rig.tier.pid, signal.SIGCONT)
 
 
 def has_ended(pid: int) -> bool:
@@ -175,6 +187,17 @@ def test_clear_covers_what_was_found_and_is_not_told_yet(tmp_path: Path, monkeyp
         assert rig.tier.recovered() == (b"", b"", True)
 
 
+def test_blocks_of_a_process_that_does_not_answer_are_not_waited_for(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write(range(5), range(5))
+    with opened(tmp_path) as rig:
+        with stopped(rig):
+            started = time.monotonic()
+            assert rig.tier.recovered() is None
+            assert time.monotonic() - started < 1.5 * ANSWER_LIMIT_S
+        assert rig.recovered() == {number: number for number in range(5)}
+
+
 def test_blocks_of_a_process_that_has_ended_are_not_waited_for(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         rig.write(range(5), range(5))
@@ -199,6 +222,23 @@ def test_problem_of_opening_is_the_leaders(tmp_path: Path) -> None:
         pass
     assert "is not a directory" in raised.value.message
     assert "`tiers.disk.directory`" in (raised.value.hint or "")
+
+
+def test_process_that_does_not_answer_while_it_opens_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "OPEN_LIMIT_S", 0.3)
+    start, started = client._start, []
+
+    def start_and_stop(fd: int) -> subprocess.Popen[bytes]:
+        started.append(start(fd))
+        os.kill(started[0].pid, signal.SIGSTOP)
+        return started[0]
+
+    monkeypatch.setattr(client, "_start", start_and_stop)
+    with pytest.raises(EnvironmentProblem, match=r"sent nothing for 0\.3 s"), opened(tmp_path):
+        pass
+    assert has_ended(started[0].pid)
 
 
 def test_progress_of_taking_space_is_told(tmp_path: Path) -> None:
@@ -236,16 +276,6 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
     assert len([message for message in caplog.messages if "has exited" in message]) == 1
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 0}
-
-
-@contextmanager
-def stopped(rig):
-    os.kill(rig.tier.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(rig.tier.pid, signal.SIGCONT)
 
 
 def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -367,6 +397,59 @@ def test_child_ends_with_a_killed_leader_and_its_cache_is_free(tmp_path: Path, h
             os.kill(worker, signal.SIGKILL)
     with opened(tmp_path) as rig:
         assert rig.recovered().get(1) == 0
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> Iterator[int]:
+    """A disk process that has not exited yet, although its leader was killed."""
+    program = LEADER.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as leader:
+        child, worker = map(int, leader.stdout.readline().split())
+        os.kill(worker, signal.SIGKILL)
+        os.kill(child, signal.SIGSTOP)
+        leader.kill()
+    yield child
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+
+
+def test_restarted_engine_waits_for_the_cache_of_its_predecessor(
+    tmp_path: Path, orphan: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache,) = list_caches(tmp_path)
+    assert cache.is_locked
+    caplog.set_level(logging.INFO, "kvbm")
+
+    def continue_when_awaited() -> None:
+        deadline_s = time.monotonic() + LIMIT_S
+        while "waiting for the disk cache" not in caplog.text and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        os.kill(orphan, signal.SIGCONT)
+
+    waker = Thread(target=continue_when_awaited)
+    waker.start()
+    with opened(tmp_path) as rig:
+        assert rig.tier.path == cache.path
+        assert rig.recovered().get(1) == 0
+    waker.join()
+    assert f"waiting for the disk cache {cache.path}, whose engine has ended" in caplog.text
+    assert f"the disk cache {cache.path} is free after " in caplog.text
+
+
+def test_wait_for_a_predecessor_that_does_not_exit_is_bounded(
+    tmp_path: Path, orphan: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache,) = list_caches(tmp_path)
+    await_predecessor(tmp_path, cache.namespace, timeout_s=0.1, on_wait=lambda: None)
+    assert f"the disk cache {cache.path} is still locked after 0.1 s: using another one" in caplog.text
+
+
+def test_engine_does_not_wait_for_a_cache_that_another_engine_uses(tmp_path: Path) -> None:
+    with opened(tmp_path) as first:
+        await_predecessor(tmp_path, first.tier.path.parent.name, on_wait=pytest.fail)
+        with opened(tmp_path) as second:
+            assert second.tier.path != first.tier.path
+            await_predecessor(tmp_path, first.tier.path.parent.name, on_wait=pytest.fail)
 
 
 def test_cache_is_said_to_be_used_by_the_engine(tmp_path: Path) -> None:

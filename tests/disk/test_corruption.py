@@ -124,6 +124,7 @@ def test_rows_of_two_blocks_exchanged(tmp_path):
         ("UPDATE blocks SET generation = 'a text' WHERE slot = 6", {6}),
         ("UPDATE blocks SET checksum = 'a text' WHERE slot = 6", {6}),
         ("UPDATE blocks SET checksum = x'00' WHERE slot = 6", {6}),
+        ("UPDATE blocks SET checksum = zeroblob(1000000) WHERE slot = 6", {6}),
         ("UPDATE blocks SET length = 9223372036854775807 WHERE slot = 6", {6}),
         ("UPDATE blocks SET length = -1 WHERE slot = 6", {6}),
         ("UPDATE blocks SET length = 'a text' WHERE slot = 6", {6}),

@@ -13,7 +13,7 @@ import pytest
 from disk_rig import HASTY, LIMIT_S, QUICK, assembled, instance_of, make_hash, opened
 
 from kvbm.disk.io import threads
-from kvbm.disk.io.threads import ThreadsIO
+from kvbm.disk.io.threads import IoNotEnded, ThreadsIO
 from kvbm.disk.orders import Read
 from kvbm.errors import EnvironmentProblem
 
@@ -587,3 +587,23 @@ def test_host_slots_that_have_lost_their_bytes_leave_no_row(tmp_path, faults):
     assert [step for step in order if step != 0] == ["payload", "checked", "payload", "checked", 1]
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 4}
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_ticket_whose_end_cannot_be_detected_stays_open(tmp_path, faults, kind):
+    """Its host slots may still be written to; only the end of the process ends it."""
+    with assembled(tmp_path, change=faults.put_into, limits=HASTY) as rig:
+        rig.write(range(4), range(4))
+        call = getattr(faults.io, kind)
+        call.is_for = lambda runs: runs[0].offset == 0
+        call.error = IoNotEnded("lost")
+        lost = rig.start_read([0], [0], [0]) if kind == "read" else rig.start_write([9], [0], [0])
+        rig.wait_until(lambda: rig.tier.has_lost_io)
+        assert rig.tier.off_because == "lost"
+        assert rig.wait(rig.start_read([1], [1], [1])).is_good == (False,)
+        time.sleep(3 * HASTY.probe_interval_s)
+        rig.tier.poll()
+        assert lost not in rig.ended
+        rig.tier._index_thread._in_flight.clear()  # so that it can be closed
+    with opened(tmp_path) as rig:
+        assert set(rig.recovered()) >= {1, 2, 3}

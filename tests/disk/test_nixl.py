@@ -17,10 +17,10 @@ from threading import Barrier
 
 import numpy as np
 import pytest
-from fake_nixl import FakeNixl
+from fake_nixl import FakeAgent, FakeNixl, nixlBackendError
 
 from kvbm.disk.io.nixl import MAX_DESCRIPTORS, NixlIO
-from kvbm.disk.io.threads import BlockIO, EndOfArena, IoRun, ThreadsIO
+from kvbm.disk.io.threads import BlockIO, EndOfArena, IoNotEnded, IoRun, ThreadsIO
 from kvbm.errors import EnvironmentProblem
 
 BLOCK = 8192
@@ -144,8 +144,10 @@ def test_read_past_the_end_of_the_arena_is_an_error(make_io: MakeIO, fd: int, at
     os.truncate(fd, (COUNT - 1) * BLOCK)
     slots = list(range(12))
     slots[at] = COUNT - 1
-    with pytest.raises(EndOfArena):
+    with pytest.raises((EndOfArena, IoNotEnded)):
         io.read(in_slots(target[:12], slots))
+    with pytest.raises(EndOfArena):
+        io.read([IoRun((COUNT - 1) * BLOCK, [target[12]])])
     io.read(in_slots(target[:12], list(range(12))))
     io.close()
     assert np.array_equal(target[:12], source[:12])
@@ -155,9 +157,10 @@ def test_error_of_the_system_keeps_its_number(make_io: MakeIO, fd: int, tmp_path
     source = pattern()
     reads_only = os.open(tmp_path / "arena", os.O_RDONLY)
     io = make_io(reads_only, [source])
-    with pytest.raises(OSError) as raised:
+    with pytest.raises((OSError, IoNotEnded)) as raised:
         io.write([IoRun(0, [source[0]])])
-    assert raised.value.errno == errno.EBADF
+    assert isinstance(raised.value, IoNotEnded) == (isinstance(io, NixlIO) and io._queue != "uring")
+    assert getattr(raised.value, "errno", errno.EBADF) == errno.EBADF
     io.close()
     os.close(reads_only)
 
@@ -170,8 +173,9 @@ def test_full_disk_is_told_by_its_number(make_io: MakeIO, tmp_path: Path) -> Non
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3 * BLOCK // 2, limits[1]))
     try:
+        io.write([IoRun(0, [source[0]])])
         with pytest.raises(OSError) as raised:
-            io.write([IoRun(0, [source[0]]), IoRun(BLOCK, [source[1]])])
+            io.write([IoRun(BLOCK, [source[1]])])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert raised.value.errno == errno.EFBIG
@@ -237,29 +241,68 @@ def test_handle_is_released_when_nothing_of_it_runs_any_more(nixl: FakeNixl, fd:
     assert io.redone_count == 0
 
 
-def test_failed_transfer_is_released_and_done_by_the_system_calls(nixl: FakeNixl, fd: int) -> None:
+def test_failed_transfer_of_one_part_is_released_and_done_by_the_system_calls(nixl: FakeNixl, fd: int) -> None:
     source, target = pattern(), rows()
     io = NixlIO(fd, [source, target], queue="uring")
     nixl.refused = {"end"}
-    io.write(in_slots(source, list(range(COUNT))))
-    io.read(in_slots(target, list(range(COUNT))))
-    assert np.array_equal(source, target)
+    io.write([IoRun(0, [source[0]])])
+    io.read([IoRun(0, [target[0]])])
+    assert np.array_equal(source[0], target[0])
     assert io.redone_count == 2
     nixl.refused = set()
-    io.read(in_slots(target, list(range(COUNT))))
+    io.read([IoRun(0, [target[0]])])
     assert [handle.state for handle in nixl.released] == ["ERR", "ERR", "DONE"]
 
 
-def test_transfer_that_did_not_start_is_never_released_and_ends_the_use_of_nixl(nixl: FakeNixl, fd: int) -> None:
+@pytest.mark.parametrize("refused", ["start", "end"])
+def test_transfer_whose_end_is_unknown_is_not_repeated_and_never_released(
+    nixl: FakeNixl, fd: int, refused: str
+) -> None:
+    """NIXL reports the failure of one part while others may be running."""
     source, target = pattern(), rows()
     io = NixlIO(fd, [source, target], queue="uring")
-    nixl.refused = {"start"}
-    io.write(in_slots(source, list(range(COUNT))))
+    nixl.refused = {refused}
+    for move in (io.write, io.read):
+        with pytest.raises(IoNotEnded):
+            move(in_slots(source[:2], [0, 1]))
+    assert nixl.released == []
+    assert io.redone_count == 0
     nixl.refused = set()
+    io.write(in_slots(source, list(range(COUNT))))
     io.read(in_slots(target, list(range(COUNT))))
     assert np.array_equal(source, target)
+    assert len(nixl.agents) == 3, "an agent with a transfer that may be running is not used again"
+
+
+def test_exception_while_a_transfer_runs_does_not_end_its_call(
+    nixl: FakeNixl, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = pattern()
+    io = NixlIO(fd, [source], queue="uring")
+
+    def fail(seconds: float) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("kvbm.disk.io.nixl.time.sleep", fail)
+    with pytest.raises(IoNotEnded, match="MemoryError"):
+        io.write([IoRun(0, [source[0]])])
     assert nixl.released == []
-    assert io.redone_count == 2
+
+
+def test_transfer_that_is_done_and_cannot_be_released_is_done(
+    nixl: FakeNixl, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = pattern(), rows()
+    io = NixlIO(fd, [source, target], queue="uring")
+
+    def refuse(agent: FakeAgent, handle: object) -> None:
+        raise nixlBackendError("NIXL_ERR_BACKEND")
+
+    monkeypatch.setattr(FakeAgent, "release_xfer_handle", refuse)
+    io.write(in_slots(source, list(range(COUNT))))
+    io.read(in_slots(target, list(range(COUNT))))
+    assert np.array_equal(source, target)
+    assert io.redone_count == 0
 
 
 def test_calls_at_one_time_have_an_agent_each_and_later_ones_use_them_again(nixl: FakeNixl, fd: int) -> None:

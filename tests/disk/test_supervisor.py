@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, found_blocks, settings_for
+from disk_rig import opened as opened_here
 from test_client import ProcessRig, has_ended, host_memory, opened, stopped
 
 from kvbm.disk.directory import list_caches
@@ -21,6 +23,8 @@ from kvbm.disk.service import supervisor
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.layout import BlockLayout
+from kvbm.host.region import Region, Segment
 
 pytestmark = pytest.mark.slow
 
@@ -274,6 +278,24 @@ def test_process_that_does_not_answer_is_used_again_and_has_all_its_blocks(tmp_p
         assert rig.recovered() == {number: number for number in range(8)}
 
 
+@pytest.mark.parametrize("is_killed_first", [True, False])
+def test_clear_that_ends_persistence_holds_for_every_further_process(tmp_path: Path, is_killed_first: bool) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        if is_killed_first:
+            kill(rig)
+        rig.tier.clear(ends_persistence=True)
+        rig.wait_until(lambda: is_killed_first <= rig.tier.losses)
+        if is_killed_first:
+            assert come_back(rig) == {}
+        assert rig.write([2], [0]).is_good == (True,)
+        kill(rig)
+        assert come_back(rig, 1 + is_killed_first) == {}
+        assert rig.write([3], [0]).is_good == (True,)
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {}
+
+
 def test_clear_reaches_a_process_that_nobody_has_seen(tmp_path: Path) -> None:
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
@@ -295,11 +317,11 @@ def test_leader_does_not_wait_for_the_next_process(tmp_path: Path, monkeypatch: 
     with lasting(tmp_path) as rig:
         open_next = rig.tier._open_next
 
-        def slowly(path: Path) -> DiskClient:
+        def slowly(path: Path, uses_threads: bool) -> DiskClient:
             assert goes_on.wait(LIMIT_S)
             if (error := next(outcomes, None)) is not None:
                 raise error
-            return open_next(path)
+            return open_next(path, uses_threads)
 
         rig.tier._open_next = slowly
         rig.write([1], [0])
@@ -390,3 +412,65 @@ def require_no_process_is_left(rig: ProcessRig, directory: Path, before: set[int
         time.sleep(0.01)
     (cache,) = list_caches(directory)
     assert not cache.is_locked
+
+
+def test_process_with_io_whose_end_is_unknown_is_replaced_by_one_with_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tickets end when it has ended, and with it all its I/O."""
+    orders = tmp_path / "orders"
+    orders.write_text("{}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "engines" / "disk_faults"))
+    monkeypatch.setenv("KVBM_TEST_DISK_FAULTS", str(orders))
+    with lasting(tmp_path / "disk") as rig:
+        rig.write([1, 2], [0, 1])
+        pid, chosen, open_next = rig.tier.pid, [], rig.tier._open_next
+
+        def note(path: Path, uses_threads: bool) -> DiskClient:
+            chosen.append(uses_threads)
+            return open_next(path, uses_threads)
+
+        rig.tier._open_next = note
+        orders.write_text('{"error": "lost", "for": "read"}')
+        result = rig.wait(rig.start_read([1], [0], [0]))
+        assert (result.is_good, result.damaged) == ((False,), ())
+        assert has_ended(pid)
+        orders.write_text("{}")
+        assert come_back(rig) == {1: 0, 2: 1}
+        assert chosen == [True]
+        assert rig.read([1, 2], [0, 1]).is_good == (True, True)
+
+
+def hold_a_segment(pipe) -> None:
+    layout = BlockLayout.block_contiguous(block_count=2, block_bytes=8192)
+    segment = Segment.create(rank=1, layout=layout, slot_count=16)
+    pipe.send(segment.info)
+    pipe.recv()
+
+
+def test_no_process_is_started_for_host_memory_that_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a rank that has ended: the process that maps it goes on, and a next one could not map it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    rank = context.Process(target=hold_a_segment, args=(theirs,))
+    rank.start()
+    infos = [ours.recv()]
+    region = Region.map(infos)
+    disk = DiskSupervisor.open(settings_for(tmp_path), NAMESPACE, infos, hash_bytes=HASH_BYTES)
+    rig = ProcessRig(disk, region)
+    rig.write([1, 2], [0, 1])
+    rank.kill()
+    rank.join()
+    assert rig.read([1, 2], [0, 1]).is_good == (True, True)
+    before = children() - {disk.pid}
+    kill(rig)
+    rig.wait_until(lambda: any("host memory of rank 1 is gone" in message for message in caplog.messages))
+    time.sleep(0.5)  # more attempts
+    rig.tier.poll()
+    assert not rig.tier.is_on
+    assert children() <= before
+    disk.close(LIMIT_S)
+    region.close()
+    assert len([message for message in caplog.messages if "is gone" in message]) == 1
+    with opened_here(tmp_path, shard_bytes=(8192,)) as rig:
+        assert rig.recovered() == {1: 0, 2: 1}

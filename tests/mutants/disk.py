@@ -64,6 +64,14 @@ MUTANTS = (
         fails="tests/disk/test_directory.py -k lock",
     ),
     Mutant(
+        name="disk-does-not-wait-for-a-predecessor",
+        bug="A restarted engine creates an empty cache while the process of its predecessor is exiting.",
+        file="kvbm/disk/directory.py",
+        old="    while _is_locked(predecessor):",
+        new="    while False:",
+        fails="tests/disk/test_client.py -k predecessor",
+    ),
+    Mutant(
         name="disk-clear-is-not-flushed",
         bug="A clear is committed, but a power cut takes it back.",
         file="kvbm/disk/index.py",
@@ -208,6 +216,55 @@ MUTANTS = (
         fails="tests/disk/test_disk_faults.py -k reads_go_before",
     ),
     Mutant(
+        name="disk-ends-a-ticket-with-running-io",
+        bug="A ticket ends although the end of its I/O could not be detected.",
+        file="kvbm/disk/transfers.py",
+        old="""\
+                with self._changed:
+                    del self._running[me]
+                continue
+            except BaseException""",
+        new="""\
+                with self._changed:
+                    del self._running[me]
+                self._end(piece, str(error))
+                continue
+            except BaseException""",
+        fails="tests/disk/test_disk_faults.py -k end_cannot_be_detected",
+    ),
+    Mutant(
+        name="disk-nixl-repeats-a-failed-transfer",
+        bug="A transfer of NIXL that has failed is repeated while parts of it may still be running.",
+        file="kvbm/disk/io/nixl.py",
+        old="""\
+        if not has_ended:
+            _never""",
+        new="""\
+        if False:
+            _never""",
+        fails="tests/disk/test_nixl.py -k not_repeated",
+    ),
+    Mutant(
+        name="disk-trusts-generations",
+        bug="A row with the largest generation leaves none for later writes.",
+        file="kvbm/disk/instance.py",
+        old=" & (found.generations <= MAX_GENERATION)",
+        new="",
+        fails="tests/disk/test_corruption.py -k cannot_be",
+    ),
+    Mutant(
+        name="disk-unusable-cache-ends-the-start",
+        bug="A cache whose files cannot be used ends the start of the engine.",
+        file="kvbm/disk/instance.py",
+        old="""\
+                unusable_count += 1
+""",
+        new="""\
+                raise
+""",
+        fails="tests/disk/test_directory.py -k others_may_read",
+    ),
+    Mutant(
         name="doctor-believes-fcntl",
         bug="O_DIRECT is relied on where only fcntl takes it, which never asks a FUSE filesystem.",
         file="kvbm_cli/doctor/disk_probe.py",
@@ -243,11 +300,8 @@ MUTANTS = (
         name="lasting-disk-takes-any-cache",
         bug="the next disk process takes over a cache that a clear of this engine has not reached",
         file="kvbm/disk/directory.py",
-        old="""\
-        if only not in (None, instance):
-            continue
-""",
-        new="",
+        old="for instance in reversed(_instances_of(home)) if only in (None, instance)]",
+        new="for instance in reversed(_instances_of(home))]",
         fails="tests/disk/test_supervisor.py -k other_cache",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from types import SimpleNamespace
 
@@ -10,8 +11,9 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -39,6 +41,7 @@ from kvbm.vllm_integration.cache_groups import (
 from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.scheduler_side import UNLIMITED, SchedulerSide, _limit
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
+from kvbm.vllm_integration.weight_updates import reports_weight_updates, watch
 from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WorkerSide
 
 CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
@@ -60,7 +63,7 @@ def scheduler_side(groups, rank_count=1):
         hash_bytes=32,
         continues_prompts=True,
         gives_up_blocks=True,
-        identity=lambda: ({}, True),
+        identity=lambda: ({}, ""),
     )
 
 
@@ -197,7 +200,8 @@ def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_fa
     side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
     try:
         side.accept_handshakes([worker.handshake()])
-        request = SimpleNamespace(request_id="r", kv_transfer_params=None, num_tokens=64)  # has no block hashes
+        # It has no block hashes.
+        request = SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=None, num_tokens=64)
         side.add_request(request)
         side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 0],)), 32)
         assert side.take_stats().data["disabled"] == 1
@@ -221,7 +225,9 @@ def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_fa
 def test_without_ranks_every_hook_does_nothing():
     side = scheduler_side(cache_groups(cache(FULL)))
     side.accept_handshakes([])
-    request = SimpleNamespace(request_id="r", kv_transfer_params=None, num_tokens=64, block_hashes=[])
+    request = SimpleNamespace(
+        request_id="r", kv_transfer_params=None, lora_request=None, num_tokens=64, block_hashes=[]
+    )
     side.add_request(request)
     assert side.match(request, 0) == (0, False)
     assert side.build_orders(None) == StepOrders(StepPlan(step=0))
@@ -257,6 +263,148 @@ def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it():
     assert side.failed_requests() == set()
 
 
+# -- other weights -----------------------------------------------------------------------------------------------------
+
+
+class Forgetful:
+    """A leader of which only resets matter."""
+
+    def __init__(self):
+        self.resets = []
+
+    def reset(self, *, ends_persistence=False):
+        self.resets.append(ends_persistence)
+        return True
+
+    def finish(self, request_id, *chains):
+        pass
+
+
+@pytest.fixture
+def side():
+    """A scheduler side whose block pool has three blocks in vLLM's prefix cache."""
+    found = scheduler_side(cache_groups(cache(FULL)))
+    found.bind_block_pool(BlockPool(8, enable_caching=True, hash_block_size=16))
+    for index, block in enumerate(found._pool.get_new_blocks(3)):
+        cached_hash = make_block_hash_with_group_id(bytes([index]) * 32, 0)
+        block.set_block_hash(cached_hash) if hasattr(block, "set_block_hash") else setattr(
+            block, "block_hash", cached_hash
+        )
+        found._pool.cached_block_hash_to_block.insert(cached_hash, block)
+    found.leader = Forgetful()
+    return found
+
+
+def cached_blocks(side):
+    return [block.block_id for block in side._pool.blocks if block.block_hash is not None]
+
+
+class Core:
+    """What EngineCore of vLLM does with these calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        self.calls.append(method)
+
+    def sleep(self, level=1, mode="abort"):
+        self.calls.append(level)
+
+    def add_lora(self, lora_request: LoRARequest):
+        self.calls.append(lora_request)
+
+
+@pytest.fixture
+def core(monkeypatch):
+    class Fresh(Core):
+        collective_rpc, sleep, add_lora = Core.collective_rpc, Core.sleep, Core.add_lora
+
+    monkeypatch.setattr("vllm.v1.engine.core.EngineCore", Fresh)
+    return Fresh()
+
+
+@pytest.mark.parametrize(
+    ("call", "is_harmless"),
+    [
+        (lambda core: core.collective_rpc("reload_weights", kwargs={"weights_path": "x"}), False),
+        (lambda core: core.collective_rpc("update_weights"), False),
+        (lambda core: core.collective_rpc("start_weight_update"), False),
+        (lambda core: core.collective_rpc("apply_model", None, (print,)), False),
+        (lambda core: core.collective_rpc("update_weights_of_my_own"), False),
+        (lambda core: core.collective_rpc(lambda worker: worker.model_runner.model.load_weights([])), False),
+        (lambda core: core.collective_rpc(method="reload_weights"), False),
+        (lambda core: core.collective_rpc("list_loras"), True),
+        (lambda core: core.collective_rpc("profile", args=(True,)), True),
+        (lambda core: core.sleep(), False),
+        (lambda core: core.sleep(2), False),
+        (lambda core: core.sleep(level=1, mode="wait"), False),
+        (lambda core: core.sleep(0), True),
+    ],
+)
+def test_what_can_change_the_weights_is_noticed_before_it_happens(side, core, call, is_harmless):
+    order = []
+    side.leader.reset = lambda *, ends_persistence=False: order.append((ends_persistence, len(core.calls))) or True
+    watch(side)
+    watch(side)
+    call(core)
+    assert order == ([] if is_harmless else [(True, 0)])
+    assert len(core.calls) == 1
+    assert cached_blocks(side) == ([1, 2, 3] if is_harmless else [])
+
+
+def test_the_wrapped_methods_keep_the_types_by_which_vllm_decodes_their_arguments(side, core):
+    watch(side)
+    (parameter,) = inspect.signature(core.add_lora).parameters.values()
+    assert parameter.annotation in (LoRARequest, "LoRARequest")
+    assert list(inspect.signature(core.collective_rpc).parameters) == ["method", "timeout", "args", "kwargs"]
+
+
+def test_vllm_has_what_is_watched():
+    assert reports_weight_updates()
+
+
+def test_a_reset_is_taken_for_a_change_of_the_weights(side):
+    assert side.reset() is True
+    assert side.leader.resets == [True]
+    assert cached_blocks(side) == []
+
+
+def test_blocks_of_requests_with_former_weights_leave_the_prefix_cache_of_vllm(side):
+    """They are cached by vLLM again and again while such a request runs."""
+    request = SimpleNamespace(
+        request_id="r", kv_transfer_params=None, lora_request=None, block_hashes=[], num_prompt_tokens=16
+    )
+    side.add_request(request)
+    side._requests["r"].block_ids = [[1, 2]]
+    side.weights_may_change("a test")
+    assert side._stale == {"r"}
+    block = side._pool.blocks[2]
+    again = make_block_hash_with_group_id(bytes([9]) * 32, 0)
+    block.set_block_hash(again) if hasattr(block, "set_block_hash") else setattr(block, "block_hash", again)
+    side._pool.cached_block_hash_to_block.insert(again, block)
+    assert cached_blocks(side) == [2]
+    side.end_request(request)
+    assert (cached_blocks(side), side._stale) == ([], set())
+
+
+def test_an_adapter_in_doubt_is_not_cached(side, tmp_path):
+    def request(**keys):
+        adapter = LoRARequest("mine", 1, str(tmp_path), **keys)
+        return SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=adapter)
+
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    side.add_request(request())
+    assert side.leader.resets == []
+    assert side._requests.pop("r")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"other")
+    side.add_request(request())
+    assert side.leader.resets == [True]
+    assert side._requests == {}
+    side.adapter_is_loaded(LoRARequest("mine", 2, str(tmp_path)))
+    assert side.leader.resets == [True, True]
+
+
 # -- a load that fails -------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +429,7 @@ class Verdicts:
 def test_a_failed_load_is_never_told_as_a_good_one_while_vllm_has_the_request(is_live):
     """`is_live` is False too for a request that was preempted and came back in one step: vLLM still waits for it."""
     side = scheduler_side(cache_groups(cache(FULL)))
-    side.add_request(SimpleNamespace(request_id="r", kv_transfer_params=None))
+    side.add_request(SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=None))
     side.leader = Verdicts(LoadResult("r", (1,), (1,), is_live), LoadResult("gone", (2,), (2,), False))
     output = SimpleNamespace(finished_recving=None)
     side.settle(output)
@@ -354,3 +502,11 @@ def test_an_invalid_token_limit_is_ignored_with_a_warning(caplog, value):
 def test_a_limit_of_none_is_no_limit_and_of_zero_is_one():
     assert _limit({"max_load_tokens": None}, "max_load_tokens") == UNLIMITED
     assert _limit({"max_load_tokens": 0}, "max_load_tokens") == 0
+
+
+@pytest.mark.parametrize("params", ["text", ["max_load_tokens"], 5])
+def test_transfer_parameters_that_are_no_object_are_ignored(params):
+    """A client can set them through `vllm_xargs`, which vLLM does not check."""
+    side = scheduler_side([])
+    side.add_request(SimpleNamespace(request_id="r", kv_transfer_params=params))
+    assert side._requests["r"].max_load_tokens == UNLIMITED

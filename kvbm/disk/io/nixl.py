@@ -6,11 +6,13 @@ Each rule below avoids a crash or wrong bytes; `choose_io` tests that the plugin
 - One agent per concurrent call. An agent holds its lock while it submits, and releasing a handle waits for that lock
   with the GIL held, which would stop the engine. Agents still use the strict lock mode: without it, a second thread
   crashes the process.
-- A handle is released only when it is done or failed. If it were released earlier, its I/O would continue into the
-  buffers, and later transfers would hang. A call therefore waits as long as the kernel does.
+- A handle is released only when it is done. If it were released earlier, its I/O would continue into the buffers, and
+  later transfers would hang. A call therefore waits as long as the kernel does.
+- The POSIX plugin reports a failure as soon as one I/O of a transfer has failed, while the others may still be running,
+  and NIXL does not tell when they end. Such a call raises IoNotEnded, unless the transfer has only one I/O.
 - Completion must be polled. Polling costs more CPU than the I/O, so a call first sleeps for most of the time that its
   bytes are expected to take.
-- Failures have no reason. ThreadsIO repeats the call, which succeeds or raises the reason.
+- Failures have no reason. Where nothing is running, ThreadsIO repeats the call, which succeeds or raises the reason.
 - The default backend, UCX, crashes the process at exit; it is never loaded.
 """
 
@@ -27,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO, address_of, pieces
+from kvbm.disk.io.threads import Buffer, IoNotEnded, IoRun, ThreadsIO, address_of, pieces
 from kvbm.errors import EnvironmentProblem
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ WHOLE_FILE = 1 << 62  # NIXL ignores the length of a file
 
 Descriptors = NDArray[np.uint64]
 
-_never_freed: list[object] = []  # agents and handles of transfers that started only in part
+_never_freed: list[object] = []  # agents and handles whose I/O may be running
 
 
 class NixlIO:
@@ -63,7 +65,6 @@ class NixlIO:
         self._spans = [_span(rows) for rows in memory]
         self._threads = ThreadsIO(fd)
         self._idle = [self._new_agent()]  # shared by all threads: pop and append of a list are atomic
-        self._is_off = False
         self._seconds_per_byte = 0.0
         self.redone_count = 0
 
@@ -87,7 +88,7 @@ class NixlIO:
 
     def _is_moved(self, operation: str, runs: Sequence[IoRun]) -> bool:
         """Return False if system calls must repeat the whole call."""
-        if self._is_off or not self._is_ours(runs):
+        if not self._is_ours(runs):
             return False
         try:
             agent = self._take_agent()
@@ -95,7 +96,7 @@ class NixlIO:
             log.warning("%s; using system calls", error.message)
             return False
         is_moved = all(self._is_done(agent, operation, *transfer) for transfer in _transfers(runs, self._fd))
-        self._idle.append(agent)
+        self._idle.append(agent)  # not after an exception: its I/O may be running
         return is_moved
 
     def _is_ours(self, runs: Sequence[IoRun]) -> bool:
@@ -110,7 +111,7 @@ class NixlIO:
             return self._new_agent()
 
     def _is_done(self, agent: Any, operation: str, memory: Descriptors, file: Descriptors) -> bool:
-        """Run one transfer; return when none of its I/O is running."""
+        """Run one transfer; return when none of its I/O is running. Raises IoNotEnded if that cannot be detected."""
         try:
             sides = agent.get_xfer_descs(memory, "DRAM"), agent.get_xfer_descs(file, "FILE")
             handle = agent.initialize_xfer(operation, *sides, agent.name)
@@ -119,16 +120,24 @@ class NixlIO:
             return False
         try:
             state = agent.transfer(handle)
-        except self._nixl.errors as error:  # part of it may be running, and its end cannot be detected
-            log.warning("NIXL could not start a transfer (%s); using system calls from now on", error)
-            self._is_off = True
+            is_done = state == "DONE" or (state == "PROC" and self._ends_well(agent, handle, int(memory[:, 1].sum())))
+            has_ended = is_done or (state == "PROC" and len(memory) == 1)
+        except BaseException as error:  # also one from outside, as MemoryError
+            has_ended, problem = False, str(error) or type(error).__name__
+        else:
+            problem = "a part of it failed"
+        if not has_ended:
             _never_freed.append((agent, handle))
-            return False
-        is_done = state == "DONE" or (state == "PROC" and self._ends_well(agent, handle, int(memory[:, 1].sum())))
-        agent.release_xfer_handle(handle)
+            raise IoNotEnded(f"I/O of NIXL may still be running: {problem}")
+        try:
+            agent.release_xfer_handle(handle)
+        except self._nixl.errors as error:
+            log.warning("NIXL did not release a transfer that has ended: %s", error)
+            _never_freed.append(handle)
         return is_done
 
     def _ends_well(self, agent: Any, handle: Any, byte_count: int) -> bool:
+        """Wait until NIXL reports success or failure."""
         started = time.monotonic()
         sleep_s = min(LONGEST_SLEEP_S, SHARE_SLEPT * self._seconds_per_byte * byte_count)
         try:

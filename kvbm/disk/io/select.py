@@ -37,13 +37,13 @@ from typing import IO
 import numpy as np
 
 from kvbm.disk.io.nixl import GDS, INSTALL, QUEUES, NixlIO
-from kvbm.disk.io.threads import BlockIO, Buffer, EndOfArena, IoRun, ThreadsIO
+from kvbm.disk.io.threads import BlockIO, Buffer, EndOfArena, IoNotEnded, IoRun, ThreadsIO
 from kvbm.errors import EnvironmentProblem
 
 log = logging.getLogger(__name__)
 
 HOME = str(Path(__file__).parents[3])  # the trial imports this package from here
-PROGRAM = (sys.executable, "-m", "kvbm.disk.io.select")
+PROGRAM = (sys.executable, "-P", "-m", "kvbm.disk.io.select")
 TRIAL_TIMEOUT_S = 20.0
 LONGEST_S = 40  # lifetime of a trial whose parent was killed
 BENCHMARK_BYTES = 64 << 20
@@ -52,6 +52,7 @@ BENCHMARK_THREADS = 4
 FASTER = 1.05  # minimum speed of NIXL relative to threads
 TRIAL_BLOCKS = 16
 TRIAL_BLOCK_BYTES = 64 << 10
+NOT_MOVED = "NIXL could not move the bytes"
 GPU = Path("/dev/nvidiactl")
 MODULES = Path("/proc/modules")  # without it, the GPUDirect Storage driver hangs in a search for its module
 
@@ -220,6 +221,8 @@ def main() -> int:
         complaint = _try_here(directory, queue)
     except EnvironmentProblem as error:
         complaint = error.message
+    except IoNotEnded:
+        complaint = NOT_MOVED
     except OSError as error:
         complaint = f"{directory}: {error.strerror}"
     if complaint:
@@ -234,16 +237,18 @@ def _try_here(directory: Path, queue: str) -> str | None:
     ours[:] = np.random.default_rng().integers(0, 256, ours.shape, np.uint8)
     with _file_in(directory) as file:
         io = NixlIO(file.fileno(), [ours, theirs], queue=queue)
-        io.write(_backwards(ours))
-        io.read(_backwards(theirs))
+        try:
+            io.write(_backwards(ours))
+            io.read(_backwards(theirs))
+        except IoNotEnded:
+            return NOT_MOVED
         if io.redone_count:
-            return "NIXL could not move the bytes"
+            return NOT_MOVED
         if not np.array_equal(ours, theirs):
             return "NIXL reports success, but the bytes read differ from the bytes written"
         try:
             io.read([IoRun(size, [theirs[0]])])
-        except EndOfArena:
-            io.close()
+        except (EndOfArena, IoNotEnded):
             return None
         return "NIXL reports success for a read past the end of a file, as versions before 1.5 do"
 

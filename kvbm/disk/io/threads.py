@@ -1,8 +1,8 @@
 """BlockIO: moves bytes of blocks to and from the arena. ThreadsIO implements it with system calls.
 
 Calls block, and several threads call at the same time. The runs of one call are submitted to the device together. After
-a call returns or raises, none of its I/O is running. A call moves every byte or raises OSError; how much it moved
-before the error is undefined.
+a call returns or raises, none of its I/O is running, unless it raises IoNotEnded. A call moves every byte or raises
+OSError; how much it moved before the error is undefined.
 
 Offsets and lengths are multiples of the arena's alignment, and buffers are page-aligned.
 """
@@ -62,6 +62,10 @@ class EndOfArena(OSError):
 
     def __init__(self, offset: int) -> None:
         super().__init__(errno.ENODATA, f"the arena ends at byte {offset}")
+
+
+class IoNotEnded(Exception):
+    """I/O of a call may still be running, and only the end of this process ends it. Its buffers must not be reused."""
 
 
 class ThreadsIO:

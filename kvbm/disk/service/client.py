@@ -33,6 +33,7 @@ from kvbm.types import SegmentInfo
 HOME = str(Path(__file__).parents[3])  # the child imports this package from here
 ANSWER_LIMIT_S = 2.0  # without progress; 4 beats
 REPLACE_AFTER_S = 60.0  # without any message
+OPEN_LIMIT_S = 300.0  # without any message while the storage is opened
 GRACE_S = 1.0
 EXIT_S = 1.0
 FOUND_BATCH_BLOCKS = 1024
@@ -112,18 +113,20 @@ class DiskClient:
     def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
         """Return the next batch of blocks found at opening, oldest first, each block once.
 
-        Batches are small, so that an engine's step can process one. None if the next batch has not arrived, or if the
-        process has ended.
+        Batches are small, so that an engine's step can process one. None if the next batch has not arrived, for
+        ANSWER_LIMIT_S if the call `waits`, or if the process has ended.
         """
+        deadline_s = time.monotonic() + ANSWER_LIMIT_S
         while not self._found and self.is_alive and not self._has_all_found:
             if not self._is_recover_pending:
                 self._expect_answer()
                 self._is_recover_pending = True
                 self._send(messages.Recover())
-            elif waits:
-                self._channel.wait(None)
+            left_s = deadline_s - time.monotonic()
+            if waits:
+                self._channel.wait(max(0.0, left_s))
             self._receive()
-            if not waits:
+            if not waits or left_s <= 0:
                 break
         if self._found:
             return self._found.popleft()
@@ -140,10 +143,10 @@ class DiskClient:
         if disk_slots:
             self._send(Forget(disk_slots))
 
-    def clear(self, tenant: bytes | None = None) -> None:
+    def clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> None:
         """Start to delete all blocks, or those of one tenant, and every write not yet returned by `poll`.
 
-        The disk is off until that is durable.
+        The disk is off until that is durable. `ends_persistence`: nothing that is written later survives this engine.
         """
         self._expect_answer()
         self._unanswered_clears += 1
@@ -153,7 +156,7 @@ class DiskClient:
             if isinstance(order, Write):
                 cleared = {position for position, owner in enumerate(order.tenants) if tenant in (None, owner)}
                 self._cleared.setdefault(ticket, set()).update(cleared)
-        self._send(messages.Clear(tenant))
+        self._send(messages.Clear(tenant, ends_persistence))
 
     @property
     def is_clearing(self) -> bool:
@@ -204,9 +207,16 @@ class DiskClient:
         self.is_alive = False
 
     def _wait_until_open(self, progress: Callable[[int, int], None] | None) -> messages.Opened:
+        self._heard_s = time.monotonic()
         while self.is_alive:
-            self._channel.wait(None)
-            for message in self._messages():
+            self._channel.wait(OPEN_LIMIT_S)
+            received = self._messages()
+            if time.monotonic() - self._heard_s >= OPEN_LIMIT_S:
+                raise EnvironmentProblem(
+                    f"the disk process sent nothing for {OPEN_LIMIT_S:g} s while it opened the disk cache",
+                    hint="check the file system of `tiers.disk.directory`",
+                )
+            for message in received:
                 match message:
                     case messages.SpaceTaken() if progress is not None:
                         progress(*message)
@@ -338,7 +348,7 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "kvbm.disk.service.server", str(fd)],
+            [sys.executable, "-P", "-m", "kvbm.disk.service.server", str(fd)],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

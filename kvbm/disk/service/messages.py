@@ -27,6 +27,8 @@ HEADER = struct.Struct("<Q")
 RECEIVE_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20
 BEAT_S = 0.5
+REMOVED = 3  # exit code when the files were deleted: no block that the process writes could be found again
+LOST_IO = 4  # exit code when some I/O ends only with the process
 
 
 class Open(NamedTuple):
@@ -45,7 +47,10 @@ class Recover(NamedTuple):
 
 
 class Clear(NamedTuple):
+    """`ends_persistence`: no block that is written later survives the engine."""
+
     tenant: bytes | None
+    ends_persistence: bool = False
 
 
 class Close(NamedTuple):

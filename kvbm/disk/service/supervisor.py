@@ -22,13 +22,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.disk.directory import INDEX, InstanceLock
 from kvbm.disk.index import BlockIndex
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
+from kvbm.disk.service.messages import LOST_IO
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ log = logging.getLogger(__name__)
 class DiskSupervisor:
     """A disk process and its successors. Only the leader's thread uses it."""
 
-    def __init__(self, process: DiskClient, open_next: Callable[[Path], DiskClient]) -> None:
-        """*Consumes* the process. `open_next(path)` opens another, in the instance at `path` if that is available."""
+    def __init__(self, process: DiskClient, open_next: Callable[[Path, bool], DiskClient]) -> None:
+        """*Consumes* the process. `open_next(path, uses_threads)` opens another, in the instance at `path` if that is
+        available; with `uses_threads`, its I/O is done by threads whatever is configured."""
         self.slot_count = process.slot_count
         self.home = process.home
         self.losses = 0
@@ -61,6 +63,7 @@ class DiskSupervisor:
         self._results: list[DiskResult] = []  # not yet returned by `poll`
         self._uncleared: Path | None = None  # instance with a clear that is not durable yet
         self._is_clear_sent = self._is_clear_impossible = False
+        self._has_ended_persistence = False  # every further process forgets what it finds, and persists nothing
         self._earlier_counters: DiskCounters | None = None  # sum of the earlier processes
         self._is_closing = threading.Event()
         # Owned by the holder of the lock. The thread holds it while it opens a process.
@@ -69,6 +72,7 @@ class DiskSupervisor:
         # Owned by the thread.
         self._path = process.path
         self._last_error = ""
+        self._uses_threads = False  # NIXL has lost I/O
         self._thread = threading.Thread(target=self._supervise, args=(process,), name="kvbm-disk-keeper", daemon=True)
         self._thread.start()
 
@@ -83,14 +87,16 @@ class DiskSupervisor:
         progress: Callable[[int, int], None] | None = None,
     ) -> DiskSupervisor:
         """Open the first process, as DiskClient.open; later ones use the same arguments. Raises EnvironmentProblem."""
-        open_one = partial(DiskClient.open, settings, namespace, segments, hash_bytes=hash_bytes)
-        first = open_one(progress=progress)
+        first = DiskClient.open(settings, namespace, segments, hash_bytes=hash_bytes, progress=progress)
         device = _device_of(settings.directory)
 
-        def open_next(path: Path) -> DiskClient:
+        def open_next(path: Path, uses_threads: bool) -> DiskClient:
+            _require_there(segments)
             if _device_of(settings.directory) != device:
                 raise EnvironmentProblem(f"{settings.directory} is on a different file system than at start-up")
-            return open_one(instance=path if settings.persist else None)
+            chosen = replace(settings, io="threads") if uses_threads else settings
+            instance = path if settings.persist else None
+            return DiskClient.open(chosen, namespace, segments, hash_bytes=hash_bytes, instance=instance)
 
         return cls(first, open_next)
 
@@ -131,12 +137,15 @@ class DiskSupervisor:
         results, self._results = self._results, []
         return results
 
-    def clear(self, timeout_s: float = ANSWER_LIMIT_S) -> None:
+    def clear(self, timeout_s: float = ANSWER_LIMIT_S, *, ends_persistence: bool = False) -> None:
         """Delete all blocks, durably on return. Waits at most `timeout_s`, and not for a process that does not answer.
+
+        `ends_persistence`: no block that is written later survives this engine either.
 
         Raises EnvironmentProblem if it is not durable by then: no process serves a block until it is, which `poll`
         follows.
         """
+        self._has_ended_persistence |= ends_persistence
         path = self._uncleared = self._process.path
         self._is_clear_sent = self._is_clear_impossible = False
         self._advance()
@@ -181,7 +190,7 @@ class DiskSupervisor:
         """Send a clear to the process, or note that it is durable."""
         if not self._is_clear_sent:
             self._is_clear_sent = True
-            self._process.clear()
+            self._process.clear(ends_persistence=self._has_ended_persistence)
         elif not self._process.is_clearing:
             self._uncleared = None
             if self._process.path != path and path.exists():
@@ -196,6 +205,8 @@ class DiskSupervisor:
             self._process.discard()
             self._process, self._next = self._next, None
             self._is_lost = self._is_clear_sent = False
+            if self._has_ended_persistence and self._uncleared is None:
+                self._uncleared = self._process.path
             self.restarts += 1
         finally:
             self._lock.release()
@@ -206,7 +217,9 @@ class DiskSupervisor:
         pause_s = FIRST_PAUSE_S / 2
         while True:
             began_s = time.monotonic()
-            how = _how_it_ended(process.wait_for_end())
+            code = process.wait_for_end()
+            how = _how_it_ended(code)
+            self._uses_threads |= code == LOST_IO
             if self._is_closing.is_set():
                 return
             has_lasted = time.monotonic() - began_s >= LONGEST_PAUSE_S
@@ -224,7 +237,7 @@ class DiskSupervisor:
         """Open the next process and hand it to the leader's thread."""
         with self._lock:
             try:
-                opened = self._open_next(self._path)
+                opened = self._open_next(self._path, self._uses_threads)
                 try:
                     self._require_fit(opened)
                 except BaseException:
@@ -275,6 +288,17 @@ def _clear_closed(path: Path) -> None:
     thread.join(JOIN_S)
     if outcome:
         log.error("the disk cache %s was not cleared: %s; remove it before the next start", path, outcome[0])
+
+
+def _require_there(segments: Sequence[SegmentInfo]) -> None:
+    """Raise EnvironmentProblem if a rank has ended: no process could map its host memory."""
+    for segment in segments:
+        try:
+            length = os.stat(f"/proc/{segment.pid}/fd/{segment.fd}").st_size
+        except OSError:
+            length = 0
+        if length != segment.length:
+            raise EnvironmentProblem(f"the host memory of rank {segment.rank} is gone")
 
 
 def _longer(pause_s: float) -> float:

@@ -4,6 +4,7 @@ process that does an engine's disk I/O.
 The file, named by KVBM_TEST_DISK_FAULTS, holds a JSON object; what is absent from it does not happen:
 
     {"error": "EIO"}             reads and writes fail so; {"error": "short"}: after their first part
+    {"error": "lost"}            they fail, and may still be running
     {"lie": true}                reads bring another byte than they should and report success
     {"hold": true}               I/O, making it durable, and forgetting all wait until the file says otherwise
     {"bytes_per_s": 1e6}         the disk moves no more than that, whatever is done at the same time
@@ -25,7 +26,7 @@ if "kvbm.disk.service.server" in sys.orig_argv:
     from kvbm.disk.files import Arena
     from kvbm.disk.health import HealthLimits
     from kvbm.disk.index import BlockIndex
-    from kvbm.disk.io.threads import EndOfArena, ThreadsIO
+    from kvbm.disk.io.threads import EndOfArena, IoNotEnded, ThreadsIO
 
     FILE = Path(os.environ["KVBM_TEST_DISK_FAULTS"])
     POLL_S = 0.01
@@ -56,6 +57,8 @@ if "kvbm.disk.service.server" in sys.orig_argv:
             if found.get("error") == "short":
                 call(runs[:1])
                 raise EndOfArena(runs[-1].offset)
+            if found.get("error") == "lost":
+                raise IoNotEnded("a fault")
             if name := found.get("error"):
                 number = getattr(errno, name)
                 raise OSError(number, os.strerror(number))
