@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import Profile
 
-DIRECTORY_KEY = "tiers.disk.directory"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+DIRECTORY_KEY = "tiers.disk.directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +86,6 @@ def memory_bytes(profile: Profile, sizing: Sizing | SizeUnknown) -> int:
     return (host.capacity or 0) * copy_count(profile) if host is not None and host.blocks is None else 0
 
 
-def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachineProblem]:
-    """The embedded engine is checked by its own process."""
-    if resolved.profile.engine.kind == "embedded":
-        return
-    if (debug := _public_debug_endpoints(resolved.profile)) is not None:
-        yield MachineProblem(debug, can_be_forced=True)
-    problem = vllm_problem(resolved.profile, has_cache=has_cache)
-    if problem is not None:
-        yield MachineProblem(problem, can_be_forced=True)
-    elif resolved.profile.disaggregated.is_enabled:
-        try:
-            require_nixl(resolved.profile)
-        except EnvironmentProblem as error:
-            yield MachineProblem(error)
-
-
 def _public_debug_endpoints(profile: Profile) -> EnvironmentProblem | None:
     """vLLM's development mode lets every client call methods of the engine. Engines behind a proxy are private."""
     mode = {**os.environ, **profile.engine.environment}.get(DEV_MODE, "0")
@@ -111,6 +95,22 @@ def _public_debug_endpoints(profile: Profile) -> EnvironmentProblem | None:
         f"{DEV_MODE} serves vLLM's debug endpoints, and `server.host: {profile.server.host}` is not a loopback address",
         hint=f"unset {DEV_MODE}, or set `server.host: 127.0.0.1`",
     )
+
+
+def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachineProblem]:
+    """The embedded engine is checked by its own process."""
+    if resolved.profile.engine.kind == "embedded":
+        return
+    if (public := _public_debug_endpoints(resolved.profile)) is not None:
+        yield MachineProblem(public, can_be_forced=True)
+    problem = vllm_problem(resolved.profile, has_cache=has_cache)
+    if problem is not None:
+        yield MachineProblem(problem, can_be_forced=True)
+    elif resolved.profile.disaggregated.is_enabled:
+        try:
+            require_nixl(resolved.profile)
+        except EnvironmentProblem as error:
+            yield MachineProblem(error)
 
 
 def _mount(resolved: ResolvedProfile) -> Iterator[MachineProblem]:

@@ -172,6 +172,6 @@ def _write(descriptor: int, data: bytes) -> None:
         try:
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:
-            poll = select.poll()
-            poll.register(descriptor, select.POLLOUT)
-            poll.poll()
+            writable = select.poll()
+            writable.register(descriptor, select.POLLOUT)
+            writable.poll()

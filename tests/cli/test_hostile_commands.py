@@ -41,6 +41,9 @@ ROWS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "status of two": (("status", "demo-1", "demo-2"), 2, "unexpected extra argument"),
     "status of a path": (("status", "../../../../etc/passwd"), 2, NO_RUN),
     "status of a long name": (("status", LONG), 2, NO_RUN),
+    "status of a command": (("status", "\x1b[2J"), 2, NO_RUN),
+    "log with a command": (("logs", "title-1"), 1, "was removed: `"),
+    "status of a run with commands": (("status", "title-1"), 0, "title-1"),
     "status of a number": (("status", "-1"), 2, "no such option"),
     "status of a pattern": (("status", "demo-*"), 2, NO_RUN),
     "status as JSON of none": (("status", "--json", "nope"), 2, NO_RUN),
@@ -76,7 +79,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     state = home / ".local/state/kvbm"
     (state / "runs").mkdir(parents=True)
-    for profile, log in (("demo", "/proc/self/mem"), ("zero", "/dev/zero")):
+    for profile, log in (("demo", "/proc/self/mem"), ("zero", "/dev/zero"), ("title", "\x1b]0;x\x07")):
         made = Runs(state).create(profile)
         made.begin(facts(made.name, state=RunState.ENDED, ended_s=1.0, exit_code=0, logs={"engine": log}))
         made.close()
@@ -91,5 +94,6 @@ def test_hostile_command_line_is_no_bug(home: Path, name: str) -> None:
     assert outcome.exit_code == exit_code, outcome
     assert text in outcome.stdout + outcome.stderr
     assert not any(sign in outcome.stderr for sign in ("a bug in kvbm", "Traceback"))
+    assert "\x1b" not in outcome.stdout + outcome.stderr
     assert (home / "mine.yaml").read_text() == before
     assert sorted(path.name for path in home.iterdir()) == [".local", "mine.yaml", "model"], "nothing is left"

@@ -183,8 +183,9 @@ def test_launcher_that_does_not_react_is_killed(home: Path) -> None:
     kvbm(*SERVE, home=home)
     processes = processes_of(home)
     processes[0].suspend()
-    program = (
-        "import kvbm_cli.runs.stop as s; s.GRACE_S = 1.0; from kvbm_cli.app import run; exit(run(['stop', '-t0']))"
+    program = (  # without SIGCONT the launcher stays as it is, like one that hangs
+        "import kvbm_cli.runs.stop as s; s.GRACE_S = 1.0; from kvbm_cli.app import run; send = s._signal; "
+        "s._signal = lambda run, number: number.name == 'SIGCONT' or send(run, number); exit(run(['stop', '-t0']))"
     )
     done = subprocess.run([PROGRAM[0], "-c", program], cwd=home, env=environment(home), capture_output=True, text=True)
     assert done.returncode == 3, done.stderr

@@ -508,5 +508,5 @@ def test_a_limit_of_none_is_no_limit_and_of_zero_is_one():
 def test_transfer_parameters_that_are_no_object_are_ignored(params):
     """A client can set them through `vllm_xargs`, which vLLM does not check."""
     side = scheduler_side([])
-    side.add_request(SimpleNamespace(request_id="r", kv_transfer_params=params))
+    side.add_request(SimpleNamespace(request_id="r", lora_request=None, kv_transfer_params=params))
     assert side._requests["r"].max_load_tokens == UNLIMITED
