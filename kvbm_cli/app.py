@@ -258,7 +258,7 @@ def size(
     strict: Annotated[bool, _flag("--strict", "Exit with 1 if a tier holds less than the one above it.")] = False,
     json: JsonOption = False,
 ) -> int:
-    """Show the size of each tier of a model or a profile."""
+    """Show the size of each tier."""
     from kvbm_cli.profile import size as body
 
     if list_:
