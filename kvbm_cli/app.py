@@ -233,11 +233,54 @@ def bench(
 
 
 @app.command(cls=Command)
-def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = False) -> None:
-    """Show the size of each tier of a profile."""
-    from kvbm_cli.profile.size import show_size
+def size(
+    model: Annotated[
+        str | None, _argument("MODEL", "Model: a directory or a name on the Hugging Face hub.", _completed_by("models"))
+    ] = None,
+    profile: Annotated[str | None, _profile_option()] = None,
+    set_: SetOption = None,
+    tp: Annotated[str | None, _option("--tp", "N", "Tensor parallel ranks.")] = None,
+    pp: Annotated[str | None, _option("--pp", "N", "Pipeline parallel stages.")] = None,
+    kv_cache_dtype: Annotated[str | None, _option("--kv-cache-dtype", "TYPE", "Type of the KV cache: `fp8`.")] = None,
+    block_size: Annotated[str | None, _option("--block-size", "TOKENS", "Tokens in a block.")] = None,
+    host: Annotated[str | None, _option("--host", "SIZE", "Capacity of host memory (G2).")] = None,
+    disk: Annotated[str | None, _option("--disk", "SIZE", "Capacity of the disk tier (G3).")] = None,
+    length: Annotated[
+        str | None, _option("--length", "TOKENS", "Length of a sequence [default: the maximum length].")
+    ] = None,
+    tokens: Annotated[str | None, _option("--tokens", "TOKENS", "Show the capacity for this many tokens.")] = None,
+    users: Annotated[str | None, _option("--users", "N", "Show the capacity for this many conversations.")] = None,
+    turns: Annotated[str | None, _option("--turns", "N", "Turns of each conversation, with --users.")] = None,
+    turn_tokens: Annotated[
+        str | None, _option("--turn-tokens", "TOKENS", "Tokens of each turn, question and answer, with --users.")
+    ] = None,
+    list_: Annotated[bool, _flag("--list", "List the models that have a size without a download.")] = False,
+    strict: Annotated[bool, _flag("--strict", "Exit with 1 if a tier holds less than the one above it.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Show the size of each tier."""
+    from kvbm_cli.profile import size as body
 
-    show_size(profile, set_ or [], as_json=json)
+    if list_:
+        body.show_catalogue(as_json=json)
+        return 0
+    options = {
+        "engine.arguments.tensor_parallel_size": ("--tp", tp),
+        "engine.arguments.pipeline_parallel_size": ("--pp", pp),
+        "engine.arguments.kv_cache_dtype": ("--kv-cache-dtype", kv_cache_dtype),
+        "engine.arguments.block_size": ("--block-size", block_size),
+        "tiers.host.capacity": ("--host", host),
+        "tiers.disk.capacity": ("--disk", disk),
+    }
+    counts = {"length": length, "tokens": tokens, "users": users, "turns": turns, "turn_tokens": turn_tokens}
+    request = body.SizeRequest(
+        profile,
+        model,
+        set_ or [],
+        {key: (option, text) for key, (option, text) in options.items() if text is not None},
+        **{name: body.count_option(name, text) for name, text in counts.items() if text is not None},
+    )
+    return body.show_size(request, as_json=json, is_strict=strict)
 
 
 @app.command(cls=Command)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.engine import EmbeddedArguments, VllmArguments
 from kvbm.errors import EnvironmentProblem
-from kvbm.sizing.vllm import block_tokens as block_tokens_of_vllm
+from kvbm.sizing.vllm import default_block_tokens
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, VllmInstallation, is_known, shown
 from kvbm_cli import make_model as models
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX
@@ -169,7 +169,7 @@ def block_tokens(profile: Profile) -> int:
     arguments = profile.engine.arguments
     if isinstance(arguments, EmbeddedArguments):
         return arguments.block_size
-    return block_tokens_of_vllm(arguments, on_cpu=runs_on_cpu(profile))
+    return default_block_tokens(arguments, on_cpu=runs_on_cpu(profile))
 
 
 def knows_block_tokens(profile: Profile) -> bool:

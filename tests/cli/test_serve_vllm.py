@@ -18,6 +18,7 @@ from kvbm_cli.engine.python_probe import _probe, _probe_once, find_vllm
 
 FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
 QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
@@ -87,8 +88,8 @@ OUTPUTS = {
     "vllm_profile_show": (
         "profile show ./mine.yaml --set engine.python=python3 --set engine.arguments.gpu-memory-utilization=0.8"
     ),
-    "vllm_hub_name": "serve -p ./mine.yaml --dry-run --set engine.model=Qwen/Qwen3-8B",
-    "vllm_size_of_a_hub_name": "size -p ./mine.yaml --set engine.model=Qwen/Qwen3-8B",
+    "vllm_hub_name": "serve -p ./mine.yaml --dry-run --set engine.model=acme/llm-9b",
+    "vllm_size_of_a_hub_name": "size -p ./mine.yaml --set engine.model=acme/llm-9b",
     "vllm_mistake_model": "size -p ./mine.yaml --set engine.model=./no-model",
     "vllm_mistake_preset": "size -p ./mine.yaml --set engine.model=synthetic:vllm-80m",
     "vllm_mistake_length": "profile check ./mine.yaml --set engine.arguments.max_model_len=5k",
@@ -121,10 +122,10 @@ def test_model_of_a_profile_is_next_to_it_and_that_of_the_command_line_is_here(h
 
 
 def test_dry_run_as_json_says_why_sizes_are_unknown(home: Path) -> None:
-    command = "serve -p ./mine.yaml --dry-run --json --set engine.model=Qwen/Qwen3-8B"
+    command = "serve -p ./mine.yaml --dry-run --json --set engine.model=acme/llm-9b"
     plan = json.loads(kvbm(*command.split(), home=home).stdout)
-    assert plan["sizes"] == "`Qwen/Qwen3-8B` is not on this machine yet, so the size of its blocks is unknown"
-    assert plan["argv"][1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "Qwen/Qwen3-8B"]
+    assert plan["sizes"] == "`acme/llm-9b` is not on this machine yet, so the size of its blocks is unknown"
+    assert plan["argv"][1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "acme/llm-9b"]
 
 
 def test_space_of_a_cpu_counts_from_the_profile_and_from_the_caller(home: Path) -> None:
@@ -138,16 +139,16 @@ def test_space_of_a_cpu_counts_from_the_profile_and_from_the_caller(home: Path) 
 
 
 def test_model_that_was_downloaded_before_has_a_size(home: Path) -> None:
-    repository = home / "hub" / "models--Qwen--Qwen3-8B"
+    repository = home / "hub" / "models--acme--llm-9b"
     snapshot = repository / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     (snapshot / "config.json").write_text(json.dumps(QWEN3))
-    command = "size -p ./mine.yaml --set engine.model=Qwen/Qwen3-8B"
+    command = "size -p ./mine.yaml --set engine.model=acme/llm-9b"
     downloaded = kvbm(*command.split(), home=home, HF_HUB_CACHE=str(home / "hub"))
     assert downloaded.exit_code == 0
-    assert downloaded.stdout.startswith("a block is 128 tokens, 18.0 MiB")
+    assert downloaded.stdout.startswith("a token is 144KiB, a block is 128 tokens, 18.0 MiB")
 
 
 @pytest.mark.parametrize("held", HELD)
@@ -206,7 +207,7 @@ def test_synthetic_model_is_made_once_by_the_engines_interpreter_where_this_one_
     assert (tmp_path / "kvbm" / "models" / made[0] / "config.json").is_file()
 
 
-@pytest.mark.parametrize("model", ["./model", "Qwen/Qwen3-8B"])
+@pytest.mark.parametrize("model", ["./model", "acme/llm-9b"])
 def test_model_that_is_not_synthetic_is_not_made(model: str) -> None:
     make_model(profile_of(model, "/bin/false"))
 
