@@ -70,6 +70,16 @@ class Answer:
     cached: int
 
 
+def answer_of(choice: dict, body: dict) -> Answer:
+    """One choice of a completion."""
+    return Answer(
+        tuple(choice["token_ids"]),
+        tuple(choice["logprobs"]["token_logprobs"]),
+        tuple(_margin(best.values()) for best in choice["logprobs"]["top_logprobs"]),
+        (body["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+    )
+
+
 class VllmClient:
     """Asks a server that runs, whoever has started it."""
 
@@ -90,14 +100,9 @@ class VllmClient:
     def ask(self, prompt: Sequence[int] | str, max_tokens: int = 8, **fields: object) -> Answer:
         """One greedy completion of exactly `max_tokens` tokens."""
         body = self.completion(prompt, max_tokens, **fields)
-        choice = body["choices"][0]
-        assert len(choice["token_ids"]) == max_tokens, choice
-        return Answer(
-            tuple(choice["token_ids"]),
-            tuple(choice["logprobs"]["token_logprobs"]),
-            tuple(_margin(best.values()) for best in choice["logprobs"]["top_logprobs"]),
-            (body["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        )
+        answer = answer_of(body["choices"][0], body)
+        assert len(answer.tokens) == max_tokens, answer
+        return answer
 
     def completion(self, prompt: Sequence[int] | str, max_tokens: int = 8, **fields: object) -> dict:
         answer = self.http.post("/v1/completions", json=self.request(prompt, max_tokens, **fields))
