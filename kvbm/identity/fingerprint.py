@@ -10,7 +10,7 @@ elsewhere has the same content. More files than the engine loads cost hits, neve
 
 Loading takes minutes, and files can be exchanged meanwhile. An engine that loads the files itself takes a fingerprint
 before and after, and compares them. If it cannot take one before, `changed_since` returns what was changed, linked or
-renamed since the process started.
+renamed since the process started. A rename or a mount of a parent directory does not show.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvbm.identity.content import FULL_BYTES, METHOD, Signature, digest_file
+from kvbm.identity.content import FULL_BYTES, METHOD, Signature, digest_file, shows_changes
 from kvbm.identity.digest_cache import DigestCache, default_path
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors"})
@@ -161,5 +161,6 @@ def _digest(directory: Path, cache: DigestCache, name: str) -> tuple[Signature, 
     if (known := cache.get(key, signature)) is not None:
         return signature, known
     signature, digest = digest_file(path, is_sampled=not _is_whole(name))
-    cache.put(key, signature, digest)
+    if shows_changes(path):
+        cache.put(key, signature, digest)
     return signature, digest

@@ -30,6 +30,14 @@ MUTANTS = (
         fails="tests/identity/test_fingerprint.py -k others_can_write",
     ),
     Mutant(
+        name="identity-remembers-files-of-images",
+        bug="the digest of a file is kept on a file system whose ctime does not show a change, such as an image",
+        file="kvbm/identity/fingerprint.py",
+        old="    if shows_changes(path):\n",
+        new="    if True:\n",
+        fails="tests/identity/test_fingerprint.py -k without_change_times",
+    ),
+    Mutant(
         name="identity-samples-the-first-block-of-a-tensor",
         bug="of a large tensor only the beginning counts",
         file="kvbm/identity/content.py",
@@ -70,11 +78,19 @@ MUTANTS = (
         fails="tests/engines/test_exchanged_weights.py -k while_an_engine_loads",
     ),
     Mutant(
+        name="identity-of-files-only",
+        bug="weights that were loaded from other files than those that were identified count as these",
+        file="kvbm/embedded/engine/model.py",
+        old='{"files": content, "tensors": tensors}',
+        new='{"files": content}',
+        fails="tests/engines/test_exchanged_weights.py -k put_back_is_another_model",
+    ),
+    Mutant(
         name="engine-serves-from-the-file",
         bug="the weights of the embedded engine stay mapped from their file",
         file="kvbm/embedded/engine/model.py",
-        old="        _detach(network)\n",
-        new="        pass\n",
+        old="    _detach(network)\n    tensors",
+        new="    tensors",
         fails="tests/engines/test_exchanged_weights.py -k overwritten_after_loading",
     ),
     Mutant(
