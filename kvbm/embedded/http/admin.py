@@ -59,4 +59,7 @@ def _host_name(request: web.Request) -> str | None:
 
 
 def _is_token(given: str | None, token: str | None) -> bool:
-    return given is not None and token is not None and hmac.compare_digest(given.encode(), token.encode())
+    """Compare in constant time. A header may hold bytes that are not UTF-8."""
+    if given is None or token is None:
+        return False
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode(errors="surrogateescape"))
