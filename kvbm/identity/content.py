@@ -93,17 +93,26 @@ class FileChanged(OSError):
     """A file changed while it was read."""
 
 
+def signature_of(path: Path) -> Signature:
+    """Return the metadata of a regular file. Raises OSError.
+
+    The file is opened: on NFS, `stat` alone may return metadata of a minute ago.
+    """
+    fd = _open_regular(path)
+    try:
+        return Signature.of(os.fstat(fd))
+    finally:
+        os.close(fd)
+
+
 def digest_file(path: Path, *, is_sampled: bool) -> tuple[Signature, str]:
     """Return the digest of a regular file, and its metadata while it was read. Symbolic links are followed.
 
     `is_sampled`: above FULL_BYTES, read only a sample. Raises OSError.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = _open_regular(path)
     try:
-        facts = os.fstat(fd)
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError(f"{path} is not a regular file")
-        signature = Signature.of(facts)
+        signature = Signature.of(os.fstat(fd))
         if is_sampled and signature.size > FULL_BYTES:
             spans = _sample(fd, signature.size, path.suffix)
         else:
@@ -114,6 +123,14 @@ def digest_file(path: Path, *, is_sampled: bool) -> tuple[Signature, str]:
     finally:
         os.close(fd)
     return signature, digest
+
+
+def _open_regular(path: Path) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{path} is not a regular file")
+    return fd
 
 
 def _digest(fd: int, size: int, spans: Iterator[Span]) -> str:

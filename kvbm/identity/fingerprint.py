@@ -29,7 +29,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvbm.identity.content import FULL_BYTES, METHOD, Signature, digest_file, shows_changes
+from kvbm.identity.content import FULL_BYTES, METHOD, Signature, digest_file, shows_changes, signature_of
 from kvbm.identity.digest_cache import DigestCache, default_path
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors"})
@@ -154,10 +154,7 @@ def _named(index: Path) -> set[str]:
 
 def _digest(directory: Path, cache: DigestCache, name: str) -> tuple[Signature, str]:
     path = directory / name
-    facts = path.stat()
-    signature, key = Signature.of(facts), str(path)
-    if not stat.S_ISREG(facts.st_mode):
-        raise OSError(f"{path} is not a regular file")
+    signature, key = signature_of(path), str(path)
     if (known := cache.get(key, signature)) is not None:
         return signature, known
     signature, digest = digest_file(path, is_sampled=not _is_whole(name))

@@ -300,6 +300,18 @@ def test_a_changed_file_is_read_again_with_size_and_time_kept(tmp_path, monkeypa
     assert fingerprint.fingerprint(directory, DigestCache(state)).content != before
 
 
+def test_a_changed_file_is_read_again_where_stat_lags_behind(tmp_path, monkeypatch):
+    """As on NFS: only opening a file brings its new metadata from the server."""
+    directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "digests.json"
+    before, former = fingerprint.fingerprint(directory, DigestCache(state)).content, os.stat
+    late = {path: os.stat(path) for path in map(str, directory.rglob("*"))}
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    monkeypatch.setattr(os, "stat", lambda path, **keys: late.get(str(path)) or former(path, **keys))
+    assert os.stat(path).st_ctime_ns < former(path).st_ctime_ns
+    assert fingerprint.fingerprint(directory, DigestCache(state)).content != before
+
+
 def test_a_file_that_was_just_written_is_not_remembered(tmp_path):
     directory, state = model(tmp_path / "model"), tmp_path / "digests.json"
     fingerprint.fingerprint(directory, DigestCache(state))

@@ -30,6 +30,14 @@ MUTANTS = (
         fails="tests/identity/test_fingerprint.py -k others_can_write",
     ),
     Mutant(
+        name="identity-relies-on-stat",
+        bug="metadata that an NFS client remembers from a minute ago count as those of the file",
+        file="kvbm/identity/content.py",
+        old="        return Signature.of(os.fstat(fd))\n    finally:",
+        new="        return Signature.of(os.stat(path))\n    finally:",
+        fails="tests/identity/test_fingerprint.py -k lags_behind",
+    ),
+    Mutant(
         name="identity-remembers-files-of-images",
         bug="the digest of a file is kept on a file system whose ctime does not show a change, such as an image",
         file="kvbm/identity/fingerprint.py",
