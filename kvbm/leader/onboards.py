@@ -47,7 +47,8 @@ class LiveRequest:
     """One request, from its arrival to its end. If it is preempted and returns under its id, it is another LiveRequest.
 
     `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
-    blocks are those that it looked for in the cache, the `hit` blocks those that it got.
+    blocks are those that it looked for in the cache, the `hit` blocks those that it got. `promised` pins what the last
+    match found, for an engine that does not accept failed loads.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class LiveRequest:
     hit_blocks: int = 0
     disk_hit_blocks: int = 0
     disk_tokens: int = 0
+    promised: PinnedBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +150,12 @@ class Onboards:
         self._orders: list[Onboard] = []
         self._ended: list[Load] = []
 
-    def can_begin(self) -> bool:
-        """Whether a load may be promised: not while an older one is overdue."""
+    def can_begin(self, promises: int = 0) -> bool:
+        """Whether a load may be promised in addition to these: not while an older one is overdue."""
         oldest = next(iter(self.in_flight.values()), None)
-        return bool(self._lanes) and (oldest is None or self._step - oldest.born_step < self._settings.overdue_steps)
+        return len(self._lanes) > promises and (
+            oldest is None or self._step - oldest.born_step < self._settings.overdue_steps
+        )
 
     def arriving(self, sequence_hash: bytes) -> int | None:
         """Return the number of the load that brings this block, if there is one."""
