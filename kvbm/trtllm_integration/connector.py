@@ -29,8 +29,6 @@ from kvbm.trtllm_integration.pool_memory import declined_window, of_layout, of_t
 from kvbm.trtllm_integration.rank_side import RankSide
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from kvbm.config.schema import ConnectorConfig
@@ -75,31 +73,28 @@ class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         if self._side is not None:
-            self._side.allocated(request.request_id, [block_ids])
+            self._side.allocated(request, block_ids)
 
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Any) -> None:
         if self._side is not None:
-            self._side.allocated(request.request_id, _by_group(block_ids))
+            self._side.allocated(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> TransferOrders:
-        if self._side is None:
-            return NOTHING
-        return self._side.build_orders(scheduler_output.new_requests, scheduler_output.cached_requests)
+        return self._side.build_orders(scheduler_output) if self._side is not None else NOTHING
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        return self._side is not None and self._side.end_request(request.request_id, cache_block_ids)
+        return self._side is not None and self._side.end_request(request, cache_block_ids)
 
     def request_finished_by_layer_group(self, request: Any, cache_block_ids: Any) -> bool:
-        groups = _by_group(cache_block_ids)
-        return self.request_finished(request, list(groups[0]) if groups else [])
+        return self._side is not None and self._side.end_request(request, cache_block_ids)
 
     def cancel_load(self, request: Any, start_token: int, end_token: int) -> None:
         if self._side is not None:
-            self._side.cancel_load(request.request_id, start_token)
+            self._side.cancel_load(request, start_token)
 
     def request_reset(self, request: Any) -> None:
         if self._side is not None:
-            self._side.restart(request.request_id)
+            self._side.restart(request)
 
     def wait_for_initialization(self) -> None:
         """Do nothing: the leader is created while the workers register their KV caches."""
@@ -184,7 +179,7 @@ def _start(llm_args: Any, *, warns: bool) -> tuple[ConnectorConfig, EngineFacts 
             "blocks in host memory can be promised",
             hint="set `tiers.host.capacity` or `DYN_KVBM_CPU_CACHE_GB`",
         )
-    reason = decline_reason(llm_args)
+    reason = decline_reason(llm_args, reports_resets=hasattr(_LeaderBase, "request_reset"))
     if reason is None:
         return config, EngineFacts.of(llm_args)
     if warns:
@@ -217,8 +212,3 @@ def _has_salts() -> bool:
     """Whether this version of the interface knows cache salts."""
     data = getattr(INTERFACE, "RequestData", None)
     return data is not None and any(field.name == "cache_salt" for field in dataclasses.fields(data))
-
-
-def _by_group(block_ids: Any) -> Sequence[Sequence[int]]:
-    """Return block ids per layer group, from a list by group or a dict."""
-    return [block_ids[group] for group in sorted(block_ids)] if isinstance(block_ids, dict) else list(block_ids)

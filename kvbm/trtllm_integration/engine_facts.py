@@ -39,8 +39,9 @@ class EngineFacts:
         )
 
 
-def decline_reason(arguments: Any) -> str | None:
-    """Return why kvbm does not support this engine, or None."""
+def decline_reason(arguments: Any, *, reports_resets: bool) -> str | None:
+    """Return why kvbm does not support this engine, or None. `reports_resets`: the interface calls `request_reset`
+    before it takes blocks away from a running request."""
     mapping = _mapping(arguments)
     if int(getattr(arguments, "max_beam_width", None) or 1) > 1:
         return "beam width is larger than 1: the hash of a block covers only the first beam"
@@ -52,6 +53,9 @@ def decline_reason(arguments: Any) -> str | None:
         return "context parallelism is not supported"
     if bool(getattr(mapping, "enable_attention_dp", False)):
         return "attention data parallelism is not supported"
+    policy = getattr(getattr(arguments, "scheduler_config", None), "capacity_scheduler_policy", None)
+    if not reports_resets and policy is not None and "MAX_UTILIZATION" in str(policy):
+        return "its capacity policy is not GUARANTEED_NO_EVICT: a request may lose its blocks during a copy"
     windows = getattr(getattr(arguments, "kv_cache_config", None), "max_attention_window", None) or ()
     longest = getattr(arguments, "max_seq_len", None)
     if any(cuts(window, longest) for window in windows):

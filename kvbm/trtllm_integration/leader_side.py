@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvbm.trtllm_integration.engine_facts import EngineFacts
     from kvbm.trtllm_integration.messages import RankReport
 
+BlockIds = Sequence[int] | Sequence[Sequence[int]] | dict[int, Sequence[int]]
+
 log = logging.getLogger(__name__)
 
 
@@ -48,8 +50,8 @@ class TrackedRequest:
 
     `tokens` are those that the connector has seen; `hashes` those of their full blocks. `block_ids` are those of the
     first layer group, NO_BLOCK if a group has no block there. The promise of the last match is `start` and `matched`,
-    in blocks. A request `is_reported` once the engine has scheduled it; if it starts again after that, its reports no
-    longer say which tokens are in which block, and it is not saved.
+    in blocks. A request `is_reported` once the engine has scheduled it. If it starts again after that, reports of what
+    was added no longer tell which tokens are in which block: it is not saved until it is reported as new.
     """
 
     request_id: int
@@ -82,7 +84,7 @@ class LeaderSide:
         self._requests: dict[int, TrackedRequest] = {}
         self._held: Counter[int] = Counter()  # G1 blocks that a copy uses, by the first group's id
         self._tables: dict[int, tuple[int, ...]] = {}  # block ids of all groups, by the first group's id
-        self._began: list[tuple[int, tuple[int, ...]]] = []  # loads since the last step: (request id, block ids)
+        self._empty_loads: list[int] = []  # requests whose load has no blocks, since the last step
         self._loading: dict[tuple[int, ...], int] = {}  # block ids of a load -> request id
         self._ordered: set[tuple[int, ...]] = set()  # block ids of loads whose order the ranks have
         self._group_count = 1
@@ -136,8 +138,9 @@ class LeaderSide:
         return tracked.matched * self._size
 
     @hook(when_off=True)
-    def allocated(self, request_id: int, groups: Sequence[Sequence[int]]) -> None:
-        """Order the load that was promised. `groups[g]` are all block ids of the prompt in layer group g."""
+    def allocated(self, request: Any, block_ids: BlockIds) -> None:
+        """Order the load that was promised. `block_ids` are all those of the prompt, per layer group."""
+        request_id, groups = int(request.request_id), _by_group(block_ids)
         tracked = self._requests.get(request_id)
         if self.leader is None or tracked is None:
             return
@@ -147,51 +150,51 @@ class LeaderSide:
         if end == begin:
             return
         wanted = [i for i in range(begin, min(end, len(tracked.block_ids))) if tracked.block_ids[i] != NO_BLOCK]
-        block_ids = tuple(tracked.block_ids[i] for i in wanted)
-        self._began.append((request_id, block_ids))
-        if not wanted:
+        targets = tuple(tracked.block_ids[i] for i in wanted)
+        if not targets:
+            self._empty_loads.append(request_id)
             return
-        self._loading[block_ids] = request_id
+        self._loading[targets] = request_id
         hashes = [tracked.hashes[i] for i in wanted]
-        self.leader.onboard(str(request_id), hashes, 0, block_ids, tokens=(end - begin) * self._size)
+        self.leader.onboard(str(request_id), hashes, 0, targets, tokens=(end - begin) * self._size)
 
     @hook()
-    def cancel_load(self, request_id: int, start_token: int) -> None:
+    def cancel_load(self, request: Any, start_token: int) -> None:
         """Load nothing from this token on. A load that was ordered already continues; its blocks stay held."""
-        tracked = self._requests.get(request_id)
+        tracked = self._requests.get(int(request.request_id))
         if tracked is not None:
             tracked.matched = max(0, min(tracked.matched, start_token // self._size - tracked.start))
 
     @hook(when_off=True)
-    def restart(self, request_id: int) -> None:
+    def restart(self, request: Any) -> None:
         """The engine takes the blocks of this request away: it computes it again, in other blocks."""
-        tracked = self._requests.get(request_id)
+        tracked = self._requests.get(int(request.request_id))
         if self.leader is not None and tracked is not None:
             self._forget_progress(tracked)
 
     @hook(False, when_off=True)
-    def end_request(self, request_id: int, block_ids: Sequence[int]) -> bool:
+    def end_request(self, request: Any, block_ids: BlockIds) -> bool:
         """Return whether a copy uses blocks of this request: the engine must keep them."""
-        tracked = self._requests.pop(request_id, None)
+        tracked = self._requests.pop(int(request.request_id), None)
         if self.leader is None or tracked is None:
             return False
-        self.leader.finish(str(request_id), tracked.hashes)
-        return any(self._held[block_id] for block_id in (*tracked.block_ids, *block_ids))
+        self.leader.finish(str(tracked.request_id), tracked.hashes)
+        return any(self._held[block_id] for block_id in (*tracked.block_ids, *self._joined(_by_group(block_ids))))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @hook(NOTHING, when_off=True)
-    def build_orders(self, new: Sequence[Any], cached: Sequence[Any]) -> TransferOrders:
+    def build_orders(self, output: Any) -> TransferOrders:
         if self.leader is None:
             return NOTHING
-        self._offload_all(new, cached)
+        self._offload_all(output)
         return self._addressed(self.leader.step())
 
     @hook()
-    def _offload_all(self, new: Sequence[Any], cached: Sequence[Any]) -> None:
-        for data in new:
+    def _offload_all(self, output: Any) -> None:
+        for data in output.new_requests:
             self._read_report(data, is_first=True)
-        for data in cached:
+        for data in output.cached_requests:
             self._read_report(data, is_first=False)
 
     @hook(when_off=True)
@@ -259,7 +262,7 @@ class LeaderSide:
         block_ids = self._joined(_groups_of(data))
         if is_first:
             tracked.tokens, tracked.block_ids = list(data.new_tokens), block_ids
-            tracked.may_save = not tracked.is_reported
+            tracked.may_save = True
             tracked.priorities = None
         else:
             tracked.tokens += data.new_tokens
@@ -303,8 +306,8 @@ class LeaderSide:
             (self._loading[order.block_ids], order.generation) for order in onboards if order.block_ids in self._loading
         ]
         self._ordered.update(order.block_ids for order in onboards)
-        loads += [(request_id, None) for request_id, block_ids in self._began if not block_ids]
-        self._began.clear()
+        loads += [(request_id, None) for request_id in self._empty_loads]
+        self._empty_loads.clear()
         tables: dict[int, tuple[int, ...]] = {}
         if self._group_count > 1:
             copied = [order.block_ids for order in onboards] + [order.block_ids for order in plan.offloads]
@@ -332,8 +335,13 @@ class LeaderSide:
 
 
 def _groups_of(data: Any) -> Sequence[Sequence[int]]:
-    """Return the new block ids of a report per layer group: a list by group, or a dict, or only the flat form."""
-    grouped = getattr(data, "new_block_ids_by_layer_group", None)
-    if not grouped:
-        return [data.new_block_ids]
-    return [grouped[group] for group in sorted(grouped)] if isinstance(grouped, dict) else grouped
+    """Return the new block ids of a report per layer group; older versions have only the flat form."""
+    return _by_group(getattr(data, "new_block_ids_by_layer_group", None) or data.new_block_ids)
+
+
+def _by_group(block_ids: BlockIds) -> Sequence[Sequence[int]]:
+    """Return block ids per layer group. Engines pass a list or a dict by group, or the ids of the only group."""
+    if isinstance(block_ids, dict):
+        return [block_ids[group] for group in sorted(block_ids)]
+    is_flat = not block_ids or isinstance(block_ids[0], int)
+    return [block_ids] if is_flat else block_ids  # type: ignore[list-item,return-value]

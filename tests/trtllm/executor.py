@@ -121,9 +121,8 @@ class Cache:
         layers = LAYERS // group_count
         shape = (block_count, layers, 2, BLOCK * LANE_BYTES)
         self.pools = [torch.full(shape, GARBAGE, dtype=torch.uint8) for _ in range(group_count)]
-        self.ids = [
-            [(7 * block + group * 3) % block_count for block in range(block_count)] for group in range(group_count)
-        ]
+        orders = [range(block_count - 1, -1, -1), [(block + 3) % block_count for block in range(block_count)]]
+        self.ids = [list(order) for order in orders[:group_count]]
         self._views = [pool.numpy().reshape(block_count, layers, 2, BLOCK, LANE_BYTES) for pool in self.pools]
         self._free = list(range(block_count))
         self._references = [0] * block_count
@@ -293,15 +292,17 @@ class Rank:
 
     def _schedule(self) -> Batch:
         """Generations first, then context chunks within the budget, then new requests that fit to their end."""
-        batch, budget = Batch(), self.engine.budget
+        batch, budget, planned = Batch(), self.engine.budget, 0
         for request in list(self.active):
             if request.state is State.GENERATION_IN_PROGRESS and request in self.active and self._has_room(request):
                 batch.generations.append(request)
         for request in self.active:
             if request.state is not State.CONTEXT_INIT or budget < BLOCK:
                 continue
-            if not request._blocks and not self._fits(request):
-                break
+            if not request._blocks:
+                if not self._fits(request, planned):
+                    break
+                planned += self._needs(request)
             count = request.context_remaining_length if request._blocks else request._context_length
             chunk = min(count, budget)
             budget -= chunk
@@ -313,16 +314,17 @@ class Rank:
         script = request._script
         return -(-(len(script.prompt) + script.max_new + 2) // BLOCK)
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: Request, planned: int) -> bool:
         if self.engine.preempts:
-            return self.cache.available() > -(-request._context_length // BLOCK)
+            return self.cache.available() > -(-request._context_length // BLOCK) + planned
         promised = sum(max(0, self._needs(one) - len(one._blocks)) for one in self.active if one._blocks)
-        return self.cache.available() >= promised + self._needs(request)
+        return self.cache.available() >= promised + planned + self._needs(request)
 
     def _has_room(self, request: Request) -> bool:
         if len(request._device_tokens) <= len(request._blocks) * BLOCK:
             return True
         if (block := self.cache.take()) is None:
+            assert self.engine.preempts, "a scheduled request fits to its end"
             self._pause(next(one for one in reversed(self.active) if one._blocks))
             return self._has_room(request) if request._blocks else False
         request._blocks.append(block)

@@ -99,6 +99,14 @@ class Scheduler(ABC):
     def update_state_after_alloc(self, request, block_ids): ...
 
 
+class ResettingScheduler(Scheduler):
+    """The newest form, with its optional methods."""
+
+    def wait_for_initialization(self) -> None: ...
+    def cancel_load(self, request, start_token, end_token) -> None: ...
+    def request_reset(self, request) -> None: ...
+
+
 class Worker(ABC):
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -147,7 +155,8 @@ def _modules(version: Version, collectives: Collectives) -> dict[str, ModuleType
     utils.mpi_broadcast = collectives.broadcast
     modules["tensorrt_llm"].__version__ = version.name
     interface = modules[version.path]
-    interface.KvCacheConnectorScheduler, interface.KvCacheConnectorWorker = Scheduler, Worker
+    interface.KvCacheConnectorScheduler = ResettingScheduler if version.has_reset else Scheduler
+    interface.KvCacheConnectorWorker = Worker
     interface.RequestData = _request_data(version)
     for name, module in modules.items():
         module.__path__ = []
