@@ -5,6 +5,7 @@ KvbmError(message, *, hint=None)
 │  └─ ProfileMistakes    several of these, found together                            exit 2
 ├─ UsageError            the command line is wrong                                   exit 2
 ├─ EnvironmentProblem    this machine lacks a library, a permission, memory, a port  exit 1
+│  └─ EnvironmentProblems several of these, found together                            exit 1
 ├─ EngineError           the engine did not start, or died                           its own exit code
 ├─ TransferError         a copy failed; becomes a failed result, never reaches the engine
 └─ InvariantError        a bug of ours; the message carries ids, states and counts
@@ -51,6 +52,14 @@ class UsageError(KvbmError):
 
 class EnvironmentProblem(KvbmError):
     """The machine lacks something that the request needs."""
+
+
+class EnvironmentProblems(EnvironmentProblem):
+    """Several problems of one machine, at least two, found before an engine starts."""
+
+    def __init__(self, problems: Sequence[EnvironmentProblem]) -> None:
+        super().__init__("\n".join([f"{len(problems)} problems", *(one.message for one in problems)]))
+        self.problems = tuple(problems)
 
 
 class EngineError(KvbmError):

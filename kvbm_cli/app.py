@@ -21,6 +21,7 @@ from kvbm_cli.terminal.show_error import show_error, show_kvbm_error
 
 COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 INTERRUPTED = 130
+OTHERS_WRITE = 0o022
 
 app = typer.Typer(
     name="kvbm",
@@ -53,8 +54,11 @@ PROFILE_HELP = "Name of a shipped profile, or path to a profile file."
 
 
 def _option(names: str, metavar: str, help_: str, completer: Any = None, **limits: Any) -> Any:
-    """Declares an option with a value. `names` are separated by a space; `completer` offers values."""
-    return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, **limits)
+    """Declares an option with a value. `names` are separated by a space; `completer` offers values.
+
+    The parser does not check paths: each command reports what is wrong with them.
+    """
+    return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, readable=False, **limits)
 
 
 def _flag(names: str, help_: str) -> Any:
@@ -62,7 +66,7 @@ def _flag(names: str, help_: str) -> Any:
 
 
 def _argument(metavar: str, help_: str, completer: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=help_, autocompletion=completer)
+    return typer.Argument(metavar=metavar, help=help_, autocompletion=completer, readable=False)
 
 
 def _profile_option(help_: str = PROFILE_HELP) -> Any:
@@ -229,11 +233,54 @@ def bench(
 
 
 @app.command(cls=Command)
-def size(profile: ProfileOption, set_: SetOption = None, json: JsonOption = False) -> None:
-    """Show the size of each tier of a profile."""
-    from kvbm_cli.profile.size import show_size
+def size(
+    model: Annotated[
+        str | None, _argument("MODEL", "Model: a directory or a name on the Hugging Face hub.", _completed_by("models"))
+    ] = None,
+    profile: Annotated[str | None, _profile_option()] = None,
+    set_: SetOption = None,
+    tp: Annotated[str | None, _option("--tp", "N", "Tensor parallel ranks.")] = None,
+    pp: Annotated[str | None, _option("--pp", "N", "Pipeline parallel stages.")] = None,
+    kv_cache_dtype: Annotated[str | None, _option("--kv-cache-dtype", "TYPE", "Type of the KV cache: `fp8`.")] = None,
+    block_size: Annotated[str | None, _option("--block-size", "TOKENS", "Tokens in a block.")] = None,
+    host: Annotated[str | None, _option("--host", "SIZE", "Capacity of host memory (G2).")] = None,
+    disk: Annotated[str | None, _option("--disk", "SIZE", "Capacity of the disk tier (G3).")] = None,
+    length: Annotated[
+        str | None, _option("--length", "TOKENS", "Length of a sequence [default: the maximum length].")
+    ] = None,
+    tokens: Annotated[str | None, _option("--tokens", "TOKENS", "Show the capacity for this many tokens.")] = None,
+    users: Annotated[str | None, _option("--users", "N", "Show the capacity for this many conversations.")] = None,
+    turns: Annotated[str | None, _option("--turns", "N", "Turns of each conversation, with --users.")] = None,
+    turn_tokens: Annotated[
+        str | None, _option("--turn-tokens", "TOKENS", "Tokens of each turn, question and answer, with --users.")
+    ] = None,
+    list_: Annotated[bool, _flag("--list", "List the models that have a size without a download.")] = False,
+    strict: Annotated[bool, _flag("--strict", "Exit with 1 if a tier holds less than the one above it.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Show the size of each tier."""
+    from kvbm_cli.profile import size as body
 
-    show_size(profile, set_ or [], as_json=json)
+    if list_:
+        body.show_catalogue(as_json=json)
+        return 0
+    options = {
+        "engine.arguments.tensor_parallel_size": ("--tp", tp),
+        "engine.arguments.pipeline_parallel_size": ("--pp", pp),
+        "engine.arguments.kv_cache_dtype": ("--kv-cache-dtype", kv_cache_dtype),
+        "engine.arguments.block_size": ("--block-size", block_size),
+        "tiers.host.capacity": ("--host", host),
+        "tiers.disk.capacity": ("--disk", disk),
+    }
+    counts = {"length": length, "tokens": tokens, "users": users, "turns": turns, "turn_tokens": turn_tokens}
+    request = body.SizeRequest(
+        profile,
+        model,
+        set_ or [],
+        {key: (option, text) for key, (option, text) in options.items() if text is not None},
+        **{name: body.count_option(name, text) for name, text in counts.items() if text is not None},
+    )
+    return body.show_size(request, as_json=json, is_strict=strict)
 
 
 @app.command(cls=Command)
@@ -404,6 +451,7 @@ def completion(
 
 
 def main() -> None:
+    os.umask(os.umask(OTHERS_WRITE) | OTHERS_WRITE)  # no file of kvbm or of its engines is writable by others
     streams.repair()
     sys.exit(run(sys.argv[1:]))
 
@@ -463,7 +511,7 @@ def _show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> 
     text = _number_error(error) or (error.message if possible else error.format_message())
     message, _, suggested = text.replace("'", "`").rstrip(".?").partition(". Did you mean ")
     nearest = f"`{possible[0]}`" if possible else _if_near(message, suggested)
-    if message.startswith("Missing option `--profile`") and len(arguments) > 1 and not arguments[1].startswith("-"):
+    if message.startswith("Missing option `--profile`") and arguments[1:2] and arguments[1][:1] not in ("", "-"):
         nearest = f"`kvbm {arguments[0]} --profile {arguments[1]}`"
     command = context.command_path if context is not None else "kvbm"
     show_error(

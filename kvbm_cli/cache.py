@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sqlite3
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from kvbm.config.files import is_missing
 from kvbm.config.schema import DiskTierSection
 from kvbm.config.sizes import format_size
 from kvbm.disk.clear import clear_tenant
@@ -28,7 +30,8 @@ from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm.hashing import tenant
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system.filesystem import expanded, write_atomically
-from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.console import print_data, print_json, print_note, print_question, table
+from kvbm_cli.terminal.printable import one_line
 
 FORMATS = ("json", "csv")
 NOTE_INTERVAL_S = 2.0
@@ -156,7 +159,11 @@ def _place(directory: Path | None, profile: str | None) -> Path:
     if directory is not None:
         if profile is not None:
             raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
-        if not os.path.isdir(directory):
+        try:
+            is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
+        except OSError as error:
+            raise UsageError(f"`--dir {directory}`: {(error.strerror or str(error)).lower()}") from None
+        if not is_directory:
             raise UsageError(f"`--dir {directory}`: not a directory")
         _require_outside(directory)
         return directory
@@ -179,7 +186,7 @@ def _require_outside(place: Path) -> None:
 
 def _caches(place: Path) -> list[CacheFacts]:
     """Returns the caches, the most recently used first."""
-    return found_in(place) if os.path.lexists(place) else []
+    return [] if is_missing(place) else found_in(place)
 
 
 def _stats(cache: CacheFacts) -> CacheStats:
@@ -265,7 +272,7 @@ class _ReadProgress:
     """Prints progress: one live line on a terminal, else a line every two seconds."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._is_live = name, sys.stderr.isatty()
+        self._name, self._is_live = one_line(name), sys.stderr.isatty()
         self._interval_s = LIVE_INTERVAL_S if self._is_live else NOTE_INTERVAL_S
         self._started_s = self._shown_s = time.monotonic()
 
@@ -315,7 +322,7 @@ def _require_indexes(caches: Sequence[CacheFacts]) -> None:
 def _is_confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("cannot ask for confirmation: stdin is not a terminal", hint="add `--yes`")
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    print_question(f"{question} [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 

@@ -54,6 +54,13 @@ def compared(incomplete: str) -> list[str] | list[tuple[str, str]]:
     return names or files(incomplete)
 
 
+def models(incomplete: str) -> list[str] | list[tuple[str, str]]:
+    """Models of the catalogue; files if no name matches."""
+    from kvbm.sizing.catalogue import catalogue
+
+    return _matching(list(catalogue()), incomplete) or files(incomplete)
+
+
 def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:
     from kvbm_cli.package_data import workloads_directory
 

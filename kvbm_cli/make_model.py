@@ -45,7 +45,13 @@ _SHARED: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-_QWEN3 = _SHARED | {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+_QWEN3 = _SHARED | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 
 MODELS: dict[str, dict[str, Any]] = {
     "vllm-25m": _QWEN3
@@ -54,6 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2304, "initializer_range": 0.06},
     "vllm-swa": _SHARED
     | {
+        "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "num_hidden_layers": 6,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
@@ -69,6 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "vllm-mla": _SHARED
     | {
+        "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
         "num_hidden_layers": 4,
         "first_k_dense_replace": 4,

@@ -13,7 +13,7 @@ def check_leader(leader):
 
 
 def check_offloads(offloads):
-    held = sum(len(flight.order.block_ids) for flight in offloads.in_flight.values())
+    held = sum(len(flight.order.block_ids) for flight in offloads.in_flight.values() if flight.is_held)
     assert held == offloads._held_blocks, (held, offloads._held_blocks)
     in_flight = {h for flight in offloads.in_flight.values() if not flight.is_void for h in flight.hashes}
     assert in_flight == offloads._departing, (len(in_flight), len(offloads._departing))

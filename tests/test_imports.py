@@ -19,7 +19,7 @@ BASE = ("kvbm.types", "kvbm.errors")
 DECIDES_WITHOUT_THE_MACHINE = ("numpy", "threading", "os", "time", "pydantic", *ENGINES)
 RUNS_THE_CACHE = (
     *("kvbm.leader", "kvbm.device", "kvbm.host", "kvbm.disk", "kvbm.observe", "kvbm.core.groups"),
-    *("kvbm.boundary", "kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing", "kvbm.config"),
+    *("kvbm.boundary", "kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing", "kvbm.config", "kvbm.identity"),
 )
 
 
@@ -62,10 +62,11 @@ RULES = (  # the first that fits a module counts
     ),
     Rule(
         "kvbm.observe",
-        ("kvbm.leader", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema"),
+        ("kvbm.leader", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema", "kvbm.host.directories"),
         never=("numpy", *ENGINES),
     ),
     Rule("kvbm.config"),
+    Rule("kvbm.identity", never=("pydantic", *ENGINES)),
     Rule("kvbm.sizing", ("kvbm.config",)),
     Rule("kvbm.vllm_integration.versions"),
     Rule("kvbm.vllm_integration.launch", ("kvbm.config", "kvbm.vllm_integration.versions")),
@@ -77,8 +78,8 @@ RULES = (  # the first that fits a module counts
         lazily=("tensorrt_llm", "torch"),
     ),
     Rule("kvbm.embedded.launch", ("kvbm.config", "kvbm.embedded.engine.synthetic_models")),
-    Rule("kvbm.embedded.engine", ("kvbm.host", "kvbm.hashing"), never=ENGINES[2:]),
-    Rule("kvbm.embedded.http", ("kvbm.embedded.engine",), never=ENGINES[2:]),
+    Rule("kvbm.embedded.engine", ("kvbm.host", "kvbm.hashing", "kvbm.identity"), never=ENGINES[2:]),
+    Rule("kvbm.embedded.http", ("kvbm.embedded.engine", "kvbm.config.launch_plan"), never=ENGINES[2:]),
     Rule("kvbm.embedded", RUNS_THE_CACHE, never=ENGINES[2:]),
     Rule("kvbm_cli.doctor.disk_speed", ("kvbm.disk",)),  # runs in the process of the probe
     Rule("kvbm_cli.system", lazily=(*ENGINES, "numpy")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 
 from pydantic import ValidationError
 
@@ -43,6 +44,7 @@ def resolve_connector(
     variable without effect is logged as a warning if `warns`, else at level DEBUG.
     """
     mistakes: list[ProfileError] = []
+    _note_unread(extra_config, warns=warns)
     if KEY in extra_config:
         document = _written(extra_config[KEY])
     else:
@@ -53,6 +55,17 @@ def resolve_connector(
         raise together(mistakes)
     assert config is not None, "no mistakes means a configuration"
     return config
+
+
+def _note_unread(extra_config: Mapping[str, object], *, warns: bool) -> None:
+    """Warns of keys next to `kvbm`. ProfileError if one is a section of ours, or `kvbm` misspelt."""
+    level = logging.WARNING if warns else logging.DEBUG
+    for key in map(str, extra_config.keys() - {KEY}):
+        is_section = key in ConnectorConfig.model_fields
+        if is_section or get_close_matches(key, [KEY]):
+            hint = f"write it as `{PLACE}.{key}`" if is_section else f"did you mean `{KEY}`?"
+            raise ProfileError(f"unknown key `{key}` in `kv_connector_extra_config`", hint=hint)
+        log.log(level, "`kv_connector_extra_config.%s` has no effect in kvbm", key)
 
 
 def _of_variables(environment: Mapping[str, str], *, warns: bool) -> tuple[Document, list[ProfileError]]:

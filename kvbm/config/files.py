@@ -20,6 +20,17 @@ def real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def is_missing(path: Path) -> bool:
+    """Whether there is certainly nothing at this path, not even a broken link or something that may not be read."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def read_at_most(path: Path, byte_count: int) -> bytes:
     """Returns the contents of a file of at most `byte_count` bytes. Raises OSError, EFBIG for a larger one.
 

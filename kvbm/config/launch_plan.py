@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class LaunchPlan:
     """`environment` is added to that of the caller, from which every DYN_KVBM_* variable is removed.
 
-    `libraries` are modules that the engine requires, `install` is the command that installs them.
+    `libraries` are modules that the engine requires, `install` is the command that installs them. With
+    `has_admin_token`, its starter gives the engine a secret in ADMIN_VARIABLE, which is not part of the plan.
     """
 
     argv: tuple[str, ...]
@@ -20,8 +21,11 @@ class LaunchPlan:
     model: str
     libraries: tuple[str, ...] = ()
     install: str = ""
+    has_admin_token: bool = False
 
 
+ADMIN_VARIABLE = "KVBM_ADMIN_TOKEN"
+ADMIN_HEADER = "X-Kvbm-Admin-Token"
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 

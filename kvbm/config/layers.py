@@ -24,7 +24,7 @@ from kvbm.config.document import (
     plain_scalar,
 )
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.files import real_path, reason_not_readable
+from kvbm.config.files import is_missing, real_path, reason_not_readable
 from kvbm.config.findings import Findings, remove_mistaken
 from kvbm.config.flags import flag_name
 from kvbm.config.mistakes import NOT_BUILT_PROFILES, not_sections
@@ -47,7 +47,7 @@ def find(reference: str, *, directories: Sequence[Path]) -> Path:
     """
     if _is_path(reference):
         path = Path(os.path.expanduser(reference))
-        if not os.path.lexists(path) and (hint := _instead_of(path, directories)) is not None:
+        if is_missing(path) and (hint := _instead_of(path, directories)) is not None:
             raise ProfileError(f"cannot read the profile `{reference}`: no such file or directory", hint=hint)
         return path
     candidates = [directory / f"{reference}{SUFFIXES[0]}" for directory in directories]
@@ -142,7 +142,7 @@ def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequ
         cycle = " -> ".join(file.name for file in [*files[files.index(found) :], parent])
         raise located(f"`extends` forms a cycle: {cycle}", source, key="extends")
     if (reason := reason_not_readable(parent)) is not None:
-        hint = None if os.path.lexists(parent) else _nearest_file(parent, files)
+        hint = _nearest_file(parent, files) if is_missing(parent) else None
         raise located(f"`extends`: cannot read `{parent}`: {reason}", source, hint=hint, key="extends")
     return parent
 

@@ -183,8 +183,10 @@ class _Direction:
                 enqueue()
                 done.record(self._stream)
             done.synchronize()
-        except RuntimeError as error:
+        except BaseException as error:  # whatever it is, copies that were enqueued before it may still run
             self._drain()
+            if not isinstance(error, RuntimeError):
+                raise
             raise TransferError(f"copy on {self._stream.device} failed: {error}") from error
 
     def _drain(self) -> None:

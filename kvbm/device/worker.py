@@ -5,9 +5,10 @@ each result in a control word. One thread owns it and calls, per engine step,
 
     start(plan)     before the forward pass: start onboards
     finish(plan)    after the forward pass: start offloads, whose sources are computed by then
-    poll()          write the control words of ended copies
+    poll()          write the control words of ended onboards and failed offloads, and the heartbeat
 
-None of them waits. Onboards and offloads have separate threads, so that a hung offload delays no request. An exception
+None of them waits. An offload that succeeds is proven by its thread, so that the leader can register it after the
+engine's last step. Onboards and offloads have separate threads, so that a hung offload delays no request. An exception
 in one transfer fails that transfer on this rank and no other.
 
 Correctness depends on an order: payload bytes first, control word last. An onboard reads the words of its source slots
@@ -150,6 +151,7 @@ class Worker:
         """Return what the leader needs to map this rank's segment."""
         return self._segment.info
 
+    @contained()
     def start(self, plan: StepPlan) -> None:
         """Start the plan's onboards. The G1 blocks they write belong to no running request."""
         for offload in plan.overdue_offloads:
@@ -159,17 +161,20 @@ class Worker:
         if plan.onboards:
             self._start_onboards(plan.onboards)
 
+    @contained()
     def finish(self, plan: StepPlan) -> None:
         """Start the plan's offloads. The forward pass that computes their sources has been submitted."""
         if plan.offloads:
             fence, error = self.boundary.attempt("fence", self._copier.fence)
             for order in plan.offloads:
-                whole = partial(self._copier.offload, order.block_ids, order.slots, fence)
+                whole = partial(self._run_offload, order, fence)
                 if (failed := self._submit(order, [whole], self._offload_pool, self._offloads, error)) is not None:
                     self._write_offload(failed)
 
+    @contained(False)
     def poll(self) -> bool:
         """Write the control words of copies that have ended since the last call; return whether there were any."""
+        self._segment.beat()
         onboards = self._onboard_pool.poll() if self._onboards else []
         offloads = self._offload_pool.poll() if self._offloads else []
         repeats, self._repeats = self._repeats, []
@@ -210,6 +215,11 @@ class Worker:
             self._segment.close()
 
     # -- in a pool thread ----------------------------------------------------------------------------------------------
+
+    def _run_offload(self, order: Offload, fence: object | None) -> None:
+        """Copy, and prove it at once: an engine that runs no more steps polls no more."""
+        self._copier.offload(order.block_ids, order.slots, fence)
+        self._segment.write_slots(order.slots, order.generation, SlotState.READY)
 
     def _run_onboard(self, order: Onboard, part: slice, fence: object | None) -> None:
         self._require_source(order, part)
@@ -265,9 +275,12 @@ class Worker:
 
     @contained()
     def _prove_offload(self, finished: Finished) -> None:
+        """Write the failure of an offload. A success is proven already, and its slots may have another use by now."""
         running = self._offloads.pop(finished.ticket, None)
         if running is not None and running.end(finished.ticket, finished.error):
-            self._write_offload(running)
+            if running.error is not None:
+                self._write_offload(running)
+            self._has_written = True
 
     def _end_onboard(self, running: _Running[Onboard]) -> None:
         if running.error is not None and self._repeats_onboards:

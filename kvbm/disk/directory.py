@@ -1,13 +1,14 @@
 """The directory of the disk tier: its caches, which of them are in use, and which one an engine gets.
 
-    <directory>/<namespace>/<instance>/lock           held (flock) by the process that uses the instance
+    <directory>/<namespace>/<instance>/lock           held (flock) by the user of the instance; names its parent
                                        superblock     description of the instance
                                        arena          bytes of the blocks
                                        index.sqlite   slot of each block
     <directory>/<namespace>/rates.json                measured speed of its engines
 
 Each engine has its own instance. An engine takes over the most recently used free instance of its namespace, or creates
-one. An instance is changed only by the holder of its lock.
+one. An instance is changed only by the holder of its lock. A disk process whose engine has died holds its lock until it
+has exited. `await_predecessor` waits for that, so that a restarted engine finds its cache.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import secrets
 import sqlite3
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,11 @@ NAMESPACE_NAME = re.compile(r"[0-9a-f]{2,128}")
 INSTANCE_NAME = re.compile(r"[0-9a-f]{16}")
 LOCK_ATTEMPTS = 4
 LOCK_PAUSE_S = 0.01  # `_is_locked` holds a lock for less
+PREDECESSOR_TIMEOUT_S = 10.0
+PREDECESSOR_PAUSE_S = 0.05
+HOLDER_BYTES = 256
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+DEAD_STATES = ("Z", "X")
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +67,7 @@ class InstanceLock:
             except OSError as error:
                 raise problem(f"cannot open {instance / LOCK}", error) from error
             if _lock(fd, fcntl.LOCK_EX) and _is_same_file(fd, instance / LOCK):
+                _write_holder(fd)
                 return cls(instance, fd)
             os.close(fd)
         return None
@@ -142,6 +149,70 @@ def claim_new(home: Path) -> InstanceLock:
         make_private_directory(instance)
         if (lock := InstanceLock.take(instance)) is not None:
             return lock
+
+
+def await_predecessor(
+    directory: Path, namespace: str, *, timeout_s: float = PREDECESSOR_TIMEOUT_S, on_wait: Callable[[], None]
+) -> None:
+    """Wait while the most recently used instance that this engine could get is locked by a process that is exiting.
+
+    Calls `on_wait` after a log record. Does nothing if the directory cannot be read, which `claim` reports.
+    """
+    predecessor = None
+    with suppress(EnvironmentProblem):
+        instances = reversed(_instances_of(directory / namespace))
+        predecessor = next((instance for instance in instances if not _is_in_use(instance)), None)
+    if predecessor is None or not _is_locked(predecessor):
+        return
+    logger.info("waiting for the disk cache %s, whose engine has ended", predecessor)
+    on_wait()
+    began_s = time.monotonic()
+    while _is_locked(predecessor):
+        if time.monotonic() - began_s > timeout_s:
+            logger.warning("the disk cache %s is still locked after %g s: using another one", predecessor, timeout_s)
+            return
+        time.sleep(PREDECESSOR_PAUSE_S)
+    logger.info("the disk cache %s is free after %.1f s", predecessor, time.monotonic() - began_s)
+
+
+def _is_in_use(instance: Path) -> bool:
+    """Return whether its lock is held by a process whose parent, an engine, is alive or not visible from here."""
+    if not _is_locked(instance):
+        return False
+    try:
+        fd = open_private(instance / LOCK, os.O_RDONLY)
+    except (OSError, EnvironmentProblem):
+        return True
+    with open(fd, encoding="ascii", errors="replace") as lock:
+        holder = lock.read(HOLDER_BYTES).split()
+    if len(holder) != 3 or not holder[0].isdecimal() or holder[2] != _process_namespace():
+        return True
+    return _start_of(int(holder[0])) == holder[1]
+
+
+def _write_holder(fd: int) -> None:
+    """Write pid, start and namespace of the parent of this process, which is the engine of a disk process."""
+    engine = os.getppid()
+    with suppress(OSError):  # a full disk
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{engine} {_start_of(engine)} {_process_namespace()}\n".encode("ascii"), 0)
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process started, in clock ticks since boot; None if it is not alive."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in DEAD_STATES else fields[19]  # fields after the process name
+
+
+def _process_namespace() -> str:
+    """Return in which boot and container a process id is valid."""
+    try:
+        return f"{BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown/{os.getpid()}"
 
 
 def reclaim_oldest(directory: Path) -> bool:

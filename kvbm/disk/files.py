@@ -22,6 +22,7 @@ from pathlib import Path
 
 from kvbm.disk.settings import Progress
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.directories import make_private_directories
 from kvbm.host.libc import LIBC, last_error
 
 PAGE_BYTES = 4096
@@ -89,7 +90,7 @@ def require_usable_parent(directory: Path) -> None:
     """
     try:
         if not directory.exists():
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directories(directory)
         found = os.lstat(directory)
     except OSError as error:
         raise problem(f"cannot create directory {directory}", error, hint="set `tiers.disk.directory`") from error

@@ -121,6 +121,7 @@ class BlockIndex:
             _use_write_ahead_log(connection)
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.execute(SCHEMA)
+            _require_table(connection)
         except BaseException:
             connection.close()
             raise
@@ -293,6 +294,13 @@ def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
     mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
     if mode != "wal":
         raise sqlite3.OperationalError(f"write-ahead log not available here, only journal mode {mode}")
+
+
+def _require_table(connection: sqlite3.Connection) -> None:
+    """Raises sqlite3.DatabaseError for a view, whose rows may never end."""
+    kinds = connection.execute("SELECT type FROM sqlite_schema WHERE name = 'blocks'").fetchall()
+    if kinds != [("table",)]:
+        raise sqlite3.DatabaseError("`blocks` is not a table")
 
 
 def _signed(number: int) -> int:

@@ -86,6 +86,7 @@ class IndexThread:
         self._written: list[WriteTransfer] = []
         self._is_closing = False
         self._busy_since: float | None = None
+        self._inserts_rows = True
         # Owned by this thread.
         self._generations = itertools.count(first_generation)
         self._in_flight: set[WriteTransfer] = set()
@@ -107,6 +108,10 @@ class IndexThread:
         with self._changed:
             self._commands.append(command)
             self._changed.notify()
+
+    def end_persistence(self) -> None:
+        """Insert no more rows. Those of earlier writes are deleted by the clear that the caller submits next."""
+        self._inserts_rows = False
 
     def written(self, transfer: WriteTransfer) -> None:
         """Accept a write whose I/O has ended."""
@@ -185,7 +190,7 @@ class IndexThread:
         started, forgotten, clears = self._sort(commands, written)
         overwritten = [transfer.order.disk_slots for transfer in started]
         slots = self._slots_to_delete.union(*overwritten, *(command.disk_slots for command in forgotten))
-        rows = [row for transfer in written for row in self._rows(transfer)]
+        rows = [row for transfer in written for row in self._rows(transfer)] if self._inserts_rows else []
         error = self._commit(rows, slots)
         self._slots_to_delete = slots if error else set()
         for transfer in written:

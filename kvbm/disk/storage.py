@@ -161,20 +161,26 @@ class DiskStorage:
         if disk_slots:
             self._index_thread.submit(Forget(tuple(disk_slots)))
 
-    def begin_clear(self, tenant: bytes | None = None) -> PendingClear:
-        """Start to delete what `clear` deletes. If that fails, the tier is off, and retries until it succeeds."""
+    def begin_clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> PendingClear:
+        """Start to delete what `clear` deletes. If that fails, the tier is off, and retries until it succeeds.
+
+        `ends_persistence`: blocks that are written later get no row in the index, so that no later start finds them.
+        """
+        if ends_persistence:
+            self._index_thread.end_persistence()
         clear = PendingClear(tenant)
         for transfer in set(self._writers.values()):
             transfer.cleared |= clear.positions(transfer)
         self._index_thread.submit(clear)
         return clear
 
-    def clear(self, tenant: bytes | None = None) -> None:
+    def clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> None:
         """Delete all blocks, or those of one tenant, and every write not yet returned by `poll`; durable on return.
 
+        `ends_persistence`: blocks that are written later get no row in the index, so that no later start finds them.
         Raises EnvironmentProblem if that fails: the tier is then off, and retries until the clear succeeds.
         """
-        clear = self.begin_clear(tenant)
+        clear = self.begin_clear(tenant, ends_persistence=ends_persistence)
         is_done = clear.done.wait(self._health.limits.clear_timeout_s)
         if not is_done or clear.error is not None:
             why = clear.error or f"not within {self._health.limits.clear_timeout_s:g} s"

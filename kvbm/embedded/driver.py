@@ -77,6 +77,7 @@ class KvbmScheduler:
         self._telemetry = Telemetry(profile.connector_config().metrics)
         self._progress = progress
         self._namespace = b""
+        self._doubt = ""
         self._step = (0, 0.0)  # tokens of the current step, and its start time
         self._pool: BlockPool | None = None
         self._handshake: WorkerHandshake | None = None
@@ -92,9 +93,10 @@ class KvbmScheduler:
         self._handshake = pickle.loads(message)
         self._create_leader()
 
-    def bind_block_pool(self, pool: BlockPool, namespace: bytes) -> None:
-        """`namespace` identifies everything in the engine that determines the bytes and the hashes of a block."""
-        self._pool, self._namespace = pool, namespace
+    def bind_block_pool(self, pool: BlockPool, namespace: bytes, doubt: str) -> None:
+        """`namespace` identifies everything in the engine that determines the bytes and the hashes of a block. `doubt`
+        says why it may not, empty if it does."""
+        self._pool, self._namespace, self._doubt = pool, namespace, doubt
         self._create_leader()
 
     @property
@@ -114,13 +116,13 @@ class KvbmScheduler:
         segments = self._handshake.segments
         self._region = Region.map(segments)
         config = self._profile.connector_config()
-        traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES)
+        traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES, gives_up_blocks=True)
         settings = LeaderSettings.of(config, segments, traits, g1_blocks=self._pool.block_count)
         disk = open_disk(
             config,
             segments,
             identity={"engine": "embedded", "model": self._profile.engine.model, "namespace": self._namespace.hex()},
-            is_stable=True,
+            doubt=self._doubt,
             hash_bytes=HASH_BYTES,
             progress=self._progress,
         )

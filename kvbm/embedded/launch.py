@@ -26,6 +26,7 @@ def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         model=engine.arguments.served_model_name or engine.model,
         libraries=("torch", "transformers"),
         install="pip install 'kvbm-cli[embedded]'",
+        has_admin_token=True,
     )
 
 

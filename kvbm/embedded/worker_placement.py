@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvbm.embedded.engine.kv_pool import KVPool
 
 WORKER_POLL_S = 0.0005
+HEARTBEAT_S = 0.25  # between two heartbeats of an idle worker process
 EXIT_WAIT_S = 5.0
 
 
@@ -179,7 +180,7 @@ def _serve_worker(pipe: Connection, arguments: _ProcessArguments) -> None:
 
 def _serve_once(pipe: Connection, worker: Worker) -> bool:
     try:
-        if pipe.poll(WORKER_POLL_S if worker.is_busy() else None):
+        if pipe.poll(WORKER_POLL_S if worker.is_busy() else HEARTBEAT_S):
             kind, plan = cast("tuple[str, StepPlan]", pipe.recv())
             (worker.start if kind == "start" else worker.finish)(plan)
     except (EOFError, ConnectionResetError):

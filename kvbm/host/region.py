@@ -3,13 +3,16 @@
 A segment is a memfd: it has no name, is not in /dev/shm, and disappears with the last process that maps it. It is
 sealed, so that no process can change its length. Slot s of all segments together is block s.
 
-    | slot 0 | slot 1 | ... | slot n-1 | word of slot 0..n-1 | word of lane 0..LANES-1 | padding to a page |
+    | slot 0 | slot 1 | ... | slot n-1 | word of slot 0..n-1 | word of lane 0..LANES-1 | heartbeat | padding to a page |
 
 A control word is `generation << 8 | state`: 64 bits, aligned, written by one store instruction. It proves the bytes of
 its slot. The rank writes it after a copy from device memory, the leader after a read from disk. The leader decides who
 may write a slot, one writer at a time. A writer writes the payload first and the word last; a reader reads the word
 first. On x86 this order is enough: stores become visible in program order, and libc ends copies that bypass the cache
 with a fence. On other machines (ARM) a memory barrier precedes each write of words and follows each read.
+
+The heartbeat is a number that the rank increases each time it polls its copies, so that the leader can recognise a rank
+that is stopped.
 
 A rank uses `Segment`: its owner thread writes words, and copying threads read and write slots. The leader uses
 `Region`.
@@ -55,12 +58,12 @@ class _Geometry:
 
     @property
     def length(self) -> int:
-        return self.payload_bytes + (self.slot_count + LANES) * WORD_BYTES
+        return self.payload_bytes + (self.slot_count + LANES + 1) * WORD_BYTES
 
-    def words(self, mapping: mmap.mmap) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """(words of the slots, words of the lanes)."""
-        words = np.frombuffer(mapping, np.uint64, self.slot_count + LANES, self.payload_bytes)
-        return words[: self.slot_count], words[self.slot_count :]
+    def words(self, mapping: mmap.mmap) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+        """(words of the slots, words of the lanes, the heartbeat)."""
+        words = np.frombuffer(mapping, np.uint64, self.slot_count + LANES + 1, self.payload_bytes)
+        return words[: self.slot_count], words[self.slot_count : -1], words[-1:]
 
 
 class Segment:
@@ -76,7 +79,7 @@ class Segment:
         geometry = _Geometry(info.slot_count, info.slot_stride)
         payload = np.frombuffer(memory.mapping, np.uint8, geometry.payload_bytes)
         self.payload: NDArray[np.uint8] = payload.reshape(info.slot_count, info.slot_stride)
-        self._slot_words, self._lane_words = geometry.words(memory.mapping)
+        self._slot_words, self._lane_words, self._heartbeat = geometry.words(memory.mapping)
 
     @classmethod
     def create(
@@ -142,6 +145,10 @@ class Segment:
         """Whether this rank has reported transfer `generation` as READY in this lane."""
         return bool(self._lane_words[_indexes([lane], LANES)][0] == _word(generation, SlotState.READY))
 
+    def beat(self) -> None:
+        """Show that this rank is alive."""
+        self._heartbeat += np.uint64(1)
+
     def close(self) -> None:
         """Free the memory at once; views of it that still exist read zeros. May be called twice."""
         self._memory.close()
@@ -156,6 +163,7 @@ class Region:
         self.shards: list[NDArray[np.uint8]] = [segment.payload for segment in segments]
         self._slot_words = [segment.slot_words for segment in segments]
         self._lane_words = [segment.lane_words for segment in segments]
+        self._heartbeats = [segment.heartbeat for segment in segments]
         fds = {segment.process_fd: position for position, segment in enumerate(segments)}
         self._process_fds = {fd: position for fd, position in fds.items() if fd is not None}
         self._is_lost = [False] * len(segments)
@@ -224,6 +232,10 @@ class Region:
         _order_memory()
         return _combine(found, generation, self._is_lost)[0]
 
+    def heartbeats(self) -> list[int | None]:
+        """Return a number per rank that changes while the rank is alive; None for a rank whose process has ended."""
+        return [None if lost else int(beats[0]) for beats, lost in zip(self._heartbeats, self._is_lost, strict=True)]
+
     def has_lost_rank(self) -> bool:
         """Whether the process of a rank has ended; its missing results count as FAILED then. Takes one system call."""
         for fd, _ in self._poll.poll(0) if self._process_fds else ():
@@ -234,6 +246,7 @@ class Region:
         """Unmap. May be called twice."""
         self._slot_words.clear()
         self._lane_words.clear()
+        self._heartbeats.clear()
         self.shards.clear()
         while self._process_fds:
             fd, _ = self._process_fds.popitem()
@@ -249,6 +262,7 @@ class _MappedSegment:
     payload: NDArray[np.uint8]
     slot_words: NDArray[np.uint64]
     lane_words: NDArray[np.uint64]
+    heartbeat: NDArray[np.uint64]
     process_fd: int | None
 
     @classmethod
@@ -268,9 +282,9 @@ class _MappedSegment:
         except OSError as error:
             raise EnvironmentProblem(f"cannot map the segment of rank {info.rank}: {error}") from error
         geometry = _Geometry(info.slot_count, info.slot_stride)
-        slot_words, lane_words = geometry.words(mapping)
+        words = geometry.words(mapping)
         payload = np.frombuffer(mapping, np.uint8, geometry.payload_bytes)
-        return cls(info, payload.reshape(info.slot_count, info.slot_stride), slot_words, lane_words, process_fd)
+        return cls(info, payload.reshape(info.slot_count, info.slot_stride), *words, process_fd)
 
 
 def _word(generation: int, state: SlotState) -> np.uint64:

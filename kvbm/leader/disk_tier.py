@@ -267,9 +267,10 @@ class DiskTier:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Forget every block durably, including those in flight. Raises EnvironmentProblem if the disk does not answer;
-        it stays off until it has forgotten them."""
+    def reset(self, *, ends_persistence: bool) -> None:
+        """Forget every block durably, including those in flight. `ends_persistence`: no later block survives this
+        engine either. Raises EnvironmentProblem if the disk does not answer; it stays off until it has forgotten them.
+        """
         self.store.reset()
         self._filter.clear()
         self._queue.clear()
@@ -278,7 +279,7 @@ class DiskTier:
             write.is_void = True
         for fetch in self._fetches.values():
             fetch.is_void = True
-        self._disk.clear()
+        self._disk.clear(ends_persistence=ends_persistence)
 
     def close(self) -> None:
         """Write blocks that are only in host memory, most recently used first, for at most `drain_s`; then close."""

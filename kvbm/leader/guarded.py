@@ -59,7 +59,7 @@ class GuardedLeader:
         self._settings = settings
         self._engine = callbacks
         self._disk = disk
-        self._held: Counter[int] = Counter()  # references in the engine's block pool, per G1 block
+        self._held: dict[int, int] = {}  # references in the engine's block pool, per G1 block
         self._loads: dict[tuple[str, tuple[int, ...]], bool] = {}  # the engine waits for them -> is the request live?
         self._orders: dict[int, Offload | Onboard] | None = None  # in flight when the cache was turned off
         self._steps_off = 0
@@ -149,6 +149,18 @@ class GuardedLeader:
             self._loads.pop((result.request_id, result.block_ids), None)
         return results
 
+    @hook(False)
+    def settle_offloads(self) -> bool:
+        return self.leader.settle_offloads()
+
+    @hook()
+    def abandon_offloads(self) -> None:
+        self.leader.abandon_offloads()
+
+    def held_references(self) -> int:
+        """Return how many references transfers have in the engine's block pool."""
+        return sum(self._held.values())
+
     @hook(False, when_off=True)
     def has_pending(self) -> bool:
         if not self.boundary.is_off:
@@ -169,18 +181,19 @@ class GuardedLeader:
         if not self.boundary.is_off:
             self.leader.finish(request_id, *chains)
 
-    def reset(self) -> bool:
+    def reset(self, *, ends_persistence: bool = False) -> bool:
         """Like `Leader.reset`. If the cache is off, delete what is on disk."""
-        return self._reset() if not self.boundary.is_off else self._clear_disk()
+        run = self._reset if not self.boundary.is_off else self._clear_disk
+        return run(ends_persistence=ends_persistence)
 
     @hook(False)
-    def _reset(self) -> bool:
-        return self.leader.reset()
+    def _reset(self, *, ends_persistence: bool) -> bool:
+        return self.leader.reset(ends_persistence=ends_persistence)
 
     @contained(False)
-    def _clear_disk(self) -> bool:
+    def _clear_disk(self, *, ends_persistence: bool) -> bool:
         if self._disk is not None:
-            self._disk.clear()
+            self._disk.clear(ends_persistence=ends_persistence)
         return True
 
     def close(self) -> None:
@@ -254,7 +267,7 @@ class GuardedLeader:
         if self._orders is None:
             self._orders = self.leader.orders_in_flight()
             copied = Counter(block_id for order in self._orders.values() for block_id in order.block_ids)
-            self._release(list((self._held - copied).elements()))
+            self._release(list((Counter(self._held) - copied).elements()))
         return self._orders
 
     def _has_ended(self, order: Offload | Onboard) -> bool:
@@ -271,16 +284,18 @@ class GuardedLeader:
 
     def _hold(self, block_ids: Sequence[int]) -> None:
         self._engine.hold(block_ids)
-        self._held.update(block_ids)
+        held = self._held
+        for block_id in block_ids:
+            held[block_id] = held.get(block_id, 0) + 1
 
     def _release(self, block_ids: Sequence[int]) -> None:
         held = self._held
         for block_id in block_ids:
-            if held[block_id] < 1:
+            count = held.pop(block_id, 0)
+            if count > 1:
+                held[block_id] = count - 1
+            elif not count:
                 raise InvariantError(f"release of block {block_id}, which kvbm does not hold")
-            held[block_id] -= 1
-            if not held[block_id]:
-                del held[block_id]
         self._engine.release(block_ids)
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from kvbm.core.groups import longest_hit
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.disk_tier import DiskTier
+from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import LiveRequest, Load, Onboards
@@ -83,6 +84,7 @@ class Leader:
         self._disk = None if disk is None else DiskTier(disk, self._host, settings, self.counters, clock)
         self._offloads = Offloads(self._host, self._disk, callbacks, settings, self.counters)
         self._onboards = Onboards(self._host, self._disk, callbacks, settings, clock)
+        self._heartbeats = Heartbeats(region, settings.silence_s, clock)
         self._requests: dict[str, LiveRequest] = {}
         self._unreported: list[LoadResult] = []
         self._promises = 0  # requests with a promise: each needs a lane
@@ -237,7 +239,8 @@ class Leader:
         self._offloads.settle()
         if self._disk is not None:
             self._onboards.fetched(self._disk.settle())
-        for load in self._onboards.settle():
+        has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
+        for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):
             if load.is_failed:
                 self._fail_load(load.request, load.block_ids, by_disk=load.is_failed_by_disk)
             else:
@@ -248,6 +251,15 @@ class Leader:
                 blocks, failed = len(one.block_ids), len(one.failed_block_ids)
                 self._trace("loaded", request=one.request_id, blocks=blocks, failed=failed)
         return results
+
+    def settle_offloads(self) -> bool:
+        """Register offloads that have ended; return whether others hold G1 blocks. May be called between steps."""
+        self._offloads.settle()
+        return self._offloads.are_blocks_held()
+
+    def abandon_offloads(self) -> None:
+        """Release the G1 blocks of the offloads in flight, which then end as failed. Onboards keep their blocks."""
+        self._offloads.abandon()
 
     def has_pending(self) -> bool:
         """Whether something is ordered, in flight or unreported: the engine must keep stepping.
@@ -292,9 +304,10 @@ class Leader:
             self.counters.hit_window.append((host_blocks, request.disk_hit_blocks, request.probed_blocks))
             self.counters.finished_requests += 1
 
-    def reset(self) -> bool:
+    def reset(self, *, ends_persistence: bool = False) -> bool:
         """Forget every block, in every tier. Transfers in flight end as failed; live requests computed with the old
-        state are not offloaded any more.
+        state are not offloaded any more. With `ends_persistence`, no block that is stored later outlives this engine:
+        use it if the weights may differ from those that the identity of the disk cache describes.
 
         False if the disk could not forget its blocks durably. This engine serves none of them, but an engine that
         starts before they are forgotten may.
@@ -303,7 +316,7 @@ class Leader:
         is_forgotten = True
         if self._disk is not None:
             try:
-                self._disk.reset()
+                self._disk.reset(ends_persistence=ends_persistence)
             except EnvironmentProblem as error:
                 log.error("kvbm: %s; the disk tier stays off until its blocks are deleted", error.message)
                 is_forgotten = False
@@ -312,9 +325,9 @@ class Leader:
         return is_forgotten
 
     def orders_in_flight(self) -> dict[int, Offload | Onboard]:
-        """Return every order whose copier may run, by generation; also orders that have not been handed out."""
-        flights = (self._offloads.in_flight, self._onboards.in_flight)
-        return {generation: one.order for flight in flights for generation, one in flight.items()}
+        """Return every order that holds G1 blocks, by generation; also orders that have not been handed out."""
+        offloads = {generation: one.order for generation, one in self._offloads.in_flight.items() if one.is_held}
+        return {**offloads, **{generation: one.order for generation, one in self._onboards.in_flight.items()}}
 
     def close(self) -> None:
         """Write the blocks that are only in host memory to disk, as far as the time allows, and close the disk."""

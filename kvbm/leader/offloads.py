@@ -47,6 +47,7 @@ class _OffloadInFlight:
     tenant: bytes
     born_step: int
     is_void: bool = False
+    is_held: bool = True
 
 
 class Offloads:
@@ -141,6 +142,9 @@ class Offloads:
         youngest = next(reversed(self.in_flight.values()), None)
         return youngest is not None and self._step - youngest.born_step <= within_steps
 
+    def are_blocks_held(self) -> bool:
+        return self._held_blocks > 0
+
     def reset(self) -> None:
         """Register nothing of what is in flight."""
         for flight in self.in_flight.values():
@@ -154,6 +158,12 @@ class Offloads:
                 flight.is_void = True
                 self._departing.difference_update(flight.hashes)
 
+    def abandon(self) -> None:
+        """Release the sources of what is in flight, which is not registered: the engine may overwrite them now."""
+        self.reset()
+        for flight in self.in_flight.values():
+            self._release(flight)
+
     def _order(self, hashes: list[bytes], block_ids: tuple[int, ...], tenant: bytes) -> None:
         target = self._host.reserve(len(hashes))
         assert target is not None, (len(hashes), self._host.store.counts())
@@ -166,8 +176,7 @@ class Offloads:
 
     def _end(self, flight: _OffloadInFlight, is_ready: Sequence[bool]) -> None:
         del self.in_flight[flight.order.generation]
-        self._held_blocks -= len(flight.hashes)
-        self._engine.release(flight.order.block_ids[::-1])
+        self._release(flight)
         if flight.is_void:
             flight.target.release()
             return
@@ -179,6 +188,12 @@ class Offloads:
         if self._disk is not None:
             self._disk.registered(blocks.hashes, blocks.slots, flight.tenant)
         blocks.release()
+
+    def _release(self, flight: _OffloadInFlight) -> None:
+        if flight.is_held:
+            flight.is_held = False
+            self._held_blocks -= len(flight.hashes)
+            self._engine.release(flight.order.block_ids[::-1])
 
 
 def blocks_before_low_priority(priorities: Sequence[int], end: int, *, least: int) -> int:

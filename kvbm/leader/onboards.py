@@ -149,12 +149,16 @@ class Onboards:
         self._lanes = deque(range(LANES))
         self._orders: list[Onboard] = []
         self._ended: list[Load] = []
+        self._are_ranks_silent = False
 
     def can_begin(self, promises: int = 0) -> bool:
-        """Whether a load may be promised in addition to these: not while an older one is overdue."""
+        """Whether a load may be promised in addition to these: not while an older one is overdue or given up, or a rank
+        is silent."""
         oldest = next(iter(self.in_flight.values()), None)
-        return len(self._lanes) > promises and (
-            oldest is None or self._step - oldest.born_step < self._settings.overdue_steps
+        return (
+            len(self._lanes) > promises
+            and not self._are_ranks_silent
+            and (oldest is None or not (oldest.load.is_reported or self._is_overdue(oldest)))
         )
 
     def arriving(self, sequence_hash: bytes) -> int | None:
@@ -227,9 +231,10 @@ class Onboards:
                 self._cut(load, part.first)
             self._end_if_over(load)
 
-    def settle(self) -> list[Load]:
-        """Read the lane words; return the loads that have ended, each once. An engine that `gives_up_blocks` gets an
-        overdue load as failed before its copiers have stopped."""
+    def settle(self, *, are_ranks_silent: bool = False) -> list[Load]:
+        """Read the lane words; return the loads that have ended, each once. An engine that `gives_up_blocks` gets a
+        load as failed before its copiers have stopped if it is overdue, or if a rank does not respond."""
+        self._are_ranks_silent = are_ranks_silent
         copies = list(self.in_flight.values())
         lanes = [copy.order.lane for copy in copies]
         are_reported = self._host.region.are_lanes_reported(lanes, list(self.in_flight)) if copies else ()
@@ -238,7 +243,7 @@ class Onboards:
             if result is not SlotState.EMPTY:
                 self._end_copy(copy, is_ready=result is SlotState.READY and not copy.is_void)
         if self._settings.engine.gives_up_blocks:
-            self._give_up_overdue()
+            self._give_up_late()
         ended, self._ended = self._ended, []
         return ended
 
@@ -349,9 +354,12 @@ class Onboards:
                 del self._arriving[sequence_hash]
         self._ended.append(load)
 
-    def _give_up_overdue(self) -> None:
+    def _is_overdue(self, copy: _Copy) -> bool:
+        return self._step - copy.born_step >= self._settings.overdue_steps
+
+    def _give_up_late(self) -> None:
         for copy in self.in_flight.values():
-            if self._step - copy.born_step < self._settings.overdue_steps:
+            if not (self._are_ranks_silent or self._is_overdue(copy)):
                 return
             self._fail(copy.load)
             self._report(copy.load)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
 
+KV_FORMAT = 1  # of blocks; to be raised when kvbm stores the same KV in other bytes
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,8 @@ class LeaderSettings:
 
     `block_bytes` is the payload of one block over all ranks. Offloads hold at most `max_in_flight_blocks` G1 blocks at
     a time. The leader asks the workers for the result of a transfer every `overdue_steps` steps; while an onboard is
-    older than that, no further hit is promised. Hit rates cover the last `window_requests` requests.
+    older than that, or while a rank has been silent for `silence_s`, no further hit is promised. Hit rates cover the
+    last `window_requests` requests.
     """
 
     engine: EngineTraits
@@ -106,6 +108,7 @@ class LeaderSettings:
     offload_generated: bool = True
     min_priority: int = 0
     overdue_steps: int = 2000
+    silence_s: float = 2.0
     window_requests: int = WINDOW_REQUESTS
     disk: DiskPolicy = field(default_factory=DiskPolicy)
 
@@ -145,14 +148,15 @@ def open_disk(
     segments: Sequence[SegmentInfo],
     *,
     identity: Mapping[str, object],
-    is_stable: bool,
+    doubt: str,
     hash_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> DiskSupervisor | None:
     """Open the disk of an engine; None if none is configured. Raises EnvironmentProblem.
 
     `identity` is everything that decides the bytes and hashes of a block, except the layouts of the ranks. Its `model`
-    is shown to users. If the identity is not stable across starts, blocks are not kept for the next start.
+    is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one of equal
+    identity: they are then not kept for the next start. It is empty if there is no doubt.
     """
     section = config.tiers.disk
     if section is None:
@@ -161,7 +165,7 @@ def open_disk(
     from kvbm.disk.settings import DiskSettings, Namespace
 
     layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments]
-    facts = {"layouts": layout, **identity}
+    facts = {"kvbm": KV_FORMAT, "layouts": layout, **identity}
     settings = DiskSettings(
         directory=Path(section.directory).expanduser(),
         capacity_bytes=section.capacity,
@@ -171,12 +175,12 @@ def open_disk(
         o_direct=section.o_direct,
         io=section.io,
         threads=section.threads,
-        persist=section.persist and is_stable,
+        persist=section.persist and not doubt,
         reclaim=section.reclaim,
     )
-    if section.persist and not is_stable:
-        log.warning("kvbm: blocks will not stay on disk after this engine exits: block hashes change with every start")
-    name = Namespace(namespace(facts), facts)
+    if section.persist and doubt:
+        log.warning("kvbm: blocks will not stay on disk after this engine exits: %s", doubt)
+    name = Namespace(namespace({name: value for name, value in facts.items() if name != "model"}), facts)
     disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
     log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
     return disk

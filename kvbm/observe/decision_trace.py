@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.directories import make_private_directories
 from kvbm.metrics import Counters
 
 QUEUE_CAPACITY = 2048
@@ -104,7 +105,7 @@ def _create_file(directory: Path) -> tuple[Path, int]:
     prefix = f"records-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-"
     try:
         directory = directory.expanduser()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_directories(directory)
         fd, name = tempfile.mkstemp(prefix=prefix, suffix=".jsonl", dir=directory)
         return Path(name), fd
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory

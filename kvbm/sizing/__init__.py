@@ -24,18 +24,24 @@ def size(
     *,
     environment: Mapping[str, str] | None = None,
     on_cpu: bool = False,
+    sequence_tokens: int | None = None,
 ) -> Sizing:
     """Computes the sizes of the tiers of one engine.
 
     `environment` has the variables that vLLM gets besides those of the profile; `on_cpu` is true for a CPU build.
+    `sequence_tokens` is the length for which sequences are counted, by default the maximum length.
     ProfileError if a tier holds no block or the model's configuration lacks a fact; SizeUnknown if only vLLM knows the
     layout of the model's cache.
     """
     engine = profile.engine
     if isinstance(engine.arguments, EmbeddedArguments):
-        return sizing_of(embedded.device(engine.arguments, model_config), profile.tiers)
+        return sizing_of(
+            embedded.device(engine.arguments, model_config, sequence_tokens=sequence_tokens), profile.tiers
+        )
     variables = {**(environment or {}), **engine.environment}
-    device = vllm.device(engine.arguments, model_config, variables=variables, on_cpu=on_cpu)
+    device = vllm.device(
+        engine.arguments, model_config, variables=variables, on_cpu=on_cpu, sequence_tokens=sequence_tokens
+    )
     return sizing_of(device, profile.tiers)
 
 
@@ -45,4 +51,4 @@ def check_model(profile: Profile, model_config: Mapping[str, object]) -> None:
     if isinstance(arguments, EmbeddedArguments):
         embedded.bytes_per_token(model_config, element_bytes=1)
     else:
-        vllm.cache_groups(arguments, model_config)
+        vllm.check(arguments, model_config)

@@ -16,13 +16,21 @@ from kvbm.sizing.tiers import Device
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def device(arguments: EmbeddedArguments, model_config: Mapping[str, object]) -> Device:
+def device(
+    arguments: EmbeddedArguments, model_config: Mapping[str, object], *, sequence_tokens: int | None = None
+) -> Device:
+    positions = model_config.get("max_position_embeddings")
+    longest = arguments.max_model_len or (positions if isinstance(positions, int) else 0)
+    length = sequence_tokens or int(longest)
     token_bytes = bytes_per_token(model_config, element_bytes=ELEMENT_BYTES[arguments.dtype])
     return Device(
         block_tokens=arguments.block_size,
         rank_block_bytes=(token_bytes * arguments.block_size,),
         block_count=arguments.num_blocks,
         set_by="engine.arguments.num_blocks",
+        token_bytes=token_bytes,
+        sequence_tokens=length,
+        sequence_blocks=-(-length // arguments.block_size),
     )
 
 

@@ -1,14 +1,83 @@
-"""Reads single facts of a model's configuration; SizeUnknown for a model that only the engine can size."""
+"""ModelFacts: reads a model's configuration; SizeUnknown for a model that only the engine can size."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 
 from kvbm.errors import KvbmError, ProfileError
+
+# Facts that describe caches. A configuration that has one which its reader does not know is refused.
+_CACHE_FACTS = re.compile(
+    r"linear_attn|sparse_attention|^attn_layer_|attn_type_list|^mamba_|^ssm_|^kda_|^compress_|block_configs"
+    r"|attention_chunk_size|^swa_|^hybrid_|use_cla|num_attention_groups|multi_query|^index_topk|indexer_types"
+    r"|kv_shared_layers|global_head_dim|num_global|full_attention_interval|layers_block_type|^state_size"
+    r"|kv_lora_rank|sliding_window|layer_types|cla_share_factor|share_kv|attention_other_setting"
+)
+
+
+_HARMLESS_FACTS = {"mlp_layer_types", "mamba_hidden_act", "ssm_multipliers"}
 
 
 class SizeUnknown(KvbmError):
     """Not a mistake: only the engine knows the size of a block, after it has started."""
+
+
+class ModelFacts(Mapping[str, object]):
+    """The part of a configuration that describes the language model. It notes which facts were read."""
+
+    def __init__(self, model_config: Mapping[str, object]) -> None:
+        text_config = model_config.get("text_config")
+        text = text_config if isinstance(text_config, Mapping) else {}
+        self._facts = {**model_config, **text} if text else model_config
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> object:
+        self._read.add(name)
+        return self._facts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._facts)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def number(self, name: str, *, default: int | None = None) -> int:
+        """Return a positive whole number. ProfileError if the configuration has none of that name."""
+        return count(self, name, default=default)
+
+    def numbers(self, *names: str, default: int) -> int:
+        """Return the first of these facts that the configuration has."""
+        name = next((name for name in names if self.get(name) is not None), names[0])
+        return count(self, name, default=default)
+
+    def texts(self, name: str) -> list[str] | None:
+        """Return a list of words, None if there is none."""
+        value = self.get(name)
+        return [str(item) for item in value] if isinstance(value, list) else None
+
+    def flag(self, name: str) -> bool:
+        return bool(self.get(name))
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> ModelFacts:
+        """Return these facts with defaults for those that are missing. What is read there counts as read here."""
+        facts = ModelFacts({})
+        facts._facts = {**defaults, **{name: value for name, value in self._facts.items() if value is not None}}
+        facts._read = self._read
+        return facts
+
+    def section(self, name: str) -> ModelFacts:
+        """Return a section of the configuration. ProfileError if there is none."""
+        value = self.get(name)
+        if not isinstance(value, Mapping):
+            raise ProfileError(f"the model's configuration has no section `{name}`")
+        return ModelFacts(value)
+
+    def require_known(self) -> None:
+        """Refuse a fact about caches that nothing has read. SizeUnknown names it."""
+        for name, value in self._facts.items():
+            if value and name not in self._read | _HARMLESS_FACTS and _CACHE_FACTS.search(name):
+                raise SizeUnknown(f"for a model with `{name}`, only the engine knows the size of a block")
 
 
 def text_facts(model_config: Mapping[str, object]) -> Mapping[str, object]:
@@ -21,8 +90,11 @@ def count(facts: Mapping[str, object], name: str, *, default: int | None = None)
     """Returns a positive whole number. ProfileError if the configuration has none of that name."""
     value = facts.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
         raise ProfileError(
             f"the model's configuration has no valid `{name}`: {'it is missing' if value is None else repr(value)}"
         )
     return value
+
+
+_LARGEST = 1 << 40

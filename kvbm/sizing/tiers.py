@@ -18,7 +18,9 @@ class Device:
 
     `block_count` is None if the engine determines it at start-up. `group_count` is the number of KV cache groups; the
     same tokens take one block in each. `token_count` is the number of tokens in G1, None if it follows from the blocks.
-    `set_by` is the key or variable that sets `block_count`.
+    `set_by` is the key or variable that sets `block_count`. `token_bytes` are the bytes, on all ranks, of a token that
+    every layer with full attention keeps. `sequence_blocks` is what a sequence of `sequence_tokens` takes. `notes` name
+    what was assumed about the engine.
     """
 
     block_tokens: int
@@ -27,22 +29,29 @@ class Device:
     set_by: str | None
     group_count: int = 1
     token_count: int | None = None
+    token_bytes: int = 0
+    sequence_tokens: int = 0
+    sequence_blocks: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """Size of one tier. `total_bytes` is the sum over all ranks, padding included."""
+    """Size of one tier. `total_bytes` is the sum over all ranks, padding included. `sequence_count` is the number of
+    sequences of `Sizing.sequence_tokens` that fit, None if that length is unknown."""
 
     tier: Tier
     block_count: int
     token_count: int
     total_bytes: int
     set_by: str
+    sequence_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`block_bytes` is the largest part of a block on one rank; `device` is None if the engine determines it."""
+    """`block_bytes` is the largest part of a block on one rank, `stored_bytes` the whole block in G2 and G3, padding
+    included; `device` is None if the engine determines it."""
 
     block_bytes: int
     block_tokens: int
@@ -50,6 +59,15 @@ class Sizing:
     device: TierSize | None
     host: TierSize
     disk: TierSize | None
+    stored_bytes: int
+    token_bytes: int
+    sequence_tokens: int
+    sequence_blocks: int
+    notes: tuple[str, ...] = ()
+
+    def host_bytes(self, blocks: int) -> int:
+        """Host memory, all ranks, for this number of blocks."""
+        return blocks * self.stored_bytes
 
 
 def sizing_of(device: Device, tiers: Tiers) -> Sizing:
@@ -74,6 +92,11 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
         device=_device_tier(device),
         host=_tier(Tier.HOST, host_blocks, host_blocks * sum(slots), device, host),
         disk=None if tiers.disk is None else _disk_tier(device, sum(slots), tiers.disk),
+        stored_bytes=max(slots) * len(slots),
+        token_bytes=device.token_bytes,
+        sequence_tokens=device.sequence_tokens,
+        sequence_blocks=device.sequence_blocks,
+        notes=device.notes,
     )
 
 
@@ -96,7 +119,11 @@ def _tier(
 ) -> TierSize:
     tokens = blocks // device.group_count * device.block_tokens
     set_by = f"{_NAMES[tier]}.{'blocks' if section.blocks else 'capacity'}"
-    return TierSize(tier, blocks, tokens, total_bytes, set_by)
+    return TierSize(tier, blocks, tokens, total_bytes, set_by, _sequences(device, blocks))
+
+
+def _sequences(device: Device, blocks: int) -> int | None:
+    return blocks // device.sequence_blocks if device.sequence_blocks else None
 
 
 def _device_tier(device: Device) -> TierSize | None:
@@ -106,4 +133,5 @@ def _device_tier(device: Device) -> TierSize | None:
     if tokens is None:
         tokens = device.block_count // device.group_count * device.block_tokens
     total_bytes = device.block_count * sum(device.rank_block_bytes)
-    return TierSize(Tier.DEVICE, device.block_count, tokens, total_bytes, device.set_by)
+    sequences = _sequences(device, device.block_count)
+    return TierSize(Tier.DEVICE, device.block_count, tokens, total_bytes, device.set_by, sequences)

@@ -1,158 +1,237 @@
-"""Block sizes of vLLM, and the number of blocks that its arguments set.
+"""Block sizes of vLLM, and the number of blocks that its arguments set. Defaults follow vLLM 0.32.
 
-The part of a block for one layer is a page. Its bytes on each rank:
+A block of vLLM has one page of every layer of a group (`vllm_groups`). The arguments, the model's configuration and the
+kind of device decide how many tokens it has:
 
-    heads        max(1, KV heads // TP) x block tokens x (key dim + value dim) x bytes per element
-    latent       block tokens x (latent rank + rope dim) x bytes per element, whatever TP is
-
-Layers with the same window form a group and share block ids. A model with different windows is split into groups of
-equal size, which take blocks from one pool:
-
-    6 sliding + 1 full   ->   7 groups of one layer; the same tokens take 7 blocks, each of one page
-
-A block has as many pages as the largest group has layers on that pipeline stage. Formulas and defaults follow
-vLLM 0.32 (`v1/core/kv_cache_utils.py`, `v1/kv_cache_interface.py`). Models with state or other kinds of cache raise
-SizeUnknown.
+    block_size                    as given
+    CPU                           128 tokens; 16 with latent attention
+    GPU                           16 tokens; with latent attention, the attention backend raises it to 64 or 128
+    models with states            enough tokens that a page of attention is at least as large as a state
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
 
 from kvbm.config.engine import VllmArguments
 from kvbm.config.values import count_of
-from kvbm.sizing.model import SizeUnknown, count, text_facts
+from kvbm.sizing.families import FLOAT32_BYTES, architecture_of, layer_specs
+from kvbm.sizing.layer_specs import LayerKind, LayerSpec, Ranks
+from kvbm.sizing.model import ModelFacts, SizeUnknown
 from kvbm.sizing.tiers import Device
+from kvbm.sizing.vllm_groups import CacheGroup, cache_groups
 
 CPU_BLOCK_TOKENS = 128
 GPU_BLOCK_TOKENS = 16
+LATENT_GPU_BLOCK_TOKENS = 64
+CPU_KERNEL_TOKENS, GPU_KERNEL_TOKENS = 32, 16  # the smallest block of the attention kernels
+LATENT_ALIGNMENT = 128  # of models with latent attention and states
 CPU_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
 
 _ELEMENT_BYTES = {"float": 4, "float32": 4}
 _CACHE_ELEMENT_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2, "float16": 2}
 _BATCHED_TOKENS = 2048
-_FLAGS_THAT_ADD_CACHE = ("speculative_config", "decode_context_parallel_size", "prefill_context_parallel_size")
-_FACTS_THAT_ADD_CACHE = (
-    "num_kv_shared_layers",
-    "global_head_dim",
-    "index_topk",
-    "full_attention_interval",
-    "layers_block_type",
-    "hybrid_override_pattern",
-    "attn_layer_indices",
-    "ssm_cfg",
-    "state_size",
+_UNKNOWN_FLAGS = (
+    "speculative_config",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+    "kv_cache_dtype_skip_layers",
+    "hf_overrides",
+    "disable_sliding_window",
+    "mamba_cache_dtype",
+    "mamba_block_size",
+    "quantization",
 )
+_STATE_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FP8_BY_DEFAULT = {"GlmMoeDsaForCausalLM"}  # on GPUs of compute capability 10.x
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Indexes of layers that share block ids. `window_tokens` is None for full attention."""
+class VllmPlan:
+    """How vLLM stores a model: its groups, the tokens in a block of attention, all layers, and what is assumed."""
 
-    layers: tuple[int, ...]
-    window_tokens: int | None = None
+    groups: tuple[CacheGroup, ...]
+    block_tokens: int
+    layers: range
+    notes: tuple[str, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes on one rank of a token that all its layers keep, beyond every window and without states."""
+        specs = (spec for group in self.groups for spec in group.specs)
+        return sum(spec.token_bytes for spec in specs if spec.kind.keeps_all_tokens)
+
+
+def plan_of(
+    arguments: VllmArguments, model_config: Mapping[str, object], *, variables: Mapping[str, str], on_cpu: bool
+) -> VllmPlan:
+    """ProfileError if the configuration lacks a fact, SizeUnknown if only vLLM knows the layout of its cache."""
+    ranks = _ranks(arguments, model_config)
+    specs = layer_specs(model_config, ranks)
+    if on_cpu and ranks.state_bytes is None and _has_narrow_states(model_config, ranks, specs):
+        raise SizeUnknown(
+            "on a CPU, vLLM keeps the states of this model in 16 or 32 bits, depending on the processor",
+            hint="set `engine.arguments.mamba_ssm_cache_dtype`, for example to `float32`",
+        )
+    tokens, notes = _block_tokens(arguments, model_config, specs, on_cpu=on_cpu)
+    layers = range(_layer_count(model_config, specs))
+    return VllmPlan(_groups(arguments, specs, tokens, variables), tokens, layers, notes)
 
 
 def device(
-    arguments: VllmArguments, model_config: Mapping[str, object], *, variables: Mapping[str, str], on_cpu: bool
+    arguments: VllmArguments,
+    model_config: Mapping[str, object],
+    *,
+    variables: Mapping[str, str],
+    on_cpu: bool,
+    sequence_tokens: int | None = None,
 ) -> Device:
-    """ProfileError if the configuration lacks a fact, SizeUnknown if only vLLM knows the layout of its cache."""
-    facts = text_facts(model_config)
-    groups = cache_groups(arguments, model_config)
-    tokens = block_tokens(arguments, on_cpu=on_cpu, is_latent=_is_latent(facts))
-    page_bytes = tokens * _token_bytes(arguments, facts)
-    stages = _stages(count(facts, "num_hidden_layers"), arguments.pipeline_parallel_size or 1)
-    block_bytes = tuple(page_bytes * _layers_per_block(groups, stage) for stage in stages)
+    """Return the blocks of G1. `sequence_tokens` is by default the maximum length. Raises like `plan_of`."""
+    plan = plan_of(arguments, model_config, variables=variables, on_cpu=on_cpu)
+    stages = _stages(len(plan.layers), arguments.pipeline_parallel_size or 1)
+    block_bytes = tuple(max(group.bytes_on(stage) for group in plan.groups) for stage in stages)
     block_count, set_by = _block_count(arguments, max(block_bytes), variables, on_cpu=on_cpu)
+    longest, in_flight = _longest(arguments, model_config), _in_flight(arguments)
+    length = sequence_tokens or longest or 0
     return Device(
-        block_tokens=tokens,
+        block_tokens=plan.block_tokens,
         rank_block_bytes=tuple(size for size in block_bytes for _ in range(arguments.tensor_parallel_size or 1)),
         block_count=block_count,
         set_by=set_by,
-        group_count=len(groups),
-        token_count=_token_count(groups, tokens, block_count, arguments, facts),
+        group_count=len(plan.groups),
+        token_count=_token_count(plan.groups, block_count, longest, in_flight),
+        token_bytes=plan.token_bytes * (arguments.tensor_parallel_size or 1),
+        sequence_tokens=length,
+        sequence_blocks=sum(group.blocks(length, in_flight=0) for group in plan.groups) if length else 0,
+        notes=plan.notes,
     )
 
 
-def block_tokens(arguments: VllmArguments, *, on_cpu: bool, is_latent: bool = False) -> int:
-    """Tokens in a block: from the arguments, else vLLM's default, which some GPU attention kernels raise."""
-    default = CPU_BLOCK_TOKENS if on_cpu and not is_latent else GPU_BLOCK_TOKENS
-    return arguments.block_size or default
+def _has_narrow_states(model_config: Mapping[str, object], ranks: Ranks, specs: Sequence[LayerSpec]) -> bool:
+    return specs != layer_specs(model_config, replace(ranks, state_bytes=FLOAT32_BYTES))
 
 
-def cache_groups(arguments: VllmArguments, model_config: Mapping[str, object]) -> tuple[LayerGroup, ...]:
-    """Returns the groups of the whole model, each with the layers of all pipeline stages."""
-    facts = text_facts(model_config)
-    _refuse_unknown(arguments, facts)
-    layers_by_window: dict[int | None, list[int]] = defaultdict(list)
-    for layer, window in enumerate(_windows(facts)):
-        layers_by_window[window].append(layer)
-    if None in layers_by_window and arguments.disable_hybrid_kv_cache_manager:
-        layers_by_window = {None: sorted(layer for layers in layers_by_window.values() for layer in layers)}
-    counts = [len(layers) for layers in layers_by_window.values()]
-    size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
-    groups = []
-    for window, layers in layers_by_window.items():
-        group_count = -(-len(layers) // size)
-        groups += [LayerGroup(tuple(layers[first::group_count]), window) for first in range(group_count)]
-    return tuple(groups)
+def default_block_tokens(arguments: VllmArguments, *, on_cpu: bool) -> int:
+    """Tokens in a block of a model without latent attention and states."""
+    return arguments.block_size or (CPU_BLOCK_TOKENS if on_cpu else GPU_BLOCK_TOKENS)
 
 
-def _refuse_unknown(arguments: VllmArguments, facts: Mapping[str, object]) -> None:
-    for flag in _FLAGS_THAT_ADD_CACHE:
-        if (arguments.model_extra or {}).get(flag) not in (None, 1):
+def check(arguments: VllmArguments, model_config: Mapping[str, object]) -> None:
+    """ProfileError or SizeUnknown for a problem of the model alone."""
+    layer_specs(model_config, _ranks(arguments, model_config))
+
+
+def _ranks(arguments: VllmArguments, model_config: Mapping[str, object]) -> Ranks:
+    extra = arguments.model_extra or {}
+    for flag in _UNKNOWN_FLAGS:
+        if extra.get(flag) not in (None, False, 1):
             raise SizeUnknown(f"with `{flag}`, only vLLM knows the size of a block")
-    for fact in _FACTS_THAT_ADD_CACHE:
-        if facts.get(fact):
-            raise SizeUnknown(f"for a model with `{fact}`, only vLLM knows the size of a block")
+    state_type = extra.get("mamba_ssm_cache_dtype", "auto")
+    if state_type != "auto" and state_type not in _STATE_ELEMENT_BYTES:
+        raise SizeUnknown(f"with `mamba_ssm_cache_dtype: {state_type}`, only vLLM knows the size of a block")
+    model_bytes = _ELEMENT_BYTES.get(arguments.dtype or "auto", 2)  # `auto` converts float32 to a 16-bit type
+    return Ranks(
+        tensor_parallel=arguments.tensor_parallel_size or 1,
+        cache_bytes=_cache_bytes(arguments, model_config, model_bytes),
+        model_bytes=model_bytes,
+        state_bytes=_STATE_ELEMENT_BYTES.get(str(state_type)),
+    )
 
 
-def _windows(facts: Mapping[str, object]) -> list[int | None]:
-    """Returns the attention window of each layer in tokens, None for full attention."""
-    layer_count, window = count(facts, "num_hidden_layers"), facts.get("sliding_window")
-    kinds, pattern = facts.get("layer_types"), facts.get("sliding_window_pattern")
-    if isinstance(kinds, list):
-        unknown = set(map(str, kinds)) - {"full_attention", "sliding_attention"}
-        if unknown or len(kinds) < layer_count:
-            raise SizeUnknown(
-                f"for a model with layers of type {', '.join(sorted(unknown))}, only vLLM knows the size of a block"
-            )
-        return [count(facts, "sliding_window") if kind == "sliding_attention" else None for kind in kinds[:layer_count]]
-    if not isinstance(window, int) or facts.get("use_sliding_window") is False:
-        return [None] * layer_count
-    if isinstance(pattern, int):
-        return [None if (layer + 1) % pattern == 0 else window for layer in range(layer_count)]
-    if facts.get("use_sliding_window") or facts.get("model_type") not in ("mistral", "mixtral", "phi3", "starcoder2"):
-        raise SizeUnknown("the model's configuration does not specify which layers use `sliding_window`")
-    return [window] * layer_count
-
-
-def _is_latent(facts: Mapping[str, object]) -> bool:
-    return bool(facts.get("kv_lora_rank"))
-
-
-def _token_bytes(arguments: VllmArguments, facts: Mapping[str, object]) -> int:
-    """Bytes of one token in one layer on one rank."""
-    element_bytes = _element_bytes(arguments)
-    if _is_latent(facts):
-        return (count(facts, "kv_lora_rank") + count(facts, "qk_rope_head_dim")) * element_bytes
-    heads = count(facts, "num_attention_heads")
-    key_dim = count(facts, "head_dim", default=count(facts, "hidden_size", default=heads) // heads)
-    kv_heads = count(facts, "num_key_value_heads", default=heads)
-    rank_heads = max(1, kv_heads // (arguments.tensor_parallel_size or 1))
-    return rank_heads * (key_dim + count(facts, "v_head_dim", default=key_dim)) * element_bytes
-
-
-def _element_bytes(arguments: VllmArguments) -> int:
-    """Bytes of one element: 2 by default, because `auto` keeps 16-bit types and converts float32 to one."""
-    kept = arguments.kv_cache_dtype
-    if kept is None or kept == "auto":
-        return _ELEMENT_BYTES.get(arguments.dtype or "auto", 2)
-    if kept not in _CACHE_ELEMENT_BYTES:
-        raise SizeUnknown(f"with `kv_cache_dtype: {kept}`, only vLLM knows the size of a block")
+def _cache_bytes(arguments: VllmArguments, model_config: Mapping[str, object], model_bytes: int) -> int:
+    """Bytes of one element: `auto` follows the checkpoint's `quantization_config`, or else the type of the model."""
+    named = arguments.kv_cache_dtype
+    kept = _type_of_checkpoint(model_config) if named in (None, "auto") else named
+    if kept is None:
+        return model_bytes
+    is_sparse = architecture_of(model_config) in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+    if kept not in _CACHE_ELEMENT_BYTES or (is_sparse and _CACHE_ELEMENT_BYTES[kept] != 2):
+        source = "kv_cache_dtype" if named == kept else "the checkpoint's `quantization_config`: KV cache"
+        raise SizeUnknown(f"with `{source}: {kept}`, only vLLM knows the size of a block")
     return _CACHE_ELEMENT_BYTES[kept]
+
+
+def _type_of_checkpoint(model_config: Mapping[str, object]) -> str | None:
+    """Return the type of the cache that a checkpoint of ModelOpt asks for; vLLM reads no other one."""
+    quantization = model_config.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return None
+    if not str(quantization.get("quant_method") or "").startswith("modelopt"):
+        return None
+    inner = quantization.get("quantization")
+    sections = [inner, quantization] if isinstance(inner, Mapping) else [quantization]
+    names = ("kv_cache_scheme", "kv_cache_quant_algo")
+    scheme = next((section[name] for name in names for section in sections if section.get(name)), None)
+    if isinstance(scheme, Mapping):
+        bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
+        return "fp8_e4m3" if bits == 8 and scheme.get("dynamic") is False else "nvfp4" if bits == 4 else None
+    known = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
+    return known.get(str(scheme).lower())
+
+
+# -- tokens in a block -------------------------------------------------------------------------------------------------
+
+
+def _block_tokens(
+    arguments: VllmArguments, model_config: Mapping[str, object], specs: Sequence[LayerSpec], *, on_cpu: bool
+) -> tuple[int, tuple[str, ...]]:
+    """Return the tokens in a block of attention, and what is assumed."""
+    kinds = {spec.kind for spec in specs}
+    is_latent, has_states = LayerKind.LATENT in kinds, LayerKind.STATE in kinds
+    tokens, notes = default_block_tokens(arguments, on_cpu=on_cpu), []
+    if is_latent and on_cpu and arguments.block_size is None:
+        tokens = GPU_BLOCK_TOKENS
+    elif is_latent and not on_cpu and not has_states and arguments.block_size is None:
+        tokens = LATENT_GPU_BLOCK_TOKENS
+        notes.append(f"the attention backend may choose another block than {tokens} tokens; set `block_size` to fix it")
+    if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:
+        tokens = max(tokens, 128)  # the block of MiniMax M3's sparse attention
+    if not on_cpu and arguments.kv_cache_dtype in (None, "auto") and architecture_of(model_config) in _FP8_BY_DEFAULT:
+        notes.append("GPUs of compute capability 10.x store this cache in 8 bits by default, which is about half")
+    if has_states:
+        tokens = _tokens_of_state(specs, tokens, on_cpu=on_cpu, is_latent=is_latent)
+    return tokens, tuple(notes)
+
+
+def _tokens_of_state(specs: Sequence[LayerSpec], tokens: int, *, on_cpu: bool, is_latent: bool) -> int:
+    """Return the tokens in a block whose page of attention holds a state."""
+    state_bytes = max(spec.state_bytes for spec in specs)
+    token_bytes = max(spec.token_bytes for spec in specs)
+    if not token_bytes:
+        raise SizeUnknown("for a model with states and no attention, only vLLM knows the size of a block")
+    kernel = CPU_KERNEL_TOKENS if on_cpu else GPU_KERNEL_TOKENS
+    if is_latent and on_cpu:
+        kernel = GPU_KERNEL_TOKENS
+    alignment = max(kernel, tokens, LATENT_ALIGNMENT if is_latent else 0)
+    return max(tokens, kernel * ceil(alignment * ceil(state_bytes / (alignment * token_bytes)) / kernel))
+
+
+def _groups(
+    arguments: VllmArguments, specs: Sequence[LayerSpec], tokens: int, variables: Mapping[str, str]
+) -> tuple[CacheGroup, ...]:
+    token_bytes = max(spec.token_bytes for spec in specs)
+    blocks = [
+        spec.with_block(tokens, padded_bytes=tokens * token_bytes if spec.kind is LayerKind.STATE else 0)
+        for spec in specs
+    ]
+    return cache_groups(
+        blocks,
+        blocks_outermost=variables.get(LAYOUT_VARIABLE, "").upper().startswith("BL"),
+        promotes_windows=bool(arguments.disable_hybrid_kv_cache_manager),
+    )
+
+
+# -- ranks, blocks and tokens of G1 ------------------------------------------------------------------------------------
+
+
+def _layer_count(model_config: Mapping[str, object], specs: Sequence[LayerSpec]) -> int:
+    facts = ModelFacts(model_config)
+    kinds = facts.texts("layers_block_type")
+    names = ("num_hidden_layers", "n_layers", "n_layer")
+    return facts.numbers(*names, default=len(kinds) if kinds else specs[-1].layer + 1)
 
 
 def _stages(layer_count: int, stage_count: int) -> list[range]:
@@ -162,10 +241,6 @@ def _stages(layer_count: int, stage_count: int) -> list[range]:
         counts[-back] += 1
     ends = [sum(counts[: stage + 1]) for stage in range(stage_count)]
     return [range(end - size, end) for end, size in zip(ends, counts, strict=True)]
-
-
-def _layers_per_block(groups: tuple[LayerGroup, ...], stage: range) -> int:
-    return max(sum(layer in stage for layer in group.layers) for group in groups)
 
 
 def _block_count(
@@ -184,25 +259,20 @@ def _block_count(
     return None, None
 
 
+def _longest(arguments: VllmArguments, model_config: Mapping[str, object]) -> int | None:
+    positions = ModelFacts(model_config).get("max_position_embeddings")
+    return count_of(arguments.max_model_len) or (positions if isinstance(positions, int) else None)
+
+
+def _in_flight(arguments: VllmArguments) -> int:
+    ranks = (arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1)
+    return count_of(arguments.max_num_batched_tokens) or _BATCHED_TOKENS * ranks
+
+
 def _token_count(
-    groups: tuple[LayerGroup, ...],
-    tokens: int,
-    block_count: int | None,
-    arguments: VllmArguments,
-    facts: Mapping[str, object],
+    groups: Sequence[CacheGroup], block_count: int | None, longest: int | None, in_flight: int
 ) -> int | None:
     """Tokens that G1 holds in requests of maximum length, as vLLM logs them. None if it is blocks times tokens."""
-    positions = facts.get("max_position_embeddings")
-    longest = count_of(arguments.max_model_len) or (positions if isinstance(positions, int) else None)
     if block_count is None or longest is None or len(groups) == 1:
         return None
-    ranks = (arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1)
-    in_flight = count_of(arguments.max_num_batched_tokens) or _BATCHED_TOKENS * ranks
-    return int(block_count / sum(_blocks_of_longest(group, tokens, longest, in_flight) for group in groups) * longest)
-
-
-def _blocks_of_longest(group: LayerGroup, tokens: int, longest: int, in_flight: int) -> int:
-    """Blocks of a group that one request of maximum length needs while its prompt is computed."""
-    if group.window_tokens is None:
-        return -(-longest // tokens)
-    return -(-min(group.window_tokens - 1 + in_flight, longest) // tokens) + 1
+    return int(block_count / sum(group.blocks(longest, in_flight=in_flight) for group in groups) * longest)

@@ -22,7 +22,6 @@ from kvbm.config.connector import resolve_connector
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.trtllm_integration import meeting
 from kvbm.trtllm_integration.engine_facts import EngineFacts, decline_reason
-from kvbm.trtllm_integration.identity import identity
 from kvbm.trtllm_integration.leader_side import LeaderSide
 from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
 from kvbm.trtllm_integration.pool_memory import declined_window, of_layout, of_tensor
@@ -64,7 +63,7 @@ class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_
         config, facts = _start(llm_args, warns=True)
         self._side: LeaderSide | None = None
         if facts is not None:
-            self._side = LeaderSide(config, facts, identity=identity(llm_args), has_salts=_has_salts())
+            self._side = LeaderSide(config, facts, has_salts=_has_salts())
             meeting.attend(self._side)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -173,11 +172,13 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
 def _start(llm_args: Any, *, warns: bool) -> tuple[ConnectorConfig, EngineFacts | None]:
     """Return the configuration, and the facts of the engine unless kvbm does not support it."""
     config = _resolved(warns=warns)
-    if config.tiers.host is None:
+    if config.tiers.disk is not None:
         raise EnvironmentProblem(
-            "a disk tier without a host tier does not work with TensorRT-LLM, which accepts no failed load: only "
-            "blocks in host memory can be promised",
-            hint="set `tiers.host.capacity` or `DYN_KVBM_CPU_CACHE_GB`",
+            "a disk tier does not work with TensorRT-LLM, which accepts no failed load: only blocks in host memory can "
+            "be promised",
+            hint="remove `tiers.disk`, or unset `DYN_KVBM_DISK_CACHE_GB` and "
+            "`DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS`; set the size of host memory with `tiers.host.capacity` or "
+            "`DYN_KVBM_CPU_CACHE_GB`",
         )
     reason = decline_reason(llm_args, reports_resets=hasattr(_LeaderBase, "request_reset"))
     if reason is None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from kvbm.hashing import HASH_BYTES, extend, namespace, root, tenant
 from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.observe.telemetry import Telemetry
 from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
 from kvbm.trtllm_integration.request_key import RequestKey, request_key
@@ -71,14 +71,11 @@ class TrackedRequest:
 class LeaderSide:
     """See the module's text. `has_salts`: the engine's version has cache salts."""
 
-    def __init__(
-        self, config: ConnectorConfig, facts: EngineFacts, *, identity: Mapping[str, object], has_salts: bool
-    ) -> None:
+    def __init__(self, config: ConnectorConfig, facts: EngineFacts, *, has_salts: bool) -> None:
         self._config = config
         self._facts = facts
         self._size = facts.block_tokens
-        self._identity = dict(identity)
-        self._namespace = namespace({"engine": "tensorrt-llm", **identity})
+        self._namespace = namespace({"engine": "tensorrt-llm"})  # host memory belongs to one engine
         self._has_salts = has_salts
         self._telemetry = Telemetry(config.metrics)
         self._requests: dict[int, TrackedRequest] = {}
@@ -108,15 +105,8 @@ class LeaderSide:
         self._region = Region.map(segments)
         traits = EngineTraits(self._size, hash_bytes=HASH_BYTES, accepts_failed_loads=False)
         settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=reports[0].block_count)
-        disk = open_disk(
-            self._config,
-            segments,
-            identity=self._identity,
-            is_stable=self._identity.get("weights") is not None,
-            hash_bytes=HASH_BYTES,
-        )
         callbacks = LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace)
-        self.leader = GuardedLeader(self.boundary, self._region, settings, callbacks, disk=disk)
+        self.leader = GuardedLeader(self.boundary, self._region, settings, callbacks)
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(reports))
 
@@ -211,7 +201,7 @@ class LeaderSide:
         self.leader.take_events()  # TensorRT-LLM publishes the events of its own blocks only
 
     def close(self) -> None:
-        """Write blocks that are only in host memory to disk."""
+        """Close the reports and the mapping of the ranks' memory."""
         if self.leader is not None:
             self.leader.close()
         self._close_reports()

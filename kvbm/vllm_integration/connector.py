@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,10 @@ from kvbm.config.connector import resolve_connector
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, cache_groups, continues_prompts, decline_reason
 from kvbm.vllm_integration.identity import identity
+from kvbm.vllm_integration.placement import require_parent, require_role
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
+from kvbm.vllm_integration.weight_updates import watch
 from kvbm.vllm_integration.worker_side import NOTHING, WorkerSide
 
 if TYPE_CHECKING:
@@ -61,6 +63,10 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         _refuse_rival()
         transfer_config = vllm_config.kv_transfer_config
         transfer_config.kv_load_failure_policy = "recompute"
+        with _hint_in_log():
+            require_role(transfer_config)
+            if role is KVConnectorRole.WORKER:
+                require_parent()
         extra_config = transfer_config.kv_connector_extra_config
         config = _resolved(extra_config, warns=role is KVConnectorRole.SCHEDULER)
         events = getattr(vllm_config, "kv_events_config", None)
@@ -84,6 +90,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 identity=partial(identity, vllm_config),
                 engine=_engine_index(vllm_config),
             )
+            watch(self._scheduler)
         else:
             self._worker = self.worker_side_class()(
                 config, kv_cache_config, groups, rank=_rank(vllm_config), rank_count=_rank_count(vllm_config)
@@ -134,16 +141,14 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return None, self._worker.failed_requests() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Used from 0.30 on; earlier versions accept failures by block id."""
+        """Used from 0.30 on, for loads of which nothing arrived; earlier versions accept failures by block id only."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
-            results.failed_recving = self._worker.failed_requests()
+            results.failed_recving = self._worker.lost_requests()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if self._worker is None or KNOWS_FAILED_REQUESTS:
-            return set()
-        return self._worker.failed_blocks()
+        return self._worker.failed_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> Any:
         return self._worker.take_message() if self._worker is not None else None
@@ -233,9 +238,15 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
 
 def _resolved(extra_config: dict[str, Any], *, warns: bool) -> ConnectorConfig:
-    """Resolve the configuration. Adds the hint of an error to it, so that vLLM's log shows it."""
-    try:
+    with _hint_in_log():
         return resolve_connector(extra_config, os.environ, engine="vllm", warns=warns)
+
+
+@contextlib.contextmanager
+def _hint_in_log() -> Iterator[None]:
+    """Add the hint of a ProfileError to its text, so that vLLM's log shows it."""
+    try:
+        yield
     except ProfileError as error:
         if error.hint is not None:
             error.add_note(f"hint: {error.hint}")

@@ -1,41 +1,60 @@
 """Engine identity: the values that determine the bytes and the hashes of vLLM's blocks.
 
-Blocks on disk are loaded only by an engine with the same identity. It contains vLLM's own digests of its configuration;
-more of them than necessary only costs hits. It also contains the weights (name, size, time and header of each file) and
-the root of the hashes. Some versions and algorithms choose a random root at each start: then no block on disk could be
-found again, and none is kept.
+Blocks on disk are loaded only by an engine with the same identity. It contains vLLM's own digests of its configuration
+(more of them than necessary only costs hits), the Hugging Face configuration after all overrides, the content of the
+model's files and of a draft model's, versions, and the root of the hashes.
+
+The connector is created after vLLM has loaded the weights, so the files are read after loading. They describe the
+loaded weights only if nothing has changed them, a link or a directory since this process started: it starts before
+loading does. Whatever is in doubt is not kept for the next start.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvbm.identity.fingerprint import fingerprint, process_start_ns
+from kvbm.vllm_integration.weight_updates import reports_weight_updates
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-HEADER_BYTES = 1 << 20
+LOAD_FORMATS = frozenset(  # that read the files in the directory of the model
+    {"auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "instanttensor", "sharded_state"}
+    | {"gguf", "bitsandbytes", "runai_streamer", "runai_streamer_sharded"}
+)
+DISTRIBUTIONS = ("torch", "transformers")
 
 
-def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], bool]:
-    """Return (values that JSON can represent, whether they are the same at the next start)."""
+class Unidentified(Exception):
+    """Why the weights of a model cannot be identified."""
+
+
+def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
+    """Return values that JSON can represent, and why blocks must not outlive the engine, empty if they may."""
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    weights = _weights(vllm_config)
+    weights, configuration, doubt = _model(vllm_config)
     root, is_root_stable = _hash_root(cache.prefix_caching_hash_algo)
-    computed_scales = bool(getattr(cache, "calculate_kv_scales", False))  # from the first requests of each start
-    has_adapters = vllm_config.lora_config is not None  # a block's hash covers an adapter's name, not its content
     facts: dict[str, object] = {
         "engine": "vllm",
         "version": str(getattr(vllm, "__version__", "")),
+        "versions": [_version(name) for name in DISTRIBUTIONS],
         "model": str(model.model),
         "weights": weights,
+        "configuration": configuration,
         "digests": [_digest(part) for part in (model, cache, vllm_config.parallel_config)],
+        "attention": [
+            _digest(getattr(vllm_config, "attention_config", None)),
+            os.environ.get("VLLM_ATTENTION_BACKEND", ""),
+        ],
         "speculative": _digest(vllm_config.speculative_config),
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
@@ -44,31 +63,93 @@ def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], bool]:
         "hash": cache.prefix_caching_hash_algo,
         "root": root,
     }
-    is_stable = weights is not None and is_root_stable and not computed_scales and not has_adapters
-    return facts, is_stable
+    if not is_root_stable:
+        doubt = "block hashes change with every start; set PYTHONHASHSEED"
+    elif bool(getattr(cache, "calculate_kv_scales", False)):
+        doubt = "vLLM computes the scales of the KV cache from the first requests of each start"
+    elif vllm_config.lora_config is not None:
+        doubt = "a block's hash covers the name of an adapter, not its content"
+    elif not reports_weight_updates():
+        doubt = "this version of vLLM does not report changes of the weights in memory"
+    return facts, doubt
 
 
 def _digest(config: Any) -> str:
     return "" if config is None else str(config.compute_hash())
 
 
-def _weights(vllm_config: VllmConfig) -> list[list[object]] | str | None:
-    """Return the files of a local model, or the commit of a model from a hub; None if the weights are unknown."""
-    model = vllm_config.model_config
-    directory = Path(str(model.model))
-    if vllm_config.load_config.load_format == "dummy":
-        return None
-    if directory.is_dir():
-        return [_weight_file(path) for path in sorted(directory.iterdir()) if path.suffix in WEIGHT_SUFFIXES] or None
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _configuration(hf_config: Any) -> str:
+    """Return a digest of the configuration that the model was built from, after `--hf-overrides`."""
+    try:
+        text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+    except (TypeError, ValueError) as error:
+        raise Unidentified(f"its configuration has no text form: {error}") from error
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _model(vllm_config: VllmConfig) -> tuple[list[str], list[str], str]:
+    """Return the content of the files of the model and of a draft model, their configurations, and why these may not be
+    what was loaded."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    draft_load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    models = [(vllm_config.model_config, vllm_config.load_config)]
+    if draft is not None and draft.model != vllm_config.model_config.model:
+        models.append((draft, draft_load))
+    try:
+        contents = [_content(model, load) for model, load in models]
+        return contents, [_configuration(model.hf_config) for model, _ in models], ""
+    except (Unidentified, OSError) as error:
+        return [], [], f"the model cannot be identified: {error}"
+
+
+def _content(model: Any, load: Any) -> str:
+    """Return the content of a model's files. Raises Unidentified or OSError."""
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format not in LOAD_FORMATS:
+        raise Unidentified(f"load format `{load_format}` does not read files that kvbm knows")
+    if getattr(model, "model_weights", ""):
+        raise Unidentified(f"`{model.model_weights}` is no local directory")
+    repositories = (getattr(model.hf_config, "auto_map", None) or {}).values()
+    if any("--" in str(name) for name in repositories) and getattr(model, "trust_remote_code", False):
+        raise Unidentified("the code of the model is in another repository")
+    directory = _directory(model, load)
+    found = fingerprint(directory)
+    if not found.weights:
+        raise Unidentified(f"{directory} has no weight files of a known format")
+    if (changed := found.changed_since(process_start_ns())) is not None:
+        raise Unidentified(f"`{changed}` in {directory} changed after vLLM was started")
+    return found.content
+
+
+def _directory(model: Any, load: Any) -> Path:
+    """Return the local directory of a model: its own, or its snapshot in the cache of the hub. Raises Unidentified."""
+    path = Path(str(model.model))
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return path.parent
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        raise Unidentified("models of ModelScope are not supported")
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            str(model.model), revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise Unidentified(f"`{model.model}` has no local files") from error
     commit = getattr(model.hf_config, "_commit_hash", None)
-    return str(commit) if commit else None
-
-
-def _weight_file(path: Path) -> list[object]:
-    facts = path.stat()
-    with path.open("rb") as file:
-        header = hashlib.blake2b(file.read(HEADER_BYTES), digest_size=16).hexdigest()
-    return [path.name, facts.st_size, facts.st_mtime_ns, header]
+    if commit and Path(found).name != commit:
+        raise Unidentified(f"`{model.model}` has files of commit {Path(found).name}, and a configuration of {commit}")
+    return Path(found)
 
 
 def _instruction_set() -> str:

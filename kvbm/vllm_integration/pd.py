@@ -61,9 +61,9 @@ class PdConnector(MultiConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         require_children(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         # Recompute blocks that cannot be loaded. DynamoConnector sets this for itself, but vLLM reads the parent's.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
 
     def get_handshake_metadata(self) -> PdHandshake:
         return PdHandshake(tuple(child.get_handshake_metadata() for child in self._connectors))
@@ -100,4 +100,4 @@ def require_children(extra_config: Mapping[str, Any]) -> None:
 def _is_prefilled_elsewhere(kv_transfer_params: Mapping[str, Any] | None) -> bool:
     """Return True until the pull from the other engine is scheduled. NIXL then clears the flag, so that after a failed
     pull or a preemption the request is looked up in our cache like any other."""
-    return bool(kv_transfer_params and kv_transfer_params.get("do_remote_prefill"))
+    return isinstance(kv_transfer_params, Mapping) and bool(kv_transfer_params.get("do_remote_prefill"))

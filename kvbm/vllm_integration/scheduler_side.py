@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, contained, hook
@@ -21,6 +22,7 @@ from kvbm.leader.leader import LoadResult
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
 from kvbm.observe.telemetry import Telemetry
+from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.progress import progress_log
@@ -29,6 +31,7 @@ from kvbm.vllm_integration.worker_side import NOTHING, Handshake, StepOrders
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from kvbm.vllm_integration.cache_groups import TransferGroup
 
 UNLIMITED = 1 << 62
+RESET_PATIENCE_S = 2.0
+RESET_POLL_S = 0.0005
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +68,8 @@ class SchedulerSide:
 
     `hash_bytes`: length of vLLM's block hashes. `continues_prompts`: whether the engine can compute more than the last
     token of a prompt after a hit. `gives_up_blocks`: whether it frees the blocks of a failed load. `identity` returns
-    what blocks on disk must match, and whether it is stable. `engine`: its number in a data-parallel server.
+    what blocks on disk must match, and why they must not outlive the engine, empty if they may. `engine`: its number in
+    a data-parallel server.
     """
 
     def __init__(
@@ -75,7 +81,7 @@ class SchedulerSide:
         hash_bytes: int,
         continues_prompts: bool,
         gives_up_blocks: bool,
-        identity: Callable[[], tuple[dict[str, object], bool]],
+        identity: Callable[[], tuple[dict[str, object], str]],
         engine: int = 0,
     ) -> None:
         self._config = config
@@ -96,6 +102,9 @@ class SchedulerSide:
         self._loading: set[str] = set()  # requests whose load belongs to the step being scheduled
         self._step = (0, 0.0)  # tokens of the current step, and when it was scheduled
         self._stats = StatsSource()
+        self._adapters = Adapters()
+        self._keeps_blocks = False  # for the next start
+        self._stale: set[str] = set()  # requests with KV of former weights
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
 
@@ -103,6 +112,7 @@ class SchedulerSide:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
+        vars(pool)["reset_prefix_cache"] = partial(self._reset_pool, pool.reset_prefix_cache)
         self._hash_tokens = pool.hash_block_size
         self._create_leader()
 
@@ -157,13 +167,14 @@ class SchedulerSide:
     def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
         if self._config.tiers.disk is None:
             return None
-        facts, is_stable = self._identity()
+        facts, doubt = self._identity()
+        self._keeps_blocks = self._config.tiers.disk.persist and not doubt
         groups = [[group.index, repr(group.group)] for group in self._groups]
         return open_disk(
             self._config,
             segments,
             identity={**facts, "groups": groups, "ranks": self._rank_count},
-            is_stable=is_stable,
+            doubt=doubt,
             hash_bytes=self._hash_bytes,
             progress=progress_log("of disk space"),
         )
@@ -184,7 +195,13 @@ class SchedulerSide:
 
     @hook()
     def add_request(self, request: Request) -> None:
-        limits = request.kv_transfer_params or {}
+        adapter = request.lora_request
+        if adapter is not None and self._adapters.use(adapter):
+            self._forget(f"adapter `{adapter.lora_name}` changed")
+        if adapter is not None and not self._adapters.is_certain(adapter):
+            return
+        params = request.kv_transfer_params  # a client can set it to anything through `vllm_xargs`
+        limits = params if isinstance(params, dict) else {}
         self._requests[request.request_id] = _Tracked(
             request,
             max_load_tokens=_limit(limits, "max_load_tokens"),
@@ -245,6 +262,9 @@ class SchedulerSide:
     @hook(when_off=True)
     def end_request(self, request: Request) -> None:
         tracked = self._requests.pop(request.request_id, None)
+        if request.request_id in self._stale and tracked is not None:
+            self._evict_stale(tracked)
+            self._stale.discard(request.request_id)
         if self.leader is not None and tracked is not None:
             self.leader.finish(request.request_id, *self._chains(tracked))
 
@@ -262,6 +282,7 @@ class SchedulerSide:
     def _finish_and_offload(self, output: SchedulerOutput) -> None:
         for request_id in (output.preempted_req_ids or set()) - self._loading:  # a load starts after a preemption
             self._forget_progress(request_id)
+            self._stale.discard(request_id)
         self._loading.clear()
         scheduled, requests = output.num_scheduled_tokens, self._requests
         for new in output.scheduled_new_reqs:
@@ -277,11 +298,14 @@ class SchedulerSide:
                 continue
             if request_id in cached.resumed_req_ids:
                 tracked.block_ids = self._tables(block_ids)
+                self._stale.discard(request_id)
             elif block_ids is not None:
                 for table, more in zip(tracked.block_ids, self._tables(block_ids), strict=True):
                     table += more
             if computed + scheduled[request_id] >= tracked.due_tokens:
                 self._offload(tracked, computed, output)
+        for request_id in self._stale:
+            self._evict_stale(requests[request_id])
         self._step = output.total_num_scheduled_tokens, time.monotonic()
 
     @hook(when_off=True)
@@ -316,9 +340,42 @@ class SchedulerSide:
     def take_stats(self) -> KvbmStats | None:
         return None if self.leader is None else self._stats.take(self.leader)
 
+    # -- other weights -------------------------------------------------------------------------------------------------
+
     @hook(False, when_off=True)
     def reset(self) -> bool:
-        return self.leader.reset() if self.leader is not None else True
+        """Forget every block. vLLM also calls this after a change of the weights, and does not say so."""
+        return self._forget("the cache was reset, possibly because the weights change")
+
+    @hook(when_off=True)
+    def weights_may_change(self, cause: str) -> None:
+        self._forget(f"{cause} can change the weights")
+
+    @hook(when_off=True)
+    def adapter_is_loaded(self, adapter: LoRARequest) -> None:
+        if self._adapters.load(adapter):
+            self._forget(f"adapter `{adapter.lora_name}` was loaded again")
+
+    def _forget(self, why: str) -> bool:
+        """Forget every block in every tier and in vLLM's prefix cache; keep no later one for the next start.
+
+        Requests that have KV of the former weights continue with it. Their blocks are never offloaded, and are removed
+        from vLLM's prefix cache as often as it adds them, or else other requests would bring them back to us.
+        """
+        if self.leader is None:
+            return True
+        assert self._pool is not None
+        if self._keeps_blocks:
+            self._keeps_blocks = False
+            log.warning("kvbm: %s: no block of this engine will stay on disk after it exits", why)
+        self._stale = {request_id for request_id, tracked in self._requests.items() if any(tracked.block_ids)}
+        self._pool.evict_blocks({block.block_id for block in self._pool.blocks if block.block_hash is not None})
+        return self.leader.reset(ends_persistence=True)
+
+    def _evict_stale(self, tracked: _Tracked) -> None:
+        assert self._pool is not None
+        held = {block_id for table in tracked.block_ids for block_id in table if block_id != NO_BLOCK}
+        self._pool.evict_blocks({block_id for block_id in held if self._pool.blocks[block_id].block_hash is not None})
 
     def close(self) -> None:
         """Write blocks that are only in host memory to disk. The ranks have ended; their memory is still mapped."""
@@ -337,6 +394,35 @@ class SchedulerSide:
             self._region.close()
 
     # -- internal ------------------------------------------------------------------------------------------------------
+
+    def _reset_pool(self, reset: Callable[[], bool]) -> bool:
+        """Reset vLLM's prefix cache, which refuses while a block is in use, after offloads have released their blocks.
+
+        Replaces the method of vLLM's block pool, because vLLM calls the connector only after this one.
+        """
+        self._end_offloads()
+        return reset()
+
+    @hook()
+    def _end_offloads(self) -> None:
+        """Give the offloads RESET_PATIENCE_S to end, unless others use blocks too, and drop those that have not ended.
+
+        Between two steps nothing else makes them release their blocks, and an engine inside the user's process runs no
+        steps after its last request.
+        """
+        if self.leader is None or self._pool is None:
+            return
+        references = sum(block.ref_cnt for block in self._pool.blocks if not block.is_null)
+        if not references or references != self.leader.held_references():
+            return
+        deadline_s = time.monotonic() + RESET_PATIENCE_S
+        while is_held := self.leader.settle_offloads():
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(RESET_POLL_S)
+        if is_held:
+            log.warning("kvbm: copies to host memory did not end within %g s; dropping them", RESET_PATIENCE_S)
+            self.leader.abandon_offloads()
 
     @property
     def _null_block_id(self) -> int:

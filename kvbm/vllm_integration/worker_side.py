@@ -24,7 +24,7 @@ from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, storages_of
 from kvbm.plan import StepPlan
-from kvbm.vllm_integration.cache_groups import TransferGroup, boot_id
+from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, TransferGroup, boot_id
 from kvbm.vllm_integration.progress import progress_log
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class WorkerSide:
     ) -> None:
         self._config = config
         self._block_count: int = kv_cache_config.num_blocks
+        self._has_one_group = len(kv_cache_config.kv_cache_groups) == 1
         self._layer_names = [name for group in groups for name in group.layer_names]
         # If vLLM zeroes new blocks, it does so after `bind` and would overwrite loads that started there.
         self._starts_late = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
@@ -148,11 +149,19 @@ class WorkerSide:
 
     @contained(set)
     def failed_requests(self) -> set[str]:
+        """Return the requests whose load has ended and did not bring every block."""
         return {load.request_id for load in self._orders.failed_loads}
 
     @contained(set)
+    def lost_requests(self) -> set[str]:
+        """Return those of `failed_requests` that get nothing. vLLM frees their blocks, local hits included."""
+        return {load.request_id for load in self._orders.failed_loads if not self._is_cut(load)}
+
+    @contained(set)
     def failed_blocks(self) -> set[int]:
-        return {block_id for load in self._orders.failed_loads for block_id in load.failed_block_ids}
+        """Return the blocks that vLLM computes in place. It keeps the blocks before them."""
+        cut = [load for load in self._orders.failed_loads if not KNOWS_FAILED_REQUESTS or self._is_cut(load)]
+        return {block_id for load in cut for block_id in load.failed_block_ids}
 
     @contained()
     def take_message(self) -> WordsWritten | None:
@@ -166,6 +175,11 @@ class WorkerSide:
         if self._worker is not None:
             # The scheduler side still reads this memory, to write it to disk; the end of all processes frees it.
             self._worker.stop() if self._config.tiers.disk is not None else self._worker.close()
+
+    def _is_cut(self, load: LoadResult) -> bool:
+        """Return whether vLLM can use the first blocks of the load. With several KV cache groups it accepts no failed
+        blocks. A load that failed whole is not cut: a copier may still write to its blocks."""
+        return self._has_one_group and len(load.failed_block_ids) < len(load.block_ids)
 
     def _start(self) -> None:
         if self._worker is not None and not self._orders.plan.is_empty():

@@ -20,6 +20,7 @@ from kvbm_cli.engine.process import EngineProcess, choose_port
 from kvbm_cli.profile.workload import Workload
 
 HEADROOM = 1.25
+LOOPBACK = "127.0.0.1"
 
 
 class ProfileEngines:
@@ -43,13 +44,19 @@ class ProfileEngines:
 
     @contextmanager
     def __call__(self, arm: str) -> Iterator[RunningEngine]:
-        profile, has_kvbm = self._profiles.get(arm, self._roomy_profile), arm in self._arms_with_kvbm
+        profile, has_kvbm = on_loopback(self._profiles.get(arm, self._roomy_profile)), arm in self._arms_with_kvbm
         port = choose_port(profile.server.host, 0)
         with fresh_disk(profile) if has_kvbm else nullcontext(profile) as profile:
             plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile)
             with EngineProcess.start(plan, log_path=self._directory.arm(arm) / "engine.log") as process:
                 process.wait_healthy(profile.transfer.init_timeout_s)
-                yield RunningEngine(plan.base_url, plan.model, process.elapsed_s, lambda: process.poll() is not None)
+                yield RunningEngine(
+                    plan.base_url,
+                    plan.model,
+                    process.elapsed_s,
+                    lambda: process.poll() is not None,
+                    process.admin_token,
+                )
 
 
 @contextmanager
@@ -76,6 +83,12 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
 def with_free_metrics_port(profile: Profile) -> Profile:
     """The same profile with any free port for its metrics: both arms of two profiles may run at the same time."""
     return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"port": 0})})
+
+
+def on_loopback(profile: Profile) -> Profile:
+    """The same profile on a loopback address: only this command uses the engine, which may have debug endpoints."""
+    server = profile.server.model_copy(update={"host": LOOPBACK})
+    return profile.model_copy(update={"server": server})
 
 
 def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:

@@ -6,8 +6,8 @@ import contextlib
 import difflib
 import json
 import signal
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,8 @@ from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.engine.engines import has_prefix_caching, make_model, runs_on_cpu, vllm_of
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.diff import differences
-from kvbm_cli.profile.preflight import require_engine
+from kvbm_cli.profile.machine_problems import problems_here, require_none
+from kvbm_cli.profile.preflight import check
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import as_data, size_if_known
 from kvbm_cli.profile.workload import Workload, load_workload
@@ -58,7 +59,8 @@ def bench(
         _require_comparable(resolved, other)
     chosen = load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
     for profile in profiles:
-        require_engine(profile, force=False)
+        require_none(problems_here(_on_free_port(profile), check(profile)))
+    for profile in profiles:
         make_model(profile.profile, say=print_note)
     return measure(resolved, chosen, other=other, output=output, as_json=as_json)
 
@@ -71,6 +73,12 @@ def _profile_to_compare(compare: str) -> ResolvedProfile:
         hint = f"did you mean `{BASELINE}`?" if difflib.get_close_matches(compare, [BASELINE]) else error.hint
         raise UsageError(f"--compare takes `{BASELINE}` or a profile: {error.message}", hint=hint) from None
     return resolve(compare)
+
+
+def _on_free_port(resolved: ResolvedProfile) -> ResolvedProfile:
+    """Returns the profile with a free port for its server, as each arm has it."""
+    server = resolved.profile.server.model_copy(update={"port": 0})
+    return replace(resolved, profile=resolved.profile.model_copy(update={"server": server}))
 
 
 def _require_one_engine(resolved: ResolvedProfile) -> None:
@@ -130,7 +138,7 @@ def measure(
         )
     except KeyboardInterrupt:
         directory.write_json("summary.json", interrupted_summary("interrupted", surroundings))
-        print(f"interrupted; {directory.path} holds an incomplete run, marked as such", file=sys.stderr)
+        print_note(f"interrupted; {directory.path} holds an incomplete run, marked as such")
         return INTERRUPTED_EXIT_CODE
     except (KvbmError, OSError) as error:
         problem = error if isinstance(error, KvbmError) else cannot_write(directory.path, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from kvbm.config.launch_plan import ADMIN_HEADER
 from kvbm.errors import EngineError
 from kvbm_cli.system.http_client import HttpAnswer, request
 
@@ -88,9 +89,10 @@ class MetricsDelta:
 class Control:
     """Control plane of one engine. Every failure is an EngineError that names the request."""
 
-    def __init__(self, base_url: str, model: str) -> None:
+    def __init__(self, base_url: str, model: str, *, admin_token: str | None = None) -> None:
         self._base_url = base_url
         self._model = model
+        self._headers = {} if admin_token is None else {ADMIN_HEADER: admin_token}
 
     def tokenize(self, text: str) -> list[int]:
         content = {"model": self._model, "prompt": text, "add_special_tokens": False}
@@ -108,7 +110,8 @@ class Control:
             time.sleep(RESET_INTERVAL_S)
 
     def _call(self, method: str, path: str, *, content: object = None, accepted: tuple[int, ...] = ()) -> HttpAnswer:
-        answer = request(method, f"{self._base_url}{path}", content=content, timeout_s=TIMEOUT_S)
+        url = f"{self._base_url}{path}"
+        answer = request(method, url, content=content, headers=self._headers, timeout_s=TIMEOUT_S)
         if answer.failure:
             raise EngineError(f"the engine did not answer {method} {path}: {answer.failure}")
         if not answer.is_ok and answer.status not in accepted:

@@ -43,6 +43,7 @@ class RunningEngine:
     model: str
     startup_s: float
     has_ended: Callable[[], bool]
+    admin_token: str | None = None
 
 
 Engines = Callable[[str], AbstractContextManager[RunningEngine]]
@@ -168,7 +169,7 @@ class _Run:
         """Record all answers without kvbm. Returns the recording and the name of the model."""
         self.progress.phase("recording: starting the engine")
         with self.engines(RECORDING) as engine:
-            control = Control(engine.base_url, engine.model)
+            control = Control(engine.base_url, engine.model, admin_token=engine.admin_token)
             self.progress.phase("recording: writing the conversations")
             script = Script.write(self.workload, control.tokenize)
             warm_up_s = self._warm_up(script, engine, control)
@@ -204,7 +205,7 @@ class _Run:
                 rest_s = (len(group) - position) * recording.ready_s + drive_s + later_s
                 self.progress.phase(f"{name}: starting the engine", expected_s=recording.ready_s, remaining_s=rest_s)
                 engine = stack.enter_context(self.engines(name))
-                control = Control(engine.base_url, engine.model)
+                control = Control(engine.base_url, engine.model, admin_token=engine.admin_token)
                 self._warm_up(plan.script, engine, control)
                 before = self._save_metrics(control.metrics(), name, "before")
                 _require_empty_disk(before)

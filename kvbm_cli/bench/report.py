@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from kvbm_cli.terminal.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -23,6 +25,7 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
     from rich.padding import Padding
     from rich.text import Text
 
+    summary = _printable(summary)
     workload = summary["workload"]
     console.print(
         f"\n{workload['name']}: {workload['users']} users of {workload['turns']} turns, a request every "
@@ -45,7 +48,16 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
         console.print(Text(f"hint: {summary['hint']}"))
     for caveat in summary["caveats"]:
         console.print(Padding(Text(f"note: {caveat}", style="dim"), (0, 0, 0, 2)))
-    console.print(f"\nevery request: {directory}", highlight=False, soft_wrap=True)
+    console.print(f"\nevery request: {printable(os.fspath(directory))}", highlight=False, soft_wrap=True)
+
+
+def _printable(value: Any) -> Any:
+    """Returns the value with every text in it printable: names and errors come from profiles and engines."""
+    if isinstance(value, dict):
+        return {name: _printable(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_printable(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def _schedule_line(summary: dict[str, Any]) -> str:
@@ -145,9 +157,13 @@ def _floor_line(summary: dict[str, Any]) -> str | None:
     ratio, share = summary["kvbm_over_floor"], summary["share_of_possible_gain"]
     if ratio is None or summary["verdict"] in UNMEASURED:
         return None
-    gain = "" if share is None else f"; {share:.0%} of the possible gain"
     measured = summary["compared"]["measured"]
-    return f"TTFT of {measured} is {ratio:.2f} times that of the floor (G1 large enough for everything){gain}"
+    floor = "the floor (G1 large enough for everything)"
+    if ratio < 1:
+        gain = "" if share is None else ": all of the possible gain"
+        return f"TTFT of {measured} equals that of {floor} within the noise of this run{gain}"
+    gain = "" if share is None else f"; {max(0.0, share):.0%} of the possible gain"
+    return f"TTFT of {measured} is {ratio:.2f} times that of {floor}{gain}"
 
 
 def _milliseconds(value: float | None) -> str:

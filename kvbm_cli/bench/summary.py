@@ -60,6 +60,7 @@ def summarise(
     )
     judgement = judge(evidence, limits)
     has_gain = judgement.verdict not in UNMEASURED and not comparison.is_of_profiles
+    share = _share_of_gain(p50[reference], p50[measured], p50[FLOOR]) if has_gain else None
     result = {
         "format": FORMAT,
         "complete": True,
@@ -68,7 +69,8 @@ def summarise(
         "ttft_speedup": _quotient(p50[reference], p50[measured]),
         "ttft_speedup_paired": _ratio(ratio),
         "kvbm_over_floor": _quotient(p50[measured], p50[FLOOR]),
-        "share_of_possible_gain": _share_of_gain(p50[reference], p50[measured], p50[FLOOR]) if has_gain else None,
+        "share_of_possible_gain": share,
+        "share_of_possible_gain_is_noise": share is not None and share > 1,
         "outputs_equal": _are_equal(evidence, judgement),
         "different_answers": {name: [list(key) for key in difference.answers] for name, difference in outputs.items()},
         "largest_logprob_difference": {name: difference.logprob for name, difference in outputs.items()},
@@ -255,7 +257,8 @@ def _quotient(dividend: float | None, divisor: float | None) -> float | None:
 
 
 def _share_of_gain(baseline: float | None, kvbm: float | None, floor: float | None) -> float | None:
-    """The time that kvbm saves over the time that the all-hit floor saves."""
+    """The time that kvbm saves over the time that the all-hit floor saves. Above 1, the difference is noise: the floor
+    is the lower limit."""
     if baseline is None or kvbm is None or floor is None or baseline <= floor:
         return None
     return (baseline - kvbm) / (baseline - floor)

@@ -22,6 +22,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.vllm_integration.versions import INSTALL as INSTALL_VLLM
 from kvbm_cli.engine.engines import launch_plan, vllm_of
 from kvbm_cli.engine.process import choose_port
+from kvbm_cli.engine.python_probe import SAFE_PATH
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
@@ -94,7 +95,7 @@ def prefill_connector(profile: Profile, number: int = 0) -> dict[str, object]:
 def require_nixl(profile: Profile) -> None:
     """Raises EnvironmentProblem if the engines' interpreter has no NIXL. vLLM would fail only after half a minute."""
     python = profile.engine.python or sys.executable
-    environment = {**os.environ, **profile.engine.environment}
+    environment = {**os.environ, **SAFE_PATH, **profile.engine.environment}
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nixl') is None)"
     probed = subprocess.run([python, "-c", program], env=environment, stdin=subprocess.DEVNULL, capture_output=True)
     if probed.returncode:

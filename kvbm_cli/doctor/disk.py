@@ -18,6 +18,7 @@ from kvbm.config.sizes import format_size
 from kvbm.disk.directory import CacheFacts, list_caches
 from kvbm.disk.files import PAGE_BYTES, require_usable_parent
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.directories import unsafe_parents
 from kvbm_cli.doctor import disk_features
 from kvbm_cli.doctor.context import OTHER_DIRECTORY, DoctorContext
 from kvbm_cli.doctor.disk_probe import IN_MEMORY, DiskReport, RecommendedSettings
@@ -25,6 +26,7 @@ from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
 from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
 from kvbm_cli.engine.engines import copy_count
+from kvbm_cli.system.filesystem import missing_mount
 
 Found = Generator[Check, None, RecommendedSettings | None]
 
@@ -49,6 +51,8 @@ def checks(context: DoctorContext) -> Found:
     except ProbeFailed as error:  # past here this process itself waits for the filesystem
         yield failure("directory", f"the filesystem does not respond: {error}", OTHER_DIRECTORY)
         return None
+    if (reason := missing_mount(directory)) is not None:
+        yield warning("mount", reason, f"mount it, or {OTHER_DIRECTORY}")
     try:
         yield from _leftovers(context, directory)
         with scratch_directory(directory) as place:
@@ -106,6 +110,9 @@ def _about(context: DoctorContext, directory: Path, report: DiskReport) -> Itera
         yield failure("directory", f"a test file cannot be written and read back: {reason}", OTHER_DIRECTORY)
     else:
         yield ok("directory", "files can be written and read back", unnamed=report.has_unnamed_files)
+    for parent, reason in unsafe_parents(directory):
+        remedy = f"use a directory whose parents belong to you or root, or `chmod go-w {parent}`"
+        yield warning("parents", f"{parent} {reason}, so another user can move the cache away", remedy)
     yield _filesystem(report)
     yield from _space(context, directory, report)
     if report.settings is None:

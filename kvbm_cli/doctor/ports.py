@@ -9,8 +9,8 @@ from kvbm.errors import EnvironmentProblem
 from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.result import Check, failure, ok, skipped
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.profile.preflight import require_metrics_ports
-from kvbm_cli.serve.reservations import living_runs, require_port
+from kvbm_cli.profile.machine_problems import require_metrics_ports
+from kvbm_cli.runs.reservations import living_runs, require_port
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvbm.host.directories import make_private_directories
 from kvbm_cli.system.guard_process import GuardProcess
 from kvbm_cli.system.leftovers import Leftovers
 
@@ -28,8 +29,7 @@ def scratch_directory(directory: Path) -> Iterator[Path]:
     guard = GuardProcess(Leftovers(str(place), parents=missing), log=subprocess.DEVNULL)
     try:
         guard.scan()  # once it answers, it survives every signal to the doctor
-        with contextlib.suppress(FileExistsError):  # possibly a file, on which the next call fails
-            directory.mkdir(mode=0o700, parents=True)
+        make_private_directories(directory)
         os.mkdir(place, 0o700)
         yield place
     finally:

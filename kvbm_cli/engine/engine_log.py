@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbm_cli.terminal.printable import without_colours
+
 TAIL_LINES = 12
 TAIL_BYTES = 16384
 LONGEST_LINE = 300
@@ -16,26 +18,26 @@ LONGEST_LINE = 300
 
 @dataclass(frozen=True, slots=True)
 class EngineLog:
-    """The file `path` from byte `start` on. Earlier bytes come from an earlier engine."""
+    """The file `path` from byte `start` on. Earlier bytes come from an earlier engine. The file may be unreadable."""
 
     path: Path
     start: int
 
     def lines(self) -> list[str]:
-        """Returns the last non-empty lines, none if the file was removed."""
+        """Returns the last non-empty lines, none if the file cannot be read."""
         try:
             with self.path.open("rb") as log:
                 log.seek(max(self.start, os.fstat(log.fileno()).st_size - TAIL_BYTES))
                 text = log.read().decode(errors="replace")
-        except FileNotFoundError:
+        except OSError:
             return []
-        return [line.rstrip() for line in text.splitlines() if line.strip()]
+        return [line.rstrip() for line in without_colours(text).splitlines() if line.strip()]
 
     def from_here(self) -> EngineLog:
         """Returns the same log from its current end on."""
         try:
             return EngineLog(self.path, self.path.stat().st_size)
-        except FileNotFoundError:
+        except OSError:
             return EngineLog(self.path, 0)
 
     def phase(self) -> str | None:
@@ -46,7 +48,7 @@ class EngineLog:
         """Returns seconds since the last write, 0 if unknown."""
         try:
             return max(0.0, time.time() - self.path.stat().st_mtime)
-        except FileNotFoundError:
+        except OSError:
             return 0.0
 
     def tail(self, *, without: Collection[str] = ()) -> str:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.engine import EmbeddedArguments, VllmArguments
 from kvbm.errors import EnvironmentProblem
-from kvbm.sizing.vllm import block_tokens as block_tokens_of_vllm
+from kvbm.sizing.vllm import default_block_tokens
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, VllmInstallation, is_known, shown
 from kvbm_cli import make_model as models
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX
-from kvbm_cli.engine.python_probe import find_vllm
+from kvbm_cli.engine.python_probe import SAFE_PATH, find_vllm
 
 if TYPE_CHECKING:
     from kvbm.config.launch_plan import LaunchPlan
@@ -84,14 +84,15 @@ def how_to_make_model(profile: Profile) -> list[str] | None:
     preset = _preset(profile)
     if preset is None or models.directory_of(preset).is_dir():
         return None
-    return [sys.executable, "-m", "kvbm_cli.make_model", preset, str(models.directory_of(preset))]
+    return [sys.executable, "-P", "-m", "kvbm_cli.make_model", preset, str(models.directory_of(preset))]
 
 
 def _make_elsewhere(preset: str, directory: Path, python: str) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     program = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [python, "-c", program, models.__file__, preset, str(directory)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    environment = {**os.environ, **SAFE_PATH}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise EnvironmentProblem(
@@ -120,6 +121,13 @@ def vllm_of(profile: Profile) -> VllmInstallation | None:
         return find_vllm(profile.engine.python or sys.executable)
     except EnvironmentProblem:
         return None
+
+
+def require_known_vllm(profile: Profile) -> None:
+    """Raises EnvironmentProblem if it is unknown whether the profile's interpreter has vLLM: its command depends on
+    that."""
+    if profile.engine.kind == "vllm":
+        find_vllm(profile.engine.python or sys.executable)
 
 
 def vllm_problem(profile: Profile, *, has_cache: bool = True) -> EnvironmentProblem | None:
@@ -161,7 +169,7 @@ def block_tokens(profile: Profile) -> int:
     arguments = profile.engine.arguments
     if isinstance(arguments, EmbeddedArguments):
         return arguments.block_size
-    return block_tokens_of_vllm(arguments, on_cpu=runs_on_cpu(profile))
+    return default_block_tokens(arguments, on_cpu=runs_on_cpu(profile))
 
 
 def knows_block_tokens(profile: Profile) -> bool:

@@ -1,7 +1,8 @@
 """Configuration of a profile's model: a synthetic preset, a local directory, or a name on Hugging Face.
 
 Every mistake is a ProfileError about `engine.model`; `size_of` adds its place in the profile. Nothing is downloaded: a
-name is looked up in the local Hugging Face cache, and if it is missing there, SizeUnknown is raised.
+name is looked up in the local Hugging Face cache, then in the catalogue of well-known models; if it is in neither,
+SizeUnknown is raised.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError
 from kvbm.sizing import SizeUnknown
+from kvbm.sizing.catalogue import catalogue
 from kvbm_cli.make_model import MODELS
 
 SYNTHETIC_PREFIX = "synthetic:"
@@ -52,13 +54,16 @@ def _of_vllm(model: str) -> Mapping[str, object]:
     directory = _directory(model) or _downloaded(model)
     if directory is not None:
         return _read_config(directory / "config.json")
+    if model in catalogue():
+        return catalogue()[model]
     if not _HUB_NAME.fullmatch(model):
         raise _no_directory(
             model, "use a local directory, a name on Hugging Face, or `synthetic:vllm-81m`, which requires no download"
         )
     raise SizeUnknown(
         f"`{model}` is not on this machine yet, so the size of its blocks is unknown",
-        hint="start it anyway with `kvbm serve`: vLLM downloads the model, and then the sizes are known",
+        hint="`kvbm size --list` shows the models that need no download; `kvbm serve` starts any model: vLLM downloads "
+        "it, and then the sizes are known",
     )
 
 
@@ -85,6 +90,8 @@ def _no_directory(model: str, hint: str) -> ProfileError:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return ProfileError(f"`engine.model`: there is no directory `{model}`", hint=hint)
         reason = (error.strerror or str(error)).lower()
+    except ValueError as error:  # a NUL character
+        reason = str(error)
     return ProfileError(f"`engine.model`: cannot use `{model}`: {reason}", hint=hint)
 
 

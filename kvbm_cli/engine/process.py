@@ -15,6 +15,7 @@ import errno
 import importlib.util
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -27,13 +28,15 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.config.launch_plan import ADMIN_VARIABLE, LaunchPlan
 from kvbm.config.variables import PREFIX
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.engine.failure_reason import oom_kills, reason_of
+from kvbm_cli.engine.python_probe import SAFE_PATH
 from kvbm_cli.engine.readiness import Readiness
 from kvbm_cli.system import die_with_parent
+from kvbm_cli.system.engine_tmpdir import EngineTmpdir
 from kvbm_cli.system.guard_process import GuardProcess
 from kvbm_cli.system.leftovers import Leftovers, shared_files
 from kvbm_cli.system.socket_owner import is_served_by
@@ -50,18 +53,26 @@ class EngineProcess:
     """A started engine. As a context manager, it stops the engine at the end."""
 
     def __init__(
-        self, child: subprocess.Popen[bytes], plan: LaunchPlan, leftovers: Leftovers, log: BinaryIO, log_start: int
+        self,
+        child: subprocess.Popen[bytes],
+        plan: LaunchPlan,
+        leftovers: Leftovers,
+        tmpdir: EngineTmpdir,
+        log: BinaryIO,
+        log_start: int,
     ) -> None:
-        """Consumes `leftovers` and borrows `log`."""
+        """Consumes `leftovers` and `tmpdir`, borrows `log`."""
         self._child = child
         self._guard = GuardProcess(leftovers, log=log)
         self._leftovers = leftovers
+        self._tmpdir = tmpdir
         self._log = EngineLog(Path(log.name), log_start)
         self._stop_log: EngineLog | None = None
         self._started = time.monotonic()
         self._oom_kills_before = oom_kills()
         self._is_removed = False
         self.plan = plan
+        self.admin_token: str | None = None  # for requests that change the engine, None if it takes none
 
     @classmethod
     def start(cls, plan: LaunchPlan, *, log_path: Path) -> EngineProcess:
@@ -71,24 +82,31 @@ class EngineProcess:
         with _open_log(log_path) as log:
             log_start = log.tell()  # before the start: the engine shares the file position
             existing_files = set(shared_files())
-            directory = _make_directory(plan)
+            tmpdir = _make_tmpdir(plan)
+            environment = {**engine_environment(plan, os.environ), "TMPDIR": tmpdir.path}
+            if plan.has_admin_token and not environment.get(ADMIN_VARIABLE):
+                environment[ADMIN_VARIABLE] = secrets.token_urlsafe()
             try:
                 child = subprocess.Popen(
                     die_with_parent.command_line(plan.argv),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**engine_environment(plan, os.environ), "TMPDIR": directory},
+                    env=environment,
                     process_group=0,
                 )
             except BaseException:
-                os.rmdir(directory)
+                os.rmdir(tmpdir.path)
+                tmpdir.release()
                 raise
-            leftovers = Leftovers(directory, process_group=child.pid, existing_files=existing_files)
+            leftovers = Leftovers(tmpdir.path, process_group=child.pid, existing_files=existing_files)
             try:
-                return cls(child, plan, leftovers, log, log_start)
+                process = cls(child, plan, leftovers, tmpdir, log, log_start)
+                process.admin_token = environment[ADMIN_VARIABLE] if plan.has_admin_token else None
+                return process
             except BaseException:  # no guard could be started
                 leftovers.remove()
+                tmpdir.release()
                 child.wait()
                 raise
 
@@ -176,6 +194,8 @@ class EngineProcess:
         if self.poll() is None:
             self._stop_log = self._stop_log or self._log.from_here()
             os.kill(self.pid, signal_number)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGCONT)  # a stopped process handles no signal
 
     def kill(self) -> int:
         """Kills the engine and all processes that it started. Returns its exit code."""
@@ -197,8 +217,9 @@ class EngineProcess:
         engine itself."""
         if self._guard.has_ended() and not self._is_removed:
             self._guard.close()
-            with _open_log(self.log_path) as log:
-                log.write(f"kvbm: the guard process {self._guard.pid} was killed; starting another one\n".encode())
+            with _log_or_nothing(self.log_path) as log:
+                with contextlib.suppress(OSError):  # a full disk
+                    log.write(f"kvbm: the guard process {self._guard.pid} was killed; starting another one\n".encode())
                 self._guard = GuardProcess(self._leftovers, log=log)
 
     def _remove_leftovers(self) -> None:
@@ -208,6 +229,7 @@ class EngineProcess:
         self._is_removed = True
         if not self._guard.remove(GUARD_TIMEOUT_S):
             self._guard.kill_and_remove()
+        self._tmpdir.release()
 
     def _listens_at(self, address: str) -> bool:
         port = urlsplit(self.plan.health_url).port
@@ -223,14 +245,14 @@ _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 
 
 def engine_environment(plan: LaunchPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the engine's environment: the caller's without DYN_KVBM_*, the profile's, and unbuffered output."""
+    """Returns the engine's environment: the caller's without DYN_KVBM_*, what kvbm adds, and the profile's."""
     kept = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
     return {**kept, **additions(plan)}
 
 
 def additions(plan: LaunchPlan) -> dict[str, str]:
-    """Returns the variables that kvbm adds to the caller's, without TMPDIR."""
-    return {"PYTHONUNBUFFERED": "1", **plan.environment}
+    """Returns the variables that kvbm and the profile add to the caller's, without TMPDIR."""
+    return {"PYTHONUNBUFFERED": "1", **SAFE_PATH, **plan.environment}
 
 
 def choose_port(host: str, port: int) -> int:
@@ -269,12 +291,12 @@ def _bound_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _make_directory(plan: LaunchPlan) -> str:
+def _make_tmpdir(plan: LaunchPlan) -> EngineTmpdir:
     """Creates the engine's TMPDIR below the profile's or the caller's, or below /tmp if their name is too long."""
     preferred = plan.environment.get("TMPDIR") or tempfile.gettempdir()
     parent = preferred if len(preferred) <= LONGEST_TMPDIR else "/tmp"
     try:
-        return tempfile.mkdtemp(prefix="kvbm-", dir=parent)
+        return EngineTmpdir(parent)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise EnvironmentProblem(f"cannot create a temporary directory in `{parent}`: {reason}") from None
@@ -290,12 +312,20 @@ def _check_program(plan: LaunchPlan) -> None:
             raise EnvironmentProblem(f"the engine needs {' and '.join(missing)}", hint=f"`{plan.install}`")
 
 
+def _log_or_nothing(path: Path) -> BinaryIO:
+    """Opens the log unbuffered, or /dev/null if it cannot be opened: a running engine does not need it."""
+    try:
+        return path.open("ab", buffering=0)
+    except OSError:
+        return open(os.devnull, "ab", buffering=0)
+
+
 def _open_log(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not (path.is_file() or path.is_dir()) and path.resolve() != Path(os.devnull):
             raise OSError(errno.EINVAL, "not a regular file")
-        return path.open("ab")
+        return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))  # it may hold prompts
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot write the engine's log `{path}`: {(error.strerror or str(error)).lower()}"

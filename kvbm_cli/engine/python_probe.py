@@ -1,6 +1,9 @@
 """Detects vLLM in the interpreter of an engine, which may differ from the one that runs `kvbm`.
 
 Runs one short subprocess, which reads the metadata of installed packages and does not import them.
+
+No child interpreter imports modules from the working directory, which may hold files of others. Programs of kvbm get
+`-P`. An interpreter of the user gets SAFE_PATH, which also applies to the processes that it starts.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.vllm_integration.versions import VllmInstallation
 
 PROBE_TIMEOUT_S = 30
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 _PROGRAM = """
-import importlib.metadata as metadata, importlib.util, json, os, sys, sysconfig
-sys.path = [entry for entry in sys.path if entry]
+import sys
+sys.path = [entry for entry in sys.path if entry]  # before 3.11, SAFE_PATH is ignored
+import importlib.metadata as metadata, importlib.util, json, os, sysconfig
 found = None
 for name in ("vllm", *sorted(n for n in metadata.packages_distributions().get("vllm", ()) if n != "vllm")):
     try:
@@ -90,6 +95,7 @@ def _run(python: str) -> tuple[int, str]:
         stderr=subprocess.DEVNULL,
         text=True,
         errors="replace",
+        env={**os.environ, **SAFE_PATH},
         process_group=0,
     ) as child:
         try:

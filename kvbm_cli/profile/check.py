@@ -9,7 +9,9 @@ from pathlib import Path
 from kvbm.config.document import Mistake, together
 from kvbm.config.load import Examined, examine
 from kvbm.errors import ProfileError
+from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.machine_problems import problems_here
 from kvbm_cli.profile.preflight import examine_here, require_workload
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
@@ -21,11 +23,14 @@ def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool) ->
         examined = examine(reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides)
     except ProfileError as error:
         examined = Examined(Path(reference), (error,), None)
-    mistakes = [*examined.mistakes, *_mistakes_here(examined)]
-    warnings = examined.resolved.warnings if examined.resolved is not None else ()
+    sizing, found = _mistakes_here(examined)
+    mistakes = [*examined.mistakes, *found]
+    warnings = list(examined.resolved.warnings) if examined.resolved is not None else []
+    if examined.resolved is not None and sizing is not None and not mistakes:
+        warnings += [problem.error.message for problem in problems_here(examined.resolved, sizing)]
     if as_json:
         file = str(examined.path)
-        print_json({"file": file, "mistakes": list(map(_as_data, mistakes)), "warnings": list(warnings)})
+        print_json({"file": file, "mistakes": list(map(_as_data, mistakes)), "warnings": warnings})
         return ProfileError.exit_code if mistakes else 0
     for warning in warnings:
         show_warning(warning)
@@ -35,17 +40,17 @@ def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool) ->
     return 0
 
 
-def _mistakes_here(examined: Examined) -> list[ProfileError]:
-    """Mistakes that only this machine can find, in keys that are valid by themselves."""
+def _mistakes_here(examined: Examined) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
+    """Returns the sizes if known, and the mistakes that only this machine can find, in keys that are valid."""
     if examined.resolved is None:
-        return []
-    _, mistakes = examine_here(examined.resolved)
+        return None, []
+    sizing, mistakes = examine_here(examined.resolved)
     try:
         require_workload(examined.resolved)
     except ProfileError as mistake:
         mistakes.append(mistake)
     known = {getattr(one, "key", "") for one in examined.mistakes}
-    return [one for one in mistakes if getattr(one, "key", None) not in known]
+    return sizing, [one for one in mistakes if getattr(one, "key", None) not in known]
 
 
 def _as_data(mistake: ProfileError) -> dict[str, object]:

@@ -21,9 +21,10 @@ from kvbm.config.load import Examined, examine_written, load, written_by
 from kvbm.config.variables import other_variables
 from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.machine_problems import problems_here, warn_of
 from kvbm_cli.profile.preflight import check, examine_here, require_workload
 from kvbm_cli.profile.text import short_text, whole_text
-from kvbm_cli.terminal.console import print_data, print_note
+from kvbm_cli.terminal.console import print_data, print_note, print_question
 from kvbm_cli.terminal.show_error import show_kvbm_error
 
 KEYS = {
@@ -79,7 +80,8 @@ def new_profile(
 
 def _require_place(file: Path, *, is_forced: bool) -> None:
     if file.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"`{file}` must end in `.yaml`", hint=f"run `kvbm profile new {file}.yaml`")
+        name = f"{file}.yaml" if file.name not in (".yaml", ".yml") else file.with_name("mine.yaml")
+        raise UsageError(f"`{file}` must be a name that ends in `.yaml`", hint=f"run `kvbm profile new {name}`")
     if os.path.isdir(file):
         raise UsageError(f"`{file}` is a directory")
     if os.path.lexists(file) and not is_forced:
@@ -116,7 +118,7 @@ def _with_questions(given: Mapping[str, str]) -> dict[str, str]:
 
 def _ask(question: Question) -> str:
     default = f" [{question.default}]" if question.default is not None else ""
-    print(f"{question.text}{default}: ", end="", file=sys.stderr, flush=True)
+    print_question(f"{question.text}{default}: ")
     line = sys.stdin.readline()
     if not line:
         print_note("")
@@ -157,7 +159,8 @@ def _examined(
     if examined.mistakes:
         raise together(examined.mistakes)
     assert examined.resolved is not None, "no mistakes means a profile"
-    check(examined.resolved)
+    sizing = check(examined.resolved)
+    warn_of(problems_here(examined.resolved, sizing))
     require_workload(examined.resolved)
     return written, examined
 

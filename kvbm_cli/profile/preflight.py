@@ -1,10 +1,12 @@
-"""Checks of a profile on this machine before an engine starts: model, interpreter, address, lengths, memory, disk.
+"""Mistakes of a profile that only this machine can find: model, interpreter, address, lengths, directory, workload.
 
-`kvbm profile check` and `kvbm serve` run them. A mistake is shown at the place of its key.
+`kvbm profile check`, `serve` and `bench` run the same checks. A mistake is shown at the place of its key. What the
+machine lacks for a valid profile is found by machine_problems.py.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -12,19 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import together
-from kvbm.config.sizes import format_size
 from kvbm.config.values import count_of
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError
-from kvbm.host.machine_memory import THIS_MACHINE, Room
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.sizing.model import text_facts
-from kvbm_cli.engine.engines import copy_count, knows_block_tokens, vllm_problem
+from kvbm_cli.engine.engines import copy_count, knows_block_tokens
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
-from kvbm_cli.profile.size import size_key, size_of
+from kvbm_cli.profile.size import size_of
 from kvbm_cli.profile.workload import load_workload
 from kvbm_cli.system.filesystem import expanded, nearest_existing
-from kvbm_cli.terminal.show_error import show_warning
 
 MAX_PORT = 65535
 
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
 
-def check(resolved: ResolvedProfile, *, warns_of_space: bool = True, has_cache: bool = True) -> Sizing | SizeUnknown:
+def check(resolved: ResolvedProfile, *, has_cache: bool = True) -> Sizing | SizeUnknown:
     """Returns the sizes of a profile, or the reason why only the engine knows them. ProfileError for mistakes.
 
-    Prints a warning if memory or disk space is too small. Without `has_cache`, checks only what the engine needs.
+    Without `has_cache`, checks only what the engine needs.
     """
-    sizing, mistakes = examine_here(resolved, warns_of_space=warns_of_space, has_cache=has_cache)
+    sizing, mistakes = examine_here(resolved, has_cache=has_cache)
     if mistakes:
         raise together(mistakes)
     assert sizing is not None, "a profile without mistakes has sizes or a reason why not"
@@ -45,7 +44,7 @@ def check(resolved: ResolvedProfile, *, warns_of_space: bool = True, has_cache: 
 
 
 def examine_here(
-    resolved: ResolvedProfile, *, warns_of_space: bool = True, has_cache: bool = True
+    resolved: ResolvedProfile, *, has_cache: bool = True
 ) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
     """Returns the sizes, None if a mistake prevents computing them, and all mistakes found on this machine."""
     sizing: Sizing | SizeUnknown | None = None
@@ -67,25 +66,7 @@ def examine_here(
             _require_length(resolved, sizing)
         except ProfileError as mistake:
             mistakes.append(mistake)
-        if warns_of_space and has_cache:
-            _warn_of_memory(resolved, sizing)
-            if (problem := _lack_of_disk(resolved, sizing)) is not None:  # an earlier cache may hold the space
-                show_warning(problem[1].message)
     return sizing, mistakes
-
-
-def require_engine(resolved: ResolvedProfile, *, force: bool, has_cache: bool = True) -> None:
-    """EnvironmentProblem if the engine's interpreter lacks the engine of the profile; only a warning with `force`.
-
-    The embedded engine is checked by its own process.
-    """
-    if resolved.profile.engine.kind == "embedded":
-        return
-    problem = vllm_problem(resolved.profile, has_cache=has_cache)
-    if problem is not None and not force:
-        raise problem
-    if problem is not None:
-        show_warning(problem.message)
 
 
 def require_log(path: Path) -> None:
@@ -142,7 +123,7 @@ def _require_address(resolved: ResolvedProfile) -> None:
 
 def _require_metrics(resolved: ResolvedProfile) -> None:
     """Each engine with a cache serves its metrics on a port of its own."""
-    ports = _metrics_ports(resolved)
+    ports = metrics_ports(resolved)
     if ports and ports[-1] > MAX_PORT:
         needed = f"{len(ports)} engines need ports up to {ports[-1]}"
         message = f"`metrics.port` is too high: {needed}, but the maximum is {MAX_PORT}"
@@ -155,29 +136,7 @@ def _require_metrics(resolved: ResolvedProfile) -> None:
             raise resolved.mistake("metrics.host", error.message, hint=hint) from None
 
 
-def require_free_port(resolved: ResolvedProfile) -> None:
-    """EnvironmentProblem if the server's port is in use. Called just before the start."""
-    server = resolved.profile.server
-    try:
-        choose_port(server.host, server.port)
-    except EnvironmentProblem as error:
-        raise EnvironmentProblem(resolved.mistake("server.port", error.message).message, hint=error.hint) from None
-
-
-def require_metrics_ports(resolved: ResolvedProfile) -> None:
-    """EnvironmentProblem if a port for metrics is in use. Called just before the start."""
-    metrics, server = resolved.profile.metrics, resolved.profile.server
-    try:
-        for port in _metrics_ports(resolved):
-            choose_port(metrics.host or server.host, port)
-    except EnvironmentProblem as error:
-        key = "metrics.port" if "metrics.port" in resolved.sources else "metrics.serve"
-        hint = "`metrics.port: 0` chooses a free port; `metrics.serve: false` needs none"
-        message = error.message.replace(": ", " for metrics: ", 1)
-        raise EnvironmentProblem(resolved.mistake(key, message).message, hint=hint) from None
-
-
-def _metrics_ports(resolved: ResolvedProfile) -> range:
+def metrics_ports(resolved: ResolvedProfile) -> range:
     metrics = resolved.profile.metrics
     is_fixed = metrics.serve and metrics.port
     return range(metrics.port, metrics.port + copy_count(resolved.profile)) if is_fixed else range(0)
@@ -200,65 +159,49 @@ def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
 
 
 def _require_directory(resolved: ResolvedProfile) -> None:
-    """ProfileError for a directory that cannot be created; else it would fail only after the model is loaded."""
-    if resolved.profile.tiers.disk is None:
-        return
-    key, holder = "tiers.disk.directory", nearest_existing(expanded(resolved.profile.tiers.disk.directory))
-    for is_wrong, text in (
-        (not holder.is_dir(), "is not a directory"),
-        (not os.access(holder, os.W_OK | os.X_OK), "is not writable"),
-    ):
-        if is_wrong:
-            raise resolved.mistake(
-                key,
-                f"`{key}`: {holder} {text}",
-                hint=f"set `{key}` to another directory; `kvbm doctor --dir DIR` checks one",
-            )
+    """ProfileError for a directory that cannot be used; else it would fail only after the model is loaded."""
+    disk, metrics = resolved.profile.tiers.disk, resolved.profile.metrics
+    if disk is not None:
+        directory = expanded(disk.directory)
+        reason = _reason_not_private(directory) or _reason_not_usable(directory)
+        _require_none(resolved, "tiers.disk.directory", reason)
+    if metrics.record:
+        _require_none(resolved, "metrics.record_directory", _reason_not_usable(expanded(metrics.record_directory)))
 
 
-def require_disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> None:
-    """EnvironmentProblem if the disk tier does not fit even after unused caches are reused or removed.
-
-    Prints a warning if it fits only in the space of such a cache. Called just before the start.
-    """
-    from kvbm.disk.directory import list_caches
-
-    problem = _lack_of_disk(resolved, sizing)
-    if problem is None:
-        return
-    missing_bytes, mistake = problem
-    disk = resolved.profile.tiers.disk
-    assert disk is not None, "its space was checked"
-    caches = list_caches(expanded(disk.directory))
-    if missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked):
-        show_warning(mistake.message)
-        return
-    hint = "lower the capacity, or use another `tiers.disk.directory`; `--force` starts anyway"
-    raise EnvironmentProblem(mistake.message, hint=hint)
+def _require_none(resolved: ResolvedProfile, key: str, reason: str | None) -> None:
+    if reason is not None:
+        hint = f"set `{key}` to another directory; `kvbm doctor --dir DIR` checks one"
+        raise resolved.mistake(key, f"`{key}`: {reason}", hint=hint)
 
 
-def _lack_of_disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[int, ProfileError] | None:
-    """Returns the bytes missing for the disk tier and the mistake to show, None if it fits."""
-    disk = resolved.profile.tiers.disk
-    if disk is None or isinstance(sizing, SizeUnknown) or sizing.disk is None:
-        return None
-    facts = os.statvfs(nearest_existing(expanded(disk.directory)))
-    needed_bytes, free_bytes = sizing.disk.total_bytes, facts.f_bavail * facts.f_frsize
-    if not facts.f_blocks or needed_bytes <= free_bytes:  # some filesystems do not report their size
-        return None
-    key = sizing.disk.set_by
-    needed, free = format_size(needed_bytes), format_size(free_bytes)
-    message = f"`{key}` requires {needed}, but {disk.directory} has only {free} free"
-    return needed_bytes - free_bytes, resolved.mistake(key, message)
+def _reason_not_private(directory: Path) -> str | None:
+    """Returns why the disk tier refuses an existing directory, None if it does not."""
+    try:
+        mode = os.lstat(directory).st_mode
+    except OSError:
+        return None  # missing, or not usable for another reason
+    if stat.S_ISLNK(mode):
+        return f"{directory} is a symbolic link, which is not followed"
+    if stat.S_ISDIR(mode) and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        return f"{directory} is writable by everyone (mode {stat.S_IMODE(mode):04o})"
+    return None
 
 
-def _warn_of_memory(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    room = THIS_MACHINE.room()
-    taken_bytes = sizing.host.total_bytes * copy_count(resolved.profile)
-    if taken_bytes > room.available_bytes:
-        show_warning(too_much_memory(resolved, taken_bytes, room).message)
-
-
-def too_much_memory(resolved: ResolvedProfile, taken_bytes: int, room: Room) -> ProfileError:
-    key, taken, available = size_key(resolved), format_size(taken_bytes), format_size(room.available_bytes)
-    return resolved.mistake(key, f"`{key}` requires {taken}, but only {available} are available ({room.limit})")
+def _reason_not_usable(directory: Path) -> str | None:
+    """Returns why files cannot be created in the directory, None if they can."""
+    holder = nearest_existing(directory)
+    try:
+        mode = os.stat(holder).st_mode
+    except OSError as error:
+        return f"cannot use {holder}: {(error.strerror or str(error)).lower()}"
+    if not stat.S_ISDIR(mode):
+        return f"{holder} is not a directory"
+    if not os.access(holder, os.W_OK | os.X_OK):
+        return f"{holder} is not writable"
+    try:
+        os.lstat(directory)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"the name of {directory} is too long"
+    return None

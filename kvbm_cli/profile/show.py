@@ -63,6 +63,6 @@ def short_origin(origin: str) -> str:
 def shown(value: object) -> str:
     if value is None:
         return "-"
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list) or (isinstance(value, str) and not value.isprintable()):
         return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -7,14 +7,13 @@ Users take turns in order, so a user's next turn comes after one turn of every o
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from kvbm.config.document import Document, plain_values, read_document, read_file, together
-from kvbm.config.files import reason_not_readable
+from kvbm.config.files import is_missing, reason_not_readable
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.schema import keys
 from kvbm.config.values import Section
@@ -107,7 +106,7 @@ def load_workload(name_or_path: str) -> Workload:
     shipped = shipped_workloads()
     path = shipped.get(name_or_path, Path(name_or_path))
     names = ", ".join(f"`{name}`" for name in shipped)
-    if not os.path.lexists(path):
+    if is_missing(path):
         raise UsageError(
             f"no workload and no file is named `{name_or_path}`",
             hint=f"shipped workloads: {names}; docs/reference/workload.md describes the file format",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
+
+from kvbm_cli.terminal.printable import printable, without_colours
 
 CHUNK_BYTES = 1 << 16
 
@@ -103,14 +104,5 @@ def shown_line(line: bytes) -> str:
 
     Colours are removed, and of a progress bar that overwrites itself only the last state is kept.
     """
-    text = _COLOUR.sub("", line.decode(errors="backslashreplace").rstrip("\r"))
-    return "".join(map(_escaped, text.rpartition("\r")[2]))
-
-
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def _escaped(character: str) -> str:
-    if character.isprintable() or character == "\t":
-        return character
-    return character.encode("unicode_escape").decode()
+    text = without_colours(line.decode(errors="backslashreplace").rstrip("\r"))
+    return printable(text.rpartition("\r")[2])

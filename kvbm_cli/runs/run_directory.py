@@ -7,6 +7,7 @@
       kvbm.log       output of the launcher of a detached run after the start
       lock           held by the launcher while it lives; visible to other containers that share the directory
       stop.json      timeout that `kvbm stop --timeout` requested
+      admin-token    secret for requests that change the embedded engine, such as /reset_prefix_cache
 
 A run is alive if its launcher is alive. The processes of a run that is not alive are never signalled: their process ids
 may belong to others. Names are `PROFILE-NUMBER` with increasing numbers. `kvbm serve` locks the parent directory from
@@ -28,17 +29,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.host.directories import make_private_directories
 from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.filesystem import no_temporary_file, state_directory, write_atomically
 from kvbm_cli.system.process_identity import ProcessIdentity
 
 KEPT_RUNS = 20
+LONGEST_NAME = 100  # of a run without its number; file names may have 255 bytes
 MOST_BYTES = 1 << 20  # of run.json
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 ABANDONED_AFTER_S = 3600.0  # age of a directory without run.json before it is removed
-FACTS, PROFILE, LOCK, STOP = "run.json", "profile.yaml", "lock", "stop.json"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+FACTS, PROFILE, LOCK, STOP, ADMIN_TOKEN = "run.json", "profile.yaml", "lock", "stop.json", "admin-token"
 ENGINE_LOG, OWN_LOG = "engine.log", "kvbm.log"
 _NUMBERED = re.compile(r"(.+)-(\d+)")
 
@@ -62,6 +67,14 @@ class EngineRun:
         """Whether it runs in another container, or on another machine that shares the home directory."""
         return self.is_living and not self.facts.launcher.is_here()
 
+    def has_ended(self) -> bool:
+        """Whether neither its launcher nor a process that it recorded is alive."""
+        return not (self.is_living or self.facts.launcher.is_alive() or self.has_leftovers())
+
+    def has_leftovers(self) -> bool:
+        """Whether processes of a run that is not alive still exist. Its guard is removing them."""
+        return not self.is_living and any(process.is_alive() for process in self.facts.processes.values())
+
     def last_sign_s(self) -> float:
         """Returns the time of the last write of its launcher or engine, in seconds since 1970."""
         written = [self.path / FACTS, *map(Path, self.facts.logs.values())]
@@ -69,6 +82,14 @@ class EngineRun:
 
     def again(self) -> EngineRun:
         return _read(self.path) or replace(self, is_living=False)
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableRun:
+    """A directory whose run.json cannot be read. `is_locked`: its launcher is alive."""
+
+    path: Path
+    is_locked: bool
 
 
 def write_stop_timeout(run: EngineRun, timeout_s: float) -> None:
@@ -81,10 +102,9 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.problem: str | None = None  # why run.json could not be written
         self._facts: RunFacts | None = None
-        self._lock = (path / LOCK).open("wb")  # until the process ends
-        with contextlib.suppress(OSError):  # a filesystem without locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = _locked_file(path / LOCK)  # until the process ends
 
     @property
     def name(self) -> str:
@@ -95,12 +115,20 @@ class RunDirectory:
         return self.path / ENGINE_LOG
 
     def begin(self, facts: RunFacts) -> None:
-        self._write(facts)
+        """Raises OSError."""
+        _write(self.path / FACTS, facts.to_json())
+        self._facts = facts
 
     def change(self, **changes: Any) -> None:
         assert self._facts is not None, "the run has not begun"
         if any(getattr(self._facts, name) != value for name, value in changes.items()):
-            self._write(replace(self._facts, **changes))
+            self._facts = replace(self._facts, **changes)
+            self._save()
+
+    def restore(self) -> None:
+        """Writes run.json again if that has failed, or if it was removed. To be called now and then."""
+        if self._facts is not None and (self.problem is not None or not (self.path / FACTS).exists()):
+            self._save()
 
     def enter(self, state: RunState) -> None:
         ready = {"ready_s": time.time()} if state is RunState.HEALTHY else {}
@@ -133,6 +161,11 @@ class RunDirectory:
         head = "".join(character if character.isprintable() else "?" for character in head)
         _write(self.path / PROFILE, f"{head}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
 
+    def write_admin_token(self, token: str) -> None:
+        """Writes the token. Ignores errors, like `_write`."""
+        with contextlib.suppress(OSError):
+            _write(self.path / ADMIN_TOKEN, token)
+
     def remove(self) -> None:
         """Removes the directory of a run that has not begun."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -142,11 +175,18 @@ class RunDirectory:
         """Releases the lock, as the kernel does at the end of the process."""
         self._lock.close()
 
-    def _write(self, facts: RunFacts) -> None:
-        """Ignores errors: a full disk or a removed directory must not end the engine."""
-        self._facts = facts
-        with contextlib.suppress(OSError):
-            _write(self.path / FACTS, facts.to_json())
+    def _save(self) -> None:
+        """Sets `problem` on failure: a full disk must not end the engine. Creates a removed directory again."""
+        assert self._facts is not None, "the run has not begun"
+        try:
+            if not self.path.is_dir():
+                self.path.mkdir(mode=0o700, parents=True)
+                self._lock.close()
+                self._lock = _locked_file(self.path / LOCK)
+            _write_without_space(self.path / FACTS, self._facts.to_json())
+            self.problem = None
+        except OSError as error:
+            self.problem = f"cannot write `{self.path / FACTS}`: {(error.strerror or str(error)).lower()}"
 
 
 class Runs:
@@ -160,16 +200,32 @@ class Runs:
         return cls(state_directory())
 
     @classmethod
+    def of_user_if_known(cls) -> list[EngineRun]:
+        """Returns all runs of the user, none without a home directory or if it is not readable."""
+        try:
+            return cls.of_user().all()
+        except (RuntimeError, OSError):
+            return []
+
+    @classmethod
     def writable(cls) -> Runs | None:
         """Returns those of the user, None if the directory is not writable."""
         try:
             runs = cls.of_user()
-            runs._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directories(runs._directory)
+            runs._make_private()
             if os.access(runs._directory, os.W_OK | os.X_OK):
                 return runs
         except (OSError, RuntimeError):  # RuntimeError: no home directory
             pass
         return None
+
+    def _make_private(self) -> None:
+        """Removes permissions to change run directories from others, which an earlier umask may have given."""
+        for path in (self._directory, self._directory.parent):
+            found = path.stat()
+            if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
+                path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS_WRITE)
 
     @classmethod
     def temporary(cls) -> Runs:
@@ -190,13 +246,15 @@ class Runs:
     def create(self, profile: str) -> RunDirectory:
         """Creates the next run of a profile and removes the oldest ended runs. Call it under `starting`."""
         self._prune()
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", profile).strip("-.") or "run"
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", profile)[:LONGEST_NAME].strip("-.") or "run"
         number = 1 + max((_number(path.name, stem) for path in self._paths()), default=0)
         path = self._directory / f"{stem}-{number}"
         try:
             path.mkdir(mode=0o700)
             return RunDirectory(path)
         except OSError as error:
+            with contextlib.suppress(OSError):  # it was not created, or is not empty
+                path.rmdir()
             raise EnvironmentProblem(
                 f"cannot create the run directory `{path}`: {(error.strerror or str(error)).lower()}"
             ) from None
@@ -206,9 +264,10 @@ class Runs:
         found = [run for run in map(_read, self._paths()) if run is not None]
         return sorted(found, key=lambda run: (run.facts.started_s, run.facts.name))
 
-    def unreadable(self) -> list[Path]:
-        """Returns run.json files that are damaged or have the format of another version."""
-        return [path / FACTS for path in self._paths() if os.path.lexists(path / FACTS) and _read(path) is None]
+    def unreadable(self) -> list[UnreadableRun]:
+        """Returns runs whose run.json is damaged, not readable, or has the format of another version."""
+        found = [path for path in sorted(self._paths()) if _may_exist(path / FACTS) and _read(path) is None]
+        return [UnreadableRun(path, is_locked=_is_locked(path)) for path in found]
 
     def living(self) -> list[EngineRun]:
         return [run for run in self.all() if run.is_living]
@@ -224,6 +283,12 @@ class Runs:
         if not named and reference is not None:
             raise _not_found(reference, every)
         return living or (named[-1:] if ended else [])
+
+    def with_leftovers(self, reference: str | None) -> list[EngineRun]:
+        """Returns the runs with this name or profile whose launcher was killed, but not all their processes."""
+        return [
+            run for run in self.all() if run.has_leftovers() and reference in (None, run.facts.name, run.facts.profile)
+        ]
 
     def one(self, reference: str | None) -> EngineRun:
         """Returns the one run that `reference` names, living or ended. Raises UsageError if it is none, or several."""
@@ -289,8 +354,10 @@ def _read(path: Path) -> EngineRun | None:
 
 def _is_locked_elsewhere(path: Path, facts: RunFacts) -> bool:
     """Checks the lock of a launcher in another container or on another machine. False for a local launcher."""
-    if facts.launcher.is_here():
-        return False
+    return not facts.launcher.is_here() and _is_locked(path)
+
+
+def _is_locked(path: Path) -> bool:
     try:
         with open(_open_regular(path / LOCK), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -299,6 +366,17 @@ def _is_locked_elsewhere(path: Path, facts: RunFacts) -> bool:
     except OSError:
         return False
     return False
+
+
+def _may_exist(path: Path) -> bool:
+    """Whether a file exists or is in a directory that cannot be read."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _open_regular(path: Path) -> int:
@@ -314,6 +392,25 @@ def _age_s(path: Path) -> float:
     with contextlib.suppress(FileNotFoundError):
         return time.time() - path.stat().st_mtime
     return 0.0
+
+
+def _locked_file(path: Path) -> BinaryIO:
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
+    with contextlib.suppress(OSError):  # a filesystem without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def _write_without_space(path: Path, text: str) -> None:
+    """Writes a file atomically. On a full disk, overwrites it in place, which needs no new block."""
+    try:
+        _write(path, text)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        length = path.stat().st_size
+        with path.open("r+b", buffering=0) as file:
+            file.write(text.encode().ljust(length))
 
 
 def _write(path: Path, text: str) -> None:

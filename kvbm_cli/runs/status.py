@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbm_cli.runs.run_directory import PROFILE, EngineRun, Runs
+from kvbm_cli.runs.run_directory import FACTS, PROFILE, EngineRun, Runs, UnreadableRun
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.http_client import get
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
@@ -21,7 +21,8 @@ PARALLEL_PROBES = 16
 TIERS = {"host": "G2", "disk": "G3"}
 FREE = "free"
 UNREACHABLE = "no answer"
-_BLOCKS = re.compile(r'^kvbm_(host|disk)_blocks\{.*?state="(\w+)".*?\} (\S+)$', re.MULTILINE)
+UNREADABLE = "unreadable"
+_BLOCKS = re.compile(r'^kvbm_(host|disk)_blocks\{.*?state="(\w+)".*?\} (\d{1,15}(?:\.\d+)?(?:e\+0?\d)?)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class RunStatus:
 def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> None:
     runs = Runs.of_user()
     every = runs.all()
-    warn_of_unreadable(runs)
+    unreadable = [run for run in warn_of_unreadable(runs) if reference is None and (run.is_locked or with_ended)]
     if reference is not None:
         found = runs.find(reference, ended=True)
     else:
@@ -83,16 +84,17 @@ def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> No
     with ThreadPoolExecutor(PARALLEL_PROBES) as threads:
         status = list(threads.map(_probe, found))
     if as_json:
-        print_json([one.as_data() for one in status])
+        print_json([*(one.as_data() for one in status), *map(_unreadable_data, unreadable)])
     elif reference is not None:
         print_data("\n\n".join(_page(one) for one in status))
-    elif status:
-        print_data(_table(status, with_start=with_ended))
+    elif status or unreadable:
+        print_data(_table(status, unreadable, with_start=with_ended))
     else:
         more = f"; `kvbm status --all` also lists ended runs ({len(every)})" if every and not with_ended else ""
         print_note(f"no engine is running{more}")
     if reference is None and not as_json and not with_ended:
-        for run in {run.facts.profile: run for run in every}.values():  # the last run of each profile
+        last = {(run.facts.profile, run.facts.is_baseline): run for run in every}
+        for run in last.values():
             if (end := _failure(run)) is not None:
                 print_note(f"{run.facts.name} {end}; `kvbm logs {run.facts.name}`")
 
@@ -107,16 +109,21 @@ def _failure(run: EngineRun) -> str | None:
 
 
 def _death(run: EngineRun) -> str:
-    return f"last seen at {_when(run.last_sign_s())}: its launcher was killed or the machine was restarted"
+    rest = f"; `kvbm stop {run.facts.name}` ends its remaining processes" if run.has_leftovers() else ""
+    return f"last seen at {_when(run.last_sign_s())}: its launcher was killed or the machine was restarted{rest}"
 
 
 def _when(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def warn_of_unreadable(runs: Runs) -> None:
-    for path in runs.unreadable():
-        show_warning(f"`{path}` is damaged or has the format of another version; an engine may be running there")
+def warn_of_unreadable(runs: Runs) -> list[UnreadableRun]:
+    """Returns the runs that cannot be read, after a warning for each."""
+    found = runs.unreadable()
+    for run in found:
+        where = "an engine is running there" if run.is_locked else "an engine may be running there"
+        show_warning(f"`{run.path / FACTS}` is damaged or has the format of another version; {where}")
+    return found
 
 
 def _probe(run: EngineRun) -> RunStatus:
@@ -133,10 +140,15 @@ def _probe(run: EngineRun) -> RunStatus:
     return RunStatus(run, is_healthy, blocks)
 
 
-def _table(status: Sequence[RunStatus], *, with_start: bool) -> str:
+def _unreadable_data(run: UnreadableRun) -> dict[str, Any]:
+    return {"run": run.path.name, "state": UNREADABLE, "is_locked": run.is_locked, "directory": str(run.path)}
+
+
+def _table(status: Sequence[RunStatus], unreadable: Sequence[UnreadableRun], *, with_start: bool) -> str:
     rows = [("run", "state", "launcher", "up", "address", "used"), *map(_row, status)]
+    rows += [(run.path.name, UNREADABLE, *"----") for run in unreadable]
     if with_start:
-        starts = ["started", *(_when(one.run.facts.started_s) for one in status)]
+        starts = ["started", *(_when(one.run.facts.started_s) for one in status), *("-" for _ in unreadable)]
         rows = [(*row, start) for row, start in zip(rows, starts, strict=True)]
     return table(rows, right=(2, 3))
 
@@ -153,7 +165,9 @@ def _age(run: EngineRun) -> str:
     facts = run.facts
     if run.state is RunState.DEAD:
         return "-"
-    return duration((facts.ended_s or time.time()) - facts.started_s)
+    if run.state is RunState.ENDED:
+        return duration(max(0.0, (facts.ended_s or facts.started_s) - facts.started_s))
+    return duration(facts.launcher.age_s() or max(0.0, time.time() - facts.started_s))
 
 
 def duration(seconds: float) -> str:

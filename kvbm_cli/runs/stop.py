@@ -1,8 +1,9 @@
 """`kvbm stop`: ends runs as Ctrl-C does, and returns when all their processes have ended.
 
 The launcher gets SIGTERM, waits for the engine and kills it at the deadline. If the launcher hangs, `kvbm stop` kills
-it; then its guard process removes what is left. Exit codes: 0 if all have ended, KILLED if one had to be killed at its
-deadline, STILL_RUNNING if one still runs.
+it; then its guard process removes what is left. Processes that were stopped (SIGSTOP, Ctrl-Z) are continued.
+
+Exit codes: 0 if all have ended, KILLED if one had to be killed at its deadline, STILL_RUNNING if one still runs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ STILL_RUNNING = 1
 POLL_S = 0.1
 NOTE_TIMEOUT_S = 1.0  # for a launcher to record that it was signalled
 RUNNING = (RunState.STARTING, RunState.HEALTHY)
+LINGER_S = 3.0  # for a launcher that has ended its engine to write to a slow terminal
 GRACE_S = 15.0  # after the deadline, for the launcher and its guard to kill and to remove
 
 
@@ -78,7 +80,7 @@ def stop_runs(reference: str | None, *, every: bool, timeout_s: float | None, as
 def _select(runs: Runs, reference: str | None, *, every: bool) -> list[EngineRun]:
     if every and reference is not None:
         raise UsageError("`--all` stops every engine and cannot be combined with a name", hint="omit one of them")
-    found = runs.find(reference, ended=False)
+    found = runs.find(reference, ended=False) or runs.with_leftovers(reference)
     if len(found) > 1 and not every:
         listed = ", ".join(f"`{name}`" for name in names(found))
         raise UsageError(f"several engines are running: {listed}", hint="name one of them, or use `kvbm stop --all`")
@@ -109,11 +111,15 @@ def _signal_all(runs: Sequence[EngineRun], started: float, timeout_s: float | No
         for run in runs:
             with contextlib.suppress(OSError):  # removed a moment ago
                 locks.enter_context(locked(run.path))  # other `kvbm stop` commands signal nothing in the meantime
+        for run in runs:
+            if run.has_leftovers():
+                _continue_processes(run)  # its guard then removes them
         running = [run for run in runs if run.again().state in RUNNING]
         for run in running:
             if timeout_s is not None:
                 _request_timeout(run, timeout_s)
             _signal(run, signal.SIGTERM)
+            _signal(run, signal.SIGCONT)  # a stopped launcher handles no signal
         while any(run.again().state in RUNNING for run in running) and time.monotonic() < started + NOTE_TIMEOUT_S:
             time.sleep(POLL_S / 4)
     return running
@@ -145,9 +151,11 @@ def _wait(
     """
     log = EngineLog(list(log_paths(run).values())[-1], 0).from_here()
     allowed_s = run.facts.stop_timeout_s if timeout_s is None else timeout_s
-    deadline = started + allowed_s + GRACE_S
+    deadline = started + (allowed_s if run.is_living else 0.0) + GRACE_S
     is_killed = False
-    while not _has_ended(run):
+    while not (now := run.again()).has_ended():
+        if not (now.is_living or now.has_leftovers()):  # only its launcher is left
+            deadline = min(deadline, time.monotonic() + LINGER_S)
         if not is_signalled and timeout_s is not None and time.monotonic() > started + timeout_s:
             _signal(run, signal.SIGTERM)
             is_signalled = True
@@ -155,14 +163,15 @@ def _wait(
             break
         if time.monotonic() > deadline:
             _signal(run, signal.SIGKILL)
+            _continue_processes(now)
             is_killed, deadline = True, time.monotonic() + GRACE_S
         display.report(": ".join(filter(None, (run.facts.name, log.phase()))))
         time.sleep(POLL_S)
     now = run.again()
-    return StoppedRun(now, time.monotonic() - started, _has_ended(run), now.facts.exit_code)
+    return StoppedRun(now, time.monotonic() - started, now.has_ended(), now.facts.exit_code)
 
 
-def _has_ended(run: EngineRun) -> bool:
-    now = run.again()
-    processes = (now.facts.launcher, *now.facts.processes.values())
-    return not now.is_living and not any(process.is_alive() for process in processes)
+def _continue_processes(run: EngineRun) -> None:
+    for process in run.facts.processes.values():
+        with contextlib.suppress(PermissionError):
+            process.signal(signal.SIGCONT)

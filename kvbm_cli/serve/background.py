@@ -57,10 +57,14 @@ class Background:
         return code if code >= 0 else 128 - code
 
     def release(self, output: Path) -> None:
-        """In the child: redirects output to a file and lets the parent exit."""
+        """In the child: redirects output to a file, or to nothing if that fails, and lets the parent exit."""
         sys.stdout.flush()
         sys.stderr.flush()
-        with open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
+        try:
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError:  # a full disk must not end the engine
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+        with open(descriptor, "wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         with contextlib.suppress(BrokenPipeError):  # the parent was killed

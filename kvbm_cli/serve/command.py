@@ -18,25 +18,20 @@ from urllib.parse import urlsplit
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.disaggregated.engines import log_of
-from kvbm_cli.disaggregated.plan import DisaggregatedPlan, require_nixl
-from kvbm_cli.engine.engines import how_to_make_model, make_model, versions
+from kvbm_cli.disaggregated.plan import DisaggregatedPlan
+from kvbm_cli.engine.engines import how_to_make_model, make_model, require_known_vllm, versions
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.profile.preflight import (
-    check,
-    require_disk_space,
-    require_engine,
-    require_free_port,
-    require_log,
-    require_metrics_ports,
-)
+from kvbm_cli.profile.machine_problems import problems_here, require_none, reservation_problems, warn_of
+from kvbm_cli.profile.preflight import check, require_log
 from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.runs.reservations import taken_ports
 from kvbm_cli.runs.run_directory import EngineRun, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunFacts
 from kvbm_cli.serve.background import Background
 from kvbm_cli.serve.launcher import launch
 from kvbm_cli.serve.options import ServeOptions
 from kvbm_cli.serve.plan_text import endpoint_of, named_plans, plan_text, print_dry_run
-from kvbm_cli.serve.reservations import living_runs, require_memory, require_port, taken_ports
+from kvbm_cli.serve.predecessors import await_predecessors
 from kvbm_cli.serve.served_profile import ServedProfile, require_baseline
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import print_note
@@ -60,16 +55,19 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
         if background.is_parent:
             return background.wait()
     served = _checked(reference, overrides, options)
+    has_cache = not options.is_baseline
     if options.is_dry_run:
+        warn_of(problems_here(served.resolved, served.sizing, has_cache=has_cache))
         print_dry_run(served, served.plan(served.profile.server.port), as_json=options.as_json)
         return 0
-    _require_machine(served, is_forced=options.is_forced)
+    await_predecessors(served)
+    require_none(problems_here(served.resolved, served.sizing, has_cache=has_cache), is_forced=options.is_forced)
     _make_model(served)
     runs = _runs(is_detached=options.is_detached)
     with runs.starting() as living:
+        problems = reservation_problems(served.resolved, served.sizing, living, has_cache=has_cache)
+        require_none(problems, is_forced=options.is_forced)
         plan = served.plan(_free_port(served.resolved, living), taken=tuple(taken_ports(living)))
-        if not options.is_forced:
-            require_memory(served.resolved, served.memory_bytes, living)
         run = runs.create(served.run_name)
         try:
             _describe(run, served, plan, options)
@@ -81,26 +79,16 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
 
 
 def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) -> ServedProfile:
-    """Returns the profile after the checks that `--dry-run` makes too."""
+    """Returns the profile. ProfileError for mistakes in it."""
     port, has_cache = options.port, not options.is_baseline
     resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
+    if options.log is not None and options.log.exists() and options.log.samefile(resolved.path):
+        raise UsageError(f"`--log {options.log}` is the profile itself", hint="name another file with `--log FILE`")
     if options.is_baseline:
         require_baseline(resolved, overrides)
-    is_lenient = options.is_forced or options.is_dry_run
-    require_engine(resolved, force=is_lenient, has_cache=has_cache)
-    sizing = check(resolved, warns_of_space=is_lenient, has_cache=has_cache)
-    return ServedProfile(resolved, sizing, options.is_baseline)
-
-
-def _require_machine(served: ServedProfile, *, is_forced: bool) -> None:
-    """Raises EnvironmentProblem for what would make the engine fail."""
-    if served.profile.disaggregated.is_enabled:
-        require_nixl(served.profile)
-    if served.disk is not None and not is_forced:
-        require_disk_space(served.resolved, served.sizing)
-    _free_port(served.resolved, living_runs())
-    if not served.is_baseline:
-        require_metrics_ports(served.resolved)
+    if options.is_dry_run and not options.is_forced:
+        require_known_vllm(resolved.profile)
+    return ServedProfile(resolved, check(resolved, has_cache=has_cache), options.is_baseline)
 
 
 def _make_model(served: ServedProfile) -> None:
@@ -124,8 +112,6 @@ def _runs(*, is_detached: bool) -> Runs:
 def _free_port(resolved: ResolvedProfile, living: Sequence[EngineRun]) -> int:
     """Returns the port of the profile, or a free one that no starting engine has reserved."""
     server, taken = resolved.profile.server, taken_ports(living)
-    require_port(server.host, server.port, living)
-    require_free_port(resolved)
     while (port := choose_port(server.host, server.port)) in taken:
         pass
     return port

@@ -22,6 +22,7 @@ from typing import Self
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.runs.log_tail import LogTail, shown_line
 from kvbm_cli.terminal.console import WIDTH, columns
+from kvbm_cli.terminal.printable import without_commands
 from kvbm_cli.terminal.progress import PHASE_INTERVAL_S, REDRAW_S, Pace
 
 CLOSE_TIMEOUT_S = 1.0  # for a slow terminal to take the rest of the log
@@ -29,9 +30,12 @@ ERASE = "\r\033[K"
 
 
 class ServeDisplay:
-    """Methods are called by the main thread. `tails` are the logs to print, none with `--quiet`."""
+    """Methods are called by the main thread. `tails` are the logs to print, none with `--quiet`.
 
-    def __init__(self, tails: Sequence[LogTail] = ()) -> None:
+    `heading` is its first note.
+    """
+
+    def __init__(self, tails: Sequence[LogTail], heading: str) -> None:
         self._tails = tails
         self._verb, self._phase, self._started = "starting", "", time.monotonic()
         self._queue: deque[tuple[int, str]] = deque()  # removed from when written
@@ -44,6 +48,7 @@ class ServeDisplay:
         self._printed_phase, self._printed_s = "", -PHASE_INTERVAL_S
         self._pace = Pace()
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
+        self.note(heading)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -87,7 +92,7 @@ class ServeDisplay:
             raise EnvironmentProblem(f"cannot write to standard output: {reason}")
 
     def _put(self, descriptor: int, text: str) -> None:
-        self._queue.append((descriptor, text))
+        self._queue.append((descriptor, without_commands(text)))
         self._wakes.set()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -167,6 +172,6 @@ def _write(descriptor: int, data: bytes) -> None:
         try:
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:
-            room = select.poll()
-            room.register(descriptor, select.POLLOUT)
-            room.poll()
+            writable = select.poll()
+            writable.register(descriptor, select.POLLOUT)
+            writable.poll()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvbm_cli.serve.background import Background
 
 WATCH_S = 0.1
+RESTORE_S = 1.0
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 
@@ -58,10 +59,11 @@ def launch(
     with (
         _failure_recorded(run),
         _Signals(run) as signals,
-        ServeDisplay(tails) as display,
+        ServeDisplay(tails, heading) as display,
         _start(plan, log_path) as engine,
     ):
-        display.note(heading)
+        if isinstance(engine, EngineProcess) and engine.admin_token is not None:
+            run.write_admin_token(engine.admin_token)
         try:
 
             def on_progress(phase: str) -> None:
@@ -128,17 +130,40 @@ def _watch(
     background: Background | None,
 ) -> int:
     """Returns the exit code of an engine that was stopped. Releases the background when its output is printed."""
+    record = _Record(run, display)
     while (code := engine.poll()) is None:
         _record_processes(run, engine)
+        record.restore()
         _forward_signals(display, signals, engine)
+        has_printed = display.has_printed()
         display.raise_failure()
-        if background is not None and display.has_printed():
+        if background is not None and has_printed:
             background.release(run.path / OWN_LOG)
             background = None
         time.sleep(WATCH_S)
     if not signals.received:
         raise engine.ended_error("the engine exited unexpectedly")
     return code
+
+
+class _Record:
+    """Keeps the run directory up to date while the engine runs, and reports once if that fails."""
+
+    def __init__(self, run: RunDirectory, display: ServeDisplay) -> None:
+        self._run = run
+        self._display = display
+        self._next_s = 0.0
+        self._has_warned = False
+
+    def restore(self) -> None:
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + RESTORE_S
+        self._run.restore()
+        if self._run.problem is not None and not self._has_warned:
+            text = f"{self._run.problem}; the engine continues, but `kvbm status` may show an old state"
+            self._display.note(warning_text(text))
+        self._has_warned = self._run.problem is not None
 
 
 def _forward_signals(display: ServeDisplay, signals: _Signals, engine: EngineProcess | DisaggregatedEngines) -> bool:

@@ -10,8 +10,9 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import UsageError
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports
 from kvbm_cli.disaggregated.plan import plan as disaggregated_plan
-from kvbm_cli.engine.engines import copy_count, launch_plan
+from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.engine.process import STOP_TIMEOUT_S
+from kvbm_cli.profile.machine_problems import memory_bytes
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -40,19 +41,19 @@ class ServedProfile:
         return f"{self.resolved.name}-{BASELINE}" if self.is_baseline else self.resolved.name
 
     @property
+    def model(self) -> str:
+        """Returns the name of the model in requests."""
+        name = self.profile.engine.arguments.served_model_name
+        return str((name[0] if isinstance(name, list) else name) or self.profile.engine.model)
+
+    @property
     def disk(self) -> DiskTierSection | None:
         return None if self.is_baseline else self.profile.tiers.disk
 
     @property
     def memory_bytes(self) -> int:
         """Returns the host memory for blocks (G2) of all its engines, 0 if unknown."""
-        if self.is_baseline:
-            return 0
-        host = self.profile.tiers.host
-        if isinstance(self.sizing, Exception):
-            capacity = (host.capacity or 0) if host is not None and host.blocks is None else 0
-            return capacity * copy_count(self.profile)
-        return self.sizing.host.total_bytes * copy_count(self.profile)
+        return 0 if self.is_baseline else memory_bytes(self.profile, self.sizing)
 
     @property
     def stop_timeout_s(self) -> float:

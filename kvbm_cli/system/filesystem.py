@@ -15,6 +15,33 @@ def nearest_existing(directory: Path) -> Path:
     return next(path for path in (directory, *directory.parents) if os.path.lexists(path))
 
 
+FSTAB = Path("/etc/fstab")
+_FOR_MOUNTS = tuple(map(Path, ("/", "/mnt", "/media", "/run/media")))
+
+
+def missing_mount(directory: Path, *, fstab: Path = FSTAB) -> str | None:
+    """Returns why the drive of the directory does not seem to be mounted, None if it does.
+
+    The directory would then be created on the drive of the system, and fill it.
+    """
+    known = _mount_points(fstab)
+    for path in (directory, *directory.parents):
+        if path in known and not os.path.ismount(path):
+            return f"{path} is a mount point in {fstab}, but nothing is mounted there"
+    holder = nearest_existing(directory)
+    if holder != directory and (holder in _FOR_MOUNTS or holder.parent in _FOR_MOUNTS[2:]):
+        missing = holder / directory.relative_to(holder).parts[0]
+        return f"{missing} does not exist: the drive may not be mounted"
+    return None
+
+
+def _mount_points(fstab: Path) -> set[Path]:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        rows = [line.split() for line in fstab.read_text().splitlines() if not line.lstrip().startswith("#")]
+        return {Path(row[1].replace("\\040", " ")) for row in rows if len(row) > 1 and row[1].startswith("/")}
+    return set()
+
+
 def expanded(directory: str) -> Path:
     """Returns the path with `~` replaced by a home directory. Raises EnvironmentProblem if there is none."""
     name = directory.partition("/")[0]

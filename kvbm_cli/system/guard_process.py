@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ class GuardProcess:
     def scan(self) -> None:
         """Returns when the guard has recorded all that exists at this moment."""
         assert self._child.stdout is not None
+        self._child.send_signal(signal.SIGCONT)  # it may have been stopped
         with contextlib.suppress(BrokenPipeError):  # the guard was killed
             self._send(SCAN)
             answer = select.poll()
@@ -51,6 +53,7 @@ class GuardProcess:
 
     def remove(self, timeout_s: float) -> bool:
         """Removes the leftovers. False if the guard is still busy after `timeout_s`; it then continues alone."""
+        self._child.send_signal(signal.SIGCONT)
         try:
             self._child.communicate(END, timeout_s)
         except subprocess.TimeoutExpired:

@@ -6,13 +6,18 @@ Standard library only: `kvbm status` starts faster without a client library.
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 LONGEST_ERROR = 300
+MAX_BODY_BYTES = 64 << 20
+PIECE_BYTES = 64 << 10
 BAD_LENGTH = (ValueError, OverflowError, MemoryError)  # what http.client raises for a body or chunk of absurd length
 
 
@@ -61,19 +66,83 @@ def request(
     headers: Mapping[str, str] | None = None,
     timeout_s: float | None,
 ) -> HttpAnswer:
-    """Sends one request, with `content` as JSON if it is given. `timeout_s` is for each wait on the network, None for
-    as long as the server keeps the connection."""
-    parts = urlsplit(url)
-    body = None if content is None else json.dumps(content).encode()
-    sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
-    connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
+    """Sends one request, with `content` as JSON if it is given. `timeout_s` limits all of it, from the connection to
+    the last byte; None waits as long as the server keeps the connection."""
+    connection = None
     try:
-        connection.connect()
-        address = connection.sock.getpeername()[0]
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            return HttpAnswer(failure=f"`{url}` is not an http:// address")
+        connection = _TimedConnection(parts.netloc, timeout_s)
+        body = None if content is None else json.dumps(content).encode()
+        sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
         connection.request(method, parts._replace(scheme="", netloc="").geturl(), body, sent)
         answer = connection.getresponse()
-        return HttpAnswer(answer.status, answer.read(), address)
+        return HttpAnswer(answer.status, _whole_body(answer), connection.address)
+    except TimeoutError:
+        return HttpAnswer(failure=f"no complete answer within {timeout_s:g} s")
     except (OSError, *BAD_LENGTH, http.client.HTTPException) as error:
         return HttpAnswer(failure=str(error) or type(error).__name__)
     finally:
-        connection.close()
+        if connection is not None:
+            connection.end()
+
+
+def _whole_body(answer: http.client.HTTPResponse) -> bytes:
+    body = bytearray()
+    while piece := answer.read(PIECE_BYTES):
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise ValueError(f"the answer is longer than {MAX_BODY_BYTES} bytes")
+    if answer.length:
+        raise http.client.IncompleteRead(bytes(body), answer.length)
+    return bytes(body)
+
+
+class _TimedConnection(http.client.HTTPConnection):
+    """Raises TimeoutError at its deadline, also if the server sends a byte now and then."""
+
+    def __init__(self, netloc: str, timeout_s: float | None) -> None:
+        super().__init__(netloc, timeout=timeout_s)
+        self.address = ""
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._socket: socket.socket | None = None
+
+    def connect(self) -> None:
+        super().connect()
+        self._socket = self.sock
+        self.address = self.sock.getpeername()[0]
+        self.sock = _TimedSocket(self._socket, self._deadline)
+
+    def end(self) -> None:
+        self.close()
+        if self._socket is not None:
+            self._socket.close()
+
+
+class _TimedSocket(io.RawIOBase):
+    """The part of a socket that http.client uses. Borrows the socket."""
+
+    def __init__(self, connected: socket.socket, deadline: float | None) -> None:
+        self._socket = connected
+        self._deadline = deadline
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_TimedSocket(self._socket, self._deadline))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._set_timeout()
+        return self._socket.recv_into(buffer)
+
+    def sendall(self, data: bytes) -> None:
+        self._set_timeout()
+        self._socket.sendall(data)
+
+    def _set_timeout(self) -> None:
+        left_s = None if self._deadline is None else self._deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left_s)

@@ -42,6 +42,13 @@ class ProcessIdentity:
     def is_alive(self) -> bool:
         return self.is_here() and _start_of(self.pid) == self.started
 
+    def age_s(self) -> float | None:
+        """Returns how long the process has run, whatever happened to the clock; None if it is not alive here."""
+        if not self.is_alive():
+            return None
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        return max(0.0, uptime_s - self.started / os.sysconf("SC_CLK_TCK"))
+
     def signal(self, number: signal.Signals) -> bool:
         """Sends a signal. Returns False if the process is not alive. Never signals another process: opens a descriptor
         of the process first, then checks its identity."""

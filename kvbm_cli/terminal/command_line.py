@@ -20,16 +20,24 @@ from kvbm.errors import UsageError
 class Command(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if not ctx.resilient_parsing:
-            values, _, order = self.make_parser(ctx).parse_args(args=list(args))
+            values, order = self._parsed(ctx, args)
             for problem in _problems(values, order):
                 raise UsageError(problem, hint=f"see `{ctx.command_path} --help`")
         rest = super().parse_args(ctx, args)
         ctx.params = {name: _expanded(value) for name, value in ctx.params.items()}
         return rest
 
+    def _parsed(self, ctx: typer.Context, args: list[str]) -> tuple[dict[str, Any], list[Any]]:
+        """Returns the last value of each parameter by its name, and the parameters in their order."""
+        try:
+            values, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        except typer.TyperException as error:
+            error.ctx = getattr(error, "ctx", None) or ctx  # type: ignore[attr-defined]  # for the hint
+            raise
+        return values, order
+
 
 def _problems(values: dict[str, Any], order: list[Any]) -> Iterator[str]:
-    """`order` has the parameters in the order of the command line, `values` the last value of each by its name."""
     for parameter in dict.fromkeys(order):
         name, value = _shown(parameter), values.get(parameter.name)
         if value == "":

@@ -9,11 +9,13 @@ import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
+from kvbm_cli.terminal.printable import one_line, printable
+
 WIDTH = 80
 
 
 def print_data(text: str) -> None:
-    print(text, flush=True)
+    print(printable(text), flush=True)
 
 
 def print_json(value: object) -> None:
@@ -21,11 +23,16 @@ def print_json(value: object) -> None:
 
 
 def print_note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def print_question(text: str) -> None:
+    print(printable(text), end="", file=sys.stderr, flush=True)
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
     """Formats rows with two spaces between columns. Columns with an index in `right` are right-aligned."""
+    rows = [[one_line(text) for text in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
     def cell(text: str, column: int) -> str:

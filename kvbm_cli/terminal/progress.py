@@ -9,6 +9,7 @@ import time
 from typing import Self
 
 from kvbm_cli.terminal.console import WIDTH, columns
+from kvbm_cli.terminal.printable import one_line
 
 REDRAW_S = 0.25
 PHASE_INTERVAL_S = 2.0
@@ -46,7 +47,8 @@ class ProgressDisplay:
         self.clear()
 
     def report(self, phase: str) -> None:
-        """Sets what the command is doing now."""
+        """Sets what the command is doing now. A server may have sent the text."""
+        phase = one_line(phase)
         with self._lock:
             if phase != self._phase:
                 self._phase = phase

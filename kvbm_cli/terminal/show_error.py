@@ -6,18 +6,19 @@ Everything goes to stderr. The text is the same without colour.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from kvbm.errors import KvbmError, ProfileMistakes
+from kvbm.errors import EnvironmentProblems, KvbmError, ProfileMistakes
+from kvbm_cli.terminal.printable import printable
 
 RED, YELLOW, CYAN = "1;31", "1;33", "1;36"
 
 
 def show_error(message: str, *, cause: BaseException | None = None, hint: str | None = None) -> None:
-    lines = [f"{coloured('error:', RED)} {message}"]
-    lines += [f"  caused by: {text}" for text in _causes(cause)]
+    lines = [f"{coloured('error:', RED)} {printable(message)}"]
+    lines += [f"  caused by: {printable(text)}" for text in _causes(cause)]
     if hint:
-        lines += ["", f"{coloured('hint:', CYAN)} {hint}"]
+        lines += ["", f"{coloured('hint:', CYAN)} {printable(hint)}"]
     print("\n".join(lines), file=sys.stderr)
 
 
@@ -26,18 +27,24 @@ def show_warning(message: str) -> None:
 
 
 def warning_text(message: str) -> str:
-    return f"{coloured('warning:', YELLOW)} {message}"
+    return f"{coloured('warning:', YELLOW)} {printable(message)}"
 
 
 def show_kvbm_error(error: KvbmError) -> None:
-    """Prints an error. Several mistakes of a profile are printed each with its hint, followed by their number."""
-    if not isinstance(error, ProfileMistakes):
+    """Prints an error. Several mistakes or problems are printed each with its hint, followed by their number."""
+    if isinstance(error, ProfileMistakes):
+        _show_several(error.mistakes, "mistakes")
+    elif isinstance(error, EnvironmentProblems):
+        _show_several(error.problems, "problems")
+    else:
         show_error(error.message, cause=error.__cause__, hint=error.hint)
-        return
-    for one in error.mistakes:
+
+
+def _show_several(errors: Sequence[KvbmError], noun: str) -> None:
+    for one in errors:
         show_error(one.message, cause=one.__cause__, hint=one.hint)
         print(file=sys.stderr)
-    print(f"{len(error.mistakes)} mistakes", file=sys.stderr)
+    print(f"{len(errors)} {noun}", file=sys.stderr)
 
 
 def _causes(cause: BaseException | None) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Standard streams that are closed, cut off, on a full disk, or in an encoding that lacks a character.
 
+They escape what a terminal would obey (printable.py).
+
 Failed writes to stderr are ignored. A failed write to stdout is an error of the command, reported once.
 """
 
@@ -11,6 +13,7 @@ import sys
 from typing import TextIO
 
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.terminal.printable import without_commands
 
 BROKEN_PIPE = 141  # the exit code: 128 + SIGPIPE
 
@@ -35,12 +38,20 @@ def _on(stream: TextIO | None, kind: type[io.FileIO]) -> TextIO:
         return open(os.devnull, "w")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
-    return io.TextIOWrapper(
+    return _SafeText(
         io.BufferedWriter(kind(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
         errors="replace",
         line_buffering=stream.line_buffering or kind is _Notes,  # notes precede the data that follows, in a file too
     )
+
+
+class _SafeText(io.TextIOWrapper):
+    """Escapes commands to the terminal in text of any origin: tracebacks, warnings, log lines of libraries."""
+
+    def write(self, text: str) -> int:
+        super().write(without_commands(text))
+        return len(text)
 
 
 class _Output(io.FileIO):

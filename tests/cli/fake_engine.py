@@ -6,7 +6,8 @@ ignores SIGTERM, `dies` ends by itself once it was healthy, `ends` too and as if
 process of its own, `litters` also one that leaves the group, and makes files in shared memory and in TMPDIR that it
 never deletes, `mute` is healthy but gives no token, `refuses` answers 404 to a completion, `broken` answers 500, `busy`
 answers 503 twice before it gives one, `unhealthy` answers 503 with a phase, `full_disk` and others of LAST_WORDS end
-with such words, `noisy` prints control characters and then a line per millisecond. Without it, a well-behaved engine.
+with such words, `noisy` prints control characters and then a line per millisecond, `slow_stop` takes two seconds to
+stop. Without it, a well-behaved engine.
 """
 
 import http.server
@@ -85,6 +86,8 @@ def main() -> None:
     print("loading the weights", flush=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if MODE == "stubborn" else lambda *ignored: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN if MODE == "stubborn" else lambda *ignored: sys.exit(0))
+    if MODE == "slow_stop":
+        signal.signal(signal.SIGTERM, lambda *ignored: (time.sleep(2), os._exit(0)))
     if MODE == "crash":
         sys.exit("Traceback (most recent call last):\nMemoryError: not enough of it")
     if MODE in LAST_WORDS:

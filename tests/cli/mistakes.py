@@ -93,6 +93,16 @@ def fifo(home: Path) -> Iterator[None]:
         (home / "pipe.yaml").unlink()
 
 
+@contextmanager
+def for_everyone(home: Path) -> Iterator[None]:
+    (home / "all").mkdir()
+    (home / "all").chmod(0o777)
+    try:
+        yield
+    finally:
+        (home / "all").rmdir()
+
+
 def override(text: str, profile: str = "demo") -> Row:
     return Row(f"profile check {profile} --set {text}")
 
@@ -386,6 +396,9 @@ COMMAND_LINE = {
     "command_output_empty": Row("cache export-stats --output ''"),
     "command_write_empty": Row("doctor --profile demo --write ''"),
     "command_missing_value": Row("serve --profile"),
+    "command_missing_value_of_a_subcommand": Row("cache clear --salt"),
+    "command_flag_with_a_value": Row("serve -p demo --dry-run=1"),
+    "command_serve_of_an_empty_name": Row("serve ''"),
     "command_missing_argument": Row("profile show"),
     "command_extra_argument": Row("size --profile demo more"),
     "command_unknown_arm": Row("bench --profile demo --compare basline"),
@@ -414,6 +427,7 @@ NEW = {
     "new_with_a_misspelt_key": Row("profile new mine.yaml --extends demo --set server.prt=1"),
     "new_extending_nothing": Row("profile new mine.yaml --extends vlm"),
     "new_without_a_name": Row("profile new '' --extends demo"),
+    "new_with_only_a_suffix": Row("profile new .yaml --extends demo"),
     "new_is_a_loop": Row("profile new loop.yaml --extends demo", prepare=LOOP),
     "new_extending_a_loop": Row("profile new mine.yaml --extends ./loop.yaml", prepare=LOOP),
     "new_in_no_directory": Row("profile new no/mine.yaml --extends demo", exit_code=MACHINE),
@@ -422,6 +436,9 @@ NEW = {
 MACHINE_STATE = {
     "machine_no_interpreter": engine("python: /opt/none/bin/python"),
     "machine_directory_is_a_file": mine("  disk: {capacity: 1GiB, directory: ~/mine.yaml}\n"),
+    "machine_directory_of_recordings_is_a_file": mine("metrics: {record: true, record_directory: ~/mine.yaml}\n"),
+    "machine_directory_with_a_name_too_long": mine(f"  disk: {{capacity: 1GiB, directory: ~/{'a' * 300}}}\n"),
+    "machine_directory_for_everyone": mine("  disk: {capacity: 1GiB, directory: ~/all}\n", prepare=for_everyone),
     "machine_address_of_another": mine("server: {host: 192.0.2.1}\n"),
     "machine_port_taken": mine(
         "", command="serve --profile mine.yaml --port 18734", exit_code=MACHINE, prepare=taken_port

@@ -136,6 +136,7 @@ class MockEngine:
 
     model = "mock"
     startup_s = 0.0
+    admin_token = None
 
     def __init__(self, options: Options, *, port: int = 0) -> None:
         self._model = Model(options)

@@ -1,12 +1,18 @@
 """Each run of the arm with kvbm has a disk tier of its own."""
 
+import contextlib
+
 import pytest
+from bench_rig import WORKLOAD
 
 from kvbm.config.load import load
 from kvbm.errors import EngineError, EnvironmentProblem
-from kvbm_cli.bench.arms import fresh_disk
+from kvbm_cli.bench import arms
+from kvbm_cli.bench.arms import ProfileEngines, fresh_disk
+from kvbm_cli.bench.comparison import AGAINST_BASELINE
 from kvbm_cli.bench.control import ScrapedMetrics
 from kvbm_cli.bench.experiment import _require_empty_disk
+from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.package_data import profiles_directory
 
 
@@ -44,3 +50,24 @@ def test_a_disk_that_is_not_empty_before_the_run_ends_it():
     _require_empty_disk(ScrapedMetrics.parse(""))
     with pytest.raises(EngineError, match="holds 3 blocks"):
         _require_empty_disk(ScrapedMetrics.parse('kvbm_disk_blocks{state="evictable"} 3.0\n'))
+
+
+def test_engines_of_a_public_profile_listen_on_this_machine_only(monkeypatch, tmp_path):
+    """vLLM gets its development mode, in which a client can call methods of the engine."""
+    directories, public = (profiles_directory(),), ("server.host=0.0.0.0",)
+    plans = []
+
+    def start(plan, *, log_path):
+        plans.append(plan)
+        raise EngineError("not started")
+
+    monkeypatch.setattr(arms.EngineProcess, "start", start)
+    for name in ("demo", "vllm-cpu-demo"):
+        measured = load(name, directories=directories, overrides=public).profile
+        with contextlib.closing(OutputDirectory(tmp_path)) as directory:
+            engines = ProfileEngines(measured, WORKLOAD, directory)
+            for arm in AGAINST_BASELINE.arms[:2]:
+                with pytest.raises(EngineError, match="not started"), engines(arm):
+                    pass
+    assert {plan.argv[plan.argv.index("--host") + 1] for plan in plans} == {"127.0.0.1"}
+    assert [plan.environment.get("VLLM_SERVER_DEV_MODE") for plan in plans] == [None, None, "1", "1"]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 
 import pytest
 from bench_rig import WORKLOAD
+from rich.console import Console
 
 from kvbm_cli.bench.comparison import AGAINST_BASELINE
 from kvbm_cli.bench.control import MetricsDelta, ScrapedMetrics
 from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
+from kvbm_cli.bench.report import show
 from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan, RecordedAnswer, Script
 from kvbm_cli.bench.summary import summarise
@@ -114,6 +118,25 @@ def test_every_number_of_a_known_run():
     assert baseline["client"]["lateness_ms"]["p99"] == 1.0
     assert baseline["throughput"]["requests_per_s"] == pytest.approx(6 / 5.45, abs=1e-3)
     json.dumps(summary)
+
+
+@pytest.mark.parametrize(
+    ("later_ms", "share", "is_noise", "text"),
+    [
+        (20.0, 380 / 384, False, "TTFT of kvbm is 1.25 times that of the floor (…); 99% of the possible gain"),
+        (14.0, 386 / 384, True, "TTFT of kvbm equals that of the floor (…) within the noise of this run: all of the …"),
+        (415.0, -15 / 384, False, "TTFT of kvbm is 25.94 times that of the floor (…); 0% of the possible gain"),
+    ],
+)
+def test_more_than_the_possible_gain_is_noise(later_ms, share, is_noise, text, tmp_path):
+    summary = summarise(experiment(kvbm=arm("kvbm", 520.0, later_ms, (32, 400))), surroundings={})
+    assert summary["share_of_possible_gain"] == pytest.approx(share, abs=1e-3)
+    assert summary["share_of_possible_gain_is_noise"] is is_noise
+    console = Console(file=io.StringIO(), width=200)
+    show(summary, console, directory=tmp_path)
+    shown = console.file.getvalue()
+    assert all(part in shown for part in text.split("…")), shown
+    assert not any(int(percent) > 100 for percent in re.findall(r"(\d+)% of the possible", shown))
 
 
 def test_equal_times_are_the_same():

@@ -12,7 +12,7 @@ from terminal import Kvbm, kvbm_here, on_a_terminal, ways
 
 from kvbm.disk.directory import CacheFacts
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.profile.preflight import require_disk_space
+from kvbm_cli.profile.machine_problems import _disk_space, require_none
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import size_of
 
@@ -185,9 +185,9 @@ def test_a_disk_that_cannot_fit_is_refused_unless_an_unused_cache_makes_room(
         with pytest.raises(
             EnvironmentProblem, match=f"`tiers.disk.capacity` requires .* but {tmp_path} has only 1.0 GiB free"
         ):
-            require_disk_space(resolved, sizing)
+            require_none(list(_disk_space(resolved, sizing)))
     else:
-        require_disk_space(resolved, sizing)
+        require_none(list(_disk_space(resolved, sizing)))
     assert ("warning: " in capsys.readouterr().err) == (ends == "fits in its place")
 
 

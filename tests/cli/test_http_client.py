@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 
 import pytest
 
+from kvbm_cli.system import http_client
 from kvbm_cli.system.http_client import get
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -61,3 +64,78 @@ def test_a_body_that_is_no_json_object_has_no_fields(body: bytes) -> None:
     assert answer.is_ok
     assert answer.fields() == {}
     assert answer.error()
+
+
+SLOW = {
+    "status": b"HTTP/1.1 200 OK",
+    "headers": OK + b"X-Long: " + b"a" * 50,
+    "body": OK + b"Content-Length: 100000\r\n\r\n",
+    "body until the end": UNTIL_CLOSE,
+    "chunks": CHUNKED + b"1\r\na\r\n",
+    "answers to wait for": b"HTTP/1.1 100 Continue\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("start", SLOW.values(), ids=SLOW)
+@pytest.mark.parametrize(
+    "trickle", [b"a", b"1\r\na\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"], ids=["byte", "chunk", "100"]
+)
+def test_server_that_sends_a_byte_now_and_then_does_not_extend_the_time(start: bytes, trickle: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):  # the client has gone
+                connection.recv(65536)
+                connection.sendall(start)
+                while True:
+                    time.sleep(0.02)
+                    connection.sendall(trickle)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        started = time.monotonic()
+        answer = get(f"http://127.0.0.1:{server.getsockname()[1]}/health", timeout_s=0.3)
+        assert time.monotonic() - started < 5
+        assert answer.status == 0
+        assert answer.failure
+        thread.join()
+
+
+def test_server_that_never_answers_is_named_with_the_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer = get(f"http://127.0.0.1:{server.getsockname()[1]}/health", timeout_s=0.1)
+    assert answer.failure == "no complete answer within 0.1 s"
+
+
+@pytest.mark.parametrize("head", [UNTIL_CLOSE, OK + b"Content-Length: 5000\r\n\r\n", CHUNKED + b"1388\r\n"])
+def test_answer_without_end_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+    monkeypatch.setattr(http_client, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(http_client, "PIECE_BYTES", 100)
+    assert get_from(head + b"a" * 5000).failure == "the answer is longer than 1000 bytes"
+
+
+@pytest.mark.parametrize("body", [b"", b"{}" * 500_000])
+def test_whole_answer_is_returned(body: bytes) -> None:
+    assert get_from(OK + b"Content-Length: %d\r\n\r\n" % len(body) + body).body == body
+    assert get_from(UNTIL_CLOSE + body).body == body
+
+
+WRONG_ADDRESSES = [
+    *("", "nonsense", "http://", "http://[::1/health", "http://127.0.0.1:port/", "http://127.0.0.1:99999/"),
+    *(
+        "http://127.0.0.1:1/a b",
+        "http://127.0.0.1:1/a\nb",
+        "http://a\x00b/",
+        "https://127.0.0.1:1/",
+        "file:///etc/passwd",
+    ),
+    *("http://" + "a" * 300 + "/", "http://\ud800/", "http://user:secret@127.0.0.1:1/"),
+]
+
+
+@pytest.mark.parametrize("url", WRONG_ADDRESSES)
+def test_address_that_is_none_is_a_failure_with_a_reason(url: str) -> None:
+    answer = get(url, timeout_s=1)
+    assert answer.status == 0
+    assert answer.failure

@@ -183,8 +183,9 @@ def test_launcher_that_does_not_react_is_killed(home: Path) -> None:
     kvbm(*SERVE, home=home)
     processes = processes_of(home)
     processes[0].suspend()
-    program = (
-        "import kvbm_cli.runs.stop as s; s.GRACE_S = 1.0; from kvbm_cli.app import run; exit(run(['stop', '-t0']))"
+    program = (  # without SIGCONT the launcher stays as it is, like one that hangs
+        "import kvbm_cli.runs.stop as s; s.GRACE_S = 1.0; from kvbm_cli.app import run; send = s._signal; "
+        "s._signal = lambda run, number: number.name == 'SIGCONT' or send(run, number); exit(run(['stop', '-t0']))"
     )
     done = subprocess.run([PROGRAM[0], "-c", program], cwd=home, env=environment(home), capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
@@ -322,9 +323,12 @@ def test_pasted_command_of_a_dry_run_starts_the_same_engine(home: Path) -> None:
     assert by_hand == by_us
 
 
+OWN = ("TMPDIR", "PWD", "_", "KVBM_ADMIN_TOKEN")  # each process has its own
+
+
 def _seen_by(engine: psutil.Process) -> tuple[list[str], dict[str, str], str]:
     words = [re.sub(r'("port":|^)\d{5}', r"\1[PORT]", word) for word in engine.cmdline()]
-    variables = {name: value for name, value in engine.environ().items() if name not in ("TMPDIR", "PWD", "_")}
+    variables = {name: value for name, value in engine.environ().items() if name not in OWN}
     return words, variables, engine.cwd()
 
 

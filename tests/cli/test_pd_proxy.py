@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import io
 import json
 
@@ -10,7 +11,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from kvbm_cli.disaggregated.proxy import is_one_answer, make_app, prefill_request
+from kvbm_cli.disaggregated import proxy
+from kvbm_cli.disaggregated.proxy import SERVER_OPTIONS, is_one_answer, make_app, prefill_request
 
 BLOCKS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_port": 5600}
 
@@ -22,11 +24,12 @@ class Recorder:
         prefilled = [json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": BLOCKS}).encode()]
         self.pieces = pieces or (prefilled if kind == "prefill" else [b'{"choices": [', b'{"text": "answer"}]}'])
         self.status, self.breaks = status, breaks
-        self.requests, self.headers, self.gone = [], [], asyncio.Event()
+        self.requests, self.headers, self.paths, self.gone = [], [], [], asyncio.Event()
         self.go_on = asyncio.Event()
         self.go_on.set()
 
     async def answer(self, request):
+        self.paths.append(request.path)
         self.requests.append(await request.json() if request.can_read_body else None)
         self.headers.append(request.headers)
         response = web.StreamResponse(status=self.status, headers={"Content-Type": "application/json"})
@@ -44,7 +47,7 @@ class Recorder:
 
     async def start(self, stack):
         app = web.Application(client_max_size=2**28)
-        app.router.add_route("*", "/v1/{path:.*}", self.answer)
+        app.router.add_route("*", "/{path:.*}", self.answer)
         server = TestServer(app)
         await server.start_server()
         stack.push_async_callback(server.close)
@@ -52,14 +55,14 @@ class Recorder:
 
 
 class Rig:
-    def __init__(self, prefill, decode):
-        self.prefill, self.decode = prefill, decode
+    def __init__(self, prefill, decode, **options):
+        self.prefill, self.decode, self.options = prefill, decode, options
 
     async def __aenter__(self):
         self.stack = contextlib.AsyncExitStack()
         urls = [[await engine.start(self.stack) for engine in engines] for engines in (self.prefill, self.decode)]
         server = TestServer(make_app(*urls))
-        await server.start_server()
+        await server.start_server(**{**SERVER_OPTIONS, **self.options})
         self.stack.push_async_callback(server.close)
         self.session = await self.stack.enter_async_context(aiohttp.ClientSession())
         self.url = str(server.make_url("/")).rstrip("/")
@@ -257,5 +260,208 @@ def test_long_prompt_passes():
         async with rig, rig.session.post(rig.url + "/v1/completions", data=body) as answer:
             assert answer.status == 200
         assert prefill.requests[0]["prompt"] == decode.requests[0]["prompt"] == prompt
+
+    run(scenario)
+
+
+SECRET = {"do_remote_prefill": True, "remote_host": "attacker.example", "remote_port": 1, "remote_block_ids": [[9]]}
+LIMITS = {"max_load_tokens": 16, "max_offload_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"n": 2}, {"prompt": ["a", "b"]}, {"best_of": 3}], ids=["one", "n", "prompts", "best_of"]
+)
+@pytest.mark.parametrize("place", ["kv_transfer_params", "vllm_xargs"])
+def test_client_cannot_name_the_host_and_the_blocks_that_an_engine_reads(more, place):
+    async def scenario():
+        prefill, decode = Recorder("prefill"), Recorder("decode")
+        given = {"kv_transfer_params": {**SECRET, **LIMITS, "unknown": 1}, "ec_transfer_params": {"peer": "x"}}
+        body = {"prompt": "a", **(given if place == "kv_transfer_params" else {place: {**given, "own": 1}}), **more}
+        async with Rig([prefill], [decode]) as rig, rig.post(body) as answer:
+            assert answer.status == 200
+        expected = LIMITS if place == "kv_transfer_params" else {}
+        for engine, added in ((prefill, proxy._ASK_FOR_BLOCKS), (decode, {} if more else BLOCKS)):
+            for request in engine.requests:
+                assert request.get("kv_transfer_params", {}) == {**expected, **added}
+                assert "ec_transfer_params" not in request
+                assert request.get("vllm_xargs", {"own": 1}) == {"own": 1}
+
+    run(scenario)
+
+
+def test_only_the_address_of_blocks_passes_from_one_engine_to_the_other():
+    async def scenario():
+        address = {**BLOCKS, "remote_num_tokens": 5, "tp_size": 2, "max_load_tokens": 0, "command": "run"}
+        prefill = Recorder("prefill", pieces=[json.dumps({"kv_transfer_params": address}).encode()])
+        decode = Recorder("decode")
+        async with Rig([prefill], [decode]) as rig, rig.post({"prompt": "a"}) as answer:
+            assert answer.status == 200
+        assert decode.requests[0]["kv_transfer_params"] == {**BLOCKS, "remote_num_tokens": 5, "tp_size": 2}
+
+    run(scenario)
+
+
+NOT_SERVED = [
+    "/metrics",
+    "/reset_prefix_cache",
+    "/v1/../reset_prefix_cache",
+    "/v1/%2e%2e/reset_prefix_cache",
+    "/v1/completions/../../reset_prefix_cache",
+    "/v1/completions%2f..%2f..%2freset_prefix_cache",
+    "//v1/completions",
+    "/v1/completions/",
+    "/collective_rpc",
+    "/v1/load_lora_adapter",
+    "http://attacker.example/reset_prefix_cache",
+]
+
+
+async def exchange(rig, *parts):
+    """The whole answer to raw bytes, read until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]))
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("target", NOT_SERVED)
+def test_no_other_endpoint_of_an_engine_is_reachable(target):
+    async def scenario():
+        engines = Recorder("prefill"), Recorder("decode")
+        async with Rig(*([engine] for engine in engines)) as rig:
+            for method in ("GET", "POST"):
+                head = f"{method} {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{{}}"
+                answer = await exchange(rig, head.encode())
+                assert answer.split()[1] in (b"404", b"405", b"400"), answer
+        assert engines[0].paths == engines[1].paths == []
+
+    run(scenario)
+
+
+def test_absolute_target_reaches_our_engine_and_no_other_host():
+    async def scenario():
+        engines = Recorder("prefill"), Recorder("decode")
+        async with Rig(*([engine] for engine in engines)) as rig:
+            body = b'{"prompt": "a"}'
+            head = b"POST http://attacker.example/v1/completions HTTP/1.1\r\nHost: attacker.example\r\n"
+            answer = await exchange(rig, head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            assert answer.split()[1] == b"200"
+        assert engines[0].paths == engines[1].paths == ["/v1/completions"]
+        assert all("attacker" not in engine.headers[0]["Host"] for engine in engines)
+
+    run(scenario)
+
+
+def test_headers_of_one_connection_do_not_reach_an_engine():
+    async def scenario():
+        engines = Recorder("prefill"), Recorder("decode")
+        headers = {"Connection": "keep-alive, X-Hop", "X-Hop": "1", "X-End": "2", "Proxy-Authorization": "secret"}
+        rig = Rig(*([engine] for engine in engines))
+        async with rig, rig.post({"prompt": "a"}, headers={**headers, "TE": "trailers"}) as answer:
+            assert answer.status == 200
+        for engine in engines:
+            assert engine.headers[0]["X-End"] == "2"
+            assert not {"X-Hop", "Proxy-Authorization", "TE"} & set(engine.headers[0])
+
+    run(scenario)
+
+
+def test_compressed_body_is_refused_and_not_decompressed():
+    async def scenario():
+        bomb = gzip.compress(b'{"prompt": "' + b"a" * 2**26 + b'"}')
+        prefill = Recorder("prefill")
+        rig = Rig([prefill], [Recorder("decode")])
+        headers = {"Content-Encoding": "gzip"}
+        async with rig, rig.session.post(rig.url + "/v1/completions", data=bomb, headers=headers) as answer:
+            assert answer.status == 415
+        assert prefill.requests == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("limit", ["MAX_BODY_BYTES", "MAX_VALUES"])
+def test_body_that_is_too_long_is_refused(monkeypatch, limit):
+    async def scenario():
+        monkeypatch.setattr(proxy, limit, 1000)
+        rig = Rig([Recorder("prefill")], [Recorder("decode")])
+        async with rig, rig.post({"prompt": [1] * 1100}) as answer:
+            assert answer.status == 413
+            assert "1000" in (await answer.json())["error"]["message"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"1e400", b"-Infinity", b"9" * 5000])
+def test_number_that_is_not_json_is_refused(number):
+    async def scenario():
+        rig = Rig([Recorder("prefill")], [Recorder("decode")])
+        async with rig, rig.session.post(rig.url + "/v1/completions", data=b'{"prompt": %s}' % number) as answer:
+            assert answer.status == 400
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"prompt": "\xff"}'])
+def test_body_that_no_parser_takes_is_a_400(body):
+    async def scenario():
+        rig = Rig([Recorder("prefill")], [Recorder("decode")])
+        headers = {"Content-Type": "application/json; charset=unknown"}
+        async with rig, rig.session.post(rig.url + "/v1/completions", data=body, headers=headers) as answer:
+            assert answer.status == 400
+
+    run(scenario)
+
+
+def test_body_that_does_not_arrive_is_given_up(monkeypatch):
+    async def scenario():
+        monkeypatch.setattr(proxy, "BODY_TIMEOUT_S", 0.1)
+        async with Rig([Recorder("prefill")], [Recorder("decode")]) as rig:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 99\r\n\r\n{"
+            assert (await exchange(rig, head)).split()[1] == b"408"
+
+    run(scenario)
+
+
+def test_request_whose_headers_do_not_arrive_is_closed():
+    async def scenario():
+        async with Rig([Recorder("prefill")], [Recorder("decode")], keepalive_timeout=0.2) as rig:
+            assert await exchange(rig, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n") == b""
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("silent", ["prefill", "decode"])
+def test_engine_that_accepts_and_never_answers_is_a_bad_gateway(monkeypatch, silent):
+    async def scenario():
+        monkeypatch.setattr(proxy, "ENGINE_TIMEOUT_S", 0.2)
+        engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
+        engines[silent].pieces = [b" "]
+        engines[silent].go_on.clear()
+        async with Rig([engines["prefill"]], [engines["decode"]]) as rig:
+            try:
+                async with rig.post({"prompt": "a"}) as answer:
+                    await answer.read()
+                    assert (silent, answer.status) == ("prefill", 502)
+            except aiohttp.ClientError:
+                assert silent == "decode"  # the status was already sent
+        await asyncio.wait_for(engines[silent].gone.wait(), 10)
+
+    run(scenario)
+
+
+def test_client_that_does_not_read_ends_its_request(monkeypatch):
+    async def scenario():
+        monkeypatch.setattr(proxy, "CLIENT_TIMEOUT_S", 0.2)
+        decode = Recorder("decode", pieces=[b"x" * 2**20] * 1000)
+        async with Rig([Recorder("prefill")], [decode]) as rig:
+            _, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]), limit=1)
+            body = b'{"prompt": "a"}'
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 15\r\n\r\n" + body)
+            await asyncio.wait_for(decode.gone.wait(), 10)
+            writer.close()
 
     run(scenario)

@@ -233,7 +233,7 @@ def test_engine_gets_the_profile_and_none_of_our_variables() -> None:
     caller = {"DYN_KVBM_CPU_CACHE_GB": "1", "A": "caller", "B": "caller"}
     plan = LaunchPlan((), {"A": "profile"}, "", "", "")
     seen: Mapping[str, str] = engine_environment(plan, caller)
-    assert seen == {"A": "profile", "B": "caller", "PYTHONUNBUFFERED": "1"}
+    assert seen == {"A": "profile", "B": "caller", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
 
 def test_taken_port_is_named() -> None:

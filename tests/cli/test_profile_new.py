@@ -44,7 +44,7 @@ def test_model_given_on_the_command_line_is_relative_to_the_working_directory(tm
     (tmp_path / "below").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(
-        '{"model_type": "qwen3", "num_hidden_layers": 2, '
+        '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, '
         '"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}'
     )
     options = ("--model", "./model", *(("--engine", "vllm") if "new" in command else ()))

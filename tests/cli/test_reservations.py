@@ -14,9 +14,10 @@ from kvbm.config.load import ResolvedProfile, load
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import HostMemory
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.machine_problems import _memory, require_none
+from kvbm_cli.runs.reservations import pending_bytes, require_port, taken_ports
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.runs.run_facts import RunState
-from kvbm_cli.serve.reservations import pending_bytes, require_memory, require_port, taken_ports
 from kvbm_cli.system.process_identity import ProcessIdentity
 
 MIB = 1 << 20
@@ -25,6 +26,12 @@ TOUCHER = "import mmap, sys; m = mmap.mmap(-1, 64 << 20); m.write(bytes(64 << 20
 
 def run(name: str, launcher: ProcessIdentity | None = None, **changes: object) -> EngineRun:
     return EngineRun(Path("/none"), facts(name, launcher, **changes), is_living=True)
+
+
+def require_memory(
+    resolved: ResolvedProfile, needed_bytes: int, living: list[EngineRun], *, memory: HostMemory
+) -> None:
+    require_none(list(_memory(resolved, needed_bytes, living, memory=memory)))
 
 
 @pytest.fixture

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.errors import UsageError
+from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.runs import run_directory as module
 from kvbm_cli.runs.run_directory import FACTS, EngineRun, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunFacts, RunState
@@ -51,6 +54,11 @@ def facts(name: str, launcher: ProcessIdentity | None = None, **changes: object)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
+def states(home: Path, *, with_ended: bool = False) -> list[str]:
+    """The states that `kvbm status` shows, without the start of an interpreter and without a probe."""
+    return [run.state.value for run in Runs(home / ".local/state/kvbm").all() if run.is_living or with_ended]
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
     (tmp_path / "runs").mkdir()
@@ -77,6 +85,12 @@ def test_facts_survive_the_way_through_the_file() -> None:
 def test_what_a_later_version_adds_is_passed_over() -> None:
     content = {**json.loads(facts("demo-1").to_json()), "colour": "red"}
     assert RunFacts.from_json(json.dumps(content)).name == "demo-1"
+
+
+def test_what_an_earlier_version_lacks_has_its_default() -> None:
+    content = json.loads(facts("demo-1", is_baseline=True).to_json())
+    del content["is_baseline"], content["format"]
+    assert not RunFacts.from_json(json.dumps(content)).is_baseline
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"name": 1}', '{"launcher": {}}', '{"state": "odd"}'])
@@ -172,12 +186,60 @@ def test_old_runs_are_pruned_and_living_ones_never(runs: Runs, tmp_path: Path, m
     assert not abandoned.exists()
 
 
-def test_a_run_directory_that_vanishes_does_not_end_its_launcher(runs: Runs) -> None:
+def test_a_run_directory_that_vanishes_is_created_again(runs: Runs) -> None:
     run = begin(runs, "demo")
-    (seen,) = runs.all()
-    run.remove()
+    shutil.rmtree(run.path)
     run.enter(RunState.HEALTHY)
-    assert not seen.again().is_living
+    assert [seen.facts.state for seen in runs.living()] == [RunState.HEALTHY]
+    shutil.rmtree(run.path)
+    run.restore()
+    assert [seen.facts.state for seen in runs.living()] == [RunState.HEALTHY]
+    assert run.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_facts_that_could_not_be_written_are_written_later(runs: Runs) -> None:
+    run = begin(runs, "demo")
+    shutil.rmtree(run.path)
+    run.path.touch()
+    run.enter(RunState.HEALTHY)
+    assert run.problem == f"cannot write `{run.path / FACTS}`: file exists"
+    run.path.unlink()
+    run.restore()
+    assert run.problem is None
+    assert runs.one("demo").facts.state is RunState.HEALTHY
+
+
+def test_a_full_disk_has_room_for_the_last_state(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, text: str, *, mode: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    run = begin(runs, "demo", message="a long one" * 50)
+    inode = (run.path / FACTS).stat().st_ino
+    monkeypatch.setattr(module, "write_atomically", refuse)
+    run.end(3, "short")
+    (seen,) = runs.all()
+    assert (seen.state, seen.facts.exit_code, seen.facts.message) == (RunState.ENDED, 3, "short")
+    assert (run.path / FACTS).stat().st_ino == inode, "no new block is needed"
+    with pytest.raises(OSError, match="No space left"):
+        run.begin(facts("demo-1"))
+
+
+def test_a_run_directory_without_room_for_its_lock_is_removed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "_locked_file", refuse)
+    with pytest.raises(EnvironmentProblem, match=r"cannot create the run directory .*: no space left on device"):
+        runs.create("demo")
+    assert runs.all() == []
+    assert not list(runs._directory.iterdir())
+
+
+@pytest.mark.parametrize("profile", ["x" * 300, "-" * 300, "ü" * 300, "a\nb\0c", ". ."])
+def test_any_name_of_a_profile_makes_a_name_of_a_run(runs: Runs, profile: str) -> None:
+    name = begin(runs, profile).name
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,110}", name)
+    assert runs.one(name).facts.name == name
 
 
 def test_what_stop_asks_for_wins_over_the_profile(runs: Runs) -> None:

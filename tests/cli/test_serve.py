@@ -16,7 +16,7 @@ from typing import IO
 
 import psutil
 import pytest
-from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, filtered, kvbm
+from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, filtered, kvbm, kvbm_here
 from test_process import eventually, is_gone
 
 RUNS = ".local/state/kvbm/runs"
@@ -189,6 +189,16 @@ def test_log_goes_to_a_temporary_directory_where_there_is_no_home(home: Path) ->
     outcome = kvbm(*command, home=home, XDG_STATE_HOME="/dev/null", TMPDIR=str(home))
     (log,) = home.glob("kvbm-*/runs/mine-1/engine.log")
     assert f"  {log}, last lines:" in outcome.stderr
+
+
+def test_log_never_goes_into_the_profile(home: Path) -> None:
+    before = (home / "mine.yaml").read_text()
+    (home / "link").symlink_to("mine.yaml")
+    for name in ("mine.yaml", "link"):
+        outcome = kvbm_here("serve", "-p", "./mine.yaml", "--log", name, home=home)
+        assert (outcome.exit_code, outcome.stdout) == (2, "")
+        assert outcome.stderr.startswith(f"error: `--log {name}` is the profile itself\n")
+    assert (home / "mine.yaml").read_text() == before
 
 
 def test_taken_port_is_an_error_before_anything_starts(home: Path) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from terminal import PROGRAM, environment, kvbm
-from test_manage import status
 from test_process import eventually
+from test_runs import states
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
 
@@ -75,7 +75,7 @@ def test_reader_that_goes_away_does_not_end_the_engine(home: Path) -> None:
         last = LINE.findall(log_of(home))[-1]
         eventually(lambda: LINE.findall(log_of(home))[-1] != last)
         time.sleep(0.3)
-        assert [run["state"] for run in status(home)] == ["healthy"]
+        assert states(home) == ["healthy"]
         stop(program)
 
 
@@ -97,9 +97,9 @@ def on_a_terminal(home: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
 def test_stopped_terminal_delays_neither_engine_nor_stop(home: Path, stopped_while: str) -> None:
     """As after Ctrl-S. Only the shown part of the log is late."""
     with on_a_terminal(home, *NOISY) as (program, _, follower):
-        eventually(lambda: [run["state"] for run in status(home)] in (["healthy"], [stopped_while]))
+        eventually(lambda: states(home) in (["healthy"], [stopped_while]))
         termios.tcflow(follower, termios.TCOOFF)
-        eventually(lambda: [run["state"] for run in status(home)] == ["healthy"])
+        eventually(lambda: states(home) == ["healthy"])
         before = len(log_of(home))
         eventually(lambda: len(log_of(home)) > before + 1000)
         outcome = kvbm("stop", home=home)
@@ -117,7 +117,7 @@ def test_live_line_and_log_do_not_garble_each_other(tmp_path: Path, monkeypatch:
     log = tmp_path / "log"
     with open(follower, "w") as terminal, log.open("a", buffering=1) as file:
         monkeypatch.setattr("sys.stderr", terminal)
-        with ServeDisplay([LogTail(log)]) as display:
+        with ServeDisplay([LogTail(log)], "heading") as display:
             for number in range(3):
                 display.report(f"phase {number}")
                 time.sleep(0.3)
@@ -131,7 +131,7 @@ def test_live_line_and_log_do_not_garble_each_other(tmp_path: Path, monkeypatch:
     written = b"".join(parts).decode().replace("\r\n", "\n")
     assert len(re.findall(r"starting +\d", written)) >= 3
     screen = [line.rpartition(ERASE)[2] for line in written.split("\n")]
-    assert screen == ["line 0", "note 0", "line 1", "note 1", "line 2", "note 2", ""]
+    assert screen == ["heading", "line 0", "note 0", "line 1", "note 1", "line 2", "note 2", ""]
 
 
 def test_tail_of_a_log_that_is_emptied_or_long(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ import pytest
 from terminal import PROGRAM, environment, kvbm
 from test_process import eventually, is_gone
 
+from kvbm.config.launch_plan import ADMIN_HEADER
+from kvbm_cli.system.http_client import request
+
 pytest.importorskip("torch")
 
 PROFILE = """\
@@ -137,3 +140,20 @@ def test_model_that_is_too_long_for_the_pool_is_an_error_of_the_profile(home: Pa
     outcome = kvbm("serve", "-p", "./tiny.yaml", "--set", "engine.arguments.max_model_len=999999", home=home)
     assert outcome.exit_code == 2
     assert "max_model_len" in outcome.stderr
+
+
+def test_token_of_a_run_empties_the_cache_and_only_its_user_reads_it(home: Path) -> None:
+    with serving(home) as (_, url):
+        file = home / ".local/state/kvbm/runs/tiny-1/admin-token"
+        assert file.stat().st_mode & 0o777 == 0o600
+        token = file.read_text()
+        for headers, status in (({}, 403), ({ADMIN_HEADER: token}, 200)):
+            assert request("POST", f"{url}/reset_prefix_cache", headers=headers, timeout_s=10).status == status
+        facts = (file.parent / "run.json").read_text() + (file.parent / "profile.yaml").read_text()
+        assert token not in facts
+        assert all(token not in " ".join(process.cmdline()) for process in descendants_of_run(home))
+
+
+def descendants_of_run(home: Path) -> list[psutil.Process]:
+    facts = json.loads((home / ".local/state/kvbm/runs/tiny-1/run.json").read_text())
+    return [psutil.Process(one["pid"]) for one in facts["processes"].values()]

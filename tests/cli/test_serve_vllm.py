@@ -18,6 +18,7 @@ from kvbm_cli.engine.python_probe import _probe, _probe_once, find_vllm
 
 FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
 QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
@@ -87,8 +88,8 @@ OUTPUTS = {
     "vllm_profile_show": (
         "profile show ./mine.yaml --set engine.python=python3 --set engine.arguments.gpu-memory-utilization=0.8"
     ),
-    "vllm_hub_name": "serve -p ./mine.yaml --dry-run --set engine.model=Qwen/Qwen3-8B",
-    "vllm_size_of_a_hub_name": "size -p ./mine.yaml --set engine.model=Qwen/Qwen3-8B",
+    "vllm_hub_name": "serve -p ./mine.yaml --dry-run --set engine.model=acme/llm-9b",
+    "vllm_size_of_a_hub_name": "size -p ./mine.yaml --set engine.model=acme/llm-9b",
     "vllm_mistake_model": "size -p ./mine.yaml --set engine.model=./no-model",
     "vllm_mistake_preset": "size -p ./mine.yaml --set engine.model=synthetic:vllm-80m",
     "vllm_mistake_length": "profile check ./mine.yaml --set engine.arguments.max_model_len=5k",
@@ -121,10 +122,10 @@ def test_model_of_a_profile_is_next_to_it_and_that_of_the_command_line_is_here(h
 
 
 def test_dry_run_as_json_says_why_sizes_are_unknown(home: Path) -> None:
-    command = "serve -p ./mine.yaml --dry-run --json --set engine.model=Qwen/Qwen3-8B"
+    command = "serve -p ./mine.yaml --dry-run --json --set engine.model=acme/llm-9b"
     plan = json.loads(kvbm(*command.split(), home=home).stdout)
-    assert plan["sizes"] == "`Qwen/Qwen3-8B` is not on this machine yet, so the size of its blocks is unknown"
-    assert plan["argv"][1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "Qwen/Qwen3-8B"]
+    assert plan["sizes"] == "`acme/llm-9b` is not on this machine yet, so the size of its blocks is unknown"
+    assert plan["argv"][1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "acme/llm-9b"]
 
 
 def test_space_of_a_cpu_counts_from_the_profile_and_from_the_caller(home: Path) -> None:
@@ -138,16 +139,16 @@ def test_space_of_a_cpu_counts_from_the_profile_and_from_the_caller(home: Path) 
 
 
 def test_model_that_was_downloaded_before_has_a_size(home: Path) -> None:
-    repository = home / "hub" / "models--Qwen--Qwen3-8B"
+    repository = home / "hub" / "models--acme--llm-9b"
     snapshot = repository / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     (snapshot / "config.json").write_text(json.dumps(QWEN3))
-    command = "size -p ./mine.yaml --set engine.model=Qwen/Qwen3-8B"
+    command = "size -p ./mine.yaml --set engine.model=acme/llm-9b"
     downloaded = kvbm(*command.split(), home=home, HF_HUB_CACHE=str(home / "hub"))
     assert downloaded.exit_code == 0
-    assert downloaded.stdout.startswith("a block is 128 tokens, 18.0 MiB")
+    assert downloaded.stdout.startswith("a token is 144KiB, a block is 128 tokens, 18.0 MiB")
 
 
 @pytest.mark.parametrize("held", HELD)
@@ -159,8 +160,10 @@ def test_serve_says_what_the_interpreter_lacks(home: Path, held: str) -> None:
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert outcome.stderr.startswith(f"error: {message}\n\nhint: {hint}")
     tried = kvbm("serve", "-p", "./mine.yaml", "--dry-run", home=home, **variables)
-    assert tried.exit_code == 0
-    assert tried.stderr == f"warning: {message}\n"
+    if held == "nonsense":  # then the command is unknown too
+        assert (tried.exit_code, tried.stderr) == (1, outcome.stderr)
+    else:
+        assert (tried.exit_code, tried.stderr) == (0, f"warning: {message}\n")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--force",)])
@@ -204,7 +207,7 @@ def test_synthetic_model_is_made_once_by_the_engines_interpreter_where_this_one_
     assert (tmp_path / "kvbm" / "models" / made[0] / "config.json").is_file()
 
 
-@pytest.mark.parametrize("model", ["./model", "Qwen/Qwen3-8B"])
+@pytest.mark.parametrize("model", ["./model", "acme/llm-9b"])
 def test_model_that_is_not_synthetic_is_not_made(model: str) -> None:
     make_model(profile_of(model, "/bin/false"))
 
@@ -252,6 +255,20 @@ def test_what_is_no_interpreter_is_an_error(python: str) -> None:
         find_vllm(python)
 
 
+def test_debug_endpoints_are_not_served_on_a_network(home: Path) -> None:
+    """In this mode vLLM lets every client run methods of the engine."""
+    command = ["serve", "-p", "./mine.yaml", "--dry-run"]
+    refused = kvbm(*command[:3], "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
+    assert refused.exit_code == 1
+    assert "`server.host: 0.0.0.0` is not a loopback address" in refused.stderr
+    warned = kvbm(*command, "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
+    assert warned.exit_code == 0
+    assert "VLLM_SERVER_DEV_MODE serves" in warned.stderr
+    for overrides, mode in ((["--set", "server.host=0.0.0.0"], "0"), ([], "1")):
+        silent = kvbm(*command, *overrides, home=home, VLLM_SERVER_DEV_MODE=mode)
+        assert (silent.exit_code, "DEV_MODE" in silent.stderr) == (0, False)
+
+
 HANGS = '#!/bin/sh\necho probed >> {log}\n[ -e {released} ] || sleep 60\nexec {python} "$@"\n'
 
 
@@ -264,7 +281,9 @@ def test_interpreter_that_hangs_is_reported_once_and_the_run_starts_what_the_dry
     monkeypatch.setattr("kvbm_cli.engine.python_probe.PROBE_TIMEOUT_S", 1)
     message = f"`{python}` did not answer within 1 s, so its vLLM is unknown"
     serve = ("serve", "-p", "./mine.yaml", "--set", f"engine.python={python}", "--port", "0")
-    tried = kvbm_here(*serve, "--dry-run", "--json", home=home)
+    guess = kvbm_here(*serve, "--dry-run", home=home)
+    assert (guess.exit_code, guess.stdout, guess.stderr.splitlines()[0]) == (1, "", f"error: {message}")
+    tried = kvbm_here(*serve, "--dry-run", "--json", "--force", home=home)
     assert (tried.exit_code, tried.stderr) == (0, f"warning: {message}\n")
     assert log.read_text() == "probed\n", "a probe that hangs is not repeated"
     assert not _processes_with(str(python)), "the probe left a process"

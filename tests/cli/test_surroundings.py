@@ -10,22 +10,27 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shlex
+import shutil
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from mistakes import what_lies_in
-from terminal import FAKE_ENGINE, PROGRAM, environment, kvbm
+from terminal import FAKE_ENGINE, PROGRAM, environment, kvbm, on_a_terminal
 from test_cache import make_cache
 from test_runs import facts
 from test_serve import MODEL
 
 from kvbm_cli.app import run
-from kvbm_cli.runs.run_directory import FACTS, Runs
+from kvbm_cli.runs.run_directory import FACTS, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunState
+from kvbm_cli.runs.status import _BLOCKS
 from kvbm_cli.system.filesystem import NO_HOME, problem_of
+from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.streams import BROKEN_PIPE
 
 PRELUDE = """\
@@ -63,8 +68,8 @@ ROWS = (
     Row("full work", "cache export-stats --dir caches --output work/x.json", 1, f"`work/x.json`: {NO_SPACE}\n"),
     Row("full work", "bench -p mine.yaml --output work/run", 1, "the engine exited before it was healthy"),
     Row("full work", f"{SERVE} --log work/log", 1, "the engine exited before it was healthy"),
-    Row("full .local", SERVE, 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: check `df -h`"),
-    Row("full .local", f"{SERVE} --detach", 1, f"mine-1/profile.yaml`: {NO_SPACE}\n\nhint: check `df -h`"),
+    Row("full .local", SERVE, 1, f"mine-1/run.json`: {NO_SPACE}\n\nhint: check `df -h`"),
+    Row("full .local", f"{SERVE} --detach", 1, f"mine-1/run.json`: {NO_SPACE}\n\nhint: check `df -h`"),
     Row("full .local", "stop", 0, "no engine is running"),
     Row("full .local", "profile check mine.yaml", 0, "no mistakes found"),
     Row("full caches", "cache ls --dir caches", 0, "1 cache,"),
@@ -78,8 +83,18 @@ ROWS = (
     Row("frozen caches", "cache ls --dir caches", 0, "1 cache,"),
     Row("frozen caches", "cache verify --dir caches", 1, "Read-only file system"),
     Row("frozen caches", "cache clear --yes --dir caches", 1, "Read-only file system"),
+    Row("full .local", "profile show mine.yaml", 0, "engine.model"),
+    Row("full .local", "cache ls --dir caches", 0, "1 cache,"),
+    Row("full .local", "size -p mine.yaml", 0, "G2 host"),
+    Row("full .local", "doctor --quick --dir .local/cache", 0, "warning  free space"),
+    Row("frozen .", "doctor --quick --dir caches", 1, "not writable: read-only file system"),
+    Row("frozen .", "cache ls", 0, "no caches in"),
+    Row("frozen .", "profile check mine.yaml", 0, "no mistakes found"),
+    Row("frozen .", "profile new new.yaml --extends demo", 1, f"`new.yaml`: {READ_ONLY}"),
+    Row("frozen .", "profile import-env --output new.yaml", 1, f"`new.yaml`: {READ_ONLY}"),
+    Row("frozen .", f"{SERVE} --dry-run", 0, "profile  mine"),
     Row("ulimit -f 0", NEW, 1, "error: cannot write `work/new.yaml`: file too large\n"),
-    Row("ulimit -f 0", SERVE, 1, "profile.yaml`: file too large\n\nhint: check the maximum file size with `ulimit -f`"),
+    Row("ulimit -f 0", SERVE, 1, "run.json`: file too large\n\nhint: check the maximum file size with `ulimit -f`"),
     Row("ulimit -f 0", "cache ls --dir caches", 1, "error: cannot write a temporary file: "),
     Row("ulimit -n 8", SERVE, 1, TOO_MANY),
     Row("ulimit -n 8", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
@@ -197,6 +212,51 @@ def test_no_home_is_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert run(["profile", "check", "demo"]) == 0
 
 
+CLOSED = (
+    ("profile check closed/mine.yaml", 2, "cannot read the profile `closed/mine.yaml`: permission denied\n"),
+    ("profile check below.yaml", 2, "`extends`: cannot read `closed/mine.yaml`: permission denied\n"),
+    ("profile check mine.yaml --set engine.model=./closed/m", 2, "/closed/m`: permission denied\n"),
+    ("profile check mine.yaml --set bench.workload=./closed/w.yaml", 2, "/closed/w.yaml`: permission denied\n"),
+    ("profile check demo-disk --set tiers.disk.directory=[HOME]/closed/d", 2, "/closed is not writable\n"),
+    ("cache ls --dir closed", 1, "/closed: Permission denied (EACCES)\n"),
+    ("cache ls --dir closed/d", 2, "`--dir closed/d`: permission denied\n"),
+    ("doctor --quick --dir closed", 1, "not writable: permission denied\n"),
+    ("doctor --quick --dir closed/d", 1, "not writable: permission denied\n"),
+    ("profile new closed/new.yaml --extends demo", 1, "cannot write `closed/new.yaml`: permission denied\n"),
+    ("serve -p mine.yaml --dry-run --log closed/log", 1, "log `closed/log`: permission denied\n"),
+)
+
+
+@pytest.mark.parametrize(("command", "exit_code", "said"), CLOSED)
+def test_a_directory_that_may_not_be_read_is_named(command: str, exit_code: int, said: str, home: Path) -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv")
+    (home / "closed").mkdir()
+    (home / "closed" / "mine.yaml").write_text("extends: demo\n")
+    (home / "below.yaml").write_text("extends: ./closed/mine.yaml\n")
+    (home / "closed").chmod(0)
+    try:
+        powerless = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"] if os.geteuid() == 0 else []
+        arguments = command.replace("[HOME]", str(home)).split()
+        done = subprocess.run(
+            [*powerless, *PROGRAM, *arguments],
+            cwd=home,
+            env=environment(home),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        (home / "closed").chmod(0o700)
+    assert said in done.stdout + done.stderr
+    assert done.returncode == exit_code
+
+
+@pytest.mark.parametrize("command", ["profile list", "profile show demo", "size -p demo", "cache ls --dir caches"])
+def test_a_narrow_terminal_is_no_bug(command: str, home: Path) -> None:
+    assert on_a_terminal(*command.split(), home=home, columns=20)
+
+
 @pytest.mark.parametrize("value", ["", "here", "."])
 @pytest.mark.parametrize("command", ["cache ls", "doctor --quick", "status", "serve --dry-run -p demo-disk"])
 def test_a_home_that_is_no_absolute_path_is_refused(home: Path, command: str, value: str) -> None:
@@ -291,6 +351,47 @@ def test_a_run_that_cannot_be_read_is_told_of(
         assert run(command.split()) == exit_code
         err = capsys.readouterr().err
         assert (f"warning: `{file}` is damaged or has the format of another version" in err) == (command != "logs")
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_run_that_cannot_be_read_is_listed(
+    is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written_run(tmp_path, monkeypatch)
+    file.write_text("half of it")
+    launcher = RunDirectory(file.parent) if is_alive else None
+    for command, is_listed in (("status", is_alive), ("status --all", True)):
+        assert run(command.split()) == 0
+        seen = capsys.readouterr()
+        assert (["demo-1", "unreadable"] in [line.split()[:2] for line in seen.out.splitlines()]) == is_listed
+        assert ("an engine is running there" in seen.err) == is_alive
+        assert run([*command.split(), "--json"]) == 0
+        listed = {"run": "demo-1", "state": "unreadable", "is_locked": is_alive, "directory": str(file.parent)}
+        assert json.loads(capsys.readouterr().out) == ([listed] if is_listed else [])
+    if launcher is not None:
+        launcher.close()
+
+
+@pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
+def test_a_clock_that_jumps_does_not_change_the_age_of_a_run(
+    jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "kvbm" / "runs").mkdir(parents=True)
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        made = Runs(tmp_path / "kvbm").create("demo")
+        made.begin(facts(made.name, ProcessIdentity.of(launcher.pid), started_s=time.time() + jump_s))
+        assert run(["status"]) == 0
+        assert re.search(r"demo-1  starting +\d+ +[0-9] s ", capsys.readouterr().out)
+        made.close()
+        launcher.kill()
+
+
+@pytest.mark.parametrize("count", ["NaN", "1e999", "-1", "9" * 400, "many"])
+def test_metrics_that_are_no_counts_are_ignored(count: str) -> None:
+    line = 'kvbm_host_blocks{engine="0",state="%s"} %s'
+    assert _BLOCKS.findall(line % ("free", count)) == []
+    assert _BLOCKS.findall(line % ("free", "4.194304e+06")) == [("host", "free", "4.194304e+06")]
 
 
 def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(

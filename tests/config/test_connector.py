@@ -46,6 +46,31 @@ def test_contents_of_a_launcher_win_and_the_variables_are_not_even_read() -> Non
     assert resolved == config(**contents)
 
 
+@pytest.mark.parametrize(
+    ("extra", "key", "hint"),
+    [
+        ({"kbvm": {"tiers": {"host": {"blocks": 7}}}}, "kbvm", "did you mean `kvbm`?"),
+        ({"tiers": {"host": {"blocks": 7}}}, "tiers", "`kv_connector_extra_config.kvbm.tiers`"),
+        (
+            {"kvbm": {"tiers": {"host": {"blocks": 7}}}, "offload": {}},
+            "offload",
+            "`kv_connector_extra_config.kvbm.offload`",
+        ),
+    ],
+)
+def test_a_configuration_in_the_wrong_place_is_refused(extra: dict[str, Any], key: str, hint: str) -> None:
+    """The variables would be used in its place."""
+    with pytest.raises(ProfileError, match=f"unknown key `{key}`") as caught:
+        resolve_connector(extra, {GIGABYTES: "1"}, engine="vllm")
+    assert hint in str(caught.value.hint)
+
+
+def test_keys_of_others_are_reported_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    for warns in (True, False):
+        resolve_connector({"cache": {}}, {GIGABYTES: "1"}, engine="vllm", warns=warns)
+    assert [record.levelno for record in caplog.records if "cache" in record.getMessage()] == [logging.WARNING]
+
+
 def test_a_profile_arrives_as_it_was_sent() -> None:
     profile = Profile.model_validate({"engine": {"model": "m"}, "tiers": {"host": {"capacity": "1.5GB", "blocks": 7}}})
     sent = profile.connector_config()

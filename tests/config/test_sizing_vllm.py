@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvbm.config.schema import Profile
@@ -11,6 +11,7 @@ from kvbm.errors import ProfileError
 from kvbm.sizing import PAGE_BYTES, SizeUnknown, Sizing, size
 
 QWEN3_81M = {
+    "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "num_hidden_layers": 12,
     "num_attention_heads": 8,
@@ -19,6 +20,7 @@ QWEN3_81M = {
     "max_position_embeddings": 32768,
 }
 GEMMA_LIKE = {
+    "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "num_hidden_layers": 7,
     "layer_types": ["sliding_attention"] * 6 + ["full_attention"],
@@ -28,6 +30,7 @@ GEMMA_LIKE = {
     "head_dim": 64,
 }
 DEEPSEEK_V2_LIKE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
@@ -140,7 +143,9 @@ def test_a_window_without_a_list_of_layers() -> None:
     }
     assert sized(pattern).block_bytes == 65_536
     assert sized({**QWEN3_81M, "sliding_window": 4096, "use_sliding_window": False}).block_bytes == 1_572_864
-    assert sized({**QWEN3_81M, "model_type": "mistral", "sliding_window": 4096}).block_bytes == 1_572_864
+    assert (
+        sized({**QWEN3_81M, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}).block_bytes == 1_572_864
+    )
 
 
 def test_host_capacity_is_the_sum_over_the_ranks() -> None:
@@ -179,7 +184,9 @@ UNKNOWN = {
     "draft model": (QWEN3_81M, {"speculative_config": {"method": "eagle"}}),
     "state": ({**GEMMA_LIKE, "layer_types": ["linear_attention"] * 7}, {}),
     "shared layers": ({**QWEN3_81M, "num_kv_shared_layers": 4}, {}),
-    "a window somewhere": ({**QWEN3_81M, "sliding_window": 4096}, {}),
+    "an architecture": ({**QWEN3_81M, "architectures": ["Qwen9ForCausalLM"]}, {}),
+    "a fact that no reader knows": ({**QWEN3_81M, "kda_config": {"heads": 4}}, {}),
+    "part of the layers": ({**QWEN3_81M, "attn_layer_indices": [0, 4]}, {}),
     "type of the cache": (QWEN3_81M, {"kv_cache_dtype": "nvfp4"}),
 }
 
@@ -202,7 +209,9 @@ def test_config_without_a_usable_fact_is_an_error() -> None:
 def test_stages_share_all_layers_and_slots_are_whole_pages(
     layers: int, heads: int, tensor: int, stages: int, head_dim: int
 ) -> None:
+    assume(max(heads, tensor) % min(heads, tensor) == 0)  # otherwise no engine starts
     facts = {**QWEN3_81M, "num_hidden_layers": layers + stages, "num_key_value_heads": heads, "head_dim": head_dim}
+    facts["num_attention_heads"] = heads * tensor
     arguments = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "num_gpu_blocks_override": 2}
     sizing = sized(facts, arguments, host={"blocks": 3})
     page_bytes = max(1, heads // tensor) * 128 * 2 * head_dim * 2

@@ -101,6 +101,19 @@ def test_a_copy_waits_for_its_fence_in_the_stream_of_its_direction(way):
     assert other._stream.waited_for == []
 
 
+def test_an_exception_of_any_kind_is_raised_only_when_the_stream_has_ended(monkeypatch):
+    """What was enqueued before it may still write to blocks that are released after the report."""
+    rig = rig_of(layers)
+
+    def broken(*_, **__):
+        raise IndexError("a bug")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", broken)
+    with pytest.raises(IndexError):
+        rig.copier.offload([0], [0], None)
+    assert rig.copier._path._out._stream.synchronized == 1
+
+
 def test_a_failure_is_reported_when_the_stream_has_ended(monkeypatch):
     rig = rig_of(layers)
 

@@ -6,18 +6,22 @@ import logging
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_for
 
-from kvbm.disk.directory import InstanceLock, list_caches
+from kvbm.disk.directory import InstanceLock, await_predecessor, list_caches
 from kvbm.disk.service import client
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
+from kvbm.disk.service.messages import HEADER
 from kvbm.disk.verify import holder
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
@@ -26,6 +30,7 @@ from kvbm.types import SlotState
 
 HOST_SLOTS = 16
 GENERATION = 7
+BAD_OBJECT = b"cos\nnothing_of_this_name\n."
 
 
 class ProcessRig(Rig):
@@ -276,6 +281,33 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
         assert rig.recovered() == {1: 0}
 
 
+NO_MESSAGES = {
+    "a length that no message has": HEADER.pack(1 << 60),
+    "bytes that do not unpickle": HEADER.pack(3) + b"\x80\x05X",
+    "an object that fails": HEADER.pack(len(BAD_OBJECT)) + BAD_OBJECT,
+}
+
+
+@pytest.mark.parametrize("what", ["end of the channel", *NO_MESSAGES])
+def test_process_with_a_broken_channel_is_killed_before_its_tickets_fail(tmp_path: Path, what: str) -> None:
+    """It may write into host memory until it has ended."""
+    with opened(tmp_path) as rig:
+        pid = rig.tier.pid
+        with stopped(rig):
+            ticket = rig.start_write([1], [0], [0])
+            if what in NO_MESSAGES:
+                rig.tier._channel._incoming += NO_MESSAGES[what]
+            else:
+                rig.tier._channel._socket.shutdown(socket.SHUT_RD)
+            deadline_s = time.monotonic() + LIMIT_S
+            while not (results := rig.tier.poll()):
+                assert time.monotonic() < deadline_s, "its tickets never end"
+                time.sleep(0.001)
+            assert has_ended(pid)
+        assert [(result.ticket, any(result.is_good)) for result in results] == [(ticket, False)]
+        assert not rig.tier.is_alive
+
+
 def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as rig:
         rig.write(range(4), range(4))
@@ -395,6 +427,59 @@ def test_child_ends_with_a_killed_leader_and_its_cache_is_free(tmp_path: Path, h
             os.kill(worker, signal.SIGKILL)
     with opened(tmp_path) as rig:
         assert rig.recovered().get(1) == 0
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> Iterator[int]:
+    """A disk process that has not exited yet, although its leader was killed."""
+    program = LEADER.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as leader:
+        child, worker = map(int, leader.stdout.readline().split())
+        os.kill(worker, signal.SIGKILL)
+        os.kill(child, signal.SIGSTOP)
+        leader.kill()
+    yield child
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+
+
+def test_restarted_engine_waits_for_the_cache_of_its_predecessor(
+    tmp_path: Path, orphan: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache,) = list_caches(tmp_path)
+    assert cache.is_locked
+    caplog.set_level(logging.INFO, "kvbm")
+
+    def continue_when_awaited() -> None:
+        deadline_s = time.monotonic() + LIMIT_S
+        while "waiting for the disk cache" not in caplog.text and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        os.kill(orphan, signal.SIGCONT)
+
+    waker = Thread(target=continue_when_awaited)
+    waker.start()
+    with opened(tmp_path) as rig:
+        assert rig.tier.path == cache.path
+        assert rig.recovered().get(1) == 0
+    waker.join()
+    assert f"waiting for the disk cache {cache.path}, whose engine has ended" in caplog.text
+    assert f"the disk cache {cache.path} is free after " in caplog.text
+
+
+def test_wait_for_a_predecessor_that_does_not_exit_is_bounded(
+    tmp_path: Path, orphan: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache,) = list_caches(tmp_path)
+    await_predecessor(tmp_path, cache.namespace, timeout_s=0.1, on_wait=lambda: None)
+    assert f"the disk cache {cache.path} is still locked after 0.1 s: using another one" in caplog.text
+
+
+def test_engine_does_not_wait_for_a_cache_that_another_engine_uses(tmp_path: Path) -> None:
+    with opened(tmp_path) as first:
+        await_predecessor(tmp_path, first.tier.path.parent.name, on_wait=pytest.fail)
+        with opened(tmp_path) as second:
+            assert second.tier.path != first.tier.path
+            await_predecessor(tmp_path, first.tier.path.parent.name, on_wait=pytest.fail)
 
 
 def test_cache_is_said_to_be_used_by_the_engine(tmp_path: Path) -> None:

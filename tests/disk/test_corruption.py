@@ -160,6 +160,9 @@ def test_row_that_cannot_be_is_dropped(tmp_path, change, lost):
         "ALTER TABLE blocks RENAME COLUMN hash TO other",
         "DROP TABLE blocks; CREATE TABLE blocks (slot INTEGER)",
         "DROP TABLE blocks; CREATE VIEW blocks AS SELECT 1",
+        "DROP TABLE blocks; CREATE VIEW blocks AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+        "SELECT i AS slot, x'00' AS hash, i AS generation, 1 AS length, 1 AS checksum, x'' AS tenant, 1.0 AS written "
+        "FROM n",
     ],
 )
 def test_index_of_wrong_contents_is_an_empty_cache(tmp_path, change):

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import shutil
 import time
 
 import numpy as np
@@ -96,6 +97,24 @@ def test_clear_is_durable_when_it_returns(tmp_path):
         rig.write([9], [2])
     with opened(tmp_path) as rig:
         assert rig.recovered() == {9: 2}
+
+
+def test_clear_that_ends_persistence_leaves_nothing_for_the_next_start_however_this_one_ends(tmp_path):
+    with opened(tmp_path) as rig:
+        rig.write(range(4), range(4))
+        rig.start_write([5], [5], [5])
+        rig.tier.clear(ends_persistence=True)
+        assert rig.write([9], [2]).is_good == (True,)
+        assert rig.read([9], [2]).is_good == (True,), "this engine still has its disk"
+        shutil.copytree(tmp_path, tmp_path.with_name("killed"))
+        rig.tier.clear()
+        rig.write([7], [3])
+    for directory in (tmp_path.with_name("killed"), tmp_path):
+        with opened(directory) as rig:
+            assert rig.recovered() == {}
+            rig.write([1], [0])
+        with opened(directory) as rig:
+            assert rig.recovered() == {1: 0}, "the next start persists again"
 
 
 def test_clear_of_one_tenant_leaves_the_others(tmp_path):

@@ -278,6 +278,24 @@ def test_process_that_does_not_answer_is_used_again_and_has_all_its_blocks(tmp_p
         assert rig.recovered() == {number: number for number in range(8)}
 
 
+@pytest.mark.parametrize("is_killed_first", [True, False])
+def test_clear_that_ends_persistence_holds_for_every_further_process(tmp_path: Path, is_killed_first: bool) -> None:
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        if is_killed_first:
+            kill(rig)
+        rig.tier.clear(ends_persistence=True)
+        rig.wait_until(lambda: is_killed_first <= rig.tier.losses)
+        if is_killed_first:
+            assert come_back(rig) == {}
+        assert rig.write([2], [0]).is_good == (True,)
+        kill(rig)
+        assert come_back(rig, 1 + is_killed_first) == {}
+        assert rig.write([3], [0]).is_good == (True,)
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {}
+
+
 def test_clear_reaches_a_process_that_nobody_has_seen(tmp_path: Path) -> None:
     with lasting(tmp_path) as rig:
         rig.write([1], [0])

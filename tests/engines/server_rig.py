@@ -37,6 +37,7 @@ VOCABULARY_SIZE = 259
 MAX_MODEL_LEN = 4096
 DEADLY_TOKEN = 13
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ADMIN_TOKEN = "a secret of this test"
 HELLO = [{"role": "user", "content": "Hello"}]
 OnOutput = Callable[[RequestOutput], None]
 
@@ -192,7 +193,7 @@ class Client:
         self.port = port
 
     async def post(self, path: str, headers: dict[str, str] | None = None, **body: Any) -> tuple[int, dict[str, Any]]:
-        return await self.send(path, json.dumps(body).encode(), headers=headers)
+        return await self.send(path, io.BytesIO(json.dumps(body).encode()), headers=headers)
 
     async def send(
         self, path: str, body: bytes | io.BytesIO, headers: dict[str, str] | None = None
@@ -222,7 +223,7 @@ def events_of(content: bytes) -> list[dict[str, Any]]:
 @asynccontextmanager
 async def serving(served: Served | None) -> AsyncIterator[Client]:
     """A server in this process, and a client of it."""
-    service = Service(served=served)
+    service = Service(served=served, admin_token=ADMIN_TOKEN)
     runner = create_runner(service)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

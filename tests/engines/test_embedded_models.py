@@ -99,11 +99,15 @@ def test_the_namespace_changes_with_everything_that_changes_the_bytes(copy):
     for change in ({"dtype": "bfloat16"}, {"block_size": 32}, {"kv_layout": "layer_first"}):
         assert load(copy, verify=False, **change).namespace != base, change
     assert load(copy, verify=False, num_blocks=7, max_num_seqs=3, seed=9).namespace == base
-    weights = next(copy.glob("*.safetensors"))
-    os.utime(weights, ns=(1, 1))
-    assert load(copy, verify=False).namespace != base
+    os.utime(next(copy.glob("*.safetensors")), ns=(1, 1))
+    assert load(copy, verify=False).namespace == base, "a time is no content"
+    copy = copy.rename(copy.with_name("renamed"))
+    assert load(copy, verify=False).namespace == base, "a path is no content"
+    tokenizer.byte_tokenizer().save_pretrained(copy)
+    with_tokenizer = load(copy, verify=False).namespace
+    assert with_tokenizer != base
     change_config(copy, rms_norm_eps=1e-3)
-    assert load(copy, verify=False).namespace != base
+    assert load(copy, verify=False).namespace not in (base, with_tokenizer)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

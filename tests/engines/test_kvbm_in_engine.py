@@ -256,6 +256,46 @@ def test_a_worker_process_that_does_not_read_holds_up_nobody():
         assert engine.counters.disabled == 0
 
 
+def test_a_request_does_not_wait_for_a_worker_process_that_is_stopped():
+    with running(host_blocks=400, worker_process=True, num_blocks=60) as engine:
+        expected = [engine.ask(prompt(seed, 200)).said() for seed in (1, 2)]
+        engine.settle()
+        engine.forget_g1()
+        process = engine.connector[1]._home._process
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            waiting = [engine.submit(prompt(seed, 200)) for seed in (1, 2)]
+            assert_same([answer.wait().said() for answer in waiting], expected)
+            assert time.monotonic() - began_s < 20, "2 s to recognise it, the rest is a busy machine"
+            held = engine.engine.blocks.used_count
+            assert held > 0, "a copy that continues later would write to these blocks"
+            began_s = time.monotonic()
+            engine.forget_g1()
+            assert_same([engine.ask(prompt(1, 200)).said()], expected[:1])
+            assert time.monotonic() - began_s < 2, "only the first requests wait for a stopped process"
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        end_s = time.monotonic() + 30
+        while engine.engine.blocks.used_count:
+            assert time.monotonic() < end_s
+            engine.ask(prompt(99, 20), max_tokens=1)
+        engine.settle()
+        engine.forget_g1()
+        assert_same([engine.ask(prompt(1, 200)).said()], expected[:1])
+        assert engine.counters.disabled == 0
+        assert engine.counters.matched_tokens > 0, "the process is used again"
+        check_leader(engine.leader)
+
+
+def test_a_stop_of_the_engine_does_not_wait_for_a_stopped_worker_process():
+    with running(host_blocks=400, worker_process=True) as engine:
+        engine.ask(prompt(1, 200))
+        os.kill(engine.connector[1]._home._process.pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 15
+
+
 def test_a_worker_process_without_memory_says_how_much_it_asked_for():
     with pytest.raises(EnvironmentProblem, match="requests") as caught, running(host_blocks=10**9, worker_process=True):
         pass

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 pytest.importorskip("transformers")
 
 from server_rig import (
+    ADMIN_TOKEN,
     CHAT,
     COMPLETIONS,
     HELLO,
@@ -25,6 +26,8 @@ from server_rig import (
     serve_written,
     serving,
 )
+
+from kvbm.config.launch_plan import ADMIN_HEADER
 
 
 def texts(events: list[dict[str, Any]]) -> list[str]:
@@ -476,11 +479,12 @@ def test_the_cache_is_reset_on_request() -> None:
     engine = WrittenEngine()
 
     async def use(client: Client) -> None:
-        assert await client.post("/reset_prefix_cache?reset_external=true") == (200, {"reset": True})
-        status, body = await client.post("/reset_prefix_cache?reset_external=maybe")
+        token = {ADMIN_HEADER: ADMIN_TOKEN}
+        assert await client.post("/reset_prefix_cache?reset_external=true", token) == (200, {"reset": True})
+        status, body = await client.post("/reset_prefix_cache?reset_external=maybe", token)
         assert (status, body["error"]["param"]) == (400, "reset_external")
         engine.can_reset = False
-        assert (await client.post("/reset_prefix_cache"))[0] == 409
+        assert (await client.post("/reset_prefix_cache", token))[0] == 409
 
     serve(engine, use)
 

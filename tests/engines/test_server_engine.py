@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -18,14 +19,16 @@ from typing import Any
 
 import aiohttp
 import pytest
-from server_rig import events_of
+from server_rig import ADMIN_TOKEN, events_of
 
+from kvbm.config.launch_plan import ADMIN_HEADER, ADMIN_VARIABLE
 from kvbm.config.schema import Profile
 
 pytest.importorskip("torch")
 
 WAIT_S = 60.0
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+TOKEN = {ADMIN_HEADER: ADMIN_TOKEN}
 Use = Callable[[aiohttp.ClientSession], Awaitable[None]]
 
 
@@ -33,7 +36,8 @@ Use = Callable[[aiohttp.ClientSession], Awaitable[None]]
 def engine(log_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A serving engine process and its address; ended by SIGTERM, which must end in exit code 0."""
     command = [sys.executable, "-m", "kvbm.embedded", "--model", "synthetic:tiny", "--port", "0", "--no-verify", *flags]
-    with log_path.open("wb") as log, subprocess.Popen(command, stderr=log) as child:
+    environment = {**os.environ, ADMIN_VARIABLE: ADMIN_TOKEN}
+    with log_path.open("wb") as log, subprocess.Popen(command, stderr=log, env=environment) as child:
         try:
             deadline = time.monotonic() + WAIT_S
             while "serving" not in log_path.read_text():
@@ -175,7 +179,7 @@ def test_emptying_the_cache_is_seen_by_the_next_request(address: str) -> None:
                 "host": 0,
                 "disk": 0,
             }
-        async with session.post("/reset_prefix_cache?reset_external=true") as response:
+        async with session.post("/reset_prefix_cache?reset_external=true", headers=TOKEN) as response:
             assert response.status == 200
         body = await complete(session, "y" * 100, max_tokens=1)
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

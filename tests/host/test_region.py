@@ -258,6 +258,7 @@ def test_too_little_room_in_the_control_group_is_an_error_that_names_it(tmp_path
 def test_memory_that_somebody_else_takes_meanwhile_ends_the_allocation_and_gives_all_back(tmp_path, monkeypatch):
     monkeypatch.setattr(kvbm.host.shared_memory, "PREFAULT_BYTES", 1 << 16)
     memory = memory_with(tmp_path, available=1 << 40)
+    gc.collect()
     before = set(os.listdir("/proc/self/fd"))
 
     def others_take_everything(done, total):
@@ -318,6 +319,7 @@ def test_a_rank_that_loses_the_race_for_huge_pages_uses_small_ones(lost, tmp_pat
             populate(*arguments)
 
         monkeypatch.setattr(KERNEL, "populate", touched)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     segment = segment_of(memory=memory)
     segment.payload[:] = 3
@@ -340,6 +342,17 @@ def test_without_madv_populate_a_shortage_is_an_error_and_no_signal(monkeypatch)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(EnvironmentProblem, match="ran out after"):
         segment_of(slot_count=64)
+
+
+def test_a_heartbeat_changes_its_own_number_and_no_word(ranks, region):
+    ranks[0].write_lane(LANES - 1, 7, READY)
+    before = region.heartbeats()
+    ranks[0].beat()
+    after = region.heartbeats()
+    assert [now != then for now, then in zip(after, before, strict=True)] == [True, False]
+    ranks[1].write_lane(LANES - 1, 7, READY)
+    assert region.lane_result(LANES - 1, 7) is READY
+    assert region.heartbeats() == after
 
 
 # -- seals -------------------------------------------------------------------------------------------------------------

@@ -116,6 +116,7 @@ class FakeDisk:
         self.kept: dict[int, tuple[bytes, list[np.ndarray]]] = {}
         self.waiting: list[Read | Write] = []
         self.cleared = 0
+        self.has_ended_persistence = False
         self.slots_carry: Callable[[Sequence[int], Sequence[int]], bool] = lambda slots, generations: True
         self.tenants: dict[int, bytes] = {}
         self.shards: list[np.ndarray] = []
@@ -146,8 +147,9 @@ class FakeDisk:
         for slot in disk_slots:
             self.kept.pop(slot, None)
 
-    def clear(self):
+    def clear(self, *, ends_persistence=False):
         self.cleared += 1
+        self.has_ended_persistence |= ends_persistence
         self.kept.clear()
         self.found.clear()
 

@@ -569,12 +569,19 @@ def test_a_reset_forgets_the_disk_and_what_is_on_its_way_there(rig):
     assert rig.leader.blocks()[Tier.DISK]["evictable"] == 0
 
 
+def test_only_a_reset_after_a_change_of_weights_ends_persistence(rig):
+    assert rig.leader.reset() is True
+    assert not rig.disk.has_ended_persistence
+    assert rig.leader.reset(ends_persistence=True) is True
+    assert rig.disk.has_ended_persistence
+
+
 def test_a_reset_that_the_disk_could_not_make_durable_says_so(rig):
     rig.fill("a", 2)
     settled(rig)
     assert rig.leader.reset() is True
 
-    def clear():
+    def clear(*, ends_persistence):
         raise EnvironmentProblem("not cleared durably")
 
     rig.disk.clear = clear

@@ -417,3 +417,67 @@ def test_a_load_whose_second_part_could_not_be_submitted_ends_with_its_first_par
         assert "MemoryError" in caplog.text
     finally:
         rig.close()
+
+
+# -- a rank that is silent ---------------------------------------------------------------------------------------------
+
+
+def silent_steps(rig, seconds, *, silent=()):
+    """Steps of half a second in which these ranks do not poll and run nothing."""
+    results = []
+    for _ in range(int(2 * seconds)):
+        rig.now_s += 0.5
+        rig.order()
+        for index, rank in enumerate(rig.ranks):
+            if index not in silent:
+                rank.run_all()
+                rank.worker.poll()
+        results += rig.leader.settle()
+    return results
+
+
+def test_a_load_is_given_up_after_two_seconds_without_a_heartbeat_and_its_blocks_stay_held():
+    rig = Rig(ranks=2, gives_up_blocks=True)
+    try:
+        hashes = rig.fill("a", 3)
+        blocks = rig.load("r", hashes)
+        assert silent_steps(rig, 2, silent=[1]) == []
+        (result,) = silent_steps(rig, 1, silent=[1])
+        assert result.failed_block_ids == tuple(blocks)
+        assert [rig.g1.references[block] for block in blocks] == [2, 2, 2]
+        assert rig.leader.match("s", hashes, 0) == 0, "a hit would wait for the silent rank"
+        assert silent_steps(rig, 20, silent=[1]) == []
+        assert [rig.g1.references[block] for block in blocks] == [2, 2, 2]
+        silent_steps(rig, 1)
+        assert [rig.g1.references[block] for block in blocks] == [1, 1, 1]
+        assert rig.leader.match("s", hashes, 0) == 3
+    finally:
+        rig.close()
+
+
+def test_a_slow_copy_of_a_rank_that_is_alive_is_waited_for():
+    rig = Rig(gives_up_blocks=True)
+    try:
+        hashes = rig.fill("a", 3)
+        rig.load("r", hashes)
+        for _ in range(20):
+            rig.now_s += 1.0
+            rig.order()
+            assert rig.settle() == []
+        rig.ranks[0].run_all()
+        (result,) = rig.settle()
+        assert not result.failed_block_ids
+    finally:
+        rig.close()
+
+
+def test_a_rank_without_orders_need_not_show_that_it_is_alive():
+    rig = Rig(gives_up_blocks=True)
+    try:
+        hashes = rig.fill("a", 3)
+        silent_steps(rig, 10, silent=[0])
+        assert rig.leader.match("r", hashes, 0) == 3
+        rig.load("r", hashes)
+        assert silent_steps(rig, 2, silent=[0]) == []
+    finally:
+        rig.close()

@@ -313,6 +313,42 @@ def test_reset_forgets_and_fails_what_is_in_flight_in_both_directions(rig):
     assert rig.leader.blocks()[Tier.HOST] == {"free": 8, "moving": 0, "pinned": 0, "evictable": 0}
 
 
+def test_an_offload_releases_its_blocks_between_two_steps_without_a_poll_of_the_worker(two_ranks):
+    hashes = chain("a", 2)
+    two_ranks.finish("r", hashes, two_ranks.compute("r", hashes))
+    two_ranks.order()
+    assert two_ranks.leader.settle_offloads() is True
+    two_ranks.ranks[0].run_all()
+    assert two_ranks.leader.settle_offloads() is True, "the other rank still reads the blocks"
+    two_ranks.ranks[1].run_all()
+    assert two_ranks.leader.settle_offloads() is False
+    assert not any(two_ranks.g1.references.values())
+    assert two_ranks.leader.match("other", hashes, 0) == 2
+
+
+def test_blocks_of_an_abandoned_offload_are_free_and_what_it_copies_is_not_registered(rig):
+    hashes = chain("a", 2)
+    blocks = rig.compute("r", hashes)
+    rig.finish("r", hashes, blocks)
+    rig.order()
+    rig.leader.abandon_offloads()
+    assert not any(rig.g1.references.values())
+    assert rig.leader.orders_in_flight() == {}, "they would be released again if the cache is turned off"
+    rig.compute("overwrites", chain("b", 2))
+    rig.ranks[0].run_all()
+    rig.settle()
+    assert rig.leader.match("other", hashes, 0) == 0
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == 2, "the copy of the newer request"
+
+
+def test_a_load_keeps_its_blocks_when_offloads_are_abandoned(rig):
+    hashes = rig.fill("a", 3)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.leader.abandon_offloads()
+    assert all(rig.g1.references[block] == 2 for block in blocks)
+
+
 def test_a_request_that_lives_through_a_reset_offloads_nothing_of_its_old_state(rig):
     hashes = chain("a", 4)
     blocks = rig.compute("r", hashes[:2])

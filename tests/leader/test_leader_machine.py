@@ -155,6 +155,11 @@ class LeaderMachine(RuleBasedStateMachine):
     def reset(self):
         self.rig.leader.reset()
 
+    @rule()
+    def give_up_offloads(self):
+        self.rig.leader.settle_offloads()
+        self.rig.leader.abandon_offloads()
+
     # -- steps, copies and what can go wrong with them -----------------------------------------------------------------
 
     @rule()

@@ -155,8 +155,8 @@ MUTANTS = (
         name="region-lanes-overlap-the-slots",
         bug="The words of lanes begin one slot too early, so that a lane's report overwrites the last slot's.",
         file="kvbm/host/region.py",
-        old="return words[: self.slot_count], words[self.slot_count :]",
-        new="return words[: self.slot_count], words[self.slot_count - 1 :]",
+        old="return words[: self.slot_count], words[self.slot_count : -1], words[-1:]",
+        new="return words[: self.slot_count], words[self.slot_count - 1 : -1], words[-1:]",
         fails="tests/host/test_region.py",
     ),
     Mutant(
@@ -220,5 +220,21 @@ MUTANTS = (
         old="            except EnvironmentProblem as problem:  # another",
         new="            except ZeroDivisionError as problem:  # another",
         fails="tests/host/test_region.py -k race",
+    ),
+    Mutant(
+        name="region-heartbeat-is-a-lane",
+        bug="the heartbeat overwrites the word of the last lane",
+        file="kvbm/host/region.py",
+        old="return words[: self.slot_count], words[self.slot_count : -1], words[-1:]",
+        new="return words[: self.slot_count], words[self.slot_count : -1], words[-2:-1]",
+        fails="tests/host/test_region.py",
+    ),
+    Mutant(
+        name="copier-cuda-drains-after-cuda-errors-only",
+        bug="after an exception that is not of CUDA, the copy is reported while enqueued parts of it still run",
+        file="kvbm/device/cuda.py",
+        old="        except BaseException as error:  # whatever",
+        new="        except RuntimeError as error:  # whatever",
+        fails="tests/device/test_cuda_path.py",
     ),
 )

@@ -64,6 +64,22 @@ MUTANTS = (
         fails="tests/disk/test_directory.py -k lock",
     ),
     Mutant(
+        name="disk-does-not-wait-for-a-predecessor",
+        bug="A restarted engine creates an empty cache while the process of its predecessor is exiting.",
+        file="kvbm/disk/directory.py",
+        old="    while _is_locked(predecessor):",
+        new="    while False:",
+        fails="tests/disk/test_client.py -k predecessor",
+    ),
+    Mutant(
+        name="disk-fails-tickets-of-a-living-process",
+        bug="Tickets fail when the channel ends, although the process may still write into host memory.",
+        file="kvbm/disk/service/client.py",
+        old="        if is_expected or self._is_gone():",
+        new="        if True:",
+        fails="tests/disk/test_client.py -k broken_channel",
+    ),
+    Mutant(
         name="disk-clear-is-not-flushed",
         bug="A clear is committed, but a power cut takes it back.",
         file="kvbm/disk/index.py",

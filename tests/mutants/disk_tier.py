@@ -154,7 +154,7 @@ MUTANTS = (
         file="kvbm/disk/service/supervisor.py",
         old="""\
             self._is_clear_sent = True
-            self._process.clear()
+            self._process.clear(ends_persistence=self._has_ended_persistence)
 """,
         new="""\
             self._uncleared = None
@@ -169,6 +169,14 @@ MUTANTS = (
         old="            _clear_closed(self._uncleared)",
         new="            pass",
         fails="tests/disk/test_supervisor.py -k when_the_engine_ends",
+    ),
+    Mutant(
+        name="lasting-disk-persists-again",
+        bug="after a change of the weights, the process that replaces a killed one persists blocks again",
+        file="kvbm/disk/service/supervisor.py",
+        old="if self._has_ended_persistence and self._uncleared is None:",
+        new="if False:",
+        fails="tests/disk/test_supervisor.py -k ends_persistence",
     ),
     Mutant(
         name="lasting-disk-leaves-the-next-one",

@@ -6,6 +6,29 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="leader-abandons-and-registers",
+        bug="an offload is registered although its sources were released during the copy",
+        file="kvbm/leader/offloads.py",
+        old="""\
+        self.reset()
+        for flight in self.in_flight.values():
+            self._release(flight)
+""",
+        new="""\
+        for flight in self.in_flight.values():
+            self._release(flight)
+""",
+        fails="tests/leader/test_leader.py",
+    ),
+    Mutant(
+        name="leader-names-abandoned-orders",
+        bug="after an exception the guard releases blocks that an abandoned offload no longer holds",
+        file="kvbm/leader/leader.py",
+        old="for generation, one in self._offloads.in_flight.items() if one.is_held}",
+        new="for generation, one in self._offloads.in_flight.items()}",
+        fails="tests/leader/test_leader.py",
+    ),
+    Mutant(
         name="leader-ages-hot-prefixes",
         bug="a hit in G1 does not refresh the chain in G2",
         file="kvbm/leader/leader.py",
@@ -155,8 +178,8 @@ MUTANTS = (
         name="guard-releases-blocks-under-a-copy",
         bug="after a fault, blocks under a running copy are released at once",
         file="kvbm/leader/guarded.py",
-        old="self._release(list((self._held - copied).elements()))",
-        new="self._release(list(self._held.elements()))",
+        old="self._release(list((Counter(self._held) - copied).elements()))",
+        new="self._release(list(Counter(self._held).elements()))",
         fails="tests/engines/test_boundary.py -k stay_held",
     ),
     Mutant(
@@ -198,5 +221,53 @@ MUTANTS = (
         old="self.boundary.caught(method.__qualname__, error, turns_off=True)",
         new="self.boundary.caught(method.__qualname__, error)",
         fails="tests/engines/test_boundary.py -k Leader-step",
+    ),
+    Mutant(
+        name="heartbeats-hear-the-dead",
+        bug="a rank that is stopped is never recognised, and requests wait for it",
+        file="kvbm/leader/heartbeats.py",
+        old="if beat is None or beat != self._beats[rank] or not has_orders:",
+        new="if True:",
+        fails="tests/leader/test_faults.py",
+    ),
+    Mutant(
+        name="heartbeats-expect-idle-ranks-to-beat",
+        bug="a rank without orders counts as silent",
+        file="kvbm/leader/heartbeats.py",
+        old="if beat is None or beat != self._beats[rank] or not has_orders:",
+        new="if beat is None or beat != self._beats[rank]:",
+        fails="tests/leader/test_faults.py",
+    ),
+    Mutant(
+        name="worker-does-not-beat",
+        bug="a rank whose copies are slow counts as silent",
+        file="kvbm/device/worker.py",
+        old="        self._segment.beat()\n",
+        new="",
+        fails="tests/leader/test_faults.py -k alive",
+    ),
+    Mutant(
+        name="onboards-promise-hits-that-wait-for-a-silent-rank",
+        bug="while a rank is stopped, every request waits for it anew",
+        file="kvbm/leader/onboards.py",
+        old="""\
+            and not self._are_ranks_silent
+            and (oldest is None or not (oldest.load.is_reported or self._is_overdue(oldest)))
+""",
+        new="""\
+            and (oldest is None or not self._is_overdue(oldest))
+""",
+        fails="tests/leader/test_faults.py -k heartbeat",
+    ),
+    Mutant(
+        name="scheduler-computes-in-blocks-under-a-copy",
+        bug="after a failed load the embedded engine computes in blocks that a copy still writes to",
+        file="kvbm/embedded/engine/scheduler.py",
+        old="""\
+            self._release(request.block_ids[first_bad:])
+            del request.block_ids[first_bad:]
+""",
+        new="",
+        fails="tests/engines/test_boundary.py -k hangs",
     ),
 )

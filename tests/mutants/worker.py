@@ -6,6 +6,14 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="worker-proves-offloads-in-polls-only",
+        bug="an engine that runs no more steps holds the blocks of its last offloads for ever",
+        file="kvbm/device/worker.py",
+        old="self._segment.write_slots(order.slots, order.generation, SlotState.READY)",
+        new="pass",
+        fails="tests/leader/test_leader.py",
+    ),
+    Mutant(
         name="driver-loads-into-the-first-blocks",
         bug="a load goes to the first blocks of the request, not to those behind its local hit",
         file="kvbm/embedded/driver.py",

@@ -116,14 +116,16 @@ def test_copies_that_fail_cost_time_and_no_token(version, ranks, overlaps):
 def test_results_that_are_lost_cost_hits_and_no_token(version, ranks, overlaps, monkeypatch):
     with Engine(version, rank_count=ranks, overlaps=overlaps, device_blocks=22) as engine:
         lost = []
-        write = RealWorker._write_offload
+        run = RealWorker._run_offload
 
-        def lose_every_second(worker, running):
-            lost.append(running)
+        def lose_every_second(worker, order, fence):
+            lost.append(order)
             if len(lost) % 2:
-                write(worker, running)
+                run(worker, order, fence)
+            else:
+                worker._copier.offload(order.block_ids, order.slots, fence)
 
-        monkeypatch.setattr(RealWorker, "_write_offload", lose_every_second)
+        monkeypatch.setattr(RealWorker, "_run_offload", lose_every_second)
         results = conversations(engine, users=4)
         engine.forget_device()
         again = [Script(50 + index, script.prompt, 5) for index, (script, _) in enumerate(results)]

@@ -6,6 +6,7 @@ The file, named by KVBM_TEST_FAULTS, holds a JSON object; what is absent from it
                           that nobody expects
     {"hold": "onboard"}   copies of this direction wait until the file says otherwise; "offload" likewise
     {"lie": true}         onboards bring other bytes than they should and report success
+    {"bug": "settle"}     from now on, this method of the leader raises
 """
 
 from __future__ import annotations
@@ -29,9 +30,18 @@ LIMIT_S = 120.0
 
 
 class FaultyConnector(DynamoConnector):
+    def build_connector_meta(self, scheduler_output):
+        if (bug := json.loads(Path(os.environ[FAULTS_FILE]).read_text()).get("bug")) is not None:
+            setattr(self._scheduler.leader.leader, bug, _raise)
+        return super().build_connector_meta(scheduler_output)
+
     @classmethod
     def worker_side_class(cls) -> type[WorkerSide]:
         return FaultyWorkerSide
+
+
+def _raise(*arguments, **keywords):
+    raise ZeroDivisionError("a bug in the leader")
 
 
 class FaultyWorkerSide(WorkerSide):

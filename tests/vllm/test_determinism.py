@@ -155,6 +155,17 @@ def test_nothing_is_found_after_an_external_reset(pair):
     assert pair.tested.metrics()[EXTERNAL_HITS] == before
 
 
+def test_both_caches_can_be_emptied_right_after_an_answer(pair):
+    """The copies of its blocks may still run."""
+    truth = pair.reference.ask(PROMPT)
+    for external, cached in ((False, CACHED), (True, 0)):
+        pair.tested.ask(PROMPT)
+        assert pair.tested.reset_prefix_cache(external=external)
+        again = pair.tested.ask(PROMPT)
+        assert again.cached == cached
+        assert_equal({0: again}, {0: truth})
+
+
 def test_resets_under_load_change_no_answer(pair):
     """vLLM refuses to forget blocks that a request uses; what the connector holds goes in any case."""
     truth = pair.truth(TALKS)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -28,9 +30,11 @@ ROWS = {
     "wrong bytes": {"lie": True, "for": "read"},
     "stall": {"hold": True},
 }
+SLOTS = 300
 TURN_IT_OFF = ("EIO", "ENOSPC", "stall")  # the others may end before there are enough of them
 TALKS = conversations(6, turns=2, seed=11)
 FETCHED, OFF, TIMES_OFF = "kvbm_onboard_blocks_d2d", "kvbm_disk_off", "kvbm_disk_times_off"
+WRITTEN = "kvbm_offload_blocks_h2d"
 
 
 class Disk:
@@ -58,9 +62,14 @@ def disk(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(truth, disk, tmp_path_factory):
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def server(truth, disk, directory):
     """More moves than fits in its memory, all of which is written to disk and read from it."""
-    tiers = {"host": {"blocks": 16}, "disk": {"blocks": 300, "directory": str(tmp_path_factory.mktemp("disk"))}}
+    tiers = {"host": {"blocks": 16}, "disk": {"blocks": SLOTS, "directory": str(directory)}}
     contents = {"tiers": tiers, "offload": {"to_disk": "always"}, "onboard": {"policy": "always"}}
     connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
     environment = {
@@ -106,3 +115,51 @@ def test_a_disk_that_fails_changes_no_answer_and_is_used_again(server, truth, pl
         assert server.reset_prefix_cache(external=False)
         assert_equal(repeat(asker(server), list(truth)), truth)
     assert server.metrics()[FETCHED] > fetched, "it is used again"
+
+
+def block_hashes(prompt: tuple[int, ...]) -> list[bytes]:
+    """Of its full blocks, as vLLM computes them."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+
+    init_none_hash(sha256)
+    hashes: list[bytes] = []
+    for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS):
+        hashes.append(hash_block_tokens(sha256, hashes[-1] if hashes else None, prompt[end - BLOCK_TOKENS : end], None))
+    return hashes
+
+
+def damage(directory: Path, copy: Path, block_hash: bytes) -> None:
+    """Flip a bit of this block in the arena. The engine has locked the index, so that a copy tells the slot."""
+    (index,) = directory.glob("**/index.sqlite")
+    for path in index.parent.glob("index.sqlite*"):
+        shutil.copy(path, copy)
+    with sqlite3.connect(copy / index.name) as connection:
+        ((slot,),) = connection.execute("SELECT slot FROM blocks WHERE hash = ?", (block_hash,)).fetchall()
+    connection.close()
+    with (index.parent / "arena").open("r+b") as arena:
+        at = slot * os.path.getsize(arena.name) // SLOTS + 1000
+        arena.seek(at)
+        (byte,) = arena.read(1)
+        arena.seek(at)
+        arena.write(bytes((byte ^ 4,)))
+
+
+def test_of_a_load_that_fails_in_the_middle_the_blocks_before_are_used(server, plain, directory, tmp_path):
+    prompt, good = tokens(Random("damaged"), 8 * BLOCK_TOKENS + 9), 5
+    expected = repeat(asker(plain), [Request(prompt, 8)])
+    server.wait_until("rest", lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0)
+    written = server.metrics()[WRITTEN]
+    assert_equal(repeat(asker(server), list(expected)), expected)
+    server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= written + 8)
+    server.ask_all([tokens(Random(f"other {number}"), 4 * BLOCK_TOKENS) for number in range(8)], 1)
+    damage(directory, tmp_path, block_hashes(prompt)[good])
+    server.wait_until("rest", lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0)
+    assert server.reset_prefix_cache(external=False)
+    before, log_size = server.metrics(), len(server.log())
+    assert_equal(repeat(asker(server), list(expected)), expected)
+    after = server.metrics()
+    assert after["kvbm_disk_checksum_failures"] == before["kvbm_disk_checksum_failures"] + 1
+    assert after[FETCHED] == before[FETCHED] + good
+    computed = (8 - good) * BLOCK_TOKENS  # vLLM's metrics still count these as cached
+    assert f"1 request(s) rescheduled ({computed} tokens affected)" in server.log()[log_size:]

@@ -93,5 +93,5 @@ def test_a_taken_port_stops_the_side_that_decides(monkeypatch):
                 hash_bytes=32,
                 continues_prompts=True,
                 gives_up_blocks=True,
-                identity=lambda: ({}, True),
+                identity=lambda: ({}, ""),
             )

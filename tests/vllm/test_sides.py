@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +13,9 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -39,6 +43,7 @@ from kvbm.vllm_integration.cache_groups import (
 from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.scheduler_side import UNLIMITED, SchedulerSide, _limit
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
+from kvbm.vllm_integration.weight_updates import reports_weight_updates, watch
 from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WorkerSide
 
 CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
@@ -60,7 +65,7 @@ def scheduler_side(groups, rank_count=1):
         hash_bytes=32,
         continues_prompts=True,
         gives_up_blocks=True,
-        identity=lambda: ({}, True),
+        identity=lambda: ({}, ""),
     )
 
 
@@ -197,7 +202,8 @@ def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_fa
     side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
     try:
         side.accept_handshakes([worker.handshake()])
-        request = SimpleNamespace(request_id="r", kv_transfer_params=None, num_tokens=64)  # has no block hashes
+        # It has no block hashes.
+        request = SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=None, num_tokens=64)
         side.add_request(request)
         side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 0],)), 32)
         assert side.take_stats().data["disabled"] == 1
@@ -221,7 +227,9 @@ def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_fa
 def test_without_ranks_every_hook_does_nothing():
     side = scheduler_side(cache_groups(cache(FULL)))
     side.accept_handshakes([])
-    request = SimpleNamespace(request_id="r", kv_transfer_params=None, num_tokens=64, block_hashes=[])
+    request = SimpleNamespace(
+        request_id="r", kv_transfer_params=None, lora_request=None, num_tokens=64, block_hashes=[]
+    )
     side.add_request(request)
     assert side.match(request, 0) == (0, False)
     assert side.build_orders(None) == StepOrders(StepPlan(step=0))
@@ -247,14 +255,180 @@ def test_a_rank_takes_whole_pages_of_all_layers_once_even_where_groups_overlay_e
         side.close()
 
 
-def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it():
+@pytest.fixture
+def rank():
     description = cache(FULL, num_blocks=4)
+    return WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
+
+
+def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it(rank):
+    rank.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2), (1, 2), True),)))
+    assert rank.failed_requests() == {"r"}
+    assert rank.lost_requests() == {"r"}
+    assert rank.failed_blocks() == (set() if KNOWS_FAILED_REQUESTS else {1, 2})
+    rank.clear()
+    assert rank.failed_requests() == set()
+
+
+def test_of_a_cut_load_only_the_blocks_that_did_not_arrive_are_reported_as_failed(rank):
+    """A request in `lost_requests` would lose the blocks that did."""
+    rank.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2, 3), (2, 3), True),)))
+    assert rank.failed_requests() == {"r"}
+    assert rank.lost_requests() == set()
+    assert rank.failed_blocks() == {2, 3}
+
+
+@pytest.mark.skipif(not KNOWS_FAILED_REQUESTS, reason="kvbm declines such an engine")
+def test_an_engine_with_several_groups_gets_no_failed_blocks_even_if_only_one_is_transferred():
+    """vLLM ends with an exception if it does."""
+    description = cache(FULL, WINDOW, num_blocks=4)
+    description.kv_cache_groups[1].enable_kv_transfer = False
     side = WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
-    side.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2), (1, 2), True),)))
-    assert side.failed_requests() == {"r"}
-    assert side.failed_blocks() == {1, 2}
-    side.clear()
-    assert side.failed_requests() == set()
+    side.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2, 3), (2, 3), True),)))
+    assert side.lost_requests() == {"r"}
+    assert side.failed_blocks() == set()
+
+
+# -- other weights -----------------------------------------------------------------------------------------------------
+
+
+class Forgetful:
+    """A leader of which only resets matter."""
+
+    def __init__(self):
+        self.resets = []
+
+    def reset(self, *, ends_persistence=False):
+        self.resets.append(ends_persistence)
+        return True
+
+    def finish(self, request_id, *chains):
+        pass
+
+
+@pytest.fixture
+def side():
+    """A scheduler side whose block pool has three blocks in vLLM's prefix cache."""
+    found = scheduler_side(cache_groups(cache(FULL)))
+    found.bind_block_pool(BlockPool(8, enable_caching=True, hash_block_size=16))
+    for index, block in enumerate(found._pool.get_new_blocks(3)):
+        cached_hash = make_block_hash_with_group_id(bytes([index]) * 32, 0)
+        block.set_block_hash(cached_hash) if hasattr(block, "set_block_hash") else setattr(
+            block, "block_hash", cached_hash
+        )
+        found._pool.cached_block_hash_to_block.insert(cached_hash, block)
+    found.leader = Forgetful()
+    return found
+
+
+def cached_blocks(side):
+    return [block.block_id for block in side._pool.blocks if block.block_hash is not None]
+
+
+class Core:
+    """What EngineCore of vLLM does with these calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        self.calls.append(method)
+
+    def sleep(self, level=1, mode="abort"):
+        self.calls.append(level)
+
+    def add_lora(self, lora_request: LoRARequest):
+        self.calls.append(lora_request)
+
+
+@pytest.fixture
+def core(monkeypatch):
+    class Fresh(Core):
+        collective_rpc, sleep, add_lora = Core.collective_rpc, Core.sleep, Core.add_lora
+
+    monkeypatch.setattr("vllm.v1.engine.core.EngineCore", Fresh)
+    return Fresh()
+
+
+@pytest.mark.parametrize(
+    ("call", "is_harmless"),
+    [
+        (lambda core: core.collective_rpc("reload_weights", kwargs={"weights_path": "x"}), False),
+        (lambda core: core.collective_rpc("update_weights"), False),
+        (lambda core: core.collective_rpc("start_weight_update"), False),
+        (lambda core: core.collective_rpc("apply_model", None, (print,)), False),
+        (lambda core: core.collective_rpc("update_weights_of_my_own"), False),
+        (lambda core: core.collective_rpc(lambda worker: worker.model_runner.model.load_weights([])), False),
+        (lambda core: core.collective_rpc(method="reload_weights"), False),
+        (lambda core: core.collective_rpc("list_loras"), True),
+        (lambda core: core.collective_rpc("profile", args=(True,)), True),
+        (lambda core: core.sleep(), False),
+        (lambda core: core.sleep(2), False),
+        (lambda core: core.sleep(level=1, mode="wait"), False),
+        (lambda core: core.sleep(0), True),
+    ],
+)
+def test_what_can_change_the_weights_is_noticed_before_it_happens(side, core, call, is_harmless):
+    order = []
+    side.leader.reset = lambda *, ends_persistence=False: order.append((ends_persistence, len(core.calls))) or True
+    watch(side)
+    watch(side)
+    call(core)
+    assert order == ([] if is_harmless else [(True, 0)])
+    assert len(core.calls) == 1
+    assert cached_blocks(side) == ([1, 2, 3] if is_harmless else [])
+
+
+def test_the_wrapped_methods_keep_the_types_by_which_vllm_decodes_their_arguments(side, core):
+    watch(side)
+    (parameter,) = inspect.signature(core.add_lora).parameters.values()
+    assert parameter.annotation in (LoRARequest, "LoRARequest")
+    assert list(inspect.signature(core.collective_rpc).parameters) == ["method", "timeout", "args", "kwargs"]
+
+
+def test_vllm_has_what_is_watched():
+    assert reports_weight_updates()
+
+
+def test_a_reset_is_taken_for_a_change_of_the_weights(side):
+    assert side.reset() is True
+    assert side.leader.resets == [True]
+    assert cached_blocks(side) == []
+
+
+def test_blocks_of_requests_with_former_weights_leave_the_prefix_cache_of_vllm(side):
+    """They are cached by vLLM again and again while such a request runs."""
+    request = SimpleNamespace(
+        request_id="r", kv_transfer_params=None, lora_request=None, block_hashes=[], num_prompt_tokens=16
+    )
+    side.add_request(request)
+    side._requests["r"].block_ids = [[1, 2]]
+    side.weights_may_change("a test")
+    assert side._stale == {"r"}
+    block = side._pool.blocks[2]
+    again = make_block_hash_with_group_id(bytes([9]) * 32, 0)
+    block.set_block_hash(again) if hasattr(block, "set_block_hash") else setattr(block, "block_hash", again)
+    side._pool.cached_block_hash_to_block.insert(again, block)
+    assert cached_blocks(side) == [2]
+    side.end_request(request)
+    assert (cached_blocks(side), side._stale) == ([], set())
+
+
+def test_an_adapter_in_doubt_is_not_cached(side, tmp_path):
+    def request(**keys):
+        adapter = LoRARequest("mine", 1, str(tmp_path), **keys)
+        return SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=adapter)
+
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    side.add_request(request())
+    assert side.leader.resets == []
+    assert side._requests.pop("r")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"other")
+    side.add_request(request())
+    assert side.leader.resets == [True]
+    assert side._requests == {}
+    side.adapter_is_loaded(LoRARequest("mine", 2, str(tmp_path)))
+    assert side.leader.resets == [True, True]
 
 
 # -- a load that fails -------------------------------------------------------------------------------------------------
@@ -281,7 +455,7 @@ class Verdicts:
 def test_a_failed_load_is_never_told_as_a_good_one_while_vllm_has_the_request(is_live):
     """`is_live` is False too for a request that was preempted and came back in one step: vLLM still waits for it."""
     side = scheduler_side(cache_groups(cache(FULL)))
-    side.add_request(SimpleNamespace(request_id="r", kv_transfer_params=None))
+    side.add_request(SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=None))
     side.leader = Verdicts(LoadResult("r", (1,), (1,), is_live), LoadResult("gone", (2,), (2,), False))
     output = SimpleNamespace(finished_recving=None)
     side.settle(output)
@@ -310,6 +484,96 @@ def test_events_have_the_names_and_groups_that_vllm_publishes():
 def test_a_reset_of_host_memory_is_announced():
     (event,) = translate([TierCleared(Tier.HOST)], cache_groups(cache(FULL)), is_plain=True)
     assert type(event).__name__ == "AllBlocksCleared"
+
+
+# -- a reset of vLLM's prefix cache ------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Both sides, a real block pool, and one request of two blocks whose offload a step has ordered."""
+
+    def __init__(self):
+        description = cache(FULL, num_blocks=12)
+        groups = cache_groups(description)
+        self.worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
+        self.worker.register_kv_caches({"layer.0": torch.zeros(12, 2, 16, 64)})
+        self.pool = BlockPool(12, enable_caching=True, hash_block_size=16)
+        self.scheduler = scheduler_side(groups)
+        self.scheduler.bind_block_pool(self.pool)
+        self.scheduler.accept_handshakes([self.worker.handshake()])
+        self.request = self.add("r", 2)
+        self.blocks = self.pool.get_new_blocks(2)
+
+    def add(self, request_id, blocks):
+        hashes = [bytes((index + 1,)) * 32 for index in range(blocks)]
+        facts = {"kv_transfer_params": None, "cache_salt": None, "lora_request": None, "num_prompt_tokens": 16 * blocks}
+        request = SimpleNamespace(request_id=request_id, num_tokens=16 * blocks + 1, block_hashes=hashes, **facts)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self):
+        new = SimpleNamespace(req_id="r", block_ids=([block.block_id for block in self.blocks],), num_computed_tokens=0)
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        output = SimpleNamespace(
+            preempted_req_ids=None,
+            num_scheduled_tokens={"r": 32},
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=cached,
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=32,
+        )
+        self.worker.bind(self.scheduler.build_orders(output))
+        self.worker.finish_step()
+
+    def end_request(self):
+        self.scheduler.end_request(self.request)
+        self.pool.free_blocks(self.blocks)
+
+    def close(self):
+        self.scheduler.close()
+        self.worker.close()
+
+
+@pytest.fixture
+def fake_engine():
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+def test_vllm_can_reset_its_cache_in_the_step_after_the_last_request(fake_engine):
+    """No further step runs, as in an engine in the user's process, and the copy of the last step still holds blocks."""
+    fake_engine.step()
+    fake_engine.end_request()
+    assert fake_engine.pool.reset_prefix_cache() is True
+    assert fake_engine.scheduler.match(fake_engine.add("again", 2), 0) == (32, True)
+
+
+def test_a_copy_that_hangs_delays_a_reset_and_does_not_prevent_it(fake_engine, monkeypatch):
+    monkeypatch.setattr("kvbm.vllm_integration.scheduler_side.RESET_PATIENCE_S", 0.05)
+    hung = threading.Event()
+    copier = fake_engine.worker._worker._copier
+    monkeypatch.setattr(copier, "offload", lambda *_: hung.wait())
+    fake_engine.step()
+    fake_engine.end_request()
+    assert fake_engine.pool.reset_prefix_cache() is True
+    hung.set()
+    deadline = time.monotonic() + 10
+    while fake_engine.scheduler.leader.blocks()[Tier.HOST]["moving"]:
+        assert time.monotonic() < deadline
+        fake_engine.scheduler.leader.settle_offloads()
+    assert fake_engine.scheduler.match(fake_engine.add("again", 2), 0) == (0, False)
+    assert fake_engine.pool.get_num_free_blocks() == 11
+
+
+def test_a_reset_under_a_running_request_fails_at_once_and_drops_nothing(fake_engine):
+    fake_engine.step()
+    began_s = time.monotonic()
+    assert fake_engine.pool.reset_prefix_cache() is False
+    assert time.monotonic() - began_s < 1.0
+    fake_engine.end_request()
+    assert fake_engine.pool.reset_prefix_cache() is True
+    assert fake_engine.scheduler.match(fake_engine.add("again", 2), 0) == (32, True)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -354,3 +618,11 @@ def test_an_invalid_token_limit_is_ignored_with_a_warning(caplog, value):
 def test_a_limit_of_none_is_no_limit_and_of_zero_is_one():
     assert _limit({"max_load_tokens": None}, "max_load_tokens") == UNLIMITED
     assert _limit({"max_load_tokens": 0}, "max_load_tokens") == 0
+
+
+@pytest.mark.parametrize("params", ["text", ["max_load_tokens"], 5])
+def test_transfer_parameters_that_are_no_object_are_ignored(params):
+    """A client can set them through `vllm_xargs`, which vLLM does not check."""
+    side = scheduler_side([])
+    side.add_request(SimpleNamespace(request_id="r", lora_request=None, kv_transfer_params=params))
+    assert side._requests["r"].max_load_tokens == UNLIMITED

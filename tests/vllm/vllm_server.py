@@ -32,6 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.system import die_with_parent
 
+HERE = Path(__file__).parent
 BLOCK_TOKENS = 128
 START_TIMEOUT_S = 600.0  # 25 s on a quiet machine
 STOP_TIMEOUT_S = 20.0
@@ -266,7 +267,7 @@ def _environment(directory: str, cores: str) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "VIRTUAL_ENV") if name in os.environ}
     return kept | {
         "TMPDIR": directory,
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent.parent))),  # this tree, whatever is installed
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -43,7 +43,7 @@ from kvbm.errors import EnvironmentProblem
 log = logging.getLogger(__name__)
 
 HOME = str(Path(__file__).parents[3])  # the trial imports this package from here
-PROGRAM = (sys.executable, "-m", "kvbm.disk.io.select")
+PROGRAM = (sys.executable, "-P", "-m", "kvbm.disk.io.select")
 TRIAL_TIMEOUT_S = 20.0
 LONGEST_S = 40  # lifetime of a trial whose parent was killed
 BENCHMARK_BYTES = 64 << 20

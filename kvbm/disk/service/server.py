@@ -19,6 +19,7 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 
+from kvbm.disk.directory import await_predecessor
 from kvbm.disk.index_thread import PendingClear
 from kvbm.disk.log_limit import RepeatFilter
 from kvbm.disk.orders import DiskResult, Forget, Read, Write
@@ -43,6 +44,10 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.kept.append(messages.Logged(record.name, record.levelno, self.format(record)))
+
+    def send(self, channel: DiskChannel) -> None:
+        while self.kept:
+            channel.send(self.kept.popleft())
 
 
 class _Child:
@@ -92,7 +97,8 @@ class _Child:
             case Forget():
                 self._storage.forget(message.disk_slots)
             case messages.Clear():
-                self._clears.append(self._storage.begin_clear(message.tenant))
+                clear = self._storage.begin_clear(message.tenant, ends_persistence=message.ends_persistence)
+                self._clears.append(clear)
 
     def _is_busy(self) -> bool:
         return bool(self._in_flight_count or self._clears)
@@ -110,8 +116,7 @@ class _Child:
         if self._clears and all(clear.is_durable for clear in self._clears):
             self._clears.clear()
             self._channel.send(messages.Cleared())
-        while self._log.kept:
-            self._channel.send(self._log.kept.popleft())
+        self._log.send(self._channel)
 
 
 def main() -> int:
@@ -128,6 +133,9 @@ def main() -> int:
         os.sched_setaffinity(0, order.cores)
         try:
             region = Region.map(order.segments)
+            if order.settings.persist and order.instance is None:
+                name = order.namespace.digest.hex()
+                await_predecessor(order.settings.directory, name, on_wait=partial(log.send, channel))
             storage = DiskStorage.open(
                 order.settings,
                 order.namespace,

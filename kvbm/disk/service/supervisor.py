@@ -63,6 +63,7 @@ class DiskSupervisor:
         self._results: list[DiskResult] = []  # not yet returned by `poll`
         self._uncleared: Path | None = None  # instance with a clear that is not durable yet
         self._is_clear_sent = self._is_clear_impossible = False
+        self._has_ended_persistence = False  # every further process forgets what it finds, and persists nothing
         self._earlier_counters: DiskCounters | None = None  # sum of the earlier processes
         self._is_closing = threading.Event()
         # Owned by the holder of the lock. The thread holds it while it opens a process.
@@ -136,12 +137,15 @@ class DiskSupervisor:
         results, self._results = self._results, []
         return results
 
-    def clear(self, timeout_s: float = ANSWER_LIMIT_S) -> None:
+    def clear(self, timeout_s: float = ANSWER_LIMIT_S, *, ends_persistence: bool = False) -> None:
         """Delete all blocks, durably on return. Waits at most `timeout_s`, and not for a process that does not answer.
+
+        `ends_persistence`: no block that is written later survives this engine either.
 
         Raises EnvironmentProblem if it is not durable by then: no process serves a block until it is, which `poll`
         follows.
         """
+        self._has_ended_persistence |= ends_persistence
         path = self._uncleared = self._process.path
         self._is_clear_sent = self._is_clear_impossible = False
         self._advance()
@@ -186,7 +190,7 @@ class DiskSupervisor:
         """Send a clear to the process, or note that it is durable."""
         if not self._is_clear_sent:
             self._is_clear_sent = True
-            self._process.clear()
+            self._process.clear(ends_persistence=self._has_ended_persistence)
         elif not self._process.is_clearing:
             self._uncleared = None
             if self._process.path != path and path.exists():
@@ -201,6 +205,8 @@ class DiskSupervisor:
             self._process.discard()
             self._process, self._next = self._next, None
             self._is_lost = self._is_clear_sent = False
+            if self._has_ended_persistence and self._uncleared is None:
+                self._uncleared = self._process.path
             self.restarts += 1
         finally:
             self._lock.release()

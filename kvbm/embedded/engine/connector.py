@@ -16,9 +16,11 @@ Rules of the contract:
 - A lookup happens while `num_computed_tokens` is 0, and again after a preemption. `(None, _)` defers the request to the
   next step and does not delay those behind it. At least one token of every request is computed.
 - The blocks of an asynchronous load are neither scheduled nor findable until its id is in `finished_recving`. The
-  connector reports an id only after the copy has stopped. A synchronous load ends when `start_load_kv` returns, and is
-  not reported.
+  connector reports an id only after the copy has stopped, or with all blocks that it may still write to as failed ones.
+  A synchronous load ends when `start_load_kv` returns, and is not reported.
 - Failed blocks are reported no later than the end of their load. They and the tokens behind them are computed again.
+  After an asynchronous load the engine releases them, and computes in other blocks. A connector that may still write to
+  them must hold them in the block pool.
 - `request_finished` is called once per request, also after an abort, before its blocks are freed. A connector that
   still copies from or to blocks of a finished or preempted request must hold them in the block pool.
 """
@@ -59,7 +61,7 @@ class ConnectorOutput:
 class SchedulerConnector(Protocol):
     """Called in the engine thread only; every call should take microseconds."""
 
-    def bind_block_pool(self, pool: BlockPool, namespace: bytes) -> None: ...
+    def bind_block_pool(self, pool: BlockPool, namespace: bytes, doubt: str) -> None: ...
     def on_new_request(self, request: Request) -> None: ...
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]: ...
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None: ...

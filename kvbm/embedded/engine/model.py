@@ -21,6 +21,7 @@ from kvbm.embedded.engine.attention import Batch, PackedSequence
 from kvbm.embedded.engine.kv_pool import TORCH_DTYPES, KVGeometry, KVPool
 from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.errors import EnvironmentProblem, InvariantError, ProfileError
+from kvbm.identity.fingerprint import Fingerprint, fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -30,15 +31,17 @@ if TYPE_CHECKING:
 SYNTHETIC_PREFIX = "synthetic:"
 # These rope types change the angles of all tokens once a sequence is longer than the original context.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
 PROBE_NAME = "kvbm_probe"
 ONE_THREAD_PARAMETERS = 50_000_000
-GEOMETRY_VERSION = 1
+GEOMETRY_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that uses paged attention. `namespace` identifies everything that determines the bytes of a block."""
+    """A model that uses paged attention. `namespace` identifies everything that determines the bytes of a block.
+
+    `doubt` says why the namespace may not describe the weights, empty if it does.
+    """
 
     network: torch.nn.Module
     geometry: KVGeometry
@@ -49,6 +52,7 @@ class LoadedModel:
     parameter_count: int
     device: str
     namespace: bytes
+    doubt: str
 
     def forward(self, batch: Batch, token_ids: list[int], positions: list[int], logit_rows: list[int]) -> torch.Tensor:
         """Run the packed row; returns float32 logits [len(logit_rows), vocabulary]."""
@@ -83,6 +87,7 @@ def load(config: EngineConfig) -> LoadedModel:
         parameter_count=sum(parameter.numel() for parameter in network.parameters()),
         device=device,
         namespace=_namespace(config, network.config, source.weights, device),
+        doubt=source.doubt,
     )
     if config.verify:
         _verify(model, config)
@@ -91,11 +96,12 @@ def load(config: EngineConfig) -> LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A network, its tokenizer, and values that identify its weights."""
+    """A network, its tokenizer, and values that identify its weights. `doubt`: why they may not, empty if they do."""
 
     network: torch.nn.Module
     tokenizer: PreTrainedTokenizerBase | None
     weights: object
+    doubt: str = ""
 
 
 def _device(requested: str) -> str:
@@ -128,6 +134,7 @@ def _directory(config: EngineConfig, device: str) -> _Source:
 
     directory = Path(config.model).expanduser()
     require_supported(directory, _read_config(directory))
+    before = _files(directory)
     logging.disable_progress_bar()
     try:
         hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -145,9 +152,38 @@ def _directory(config: EngineConfig, device: str) -> _Source:
         raise EnvironmentProblem(
             f"`{directory}` has no usable weights for {', '.join(absent[:5])} ({len(absent)} in total)"
         )
-    files = sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-    weights = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    return _Source(network.eval().to(device), tokenizer.directory_tokenizer(directory), weights)
+    network = network.eval().to(device)
+    if device == "cpu":
+        _detach(network)
+    encoder = tokenizer.directory_tokenizer(directory)
+    weights, doubt = _identify(before, _files(directory))
+    return _Source(network, encoder, weights, doubt)
+
+
+def _detach(network: torch.nn.Module) -> None:
+    """Copy the weights into memory of this process: on a CPU they are mapped from the file, and change with it."""
+    for tensor in (*network.parameters(), *network.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+def _files(directory: Path) -> Fingerprint | OSError:
+    try:
+        return fingerprint(directory)
+    except OSError as error:
+        return error
+
+
+def _identify(before: Fingerprint | OSError, after: Fingerprint | OSError) -> tuple[str, str]:
+    """Return the content of the files that were loaded between two fingerprints, and why it may be another."""
+    for found in (before, after):
+        if isinstance(found, OSError):
+            return "", f"the files of the model cannot be identified: {found}"
+    assert isinstance(after, Fingerprint)
+    if before != after:
+        return after.content, "files of the model changed while it was loaded"
+    if not after.weights:
+        return after.content, "the model has no weight files of a known format"
+    return after.content, ""
 
 
 def _read_config(directory: Path) -> Mapping[str, object]:
@@ -210,6 +246,8 @@ def _probe(network: torch.nn.Module, dtype: str, device: str) -> KVGeometry:
 
 
 def _namespace(config: EngineConfig, hf_config: PreTrainedConfig, weights: object, device: str) -> bytes:
+    import transformers
+
     facts = json.loads(hf_config.to_json_string(use_diff=False))
     for name in ("transformers_version", "_name_or_path", "_attn_implementation"):
         facts.pop(name, None)
@@ -218,6 +256,7 @@ def _namespace(config: EngineConfig, hf_config: PreTrainedConfig, weights: objec
         {
             "engine": "embedded",
             "geometry_version": GEOMETRY_VERSION,
+            "versions": {"torch": str(torch.__version__), "transformers": str(transformers.__version__)},
             "model_config": json.dumps(facts, sort_keys=True),
             "weights": weights,
             "dtype": config.dtype,

@@ -347,12 +347,17 @@ class Scheduler:
         request.registered_blocks = max(request.registered_blocks, full)
 
     def _end_load(self, request: Request) -> None:
-        """End an asynchronous load: keep the blocks before the first failed one, and compute the rest."""
+        """End an asynchronous load: keep the blocks before the first failed one, and compute the rest in other blocks.
+
+        The connector may hold the failed ones, because a copy that it has given up can still write to them.
+        """
         self._keep_computed(request, request.num_tokens - 1)
         failed = request.failed_block_ids
         first_bad = next((i for i, block_id in enumerate(request.block_ids) if block_id in failed), None)
         if first_bad is not None:
             self._cut(request, first_bad)
+            self._release(request.block_ids[first_bad:])
+            del request.block_ids[first_bad:]
             failed.clear()
         if request.num_computed_tokens == 0:
             self._release(request.block_ids)
@@ -382,7 +387,7 @@ class Scheduler:
         return affected
 
     def _cut(self, request: Request, first_bad_block: int) -> None:
-        """Compute again from this block on. The block table stays: the failed blocks are overwritten."""
+        """Compute again from this block on. The block table stays."""
         self._keep_computed(request, first_bad_block * self._limits.block_size)
         request.registered_blocks = min(request.registered_blocks, first_bad_block)
 

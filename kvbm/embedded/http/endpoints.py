@@ -13,11 +13,13 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from kvbm.embedded.engine.request import SamplingParams
+from kvbm.embedded.http.admin import require_admin
 from kvbm.embedded.http.completion import Completion, CompletionFailed, Served
 from kvbm.embedded.http.openai_requests import (
     CompletionRequest,
@@ -45,9 +47,13 @@ from kvbm.errors import EngineError
 
 MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_S = 60.0
+LONG_BODY_BYTES = 64 * 2**10  # above, a separate thread parses it
+SPARE_VALUES = 20_000
+VALUES_PER_TOKEN = 2  # a prompt of token ids has one, other requests have fewer
 MAX_REQUEST_ID_CHARACTERS = 256
 REQUEST_ID = "X-Request-Id"
 
+Parsed = TypeVar("Parsed")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -144,7 +150,7 @@ class _Endpoints:
     ) -> web.StreamResponse:
         served = self._service.ready()
         client_id = _request_id(request)
-        parsed = parse(await _body(request))
+        parsed = await _parsed(request, parse, served)
         generation = parsed.generation
         prompt_token_ids, params = await prepare(served, parsed)
         request_id = f"{prefix}-{client_id}-{next(self._number)}"
@@ -181,27 +187,24 @@ class _Endpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        parsed = parse_tokenize(await _body(request))
+        parsed = await _parsed(request, parse_tokenize, served)
         check_model(served.engine, parsed.model)
         assert not isinstance(parsed.prompt, list), "a prompt of tokens is already tokenized"
         token_ids = await encode(served.codec, parsed.prompt, max_tokens=served.engine.max_model_len)
-        texts = (
-            [served.codec.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
-            if parsed.return_token_strings
-            else None
-        )
+        texts = await asyncio.to_thread(_texts, served, token_ids) if parsed.return_token_strings else None
         body = {"count": len(token_ids), "max_model_len": served.engine.max_model_len, "tokens": token_ids}
         return _json({**body, "token_strs": texts})
 
     async def detokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
-        model, token_ids = parse_detokenize(await _body(request))
+        model, token_ids = await _parsed(request, parse_detokenize, served)
         check_model(served.engine, model)
         check_token_ids(served, token_ids, "tokens")
-        return _json({"prompt": served.codec.decode(token_ids, skip_special_tokens=False)})
+        return _json({"prompt": await asyncio.to_thread(served.codec.decode, token_ids, skip_special_tokens=False)})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         """Clear the prefix cache in G1 and in the connector."""
+        require_admin(request, self._service.admin_token)
         served = self._service.ready()
         _check_query(request, "reset_external", "true", "false")
         try:
@@ -241,6 +244,19 @@ async def _body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
+
+
+async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed], served: Served) -> Parsed:
+    """Read and parse the body. The JSON parser does not let other threads run, so the number of values is limited."""
+    body = await _body(request)
+    limit = VALUES_PER_TOKEN * served.engine.max_model_len + SPARE_VALUES
+    if body.count(b",") > limit:  # an upper bound: text has commas too
+        raise RequestError(f"the body has more than {limit} commas: no prompt of this model needs so many", status=413)
+    return parse(body) if len(body) <= LONG_BODY_BYTES else await asyncio.to_thread(parse, body)
+
+
+def _texts(served: Served, token_ids: list[int]) -> list[str]:
+    return [served.codec.token_text(token_id) for token_id in token_ids]
 
 
 def _check_query(request: web.Request, name: str, *allowed: str) -> None:

@@ -14,7 +14,8 @@ from kvbm.embedded.http.request_fields import RequestError, wrong
 from kvbm.embedded.http.text_codec import TextCodec
 
 MAX_CHARACTERS_PER_TOKEN = 128  # far more than any text has on average
-LONG_TEXT_CHARACTERS = 16_384  # above, the tokenizer runs in a separate thread
+LONG_TEXT_CHARACTERS = 16_384  # above, chat template and tokenizer run in a separate thread
+CHARACTERS_PER_MESSAGE = 64  # what a chat template adds
 
 
 async def prepare(served: Served, request: CompletionRequest) -> tuple[list[int], SamplingParams]:
@@ -55,7 +56,20 @@ async def _token_ids(served: Served, prompt: Prompt) -> list[int]:
 
 
 async def encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, *, max_tokens: int) -> list[int]:
-    """Tokenize a prompt. Raises RequestError before tokenizing if the text is far too long for `max_tokens`."""
+    """Tokenize a prompt, a long one in a separate thread. Raises RequestError if it is far too long."""
+    if _characters(prompt) > LONG_TEXT_CHARACTERS:
+        return await asyncio.to_thread(_encode, codec, prompt, max_tokens)
+    return _encode(codec, prompt, max_tokens)
+
+
+def _characters(prompt: TextPrompt | ChatPrompt) -> int:
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    return sum(len(message["content"]) + CHARACTERS_PER_MESSAGE for message in prompt.messages)
+
+
+def _encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, max_tokens: int) -> list[int]:
+    """Raises RequestError before tokenizing if the text is far too long for `max_tokens`."""
     if isinstance(prompt, TextPrompt):
         text, add_special_tokens = prompt.text, prompt.add_special_tokens
     else:
@@ -66,8 +80,6 @@ async def encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, *, max_token
             param="prompt",
             code="context_length_exceeded",
         )
-    if len(text) > LONG_TEXT_CHARACTERS:
-        return await asyncio.to_thread(codec.encode, text, add_special_tokens=add_special_tokens)
     return codec.encode(text, add_special_tokens=add_special_tokens)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from aiohttp import web
 
+from kvbm.embedded.http.admin import token_of_environment
 from kvbm.embedded.http.completion import Served
 from kvbm.embedded.http.endpoints import create_runner
 from kvbm.embedded.http.service import Service
@@ -53,7 +54,7 @@ class Server:
     def __init__(self, settings: ServerSettings, load: Load) -> None:
         self._settings = settings
         self._load = load
-        self._service = Service()
+        self._service = Service(admin_token=token_of_environment())
         self._stop = asyncio.Event()
         self._has_ended = threading.Event()
         self._started = time.monotonic()

@@ -13,13 +13,17 @@ from kvbm.embedded.http.request_fields import RequestError
 
 @dataclass(slots=True)
 class Service:
-    """Current state of the server. `phase` describes the start-up step; `failure` is set when the engine is dead."""
+    """Current state of the server. `phase` describes the start-up step; `failure` is set when the engine is dead.
+
+    Without `admin_token`, endpoints that change the engine are off.
+    """
 
     served: Served | None = None
     phase: str = "starting"
     failure: str | None = None
     is_stopping: bool = False
     running: set[Completion] = field(default_factory=set)
+    admin_token: str | None = None
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
 
     def status(self) -> tuple[int, Json]:

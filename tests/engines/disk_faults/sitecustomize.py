@@ -8,6 +8,9 @@ The file, named by KVBM_TEST_DISK_FAULTS, holds a JSON object; what is absent fr
     {"lie": true}                reads bring another byte than they should and report success
     {"hold": true}               I/O, making it durable, and forgetting all wait until the file says otherwise
     {"bytes_per_s": 1e6}         the disk moves no more than that, whatever is done at the same time
+    {"delay_s": 0.5}             each read and write takes that much longer
+    {"commit": "text"}           changes of the index fail with this text
+    {"chance": 0.3}              errors, lies and failing commits happen only to this part of the calls
     {"for": "read"}              and all this is so for reads alone; "write" likewise
     {"limits": {"stall_s": 1}}   when the tier gives the disk up; is read once, at its start
 """
@@ -18,6 +21,8 @@ if "kvbm.disk.service.server" in sys.orig_argv:
     import errno
     import json
     import os
+    import random
+    import sqlite3
     import threading
     import time
     from pathlib import Path
@@ -35,6 +40,9 @@ if "kvbm.disk.service.server" in sys.orig_argv:
         found = json.loads(FILE.read_text())
         return found if found.get("for", kind) == kind else {}
 
+    def strikes(found):
+        return random.random() < found.get("chance", 1)
+
     class ObedientIO(ThreadsIO):
         def __init__(self, *arguments, **keys):
             super().__init__(*arguments, **keys)
@@ -43,7 +51,7 @@ if "kvbm.disk.service.server" in sys.orig_argv:
 
         def read(self, runs):
             self._obey("read", super().read, runs)
-            if orders("read").get("lie"):
+            if (found := orders("read")).get("lie") and strikes(found):
                 runs[-1].buffers[-1][100] ^= 1
 
         def write(self, runs):
@@ -52,8 +60,11 @@ if "kvbm.disk.service.server" in sys.orig_argv:
         def _obey(self, kind, call, runs):
             wait_while_held(kind)
             found = orders(kind)
+            time.sleep(found.get("delay_s", 0))
             if speed := found.get("bytes_per_s"):
                 self._take_time(sum(len(buffer) for run in runs for buffer in run.buffers) / speed)
+            if not strikes(found):
+                found.pop("error", None)
             if found.get("error") == "short":
                 call(runs[:1])
                 raise EndOfArena(runs[-1].offset)
@@ -86,7 +97,15 @@ if "kvbm.disk.service.server" in sys.orig_argv:
         wait_while_held("write")
         return clear(index, *arguments, **keys)
 
-    Arena.sync, BlockIndex.clear = obedient_sync, obedient_clear
+    change = BlockIndex.change
+
+    def obedient_change(index, *arguments, **keys):
+        found = orders("write")
+        if "commit" in found and strikes(found):
+            raise sqlite3.OperationalError(found["commit"])
+        return change(index, *arguments, **keys)
+
+    Arena.sync, BlockIndex.clear, BlockIndex.change = obedient_sync, obedient_clear, obedient_change
     storage.ThreadsIO = ObedientIO
     limits = json.loads(FILE.read_text()).get("limits")
     if limits:

@@ -9,57 +9,33 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import reachable
-from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
-from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
-from kvbm_cli.profile.preflight import too_much_memory
-from kvbm_cli.profile.size import size_key
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
 
-if TYPE_CHECKING:
-    from kvbm.config.load import ResolvedProfile
-
 
 def living_runs() -> list[EngineRun]:
-    try:
-        return Runs.of_user().living()
-    except (RuntimeError, OSError):  # no home directory, or it is not readable
-        return []
+    return [run for run in Runs.of_user_if_known() if run.is_living]
 
 
 def require_port(host: str, port: int, living: Sequence[EngineRun]) -> None:
     """Raises EnvironmentProblem if a living run uses the port at this address."""
     for run in living:
-        if port and port in run.facts.ports and urlsplit(run.facts.url).netloc.startswith(f"{reachable(host)}:"):
+        if holds_port(run, host, port):
             hint = f"choose a free port with `--port 0`, or stop the other engine with `kvbm stop {run.facts.name}`"
             raise EnvironmentProblem(f"port {port} is used by `{run.facts.name}` ({run.state})", hint=hint)
 
 
+def holds_port(run: EngineRun, host: str, port: int) -> bool:
+    is_same_host = urlsplit(run.facts.url).netloc.startswith(f"{reachable(host)}:")
+    return port != 0 and port in run.facts.ports and is_same_host
+
+
 def taken_ports(living: Sequence[EngineRun]) -> set[int]:
     return {port for run in living for port in run.facts.ports}
-
-
-def require_memory(
-    resolved: ResolvedProfile, needed_bytes: int, living: Sequence[EngineRun], *, memory: HostMemory | None = None
-) -> None:
-    """Raises EnvironmentProblem if this engine does not fit into memory together with the living runs."""
-    room, pending = (memory or THIS_MACHINE).room(), sum(map(pending_bytes, living))
-    left_bytes = room.available_bytes - pending
-    if needed_bytes <= left_bytes:
-        return
-    if not living:
-        hint = f"lower `{size_key(resolved)}`; `--force` starts it anyway"
-        raise EnvironmentProblem(too_much_memory(resolved, needed_bytes, room).message, hint=hint)
-    key, needed, left = size_key(resolved), format_size(needed_bytes), format_size(max(0, left_bytes))
-    lines = [f"`{key}` requires {needed}, but the running engines leave only {left}"]
-    lines += [f"  {run.facts.name} ({run.state}) uses {format_size(run.facts.memory_bytes)}" for run in living]
-    hint = f"run `kvbm stop {living[-1].facts.name}`, or lower `{key}`; `--force` starts it anyway"
-    raise EnvironmentProblem("\n".join(lines), hint=hint)
 
 
 def pending_bytes(run: EngineRun) -> int:

@@ -1,0 +1,119 @@
+"""DigestCache: digests of files that were read before, so that an unchanged file is not read again at each start.
+
+One small JSON file in the user's state directory. An entry counts only if device, inode, size, mtime and ctime of the
+file are the same. No entry is made for a file that changed within the last seconds: a later change within the same tick
+of the file system's clock would not show. A damaged, foreign or too large file is ignored, and replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from pathlib import Path
+
+from kvbm.identity.content import METHOD, Signature
+
+NAME = "file-digests.json"
+MAX_BYTES = 16 << 20
+MAX_ENTRIES = 20_000
+RACY_NS = 2_000_000_000
+DIGEST = re.compile(r"[0-9a-f]{32}")
+
+log = logging.getLogger(__name__)
+
+Entry = tuple[Signature, str]
+
+
+def default_path() -> Path | None:
+    """Return the path in $XDG_STATE_HOME or ~/.local/state; None if the user has no home."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(given if os.path.isabs(given) else os.path.expanduser("~/.local/state"))
+    return base / "kvbm" / NAME if base.is_absolute() else None
+
+
+class DigestCache:
+    """Entries by absolute path. `get` and `put` may be called by several threads; `save` by one, after them."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._entries = {} if path is None else _read(path)
+        self._used: dict[str, Entry] = {}
+        self._is_changed = False
+
+    def get(self, path: str, signature: Signature) -> str | None:
+        """Return the digest of an unchanged file."""
+        entry = self._entries.get(path)
+        if entry is None or entry[0] != signature:
+            return None
+        self._used[path] = entry
+        return entry[1]
+
+    def put(self, path: str, signature: Signature, digest: str) -> None:
+        """Keep the digest of a file, unless it changed less than RACY_NS ago or in the future."""
+        if time.time_ns() - max(signature.mtime_ns, signature.ctime_ns) > RACY_NS:
+            self._used[path] = signature, digest
+            self._is_changed = True
+
+    def save(self) -> None:
+        """Write the entries, those of this run first. Failures cost only time at the next start."""
+        if self._path is None or not self._is_changed:
+            return
+        merged = self._used | {path: entry for path, entry in _read(self._path).items() if path not in self._used}
+        kept = dict(list(merged.items())[:MAX_ENTRIES])
+        try:
+            _write(self._path, json.dumps({"method": METHOD, "files": kept}).encode())
+        except OSError as error:
+            log.debug("cannot write %s: %s", self._path, error)
+
+
+def _read(path: Path) -> dict[str, Entry]:
+    """Return the valid content of a file that only this user can write, else nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            facts = os.fstat(fd)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+                return {}
+            content = file.read(MAX_BYTES + 1)
+        return {} if len(content) > MAX_BYTES else _decode(json.loads(content))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _decode(document: object) -> dict[str, Entry]:
+    """Raises ValueError for any entry that is not valid."""
+    match document:
+        case {"method": str(method), "files": dict(files)} if method == METHOD and len(files) <= MAX_ENTRIES:
+            return {path: _entry(value) for path, value in files.items()}
+    raise ValueError("another format")
+
+
+def _entry(value: object) -> Entry:
+    match value:
+        case [[int(), int(), int(), int(), int()] as numbers, str(digest)] if DIGEST.fullmatch(digest):
+            if not any(isinstance(number, bool) for number in numbers):
+                return Signature(*numbers), digest
+    raise ValueError("invalid entry")
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace the file atomically, readable by this user only. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,199 @@
+"""Groups that vLLM forms of a model's layers, which take blocks from one pool (vLLM 0.32, `v1/core/kv_cache_utils.py`).
+
+    all layers of one type            one group; a block has the pages of all layers
+    types with different pages        pages are made equal: the smaller one gets more tokens, or padding
+    layout with blocks outermost      layers keep their pages and are packed side by side into a block
+
+Then the layers of each type are split into groups of the same number of layers; the same tokens take one block in each:
+
+    6 sliding + 1 full   ->   7 groups of one layer
+
+A block has as many bytes as the largest group has on that pipeline stage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from kvbm.sizing.layer_specs import LayerKind, LayerSpec
+from kvbm.sizing.model import SizeUnknown
+
+WIDEST_GROUP = 1.5  # if the most layers of a type are fewer than this times the fewest, groups have the most
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Specs that share block ids. `block_tokens` is the length of its block; 0 only for a group of states alone."""
+
+    specs: tuple[LayerSpec, ...]
+
+    @property
+    def kind(self) -> LayerKind:
+        return self.specs[0].kind
+
+    @property
+    def block_tokens(self) -> int:
+        return self.specs[0].block_tokens
+
+    def bytes_on(self, stage: range) -> int:
+        """Bytes of one block on a pipeline stage with these layers."""
+        return sum(spec.page_bytes for spec in self.specs if spec.layer in stage)
+
+    def blocks(self, tokens: int, *, in_flight: int) -> int:
+        """Blocks that a request of `tokens` needs while its last `in_flight` tokens are computed."""
+        if self.kind is LayerKind.STATE:
+            return 2  # with prefix caching: the running state, and the one at the last boundary
+        reach = self.specs[0].reach
+        if self.kind is LayerKind.WINDOW:
+            return ceil(min(reach - 1 + in_flight, tokens) / self.block_tokens) + 1
+        if self.kind is LayerKind.CHUNKED:
+            return ceil(min(reach + in_flight, tokens) / self.block_tokens)
+        return ceil(tokens / self.block_tokens)
+
+
+def cache_groups(
+    specs: Sequence[LayerSpec], *, blocks_outermost: bool, promotes_windows: bool = False
+) -> tuple[CacheGroup, ...]:
+    """Form the groups of the whole model. `promotes_windows`: `--disable-hybrid-kv-cache-manager`.
+
+    SizeUnknown if vLLM cannot make the pages equal.
+    """
+    if promotes_windows:
+        specs = _promoted(specs)
+    if _is_one_type(specs):
+        return (CacheGroup(tuple(specs)),)
+    if blocks_outermost and len({spec.page_bytes for spec in specs}) > 1:
+        return tuple(_packed(specs))
+    return tuple(_split_evenly(_with_equal_pages(specs)))
+
+
+def _type_of(spec: LayerSpec) -> tuple[object, ...]:
+    """Layers of one type need the same number of tokens, so that they can share block ids."""
+    if spec.kind.keeps_all_tokens:
+        return (LayerKind.FULL, spec.block_tokens)
+    if spec.kind is LayerKind.STATE:
+        return (LayerKind.STATE, spec.block_tokens, spec.page_bytes)
+    return (spec.kind, spec.reach, spec.block_tokens)
+
+
+def _is_one_type(specs: Iterable[LayerSpec]) -> bool:
+    return len({_type_of(spec) for spec in specs}) == 1
+
+
+def _promoted(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Treat windows and chunks as full attention if there is full attention."""
+    full_blocks = {spec.block_tokens for spec in specs if spec.kind.keeps_all_tokens}
+    if not full_blocks:
+        return list(specs)
+    tokens = full_blocks.pop()
+    local_kinds = (LayerKind.WINDOW, LayerKind.CHUNKED)
+    return [
+        replace(spec, kind=LayerKind.FULL, reach=0, block_tokens=tokens) if spec.kind in local_kinds else spec
+        for spec in specs
+    ]
+
+
+def _with_equal_pages(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
+    largest = max(spec.page_bytes for spec in specs)
+    return [_with_page(spec, largest) for spec in specs]
+
+
+def _with_page(spec: LayerSpec, page_bytes: int) -> LayerSpec:
+    ratio, rest = divmod(page_bytes, spec.page_bytes)
+    if spec.kind is not LayerKind.STATE and not rest:
+        return spec.with_block(spec.block_tokens * ratio)
+    if spec.kind in (LayerKind.LATENT, LayerKind.INDEX):
+        raise SizeUnknown(f"vLLM cannot pad the latent cache of layer {spec.layer} to the pages of the other layers")
+    return spec.with_block(spec.block_tokens, padded_bytes=page_bytes)
+
+
+def _split_evenly(specs: Sequence[LayerSpec]) -> list[CacheGroup]:
+    buckets: dict[tuple[object, ...], list[LayerSpec]] = defaultdict(list)
+    for spec in specs:
+        buckets[spec.kind, spec.shape, spec.reach, spec.block_tokens, spec.page_bytes, spec.state_bytes].append(spec)
+    counts = [len(bucket) for bucket in buckets.values()]
+    size = max(counts) if max(counts) < min(counts) * WIDEST_GROUP else min(counts)
+    groups = []
+    for bucket in buckets.values():
+        group_count = ceil(len(bucket) / size)
+        groups += [CacheGroup(tuple(bucket[first::group_count])) for first in range(group_count)]
+    return groups
+
+
+# -- blocks outermost ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Layers of one type. It repeats a pattern if it has the same number of layers of each page size."""
+
+    by_page: dict[int, list[LayerSpec]]
+
+    @classmethod
+    def of(cls, specs: Iterable[LayerSpec]) -> _Bucket:
+        by_page: dict[int, list[LayerSpec]] = defaultdict(list)
+        for spec in specs:
+            by_page[spec.page_bytes].append(spec)
+        return cls(dict(by_page))
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        return [spec for specs in self.by_page.values() for spec in specs]
+
+    @property
+    def repeats(self) -> int:
+        return max(map(len, self.by_page.values()))
+
+    @property
+    def is_pattern(self) -> bool:
+        return len({len(specs) for specs in self.by_page.values()}) == 1
+
+    def widest(self, group_count: int) -> int:
+        """Bytes of the largest of the groups that the bucket is split into."""
+        return sum(ceil(len(specs) / group_count) * page for page, specs in self.by_page.items())
+
+    def split(self, group_count: int) -> list[CacheGroup]:
+        if group_count == 1:
+            return [CacheGroup(tuple(self.specs))]
+        pattern = list(zip(*self.by_page.values(), strict=True))
+        return [
+            CacheGroup(tuple(spec for repeat in pattern[first::group_count] for spec in repeat))
+            for first in range(group_count)
+        ]
+
+
+def _packed(specs: Sequence[LayerSpec]) -> list[CacheGroup]:
+    by_type: dict[tuple[object, ...], list[LayerSpec]] = defaultdict(list)
+    for spec in specs:
+        by_type[_type_of(spec)].append(spec)
+    buckets = [_Bucket.of(members) for members in by_type.values()]
+    mixed = [bucket.repeats for bucket in buckets if bucket.is_pattern and len(bucket.by_page) > 1]
+    per_group = None
+    if mixed:
+        per_group = _least_padding([bucket.repeats for bucket in buckets if bucket.is_pattern], at_least=max(mixed))
+
+    def group_count(bucket: _Bucket) -> int:
+        return ceil(bucket.repeats / per_group) if per_group is not None and bucket.is_pattern else 1
+
+    def can_shrink(bucket: _Bucket) -> bool:
+        kind = bucket.specs[0].kind
+        return kind is LayerKind.STATE or (kind is LayerKind.WINDOW and per_group is None)
+
+    anchor = max(bucket.widest(len(bucket.specs) if can_shrink(bucket) else group_count(bucket)) for bucket in buckets)
+    groups = []
+    for bucket in buckets:
+        count = group_count(bucket)
+        if can_shrink(bucket):
+            fitting = max(anchor // bucket.specs[0].page_bytes, 1)
+            count = max(count, ceil(len(bucket.specs) / fitting))
+        groups += bucket.split(count)
+    return groups
+
+
+def _least_padding(counts: Sequence[int], *, at_least: int) -> int:
+    """Return the group size that pads the counts the least; the larger one of two."""
+    sizes = range(at_least, max(counts) + 1)
+    return min(sizes, key=lambda size: (sum(-count % size for count in counts), -size), default=at_least)

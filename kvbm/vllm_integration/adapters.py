@@ -1,0 +1,71 @@
+"""Adapters: notices that a name of a LoRA adapter stands for other weights than before.
+
+vLLM's block hash covers the name of an adapter (from 0.32 on its path too), never its content. An adapter can be
+exchanged by loading another one under its name, by loading it again in place, or by changing its files: vLLM then reads
+them when the adapter next has to be loaded, at a time that it does not report.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvbm.identity.content import Signature
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+
+Facts = tuple[int, str, tuple[Signature | None, ...]]  # id, path, files
+
+
+class Adapters:
+    """What each name has stood for. A name is in doubt if vLLM may load changed files at any time."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Facts] = {}
+        self._doubtful: set[str] = set()
+
+    def load(self, adapter: LoRARequest) -> bool:
+        """Note that vLLM loads an adapter now. Return whether its name may have stood for other weights."""
+        facts, known = _facts(adapter), self._known.get(adapter.lora_name)
+        if known is not None and known[0] == facts[0] and not _is_in_place(adapter):
+            return self.use(adapter)  # vLLM keeps the one that it has
+        self._known[adapter.lora_name] = facts
+        self._doubtful.discard(adapter.lora_name)
+        return known is not None
+
+    def use(self, adapter: LoRARequest) -> bool:
+        """Note that a request uses an adapter. Return whether its name may have stood for other weights."""
+        name, facts = adapter.lora_name, _facts(adapter)
+        known = self._known.setdefault(name, facts)
+        self._known[name] = facts
+        if known == facts:
+            return False
+        if known[0] == facts[0]:
+            self._doubtful.add(name)
+        else:
+            self._doubtful.discard(name)
+        return True
+
+    def is_certain(self, adapter: LoRARequest) -> bool:
+        """Return whether blocks of this adapter may be cached."""
+        return adapter.lora_name not in self._doubtful and not _is_in_place(adapter)
+
+
+def _is_in_place(adapter: LoRARequest) -> bool:
+    """Return whether vLLM reads the files again with every request."""
+    return bool(getattr(adapter, "load_inplace", False))
+
+
+def _facts(adapter: LoRARequest) -> Facts:
+    path = str(adapter.lora_path)
+    return adapter.lora_int_id, path, tuple(_signature(os.path.join(path, name)) for name in FILES)
+
+
+def _signature(path: str) -> Signature | None:
+    with suppress(OSError):
+        return Signature.of(os.stat(path))
+    return None

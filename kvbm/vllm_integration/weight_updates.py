@@ -1,0 +1,88 @@
+"""Weight updates: notices what can change the weights of a running vLLM, before it happens.
+
+    reset_prefix_cache(reset_connector=True), sleep, /pause     vLLM calls `reset_cache` of the connector
+    collective_rpc: reload_weights, update_weights, own code    no call of the connector: noticed here
+    add_lora, also load_lora_adapter with load_inplace          no call of the connector: noticed here
+
+All of these pass through EngineCore, in the process and the thread of the scheduler. vLLM has no hook for a connector
+there, so this module wraps three methods of that class. An RPC that is not known to leave the weights alone counts as
+one that changes them. Code that reaches into a worker of an engine in its own process is not noticed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+CORE = "vllm.v1.engine.core"
+HARMLESS = frozenset(  # RPCs that leave the weights alone
+    {"check_health", "compute_weight_checksums", "execute_dummy_batch", "get_model_inspection", "get_supported_tasks"}
+    | {"init_weight_transfer_engine", "list_loras", "pin_lora", "profile", "report_health", "reset_encoder_cache"}
+    | {"reset_mm_cache", "save_sharded_state", "shutdown_weight_transfer_engine", "supports_draft_weight_updates"}
+    | {"synchronize_device"}
+)
+
+
+class Listener(Protocol):
+    """Called in the thread of the scheduler."""
+
+    def weights_may_change(self, cause: str) -> None: ...
+    def adapter_is_loaded(self, adapter: Any) -> None: ...
+
+
+_LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
+_WRAPPED: set[type] = set()
+
+
+def watch(listener: Listener) -> None:
+    """Call `listener` before the weights may change, for as long as it lives."""
+    _LISTENERS.add(listener)
+    core = _core()
+    if core in _WRAPPED or not reports_weight_updates():
+        return
+    _WRAPPED.add(core)
+    _wrap(core, "collective_rpc", _note_rpc)
+    _wrap(core, "sleep", _note_sleep)
+    _wrap(core, "add_lora", _note_adapter)
+
+
+def reports_weight_updates() -> bool:
+    """Return whether vLLM has the methods that `watch` wraps."""
+    return all(callable(getattr(_core(), name, None)) for name in ("collective_rpc", "sleep", "add_lora"))
+
+
+def _core() -> type:
+    core: type = importlib.import_module(CORE).EngineCore
+    return core
+
+
+def _wrap(core: type, name: str, note: Callable[..., None]) -> None:
+    original = getattr(core, name)
+
+    @functools.wraps(original)  # vLLM reads the types of the arguments
+    def method(self: Any, *arguments: Any, **keys: Any) -> Any:
+        note(*arguments, **keys)
+        return original(self, *arguments, **keys)
+
+    setattr(core, name, method)
+
+
+def _note_rpc(method: Any, *_: Any, **__: Any) -> None:
+    name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__name__)
+    if not isinstance(method, str) or name not in HARMLESS:
+        for listener in list(_LISTENERS):
+            listener.weights_may_change(f"the RPC `{name}`")
+
+
+def _note_sleep(level: int = 1, *_: Any, **__: Any) -> None:
+    if level > 0:
+        for listener in list(_LISTENERS):
+            listener.weights_may_change(f"sleep level {level}")
+
+
+def _note_adapter(lora_request: Any, *_: Any, **__: Any) -> None:
+    for listener in list(_LISTENERS):
+        listener.adapter_is_loaded(lora_request)

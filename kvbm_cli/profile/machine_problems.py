@@ -1,0 +1,202 @@
+"""Problems of this machine that would stop the engine of a valid profile: interpreter, mount, disk, ports, memory.
+
+`kvbm serve` and `kvbm bench` refuse to start. `kvbm profile check` and `serve --dry-run` print the same problems as
+warnings, because a profile may be meant for another machine, or for a later time. The mistakes of the profile itself
+come first (preflight.py): a profile with mistakes is not examined here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvbm.config.sizes import format_size
+from kvbm.errors import EnvironmentProblem, EnvironmentProblems, ProfileError
+from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
+from kvbm.sizing import SizeUnknown, Sizing
+from kvbm_cli.disaggregated.plan import require_nixl
+from kvbm_cli.engine.engines import copy_count, vllm_problem
+from kvbm_cli.engine.process import choose_port
+from kvbm_cli.profile.preflight import metrics_ports
+from kvbm_cli.profile.size import size_key
+from kvbm_cli.runs.reservations import living_runs, pending_bytes, require_port
+from kvbm_cli.runs.run_directory import EngineRun
+from kvbm_cli.system.filesystem import expanded, missing_mount, nearest_existing
+from kvbm_cli.terminal.show_error import show_warning
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+    from kvbm.config.schema import Profile
+
+DEV_MODE = "VLLM_SERVER_DEV_MODE"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+DIRECTORY_KEY = "tiers.disk.directory"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineProblem:
+    """`can_be_forced`: `--force` makes it a warning. `is_risk`: it is always a warning."""
+
+    error: EnvironmentProblem
+    can_be_forced: bool = False
+    is_risk: bool = False
+
+
+def require_none(problems: Sequence[MachineProblem], *, is_forced: bool = False) -> None:
+    """Raises EnvironmentProblem for the problems, and prints those that are only warnings."""
+    fatal = [one for one in problems if not (one.is_risk or (is_forced and one.can_be_forced))]
+    warn_of([one for one in problems if one not in fatal])
+    if fatal:
+        errors = [one.error for one in fatal]
+        raise errors[0] if len(errors) == 1 else EnvironmentProblems(errors)
+
+
+def warn_of(problems: Sequence[MachineProblem]) -> None:
+    for problem in problems:
+        show_warning(problem.error.message)
+
+
+def problems_here(
+    resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, *, has_cache: bool = True
+) -> list[MachineProblem]:
+    """Returns all problems. Without `has_cache`, only those of the engine itself."""
+    cache = (*_mount(resolved), *_disk_space(resolved, sizing), *_metrics(resolved)) if has_cache else ()
+    return [
+        *_engine(resolved, has_cache=has_cache),
+        *cache,
+        *reservation_problems(resolved, sizing, living_runs(), has_cache=has_cache),
+    ]
+
+
+def reservation_problems(
+    resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, living: Sequence[EngineRun], *, has_cache: bool
+) -> list[MachineProblem]:
+    """Returns the problems with what the engine shares with the living runs: the server's port and memory."""
+    memory = _memory(resolved, memory_bytes(resolved.profile, sizing), living) if has_cache else ()
+    return [*_port(resolved, living), *memory]
+
+
+def memory_bytes(profile: Profile, sizing: Sizing | SizeUnknown) -> int:
+    """Returns the host memory for blocks (G2) of all engines of a profile, 0 if unknown."""
+    if not isinstance(sizing, SizeUnknown):
+        return sizing.host.total_bytes * copy_count(profile)
+    host = profile.tiers.host
+    return (host.capacity or 0) * copy_count(profile) if host is not None and host.blocks is None else 0
+
+
+def _public_debug_endpoints(profile: Profile) -> EnvironmentProblem | None:
+    """vLLM's development mode lets every client call methods of the engine. Engines behind a proxy are private."""
+    mode = {**os.environ, **profile.engine.environment}.get(DEV_MODE, "0")
+    if mode in ("", "0") or profile.disaggregated.is_enabled or profile.server.host in LOOPBACK:
+        return None
+    return EnvironmentProblem(
+        f"{DEV_MODE} serves vLLM's debug endpoints, and `server.host: {profile.server.host}` is not a loopback address",
+        hint=f"unset {DEV_MODE}, or set `server.host: 127.0.0.1`",
+    )
+
+
+def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachineProblem]:
+    """The embedded engine is checked by its own process."""
+    if resolved.profile.engine.kind == "embedded":
+        return
+    if (public := _public_debug_endpoints(resolved.profile)) is not None:
+        yield MachineProblem(public, can_be_forced=True)
+    problem = vllm_problem(resolved.profile, has_cache=has_cache)
+    if problem is not None:
+        yield MachineProblem(problem, can_be_forced=True)
+    elif resolved.profile.disaggregated.is_enabled:
+        try:
+            require_nixl(resolved.profile)
+        except EnvironmentProblem as error:
+            yield MachineProblem(error)
+
+
+def _mount(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
+    """A directory below a missing mount would be created on the system's own drive."""
+    disk = resolved.profile.tiers.disk
+    if disk is not None and (reason := missing_mount(expanded(disk.directory))) is not None:
+        hint = f"mount it, or set `{DIRECTORY_KEY}` to another directory"
+        yield MachineProblem(_at(resolved, DIRECTORY_KEY, f"`{DIRECTORY_KEY}`: {reason}", hint))
+
+
+def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iterator[MachineProblem]:
+    """A disk tier must fit, if necessary in the space of unused caches, which are reused or removed."""
+    from kvbm.disk.directory import list_caches
+
+    disk = resolved.profile.tiers.disk
+    if disk is None or isinstance(sizing, SizeUnknown) or sizing.disk is None:
+        return
+    directory = expanded(disk.directory)
+    facts = os.statvfs(nearest_existing(directory))
+    needed_bytes, free_bytes = sizing.disk.total_bytes, facts.f_bavail * facts.f_frsize
+    if not facts.f_blocks or needed_bytes <= free_bytes:  # some filesystems do not report their size
+        return
+    key, needed, free = sizing.disk.set_by, format_size(needed_bytes), format_size(free_bytes)
+    message = f"`{key}` requires {needed}, but {disk.directory} has only {free} free"
+    hint = f"lower the capacity, or use another `{DIRECTORY_KEY}`; `--force` starts anyway"
+    missing_bytes = needed_bytes - free_bytes
+    caches = list_caches(directory)
+    has_room = missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked)
+    yield MachineProblem(_at(resolved, key, message, hint), can_be_forced=True, is_risk=has_room)
+
+
+def _port(resolved: ResolvedProfile, living: Sequence[EngineRun]) -> Iterator[MachineProblem]:
+    server = resolved.profile.server
+    try:
+        require_port(server.host, server.port, living)
+    except EnvironmentProblem as error:
+        yield MachineProblem(error)
+        return
+    try:
+        choose_port(server.host, server.port)
+    except EnvironmentProblem as error:
+        yield MachineProblem(_at(resolved, "server.port", error.message, error.hint))
+
+
+def _metrics(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
+    try:
+        require_metrics_ports(resolved)
+    except EnvironmentProblem as error:
+        yield MachineProblem(error)
+
+
+def require_metrics_ports(resolved: ResolvedProfile) -> None:
+    """EnvironmentProblem if a port for metrics is in use."""
+    metrics, server = resolved.profile.metrics, resolved.profile.server
+    try:
+        for port in metrics_ports(resolved):
+            choose_port(metrics.host or server.host, port)
+    except EnvironmentProblem as error:
+        key = "metrics.port" if "metrics.port" in resolved.sources else "metrics.serve"
+        hint = "`metrics.port: 0` chooses a free port; `metrics.serve: false` needs none"
+        raise _at(resolved, key, error.message.replace(": ", " for metrics: ", 1), hint) from None
+
+
+def _memory(
+    resolved: ResolvedProfile, needed_bytes: int, living: Sequence[EngineRun], *, memory: HostMemory = THIS_MACHINE
+) -> Iterator[MachineProblem]:
+    """The tiers in memory must fit together with what the living runs will still allocate."""
+    room, pending = memory.room(), sum(map(pending_bytes, living))
+    left_bytes = room.available_bytes - pending
+    if needed_bytes <= left_bytes:
+        return
+    key, needed = size_key(resolved), format_size(needed_bytes)
+    if not living:
+        available = f"only {format_size(room.available_bytes)} are available ({room.limit})"
+        hint = f"lower `{key}`; `--force` starts it anyway"
+        error = _at(resolved, key, f"`{key}` requires {needed}, but {available}", hint)
+    else:
+        left = format_size(max(0, left_bytes))
+        lines = [f"`{key}` requires {needed}, but the running engines leave only {left}"]
+        lines += [f"  {run.facts.name} ({run.state}) uses {format_size(run.facts.memory_bytes)}" for run in living]
+        hint = f"run `kvbm stop {living[-1].facts.name}`, or lower `{key}`; `--force` starts it anyway"
+        error = EnvironmentProblem("\n".join(lines), hint=hint)
+    yield MachineProblem(error, can_be_forced=True)
+
+
+def _at(resolved: ResolvedProfile, key: str, message: str, hint: str | None) -> EnvironmentProblem:
+    """Returns a problem that is shown at the place of `key`."""
+    mistake: ProfileError = resolved.mistake(key, message)
+    return EnvironmentProblem(mistake.message, hint=hint)

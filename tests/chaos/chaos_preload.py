@@ -1,0 +1,9 @@
+"""Imported once by the fork server: torch, transformers and a loaded model, so that each engine starts in 0.2 s."""
+
+import kvbm_engine  # noqa: F401
+import pytest  # noqa: F401
+
+from kvbm.embedded.engine import model
+from kvbm.embedded.engine.config import EngineConfig
+
+model.load(EngineConfig("synthetic:tiny", num_blocks=1, verify=False))

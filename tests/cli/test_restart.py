@@ -1,0 +1,81 @@
+"""`kvbm serve` right after its predecessor: it waits for a port and a disk cache that an ending engine still holds."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from terminal import PROGRAM, environment
+from test_process import eventually
+from test_runs import states
+from test_serve import home as home  # the fixture
+from test_serve import serving
+
+from kvbm_cli.engine.process import choose_port
+
+DISK = "tiers.disk={capacity: 1MiB, directory: %s/cache}"
+SLOW = ("--set", "engine.environment.FAKE=slow_stop")
+
+
+@pytest.fixture(params=["port", "disk cache"])
+def shared(home: Path, request: pytest.FixtureRequest) -> Iterator[tuple[str, list[str]]]:
+    """What two engines share, and the options for it."""
+    if request.param == "port":
+        port = choose_port("127.0.0.1", 0)
+        yield f"port {port}", ["--port", str(port)]
+    else:
+        yield "disk cache", ["--set", DISK % home]
+
+
+def test_start_waits_for_an_engine_that_is_stopping(home: Path, shared: tuple[str, list[str]]) -> None:
+    resource, options = shared
+    with serving(home, *options, *SLOW) as first:
+        first.send_signal(signal.SIGTERM)
+        eventually(lambda: states(home) == ["stopping"])
+        with serving(home, *options) as second:
+            assert second.url.startswith("http://")
+            assert first.wait(timeout=1) == 0, "the second has waited for it"
+            second.send_signal(signal.SIGTERM)
+            noted = second.stderr.read()
+    assert f"waiting for `mine-1` to end, which uses the same {resource}\n" in noted
+
+
+def test_start_does_not_wait_for_an_engine_that_runs(home: Path) -> None:
+    options = ["--set", DISK % home]
+    with serving(home, *options), serving(home, *options) as second:
+        second.send_signal(signal.SIGTERM)
+        assert "waiting for" not in second.stderr.read()
+
+
+def test_start_waits_for_what_a_killed_launcher_has_left(home: Path) -> None:
+    """The guard is stopped, so nobody removes the engine's child until it continues."""
+    options = ["--set", DISK % home]
+    with serving(home, *options) as first:
+        launcher = psutil.Process(first.pid)
+        guard = next(child for child in launcher.children() if "leftovers.py" in " ".join(child.cmdline()))
+        guard.suspend()
+        first.kill()
+        first.wait()
+        assert states(home, with_ended=True) == ["dead"]
+        with serving_in_background(home, options):
+            eventually(lambda: "waiting for `mine-1` to end" in (home / "err").read_text())
+            guard.resume()
+            eventually(lambda: states(home) == ["healthy"])
+
+
+@contextmanager
+def serving_in_background(home: Path, options: list[str]) -> Iterator[None]:
+    command = [*PROGRAM, "serve", "-p", "./mine.yaml", *options]
+    with (
+        open(home / "err", "w") as err,
+        subprocess.Popen(command, cwd=home, env=environment(home), stdout=err, stderr=err) as program,
+    ):
+        try:
+            yield
+        finally:
+            program.kill()

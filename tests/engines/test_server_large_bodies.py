@@ -1,0 +1,116 @@
+"""A large body stops neither the event loop nor the engine: it is refused at once, or handled in another thread."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from typing import Any
+
+import pytest
+from server_rig import CHAT, COMPLETIONS, HELLO, MAX_MODEL_LEN, Client, WrittenEngine, byte_codec, serve
+
+from kvbm.embedded.http import openai_requests
+from kvbm.embedded.http.text_codec import TextCodec
+
+pytest.importorskip("transformers")
+
+MANY = 100_000
+TOO_MANY_VALUES = {
+    "messages": (CHAT, {"messages": HELLO * MANY}),
+    "parts of a message": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}]}),
+    "token ids": (COMPLETIONS, {"prompt": [1] * MANY}),
+    "keys": (COMPLETIONS, {"prompt": "a", "metadata": {str(number): 1 for number in range(MANY)}}),
+    "empty objects": (COMPLETIONS, {"prompt": "a", "metadata": [{}] * MANY}),
+    "tokens to decode": ("/detokenize", {"tokens": [97] * MANY}),
+    "messages to tokenize": ("/tokenize", {"messages": HELLO * MANY}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), TOO_MANY_VALUES.values(), ids=TOO_MANY_VALUES)
+def test_body_with_more_values_than_any_prompt_needs_is_not_parsed(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(openai_requests, "read_json", lambda body: pytest.fail("it was parsed"))
+
+    async def use(client: Client) -> None:
+        status, answer = await client.post(path, **body)
+        assert (status, "commas" in answer["error"]["message"]) == (413, True)
+
+    serve(WrittenEngine(), use)
+
+
+def test_prompt_that_fills_the_context_is_never_refused_for_its_values() -> None:
+    async def use(client: Client) -> None:
+        assert (await client.post(COMPLETIONS, prompt=[97] * (MAX_MODEL_LEN - 1), max_tokens=1))[0] == 200
+        assert (await client.post(CHAT, messages=HELLO * (MAX_MODEL_LEN // 64), max_tokens=1))[0] == 200
+        status, answer = await client.post(COMPLETIONS, prompt=", " * 20_000)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")  # as a prompt, not as a body
+
+    serve(WrittenEngine(), use)
+
+
+class WatchedCodec(TextCodec):
+    """Records the threads that render and encode."""
+
+    def __init__(self, threads: list[threading.Thread]) -> None:
+        self.__dict__.update(byte_codec().__dict__)
+        self.threads = threads
+
+    def render(self, conversation: openai_requests.ChatPrompt) -> str:
+        self.threads.append(threading.current_thread())
+        return super().render(conversation)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.threads.append(threading.current_thread())
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("messages", [[{"role": "user", "content": "x" * 200_000}], HELLO * 5000], ids=["long", "many"])
+def test_large_chat_is_handled_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, messages: list[dict[str, str]]
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def read_json(body: bytes) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    monkeypatch.setattr(openai_requests, "read_json", read_json)
+
+    async def use(client: Client) -> None:
+        status, answer = await client.post(CHAT, messages=messages)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+    serve(WrittenEngine(), use, codec=WatchedCodec(threads))
+    assert len(threads) == 3  # parse, render, encode
+    assert threading.main_thread() not in threads
+
+
+def test_nesting_of_any_depth_in_a_large_body_is_a_refusal() -> None:
+    async def use(client: Client) -> None:
+        for opening in (b"[", b'{"messages":', b'[{"content":'):
+            status, answer = await client.send(CHAT, io.BytesIO(opening * 500_000))
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+    serve(WrittenEngine(), use)
+
+
+NUMBERS = ("1e400", "-1e400", "NaN", "Infinity", "-1", "0", "1.5", "1e30", "9" * 5000, '"1"', "true", "[]", "{}")
+NUMBER_FIELDS = (
+    *("max_tokens", "n", "best_of", "top_k", "top_p", "temperature", "seed", "min_tokens", "logprobs", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "max_completion_tokens", "top_logprobs"),
+)
+
+
+def test_no_number_in_any_field_is_a_server_error() -> None:
+    async def use(client: Client) -> None:
+        for field in NUMBER_FIELDS:
+            for number in NUMBERS:
+                for path, prompt in ((COMPLETIONS, '"prompt": "a"'), (CHAT, f'"messages": {json.dumps(HELLO)}')):
+                    body = f'{{{prompt}, "{field}": {number}}}'.encode()
+                    status, answer = await client.send(path, body)
+                    assert status in (200, 400), (body[:200], answer)
+
+    serve(WrittenEngine(), use)

@@ -1,0 +1,386 @@
+"""Fingerprint: every way to exchange the files of a model changes its content, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from model_files import LONG_AGO_NS, aged, exchange, model, safetensors
+
+from kvbm.identity import content, fingerprint
+from kvbm.identity.digest_cache import DigestCache
+from kvbm.identity.fingerprint import process_start_ns
+
+
+def look(directory):
+    return fingerprint.fingerprint(directory, DigestCache(None))
+
+
+def content_of(directory):
+    return look(directory).content
+
+
+@pytest.fixture(params=[None, 1 << 16], ids=["complete", "sampled"])
+def large(request, monkeypatch):
+    """Files of more than 64 KiB count as large in one of the two runs."""
+    if request.param is not None:
+        monkeypatch.setattr(content, "FULL_BYTES", request.param)
+        monkeypatch.setattr(content, "STRIDE_BYTES", 1 << 14)
+
+
+def noise(seed, length=300_000):
+    return random.Random(seed).randbytes(length)
+
+
+# -- what counts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", ["first", "middle", "last"])
+def test_other_values_in_one_tensor_are_found(tmp_path, large, changed):
+    names = ("first", "middle", "last")
+    tensors = {name: noise(name) for name in names}
+    path = safetensors(tmp_path / "model.safetensors", tensors)
+    before = content_of(tmp_path)
+    facts = path.stat()
+    safetensors(path, tensors | {changed: noise("fine-tuned")})
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert path.stat().st_size == facts.st_size
+    assert content_of(tmp_path) != before
+
+
+@pytest.mark.parametrize("position", [0, 0.5, 1])
+def test_a_sample_covers_all_of_a_tensor(tmp_path, monkeypatch, position):
+    monkeypatch.setattr(content, "FULL_BYTES", 1 << 16)
+    old = noise("old", 4_000_000)
+    path = safetensors(tmp_path / "model.safetensors", {"first": noise("first"), "a": old, "last": noise("last")})
+    before = content_of(tmp_path)
+    at = int(position * (len(old) - 200_000))
+    new = old[:at] + noise("new", 200_000) + old[at + 200_000 :]
+    safetensors(path, {"first": noise("first"), "a": new, "last": noise("last")})
+    assert content_of(tmp_path) != before
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "weights.pt"])
+@pytest.mark.parametrize("position", [0, 0.5, 1])
+def test_other_formats_are_sampled_all_over(tmp_path, large, name, position):
+    path = tmp_path / name
+    old = noise("old", 1_000_000)
+    path.write_bytes(old)
+    before = content_of(tmp_path)
+    at = int(position * (len(old) - 100_000))
+    exchange(path, old[:at] + noise("new", 100_000) + old[at + 100_000 :])
+    assert content_of(tmp_path) != before
+
+
+def test_the_header_counts_completely(tmp_path, large):
+    tensors = {f"tensor.{number}": noise(number, 40_000) for number in range(8)}
+    safetensors(tmp_path / "model.safetensors", tensors, metadata={"format": "pt"})
+    before = content_of(tmp_path)
+    safetensors(tmp_path / "model.safetensors", tensors, metadata={"format": "pq"})
+    assert content_of(tmp_path) != before
+
+
+def test_a_header_that_lies_is_sampled_like_any_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(content, "FULL_BYTES", 1000)
+    monkeypatch.setattr(content, "STRIDE_BYTES", 64)
+    monkeypatch.setattr(content, "BLOCK_BYTES", 64)
+    path = tmp_path / "model.safetensors"
+    for offsets in ([0, 1 << 60], [-5, 5], [5, 0], [0.5, 1], "ab", [1], None):
+        safetensors(path, {"a": noise(0, 5000)})
+        header = json.dumps({"a": {"data_offsets": offsets}}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + noise(0, 5000))
+        assert content_of(tmp_path)
+    path.write_bytes((1 << 63).to_bytes(8, "little") + noise(0, 5000))
+    assert content_of(tmp_path)
+    path.write_bytes((4990).to_bytes(8, "little") + b"[" * 5000)
+    assert content_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "modeling_own.py", "tokenizer.model", "adapter_model.safetensors"]
+)
+def test_small_files_count_completely_whatever_their_size(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(content, "FULL_BYTES", 1000)
+    model(tmp_path)
+    (tmp_path / name).write_bytes(noise(0, 5000))
+    before = content_of(tmp_path)
+    changed = bytearray(noise(0, 5000))
+    changed[2500] ^= 1
+    exchange(tmp_path / name, bytes(changed))
+    assert content_of(tmp_path) != before
+
+
+def test_shards_in_subdirectories_count(tmp_path):
+    model(tmp_path)
+    shard = safetensors(tmp_path / "shards" / "1" / "model.safetensors", {"a": bytes(9)})
+    before = content_of(tmp_path)
+    exchange(shard, shard.read_bytes()[:-1] + b"\1")
+    assert content_of(tmp_path) != before
+
+
+@pytest.mark.parametrize("name", ["outside.weights", "../elsewhere/shard-1", ".hidden/shard"])
+def test_a_file_that_an_index_names_counts_whatever_its_name(tmp_path, name):
+    model(tmp_path / "model")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "model" / name).write_bytes(b"one")
+    before = look(tmp_path / "model")
+    assert os.path.normpath(name) in before.weights
+    exchange(tmp_path / "model" / name, b"two")
+    assert content_of(tmp_path / "model") != before.content
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 100_000])
+def test_an_index_that_is_damaged_names_nothing(tmp_path, text):
+    model(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert look(tmp_path).weights == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("command", [["cp", "-p"], ["rsync", "-a"], ["mv"], ["ln", "-sfn"]])
+def test_files_exchanged_by_a_command_are_found_with_size_and_time_kept(tmp_path, command):
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"no {command[0]}")
+    old, new = model(tmp_path / "old"), model(tmp_path / "new", a=b"1" * 64, b=bytes(64), c=bytes(64))
+    for directory in (old, new):
+        os.utime(directory / "model.safetensors", ns=(LONG_AGO_NS, LONG_AGO_NS))
+    before = look(old)
+    size, mtime_ns = before.files["model.safetensors"][0][2:4]
+    subprocess.run([*command, new / "model.safetensors", old / "model.safetensors"], check=True)
+    after = look(old)
+    assert after.content != before.content
+    assert after.files["model.safetensors"][0][2] == size
+    if command[0] != "rsync":  # which transfers nothing if size and time are equal
+        assert after.files["model.safetensors"][0][3] == mtime_ns
+
+
+def test_a_link_to_another_model_changes_the_content(tmp_path):
+    for name, value in (("one", b"1"), ("two", b"2")):
+        model(tmp_path / "blobs" / name, a=value * 8)
+    (tmp_path / "current").symlink_to("blobs/one")
+    before = look(tmp_path / "current")
+    assert before.content == content_of(tmp_path / "blobs" / "one")
+    (tmp_path / "next").symlink_to("blobs/two")
+    os.replace(tmp_path / "next", tmp_path / "current")
+    assert content_of(tmp_path / "current") == content_of(tmp_path / "blobs" / "two") != before.content
+
+
+def test_a_snapshot_of_links_has_the_content_of_its_blobs(tmp_path):
+    plain = model(tmp_path / "plain")
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(plain.iterdir()):
+        shutil.copy(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert content_of(snapshot) == content_of(plain)
+
+
+def test_a_circle_of_links_ends(tmp_path):
+    model(tmp_path)
+    before = content_of(tmp_path)
+    (tmp_path / "self").symlink_to(".")
+    assert content_of(tmp_path) == before
+    (tmp_path / "broken.bin").symlink_to("nowhere")
+    assert content_of(tmp_path) == before
+
+
+# -- what does not count -----------------------------------------------------------------------------------------------
+
+
+def test_a_renamed_copy_with_other_times_has_the_same_content(tmp_path):
+    before = content_of(model(tmp_path / "one"))
+    shutil.copytree(tmp_path / "one", tmp_path / "other" / "deep")
+    for path in (tmp_path / "other" / "deep").iterdir():
+        os.utime(path, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    assert content_of(tmp_path / "other" / "deep") == before
+
+
+def test_files_that_no_engine_reads_do_not_count(tmp_path):
+    before = content_of(model(tmp_path))
+    for name in ("README.md", ".gitattributes", "figure.png", ".cache/huggingface/x.json", ".git/config.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("anything")
+    assert content_of(tmp_path) == before
+
+
+def test_a_directory_without_weights_says_so(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.msgpack").write_bytes(b"weights of another library")
+    assert look(tmp_path).weights == frozenset()
+
+
+# -- files that change meanwhile ---------------------------------------------------------------------------------------
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
+    path = model(tmp_path) / "model.safetensors"
+    read = os.pread
+
+    def pread(fd, length, offset):
+        if offset == 0:
+            path.write_bytes(path.read_bytes() + b"more")
+        return read(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(OSError, match="changed while it was read"):
+        content_of(tmp_path)
+
+
+def test_what_was_exchanged_and_put_back_shows(tmp_path):
+    """The engine may have loaded the other bytes in between."""
+    path = model(tmp_path) / "model.safetensors"
+    before, old = look(tmp_path), path.read_bytes()
+    exchange(path, b"\1" * len(old))
+    exchange(path, old)
+    assert look(tmp_path).content == before.content
+    assert look(tmp_path) != before
+
+
+@pytest.mark.parametrize("what", ["file", "link", "link on the way", "directory", "renamed"])
+def test_a_change_after_a_point_in_time_shows(tmp_path, what):
+    inner = model(tmp_path / "models" / "one")
+    shutil.copytree(inner, tmp_path / "models" / "two")
+    (tmp_path / "models" / "current").symlink_to("one")
+    (inner / "link.json").symlink_to("config.json")
+    path = tmp_path / "models" / "current"
+    wait_past_slack = process_start_ns() + 3_600_000_000_000
+    assert look(path).changed_since(wait_past_slack) is None
+    start_ns = time.time_ns() + fingerprint.CLOCK_SLACK_NS
+    time.sleep(0.05)
+    assert look(path).changed_since(start_ns) is None
+    if what == "file":
+        exchange(inner / "model.safetensors", (inner / "model.safetensors").read_bytes())
+    elif what == "link":
+        (inner / "link.json").unlink()
+        (inner / "link.json").symlink_to("config.json")
+    elif what == "link on the way":
+        (tmp_path / "next").symlink_to("two")
+        os.replace(tmp_path / "next", path)
+    elif what == "directory":
+        (inner / "more.safetensors").write_bytes(b"")
+    else:
+        os.rename(inner, tmp_path / "away")
+        os.rename(tmp_path / "models" / "two", inner)
+    assert look(path).changed_since(start_ns) is not None
+
+
+def test_the_start_of_this_process_is_known():
+    child = "import time; from kvbm.identity.fingerprint import process_start_ns as p; print(p(), time.time_ns())"
+    before = time.time_ns()
+    printed = subprocess.run([sys.executable, "-c", child], capture_output=True, check=True).stdout
+    started, ended = map(int, printed.split())
+    assert before - 50_000_000 <= started <= ended
+
+
+# -- the cache of digests ----------------------------------------------------------------------------------------------
+
+
+def test_unchanged_files_are_not_read_again(tmp_path, monkeypatch):
+    directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "state" / "digests.json"
+    before = fingerprint.fingerprint(directory, DigestCache(state))
+    assert state.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(fingerprint, "digest_file", None)
+    assert fingerprint.fingerprint(directory, DigestCache(state)) == before
+
+
+def test_a_changed_file_is_read_again_with_size_and_time_kept(tmp_path, monkeypatch):
+    directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "digests.json"
+    before = fingerprint.fingerprint(directory, DigestCache(state)).content
+    exchange(directory / "model.safetensors", (directory / "model.safetensors").read_bytes()[:-1] + b"\1")
+    assert fingerprint.fingerprint(directory, DigestCache(state)).content != before
+
+
+def test_a_file_that_was_just_written_is_not_remembered(tmp_path):
+    directory, state = model(tmp_path / "model"), tmp_path / "digests.json"
+    fingerprint.fingerprint(directory, DigestCache(state))
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("stamp", [LONG_AGO_NS, 4_000_000_000_000_000_000])
+def test_a_time_that_was_set_does_not_make_a_recent_file_old(tmp_path, stamp):
+    directory, state = model(tmp_path / "model"), tmp_path / "digests.json"
+    for path in directory.iterdir():
+        os.utime(path, ns=(stamp, stamp))
+    fingerprint.fingerprint(directory, DigestCache(state))
+    assert not state.exists()
+
+
+def remembered(tmp_path, monkeypatch):
+    directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "digests.json"
+    before = fingerprint.fingerprint(directory, DigestCache(state))
+    return directory, state, before
+
+
+def damage(document, how):
+    files = document["files"]
+    path = next(iter(files))
+    if how == "digest":
+        files[path][1] = "../../../etc/passwd"
+    elif how == "number":
+        files[path][0][2] = "1"
+    elif how == "boolean":
+        files[path][0][2] = True
+    elif how == "short":
+        files[path][0].pop()
+    elif how == "method":
+        document["method"] = "another"
+    elif how == "list":
+        document["files"] = [1]
+    return document
+
+
+@pytest.mark.parametrize("how", ["digest", "number", "boolean", "short", "method", "list"])
+def test_a_damaged_state_file_is_ignored_and_replaced(tmp_path, monkeypatch, how):
+    directory, state, before = remembered(tmp_path, monkeypatch)
+    state.write_text(json.dumps(damage(json.loads(state.read_text()), how)))
+    assert DigestCache(state)._entries == {}
+    assert fingerprint.fingerprint(directory, DigestCache(state)) == before
+    assert len(DigestCache(state)._entries) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[" * 100_000, '{"a": NaN}', "\xff"])
+def test_a_state_file_of_anything_is_ignored(tmp_path, monkeypatch, text):
+    directory, state, before = remembered(tmp_path, monkeypatch)
+    state.write_bytes(text.encode("latin-1"))
+    assert fingerprint.fingerprint(directory, DigestCache(state)) == before
+
+
+def test_a_state_file_that_others_can_write_is_ignored(tmp_path, monkeypatch):
+    _, state, _ = remembered(tmp_path, monkeypatch)
+    assert DigestCache(state)._entries
+    state.chmod(0o620)
+    assert DigestCache(state)._entries == {}
+
+
+def test_a_state_file_behind_a_link_or_too_large_is_ignored(tmp_path, monkeypatch):
+    _, state, _ = remembered(tmp_path, monkeypatch)
+    (tmp_path / "link").symlink_to(state)
+    assert DigestCache(tmp_path / "link")._entries == {}
+    monkeypatch.setattr("kvbm.identity.digest_cache.MAX_BYTES", 10)
+    assert DigestCache(state)._entries == {}
+
+
+def test_a_state_file_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    directory = aged(model(tmp_path / "model"), monkeypatch)
+    assert fingerprint.fingerprint(directory, DigestCache(tmp_path / "file" / "digests.json")).weights
+
+
+def test_entries_of_other_models_stay_up_to_a_limit(tmp_path, monkeypatch):
+    state = tmp_path / "digests.json"
+    for name in ("one", "two", "three"):
+        fingerprint.fingerprint(aged(model(tmp_path / name), monkeypatch), DigestCache(state))
+    assert len(DigestCache(state)._entries) == 6
+    monkeypatch.setattr("kvbm.identity.digest_cache.MAX_ENTRIES", 4)
+    state.unlink()
+    for name in ("one", "two", "three"):
+        fingerprint.fingerprint(tmp_path / name, DigestCache(state))
+    assert {path.split("/")[-2] for path in DigestCache(state)._entries} == {"three", "two"}

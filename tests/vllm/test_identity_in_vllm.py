@@ -1,0 +1,140 @@
+"""Weights and adapters that are exchanged under a real vLLM: between two starts, in memory, and by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from random import Random
+
+import pytest
+import torch
+from pairs import adapters_of
+from safetensors.torch import load_file, save_file
+from traffic import assert_equal, tokens
+from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
+
+from kvbm_cli.make_model import materialise
+
+pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
+CACHED = 3 * BLOCK_TOKENS
+ONE, OTHER = (tokens(Random(number), CACHED + 60) for number in range(2))
+WRITTEN = "kvbm_offload_blocks_h2d"
+WARNING = "no block of this engine will stay on disk"
+
+
+def connector_on(directory):
+    tiers = {"host": {"blocks": 60}, "disk": {"blocks": 100, "directory": str(directory)}}
+    contents = {"tiers": tiers, "offload": {"to_disk": "always"}, "onboard": {"policy": "always"}}
+    return CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
+
+
+def start(model, disk, *arguments, **keys):
+    return VllmServer(model, *arguments, blocks=40, connector=connector_on(disk), **keys)
+
+
+def call(server, method, **keys):
+    answer = server.http.post("/collective_rpc", json={"method": method, "kwargs": keys})
+    assert answer.status_code == 200, f"{answer.text}\n{server.log_tail()}"
+
+
+def kill(server):
+    os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def differs(answer, other):
+    """Whether two answers cannot come from the same weights."""
+    return max(abs(one - two) for one, two in zip(answer.logprobs, other.logprobs, strict=True)) > 0.01
+
+
+@pytest.fixture
+def models(tmp_path):
+    """A model, and a fine-tune of its last tensors with the same size and time."""
+    one = shutil.copytree(materialise("vllm-25m"), tmp_path / "one")
+    two = shutil.copytree(one, tmp_path / "two")
+    (path,) = two.glob("*.safetensors")
+    weights = load_file(path)
+    last = max(int(name.split(".")[2]) for name in weights if ".layers." in name)
+    for name in weights:
+        if f".layers.{last}.self_attn" in name:
+            weights[name] = weights[name] + 0.05 * torch.randn(
+                weights[name].shape, generator=torch.Generator().manual_seed(1)
+            ).to(weights[name].dtype)
+    save_file(weights, path, metadata={"format": "pt"})
+    facts = next(one.glob("*.safetensors")).stat()
+    assert path.stat().st_size == facts.st_size
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    return one, two
+
+
+def test_other_weights_on_disk_or_in_memory_never_answer_for_each_other(models, tmp_path):
+    model, tuned = models
+    former = shutil.copytree(model, tmp_path / "former")
+    disk = tmp_path / "disk"
+    with start(model, disk) as server:
+        old = server.ask(ONE)
+        server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= CACHED // BLOCK_TOKENS)
+        assert WARNING not in server.log()
+        kill(server)
+    shutil.copy2(next(tuned.glob("*.safetensors")), next(model.glob("*.safetensors")))
+    with start(model, disk) as server:
+        new = server.ask(ONE)
+        assert new.cached == 0
+        assert differs(new, old)
+        server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= CACHED // BLOCK_TOKENS)
+        call(server, "reload_weights", weights_path=str(former))
+        assert WARNING in server.log()
+        again = server.ask(ONE)
+        assert again.cached == 0
+        assert_equal({"one": again}, {"one": old})
+        assert server.ask(OTHER).cached == 0
+        server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= 3 * CACHED // BLOCK_TOKENS)
+        assert server.reset_prefix_cache(external=False)
+        assert server.ask(OTHER).cached == CACHED, "the cache goes on for this engine"
+        kill(server)
+    with start(model, disk) as server:  # with the weights of its files
+        last, other = server.ask(ONE), server.ask(OTHER)
+        assert (last.cached, other.cached) == (0, 0)
+        assert_equal({"one": last}, {"one": new})
+
+
+def test_sleep_and_resets_leave_nothing_for_the_next_start(models, tmp_path):
+    model, disk = models[0], tmp_path / "disk"
+    with start(model, disk) as server:
+        server.ask(ONE)
+        assert server.http.post("/sleep", params={"level": "2"}).status_code == 200
+        assert server.http.post("/wake_up").status_code == 200
+        assert WARNING in server.log()
+        assert server.ask(ONE).cached == 0
+        server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= 2 * CACHED // BLOCK_TOKENS)
+        kill(server)
+    with start(model, disk) as server:
+        assert server.ask(ONE).cached == 0
+
+
+def test_an_adapter_that_is_exchanged_under_its_name_answers_for_itself(tmp_path):
+    place = shutil.copytree(materialise("vllm-25m-lora-a"), tmp_path / "adapter")
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    with start(materialise("vllm-25m"), tmp_path / "disk", *adapters_of("ab"), environment=environment) as server:
+
+        def load(**keys):
+            body = {"lora_name": "mine", "lora_path": str(place), **keys}
+            assert server.http.post("/v1/load_lora_adapter", json=body).status_code == 200, server.log_tail()
+
+        truth = {name: server.ask(ONE, model=name) for name in "ab"}
+        assert differs(truth["a"], truth["b"])
+        load()
+        assert_equal({"a": server.ask(ONE, model="mine")}, {"a": truth["a"]})
+        server.wait_until("a copy", lambda metrics: metrics["kvbm_offload_blocks_d2h"] >= 3 * CACHED // BLOCK_TOKENS)
+        shutil.copytree(materialise("vllm-25m-lora-b"), place, dirs_exist_ok=True)
+        load(load_inplace=True)
+        exchanged = server.ask(ONE, model="mine")
+        assert exchanged.cached == 0
+        assert_equal({"b": exchanged}, {"b": truth["b"]})
+        unload = {"lora_name": "mine"}
+        assert server.http.post("/v1/unload_lora_adapter", json=unload).status_code == 200
+        shutil.copytree(materialise("vllm-25m-lora-a"), place, dirs_exist_ok=True)
+        load()
+        back = server.ask(ONE, model="mine")
+        assert back.cached == 0
+        assert_equal({"a": back}, {"a": truth["a"]})

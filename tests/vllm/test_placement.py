@@ -1,0 +1,91 @@
+"""Where the connector refuses to run: roles, and places in a MultiConnector. No engine is started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import KVTransferConfig
+from vllm_server import CONNECTOR
+
+from kvbm.errors import ProfileError
+from kvbm.vllm_integration import placement
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch
+OURS = CONNECTOR
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+def multi(*children, **changes):
+    fields = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return fields | {"kv_connector_extra_config": {"connectors": list(children)}} | changes
+
+
+def pd(**changes):
+    return multi(OURS, NIXL) | CONNECTOR | {"kv_connector": "PdConnector"} | changes
+
+
+def check(monkeypatch, config):
+    engine = SimpleNamespace(kv_transfer_config=KVTransferConfig(**config))
+    monkeypatch.setattr(placement, "get_current_vllm_config_or_none", lambda: engine)
+    placement.require_parent()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OURS,
+        pd(),
+        pd(kv_role="kv_consumer"),
+        multi(OURS),
+        multi(EXAMPLE, OURS),
+        multi(OURS, EXAMPLE),
+        multi(multi(OURS), EXAMPLE),
+        multi(pd(), EXAMPLE),
+    ],
+)
+def test_it_runs_alone_in_pd_and_with_connectors_that_have_no_handshake(monkeypatch, config):
+    check(monkeypatch, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (multi(OURS, NIXL), "DynamoConnector, NixlConnector"),
+        (multi(NIXL, OURS), "NixlConnector, DynamoConnector"),
+        (multi(OURS, OURS), "DynamoConnector, DynamoConnector"),
+        (multi(EXAMPLE, multi(OURS), NIXL), "DynamoConnector, NixlConnector"),
+        (multi(pd(), NIXL), "PdConnector, NixlConnector"),
+    ],
+)
+def test_two_children_with_handshakes_are_refused_and_pd_connector_is_named(monkeypatch, config, names):
+    """Ours twice would use one host memory for two leaders."""
+    with pytest.raises(ProfileError, match=names) as caught:
+        check(monkeypatch, config)
+    assert "PdConnector" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "parent", [multi(OURS, kv_load_failure_policy="fail"), multi(multi(OURS)) | {"kv_load_failure_policy": "fail"}]
+)
+def test_a_parent_that_ends_requests_after_a_failed_load_is_refused(monkeypatch, parent):
+    with pytest.raises(ProfileError, match="kv_load_failure_policy `fail`") as caught:
+        check(monkeypatch, parent)
+    assert '"kv_load_failure_policy": "recompute"' in caught.value.hint
+
+
+@pytest.mark.parametrize("parent", [multi(OURS, kv_role="kv_producer"), pd(kv_role="kv_producer")])
+def test_a_parent_that_only_produces_is_refused(monkeypatch, parent):
+    with pytest.raises(ProfileError, match="kv_role `kv_producer`"):
+        check(monkeypatch, parent)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_our_own_role_must_be_both(role):
+    placement.require_role(KVTransferConfig(**OURS))
+    with pytest.raises(ProfileError, match=role):
+        placement.require_role(KVTransferConfig(**OURS | {"kv_role": role}))
