@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 class TrackedRequest:
     """A request that the engine has looked up. `key` is None if it bypasses the cache.
 
-    `tokens` are those that the connector has seen; `hashes` those of their full blocks. `block_ids` are those of the
-    first layer group, NO_BLOCK if a group has no block there. The promise of the last match is `start` and `matched`,
+    `tokens` are the known tokens, `hashes` name their full blocks. `block_ids` are the ids in the first layer group,
+    NO_BLOCK if a group has no block there. The promise of the last match is `start` and `matched`,
     in blocks. A request `is_reported` once the engine has scheduled it. If it starts again after that, reports of what
     was added no longer tell which tokens are in which block: it is not saved until it is reported as new.
     """
@@ -129,7 +129,7 @@ class LeaderSide:
 
     @hook(when_off=True)
     def allocated(self, request: Any, block_ids: BlockIds) -> None:
-        """Order the load that was promised. `block_ids` are all those of the prompt, per layer group."""
+        """Order the load that was promised. `block_ids` are all blocks of the prompt, per layer group."""
         request_id, groups = int(request.request_id), _by_group(block_ids)
         tracked = self._requests.get(request_id)
         if self.leader is None or tracked is None:
@@ -305,7 +305,7 @@ class LeaderSide:
         return TransferOrders(plan, tuple(loads), tables)
 
     def _joined(self, groups: Sequence[Sequence[int]]) -> list[int]:
-        """Return the block ids of the first group, and remember those of the others. A block that is missing in one
+        """Return the block ids in the first group, and remember the ids in the others. A block that is missing in one
         group counts as missing: all layers of a block move together."""
         if len(groups) == 1:
             return [block_id if block_id >= 0 else NO_BLOCK for block_id in groups[0]]

@@ -18,7 +18,7 @@ leader_of_this_process: LeaderSide | None = None
 
 
 def attend(leader: LeaderSide) -> None:
-    """Make this leader's side the one of this process, in place of that of an earlier engine."""
+    """Register the leader's side of this process. It replaces the leader's side of an earlier engine."""
     global leader_of_this_process
     leader_of_this_process = leader
 

@@ -28,7 +28,7 @@ class RequestKey:
 
 def request_key(request: Any, *, has_adapters: bool, has_salts: bool) -> RequestKey | None:
     """Return the key of a request, None if it must bypass the cache. `has_adapters` and `has_salts`: the engine has the
-    feature, so that a request without the attribute cannot be told from others."""
+    feature, so that a request without the attribute is ambiguous."""
     salt = _first(request, _SALTS)
     adapter = getattr(request, "lora_task_id", _MISSING)
     if (has_salts and salt is _MISSING) or (has_adapters and adapter is _MISSING):
