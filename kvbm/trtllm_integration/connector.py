@@ -195,7 +195,7 @@ def _resolved(*, warns: bool) -> ConnectorConfig:
     try:
         if text is not None:
             extra["kvbm"] = _parsed(text)
-        return resolve_connector(extra, os.environ, engine="tensorrt-llm", warns=warns)
+        return resolve_connector(extra, os.environ, engine="tensorrt-llm", warns=warns, place=CONFIG_VARIABLE)
     except ProfileError as error:
         if error.hint is not None:
             error.add_note(f"hint: {error.hint}")

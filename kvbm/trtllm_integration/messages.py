@@ -31,7 +31,7 @@ class TransferOrders:
     """One step's orders for every rank.
 
     `loads` are (request id, generation of its onboard order); the generation is None if the load has no blocks.
-    With several layer groups, `tables[block_id]` are the block ids in all groups; `block_id` is the id in the first one.
+    With several layer groups, `tables[block_id]` are the ids in all groups, and `block_id` is the id in the first one.
     """
 
     plan: StepPlan

@@ -9,7 +9,7 @@ import pytest
 from executor import BLOCK, Engine, Request, Script, expected
 from interface import MAIN, V1_1, V1_2, V1_3, VERSIONS, Collectives, installed
 
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.trtllm_integration.messages import TransferOrders
 
 PROMPT = tuple(range(17))  # four blocks and one token
@@ -439,3 +439,29 @@ def test_the_classes_implement_the_interface_of_this_version(version):
         assert issubclass(connector.DynamoKVBMConnectorWorker, interface.KvCacheConnectorWorker)
         assert not connector.DynamoKVBMConnectorLeader.__abstractmethods__
         assert not connector.DynamoKVBMConnectorWorker.__abstractmethods__
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "`TLLM_KVBM_CONFIG` is not JSON"),
+        ("[]", "`TLLM_KVBM_CONFIG` must be a mapping"),
+        ('{"tiers": {"host": {"blcks": 3}}}', "blcks"),
+    ],
+)
+def test_a_mistake_in_the_configuration_stops_the_start(monkeypatch, text, message):
+    with Engine(V1_2) as engine:
+        monkeypatch.setenv("TLLM_KVBM_CONFIG", text)
+        for part in (engine.connector.DynamoKVBMConnectorLeader, engine.connector.DynamoKVBMConnectorWorker):
+            with pytest.raises(ProfileError, match=message) as caught:
+                part(engine.leader._llm_args)
+            assert "kv_connector_extra_config" not in str(caught.value)
+
+
+def test_without_a_resolved_profile_the_variables_of_nvidia_count(monkeypatch):
+    with Engine(V1_2) as engine:
+        monkeypatch.delenv("TLLM_KVBM_CONFIG")
+        monkeypatch.setenv("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "77")
+        worker = engine.connector.DynamoKVBMConnectorWorker(engine.leader._llm_args)
+        assert worker._side._config.tiers.host.blocks == 77
+        monkeypatch.setenv("TLLM_KVBM_CONFIG", "{}")
