@@ -102,7 +102,7 @@ class Logged(NamedTuple):
 
 
 class ChannelClosed(Exception):
-    """The other process has exited, or has sent what is no message."""
+    """The other process has exited, or has sent an invalid message."""
 
 
 class DiskChannel:
