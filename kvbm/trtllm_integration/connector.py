@@ -133,6 +133,7 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
         """Return no callable: `wait_for_save` starts the offloads."""
 
     def bind_connector_meta(self, metadata: Any) -> None:
+        self._metadata = metadata  # where the interface's `get_connector_meta` reads it
         if self._side is not None and isinstance(metadata, TransferOrders):
             self._side.bind(metadata)
 
