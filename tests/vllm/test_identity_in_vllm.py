@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ from random import Random
 
 import pytest
 import torch
-from pairs import adapters_of
+from pairs import NO_CACHE, adapters_of
 from safetensors.torch import load_file, save_file
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
@@ -138,3 +139,48 @@ def test_an_adapter_that_is_exchanged_under_its_name_answers_for_itself(tmp_path
         back = server.ask(ONE, model="mine")
         assert back.cached == 0
         assert_equal({"a": back}, {"a": truth["a"]})
+
+
+def test_an_engine_with_another_file_rope_or_override_starts_without_blocks(tmp_path):
+    """Each start is compared with an engine without a cache; the original finds its blocks again at the end."""
+    model = shutil.copytree(materialise("vllm-25m"), tmp_path / "model")
+    original = shutil.copytree(model, tmp_path / "original")
+    disk, seen = tmp_path / "disk", []
+
+    def restart(*arguments, cached=0):
+        with (
+            VllmServer(model, NO_CACHE, *arguments, wait=False) as cold,
+            start(model, disk, *arguments, cores="1", wait=False) as server,
+        ):
+            server.wait_healthy()
+            cold.wait_healthy()
+            answer = server.ask(ONE)
+            assert answer.cached == cached
+            assert_equal({"one": answer}, {"one": cold.ask(ONE)})
+            server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= (CACHED - cached) // BLOCK_TOKENS)
+            kill(server)
+        assert cached or all(differs(answer, other) for other in seen)
+        seen.append(answer)
+
+    restart()
+    change_a_middle_tensor(model)
+    restart()
+    restart("--hf-overrides", json.dumps({"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}))
+    configuration = json.loads((model / "config.json").read_text())
+    configuration["rope_parameters"]["rope_theta"] = 1000.0
+    (model / "config.json").write_text(json.dumps(configuration))
+    restart()
+    for path in original.iterdir():
+        shutil.copy2(path, model)
+    restart(cached=CACHED)
+
+
+def change_a_middle_tensor(model):
+    """In place, with the same size and time of modification, as `cp -p` from a copy that was edited."""
+    (path,) = model.glob("*.safetensors")
+    facts, weights = path.stat(), load_file(path)
+    names = sorted(name for name in weights if ".layers.3.self_attn.k_proj" in name)
+    weights[names[0]] = weights[names[0]].flip(0)
+    save_file(weights, path, metadata={"format": "pt"})
+    assert path.stat().st_size == facts.st_size
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
