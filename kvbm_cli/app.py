@@ -235,30 +235,45 @@ def bench(
 @app.command(cls=Command)
 def size(
     model: Annotated[
-        str | None, _argument("MODEL", "Model: a directory or a name on the Hugging Face hub.", _completed_by("models"))
+        str | None,
+        _argument(
+            "MODEL",
+            "Directory of a model, or its name on the Hugging Face hub [default profile: `vllm`].",
+            _completed_by("models"),
+        ),
     ] = None,
     profile: Annotated[str | None, _profile_option()] = None,
     set_: SetOption = None,
-    tp: Annotated[str | None, _option("--tp", "N", "Tensor parallel ranks.")] = None,
-    pp: Annotated[str | None, _option("--pp", "N", "Pipeline parallel stages.")] = None,
-    kv_cache_dtype: Annotated[str | None, _option("--kv-cache-dtype", "TYPE", "Type of the KV cache: `fp8`.")] = None,
-    block_size: Annotated[str | None, _option("--block-size", "TOKENS", "Tokens in a block.")] = None,
+    tp: Annotated[str | None, _option("--tp", "N", "Tensor parallel ranks [default: 1].")] = None,
+    pp: Annotated[str | None, _option("--pp", "N", "Pipeline parallel stages [default: 1].")] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        _option("--kv-cache-dtype", "TYPE", "Type of the KV cache, such as `fp8` [default: the model's type]."),
+    ] = None,
+    block_size: Annotated[
+        str | None, _option("--block-size", "TOKENS", "Tokens in a block [default: as vLLM chooses it].")
+    ] = None,
     host: Annotated[str | None, _option("--host", "SIZE", "Capacity of host memory (G2).")] = None,
     disk: Annotated[str | None, _option("--disk", "SIZE", "Capacity of the disk tier (G3).")] = None,
     length: Annotated[
         str | None, _option("--length", "TOKENS", "Length of a sequence [default: the maximum length].")
     ] = None,
-    tokens: Annotated[str | None, _option("--tokens", "TOKENS", "Show the capacity for this many tokens.")] = None,
-    users: Annotated[str | None, _option("--users", "N", "Show the capacity for this many conversations.")] = None,
-    turns: Annotated[str | None, _option("--turns", "N", "Turns of each conversation, with --users.")] = None,
-    turn_tokens: Annotated[
-        str | None, _option("--turn-tokens", "TOKENS", "Tokens of each turn, question and answer, with --users.")
+    tokens: Annotated[
+        str | None, _option("--tokens", "TOKENS", "Show the capacity that one sequence of this many tokens needs.")
     ] = None,
-    list_: Annotated[bool, _flag("--list", "List the models that have a size without a download.")] = False,
+    users: Annotated[
+        str | None,
+        _option("--users", "N", "Show the capacity for this many conversations; requires --turns and --turn-tokens."),
+    ] = None,
+    turns: Annotated[str | None, _option("--turns", "N", "Turns of each conversation.")] = None,
+    turn_tokens: Annotated[
+        str | None, _option("--turn-tokens", "TOKENS", "Tokens of each turn, question and answer together.")
+    ] = None,
+    list_: Annotated[bool, _flag("--list", "List the models whose size is known without a download.")] = False,
     strict: Annotated[bool, _flag("--strict", "Exit with 1 if a tier holds less than the one above it.")] = False,
     json: JsonOption = False,
 ) -> int:
-    """Show the size of each tier."""
+    """Show the blocks and tokens of each tier."""
     from kvbm_cli.profile import size as body
 
     if list_:

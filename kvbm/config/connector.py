@@ -36,9 +36,14 @@ log = logging.getLogger(__name__)
 
 
 def resolve_connector(
-    extra_config: Mapping[str, object], environment: Mapping[str, str], *, engine: str, warns: bool = True
+    extra_config: Mapping[str, object],
+    environment: Mapping[str, str],
+    *,
+    engine: str,
+    warns: bool = True,
+    place: str = PLACE,
 ) -> ConnectorConfig:
-    """Resolves `extra_config["kvbm"]`, or the variables if it is missing.
+    """Resolves `extra_config["kvbm"]`, or the variables if it is missing. `place` names the first in messages.
 
     ProfileError for a mistake or for a setting that this engine kind does not support; ProfileMistakes for several. A
     variable without effect is logged as a warning if `warns`, else at level DEBUG.
@@ -46,10 +51,10 @@ def resolve_connector(
     mistakes: list[ProfileError] = []
     _note_unread(extra_config, warns=warns)
     if KEY in extra_config:
-        document = _written(extra_config[KEY])
+        document = _written(extra_config[KEY], place)
     else:
         document, mistakes = _of_variables(environment, warns=warns)
-    config, wrong = _validated(document, is_complete=not mistakes)
+    config, wrong = _validated(document, place, is_complete=not mistakes)
     mistakes += [*wrong, *_unsent_priorities(document, engine, wrong)]
     if mistakes:
         raise together(mistakes)
@@ -81,11 +86,11 @@ def _of_variables(environment: Mapping[str, str], *, warns: bool) -> tuple[Docum
     return document, mistakes
 
 
-def _validated(document: Document, *, is_complete: bool) -> tuple[ConnectorConfig | None, list[Mistake]]:
+def _validated(document: Document, place: str, *, is_complete: bool) -> tuple[ConnectorConfig | None, list[Mistake]]:
     try:
         return ConnectorConfig.model_validate(plain_values(document)), []
     except ValidationError as error:
-        return None, mistakes_in(error, document, PLACE, _FILE, is_complete=is_complete)
+        return None, mistakes_in(error, document, place, _FILE, is_complete=is_complete)
 
 
 def _unsent_priorities(document: Document, engine: str, wrong: Sequence[Mistake]) -> Iterator[Mistake]:
@@ -101,22 +106,22 @@ def _unsent_priorities(document: Document, engine: str, wrong: Sequence[Mistake]
         yield located(f"`{key}` {error}", entry.source, hint=hint, key=key)
 
 
-def _written(value: object) -> Document:
+def _written(value: object, place: str) -> Document:
     if not isinstance(value, Mapping):
         raise ProfileError(
-            f"`{PLACE}` must be a mapping with `tiers`, `offload`, `onboard`, `transfer` and `metrics`, not `{value}`"
+            f"`{place}` must be a mapping with `tiers`, `offload`, `onboard`, `transfer` and `metrics`, not `{value}`"
         )
-    return _document(value, PLACE)
+    return _document(value, place, place)
 
 
-def _document(values: Mapping[object, object], path: str) -> Document:
+def _document(values: Mapping[object, object], path: str, place: str) -> Document:
     """Converts values to a document. The source text of each entry is `path = JSON`."""
     document: Document = {}
     for name, value in values.items():
         here = f"{path}.{name}"
         text = f"{here} = {json.dumps(value, default=str)}"
-        key = Source(PLACE, text, len(path) + 1, len(str(name)))
-        source = Source(PLACE, text, len(here) + 3, len(text) - len(here) - 3)
-        inside = _document(value, here) if isinstance(value, Mapping) else value
+        key = Source(place, text, len(path) + 1, len(str(name)))
+        source = Source(place, text, len(here) + 3, len(text) - len(here) - 3)
+        inside = _document(value, here, place) if isinstance(value, Mapping) else value
         document[str(name)] = Entry(key, source, inside)
     return document

@@ -126,6 +126,9 @@ class Tiers(Section):
         return self.host or HostTierSection(blocks=BOUNCE_BLOCKS)
 
 
+SENDS_PRIORITIES = frozenset({"tensorrt-llm"})  # requests with a retention configuration
+
+
 class OffloadSection(Section):
     generated: bool = Field(
         default=True, description="Whether blocks of generated tokens are offloaded too, not only those of prompts."
@@ -164,7 +167,7 @@ class OffloadSection(Section):
 
     def require_priorities_from(self, engine: str) -> None:
         """WrongKey for a threshold with an engine that sends no priorities, because it would offload nothing."""
-        if self.min_priority > 0:
+        if self.min_priority > 0 and engine not in SENDS_PRIORITIES:
             message = f"requires an engine that sends priorities, but `{engine}` sends none; remove it"
             raise WrongKey("min_priority", message)
 

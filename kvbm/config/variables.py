@@ -46,7 +46,7 @@ _DEFAULTED = "text that is not a number is silently ignored"
 _OBJECT = "neither NVIDIA's wheel nor this version has an object tier that reads it"
 _NO_PORTS = "leader and workers need no address: they communicate through shared memory"
 _NO_CONSOLIDATOR = "there is no consolidator: vLLM's own events include those of host memory"
-_NO_NCCL = "used only with TensorRT-LLM, which this version does not support"
+_NO_NCCL = "ranks of TensorRT-LLM copy blocks without NCCL"
 
 VARIABLES: tuple[Variable, ...] = (
     Variable(

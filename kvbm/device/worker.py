@@ -88,7 +88,8 @@ class Worker:
     """Executes plans on one rank. See the module's text for the order of calls.
 
     An onboard, for which a request waits, is copied by up to `onboard_parts` threads, in parts of at least
-    `min_part_bytes`.
+    `min_part_bytes`. With `repeats_onboards`, a failed onboard is copied again at each poll until it succeeds, for an
+    engine that does not accept failed loads.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Worker:
         offload_pool: TransferPool,
         onboard_parts: int = 1,
         min_part_bytes: int = MIN_PART_BYTES,
+        repeats_onboards: bool = False,
     ) -> None:
         self._segment = segment
         self._copier = copier
@@ -109,6 +111,8 @@ class Worker:
         self._min_part_bytes = min_part_bytes
         self._onboards: dict[int, _Running[Onboard]] = {}
         self._offloads: dict[int, _Running[Offload]] = {}
+        self._repeats_onboards = repeats_onboards
+        self._repeats: list[Onboard] = []  # failed, to start again at the next poll
         self._has_written = False
         self.boundary = Boundary()
         self._warned_s = float("-inf")
@@ -124,6 +128,7 @@ class Worker:
         rank_count: int = 1,
         thread_count: int = 4,
         binds_memory: bool = True,
+        repeats_onboards: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Worker:
         """Allocate, prefault and pin this rank's segment and start its threads. `binds_memory`: allocate on the NUMA
@@ -138,6 +143,7 @@ class Worker:
             onboard_pool=TransferPool(thread_count, name=f"kvbm-onboard-{rank}"),
             offload_pool=TransferPool(thread_count, name=f"kvbm-offload-{rank}"),
             onboard_parts=1 if storages[0].is_cuda else CPU_PARTS,  # the copies of a device share one link
+            repeats_onboards=repeats_onboards,
         )
 
     @property
@@ -153,11 +159,7 @@ class Worker:
         for onboard in plan.overdue_onboards:
             self._deny_onboard(onboard)
         if plan.onboards:
-            fence, error = self.boundary.attempt("fence", self._copier.fence)
-            for order in plan.onboards:
-                parts = [partial(self._run_onboard, order, part, fence) for part in self._parts(order)]
-                if (failed := self._submit(order, parts, self._onboard_pool, self._onboards, error)) is not None:
-                    self._write_onboard(failed)
+            self._start_onboards(plan.onboards)
 
     @contained()
     def finish(self, plan: StepPlan) -> None:
@@ -175,19 +177,33 @@ class Worker:
         self._segment.beat()
         onboards = self._onboard_pool.poll() if self._onboards else []
         offloads = self._offload_pool.poll() if self._offloads else []
+        repeats, self._repeats = self._repeats, []
         for finished in onboards:
             self._prove_onboard(finished)
         for finished in offloads:
             self._prove_offload(finished)
+        if repeats:
+            self._start_onboards(repeats)
         has_written, self._has_written = self._has_written, False
         return has_written
 
     def is_busy(self) -> bool:
         """Whether a copy is queued, running, or ended without its word written."""
-        return bool(self._onboards or self._offloads)
+        return bool(self._onboards or self._offloads or self._repeats)
+
+    def generations(self) -> set[int]:
+        """Return the orders whose copies have not ended."""
+        onboards = {running.order.generation for running in self._onboards.values()}
+        offloads = {running.order.generation for running in self._offloads.values()}
+        return onboards | offloads | {order.generation for order in self._repeats}
+
+    def has_onboarded(self, order: Onboard) -> bool:
+        """Whether this rank has proven this onboard. Known until the leader gives its lane to another one."""
+        return self._segment.lane_carries(order.lane, order.generation)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stop the threads. The segment remains until no process maps it."""
+        self._repeats_onboards = False
         self._onboard_pool.close(timeout_s)
         self._offload_pool.close(timeout_s)
         self.poll()
@@ -215,6 +231,13 @@ class Worker:
             raise TransferError(f"onboard {order.generation}: a source slot holds another block")
 
     # -- in the owner's thread -----------------------------------------------------------------------------------------
+
+    def _start_onboards(self, orders: Sequence[Onboard]) -> None:
+        fence, error = self.boundary.attempt("fence", self._copier.fence)
+        for order in orders:
+            parts = [partial(self._run_onboard, order, part, fence) for part in self._parts(order)]
+            if (failed := self._submit(order, parts, self._onboard_pool, self._onboards, error)) is not None:
+                self._end_onboard(failed)
 
     def _parts(self, order: Onboard) -> list[slice]:
         """Split the order's blocks into parts of equal length, each large enough for a thread."""
@@ -248,7 +271,7 @@ class Worker:
     def _prove_onboard(self, finished: Finished) -> None:
         running = self._onboards.pop(finished.ticket, None)
         if running is not None and running.end(finished.ticket, finished.error):
-            self._write_onboard(running)
+            self._end_onboard(running)
 
     @contained()
     def _prove_offload(self, finished: Finished) -> None:
@@ -258,6 +281,13 @@ class Worker:
             if running.error is not None:
                 self._write_offload(running)
             self._has_written = True
+
+    def _end_onboard(self, running: _Running[Onboard]) -> None:
+        if running.error is not None and self._repeats_onboards:
+            self._state(running.error)
+            self._repeats.append(running.order)
+        else:
+            self._write_onboard(running)
 
     @contained()
     def _write_onboard(self, running: _Running[Onboard]) -> None:

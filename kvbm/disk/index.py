@@ -37,6 +37,8 @@ COPY_ATTEMPTS = 10
 LOG = "-wal"
 SIDE_FILES = (LOG, "-shm", "-journal")
 
+FORMAT_BYTE = 18  # of the header: the version that is needed to write
+WRITABLE_FORMATS = (1, 2)
 PRIMARY_CODE = 0xFF
 DAMAGE = {
     sqlite3.SQLITE_ERROR,  # other tables or columns
@@ -115,7 +117,8 @@ class BlockIndex:
 
     @classmethod
     def open(cls, path: Path) -> BlockIndex:
-        """Open or initialize. The caller has created the file, private. Raises sqlite3.Error."""
+        """Open or initialize. The caller has created the file, private. Raises sqlite3.Error, OSError."""
+        _require_format(path)
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
             _use_write_ahead_log(connection)
@@ -294,6 +297,14 @@ def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
     mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
     if mode != "wal":
         raise sqlite3.OperationalError(f"write-ahead log not available here, only journal mode {mode}")
+
+
+def _require_format(path: Path) -> None:
+    """Raises sqlite3.DatabaseError for a file that SQLite would open for reading only, because of its format."""
+    with path.open("rb") as file:
+        header = file.read(FORMAT_BYTE + 1)
+    if len(header) > FORMAT_BYTE and header[FORMAT_BYTE] not in WRITABLE_FORMATS:
+        raise sqlite3.DatabaseError(f"format {header[FORMAT_BYTE]} cannot be written")
 
 
 def _require_table(connection: sqlite3.Connection) -> None:

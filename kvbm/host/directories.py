@@ -23,7 +23,7 @@ def make_private_directories(directory: Path) -> None:
 
 
 def unsafe_parents(directory: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each existing part of the path in which another user can replace what is below, with the reason.
+    """Yield each existing directory of the path in which another user can replace entries, with the reason.
 
     Follows symbolic links: the parents of a link and of its target count.
     """

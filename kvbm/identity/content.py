@@ -14,6 +14,7 @@ answers.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import stat
@@ -23,8 +24,10 @@ from typing import NamedTuple
 
 import xxhash
 
+from kvbm.host.libc import LIBC, last_error
+
 FULL_BYTES = 128 << 20
-METHOD = "xxh3-128, sampled above 128 MiB, 1"  # to be changed with everything that changes a digest
+METHOD = "xxh3-128, sampled above 128 MiB, 2"  # to be changed with everything that changes a digest
 BLOCK_BYTES = 4096
 BLOCKS_PER_FILE = 8192
 MOST_BLOCKS, FEWEST_BLOCKS = 64, 4  # of one tensor
@@ -33,11 +36,31 @@ READ_BYTES = 4 << 20
 LENGTH_BYTES = 8  # of the length in front of a safetensors header
 MAX_HEADER_BYTES = 100_000_000  # limit of the format
 
+# Types of file systems (`f_type` of statfs) that set ctime at each change, from the system's or the server's clock.
+# Images (squashfs, erofs) store what their builder wrote; FUSE and FAT take mtime for ctime; overlay hides the type.
+LIVE_FILE_SYSTEMS = frozenset(
+    {
+        0xEF53,  # ext2, ext3, ext4
+        0x58465342,  # xfs
+        0x9123683E,  # btrfs
+        0x01021994,  # tmpfs
+        0x2FC12FC1,  # zfs
+        0xF2F52010,  # f2fs
+        0xCA451A4E,  # bcachefs
+        0x6969,  # nfs
+        0x0BD00BD0,  # lustre
+        0x00C36400,  # ceph
+        0x47504653,  # gpfs
+    }
+)
+STATFS_BYTES = 256  # more than `struct statfs`, whose first long is the type
+
 Span = tuple[int, int]  # offset, length
 
 
 class Signature(NamedTuple):
-    """Metadata of a file that change when its bytes change. No program can set `ctime_ns`, unlike `mtime_ns`."""
+    """Metadata of a file that change when its bytes change. On a file system in use, no program can set `ctime_ns`,
+    unlike `mtime_ns`; see `shows_changes`."""
 
     device: int
     inode: int
@@ -50,8 +73,36 @@ class Signature(NamedTuple):
         return cls(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
 
 
+def shows_changes(path: Path) -> bool:
+    """Return whether the metadata of a file show each later change of its bytes, also of the whole file system.
+
+    A read-only file system can be exchanged for another image with equal metadata. Raises OSError.
+    """
+    return not os.statvfs(path).f_flag & os.ST_RDONLY and file_system_type(path) in LIVE_FILE_SYSTEMS
+
+
+def file_system_type(path: Path) -> int:
+    """Return `f_type` of statfs. Raises OSError."""
+    facts = ctypes.create_string_buffer(STATFS_BYTES)
+    if LIBC.statfs(os.fsencode(path), facts) != 0:
+        raise last_error()
+    return ctypes.c_long.from_buffer(facts).value
+
+
 class FileChanged(OSError):
     """A file changed while it was read."""
+
+
+def signature_of(path: Path) -> Signature:
+    """Return the metadata of a regular file. Raises OSError.
+
+    The file is opened: on NFS, `stat` alone may return metadata of a minute ago.
+    """
+    fd = _open_regular(path)
+    try:
+        return Signature.of(os.fstat(fd))
+    finally:
+        os.close(fd)
 
 
 def digest_file(path: Path, *, is_sampled: bool) -> tuple[Signature, str]:
@@ -59,12 +110,9 @@ def digest_file(path: Path, *, is_sampled: bool) -> tuple[Signature, str]:
 
     `is_sampled`: above FULL_BYTES, read only a sample. Raises OSError.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = _open_regular(path)
     try:
-        facts = os.fstat(fd)
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError(f"{path} is not a regular file")
-        signature = Signature.of(facts)
+        signature = Signature.of(os.fstat(fd))
         if is_sampled and signature.size > FULL_BYTES:
             spans = _sample(fd, signature.size, path.suffix)
         else:
@@ -75,6 +123,14 @@ def digest_file(path: Path, *, is_sampled: bool) -> tuple[Signature, str]:
     finally:
         os.close(fd)
     return signature, digest
+
+
+def _open_regular(path: Path) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{path} is not a regular file")
+    return fd
 
 
 def _digest(fd: int, size: int, spans: Iterator[Span]) -> str:

@@ -2,7 +2,8 @@
 
 One small JSON file in the user's state directory. An entry counts only if device, inode, size, mtime and ctime of the
 file are the same. No entry is made for a file that changed within the last seconds: a later change within the same tick
-of the file system's clock would not show. A damaged, foreign or too large file is ignored, and replaced.
+of the file system's clock would not show. Files of images and of other file systems without a ctime of their own
+(`content.shows_changes`) get no entry. A damaged, foreign or too large file is ignored, and replaced.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ elsewhere has the same content. More files than the engine loads cost hits, neve
 
 Loading takes minutes, and files can be exchanged meanwhile. An engine that loads the files itself takes a fingerprint
 before and after, and compares them. If it cannot take one before, `changed_since` returns what was changed, linked or
-renamed since the process started.
+renamed since the process started. A rename or a mount of a parent directory does not show.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvbm.identity.content import FULL_BYTES, METHOD, Signature, digest_file
+from kvbm.identity.content import FULL_BYTES, METHOD, Signature, digest_file, shows_changes, signature_of
 from kvbm.identity.digest_cache import DigestCache, default_path
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors"})
@@ -154,12 +154,10 @@ def _named(index: Path) -> set[str]:
 
 def _digest(directory: Path, cache: DigestCache, name: str) -> tuple[Signature, str]:
     path = directory / name
-    facts = path.stat()
-    signature, key = Signature.of(facts), str(path)
-    if not stat.S_ISREG(facts.st_mode):
-        raise OSError(f"{path} is not a regular file")
+    signature, key = signature_of(path), str(path)
     if (known := cache.get(key, signature)) is not None:
         return signature, known
     signature, digest = digest_file(path, is_sampled=not _is_whole(name))
-    cache.put(key, signature, digest)
+    if shows_changes(path):
+        cache.put(key, signature, digest)
     return signature, digest

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -120,6 +120,7 @@ class GuardedLeader:
         computed_blocks: int,
         prompt_blocks: int,
         group: int = 0,
+        priorities: Sequence[int] | None = None,
     ) -> int:
         return self.leader.offload(
             request_id,
@@ -128,7 +129,12 @@ class GuardedLeader:
             computed_blocks=computed_blocks,
             prompt_blocks=prompt_blocks,
             group=group,
+            priorities=priorities,
         )
+
+    @hook()
+    def discard_offloads(self, block_ids: Collection[int]) -> None:
+        self.leader.discard_offloads(block_ids)
 
     @hook(StepPlan(step=0), when_off=True)
     def step(self) -> StepPlan:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,6 +87,7 @@ class Leader:
         self._heartbeats = Heartbeats(region, settings.silence_s, clock)
         self._requests: dict[str, LiveRequest] = {}
         self._unreported: list[LoadResult] = []
+        self._promises = 0  # requests with a promise: each needs a lane
         self._step = 0
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
@@ -103,6 +104,8 @@ class Leader:
             return self._host.store.match(hashes, start) if disk is None else disk.match_prefix(hashes, start)
 
         blocks = self._match(request_id, hashes, start, search)
+        if not self._settings.engine.accepts_failed_loads:
+            self._promise(request_id, hashes[start : start + (blocks or 0)])
         if self._trace is not None:
             self._trace("match", request=request_id, start=start, hashes=hashes[start:], blocks=blocks)
         return blocks
@@ -142,7 +145,9 @@ class Leader:
         if self._trace is not None:
             self._trace("onboard", request=request_id, start=start, hashes=wanted, device_blocks=tuple(block_ids))
         worth = len(block_ids) * self._settings.engine.block_tokens if tokens is None else tokens
-        load = self._onboards.begin(request, wanted, block_ids, worth) if self._onboards.can_begin() else None
+        may_begin = request.promised is not None or self._onboards.can_begin()
+        load = self._onboards.begin(request, wanted, block_ids, worth) if may_begin else None
+        self._end_promise(request)
         if load is None:
             self._fail_load(request, tuple(block_ids))
             return
@@ -201,6 +206,10 @@ class Leader:
                 fresh = hashes[begin : progress.considered]
                 self._trace("offload", request=request_id, group=group, start=begin, hashes=fresh)
         return progress.considered
+
+    def discard_offloads(self, block_ids: Collection[int]) -> None:
+        """Do not register copies in flight of these G1 blocks: the engine reuses the blocks before the copies end."""
+        self._offloads.discard(block_ids)
 
     def step(self) -> StepPlan:
         """Hand out the orders collected since the last step. Call exactly once per engine step."""
@@ -283,6 +292,7 @@ class Leader:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        self._end_promise(request)
         for progress, hashes in zip(request.offloads, chains, strict=True):
             used = hashes[: max(progress.considered, request.hit_blocks)]
             self._host.store.touch(used)
@@ -365,16 +375,33 @@ class Leader:
                 self._disk.hit(hashes[:start])
         request.has_probed = True
         request.probed_blocks = max(request.probed_blocks, len(hashes) - start)
-        if not request.may_onboard or self.counters.disabled or not self._onboards.can_begin():
+        if not request.may_onboard or self.counters.disabled or not self._onboards.can_begin(self._promises):
             return 0
-        arriving = self._onboards.arriving(hashes[start]) if start < len(hashes) else None
+        can_wait = start < len(hashes) and self._settings.engine.accepts_failed_loads
+        arriving = self._onboards.arriving(hashes[start]) if can_wait else None
         if arriving is not None and request.awaited in (0, arriving):
             request.is_waiting, request.awaited = True, arriving
             return None
         if request.is_waiting:
             request.is_waiting = False
             self.counters.onboard_shared_requests += 1
-        return search(self._disk if request.may_read_disk else None)
+        may_read_disk = request.may_read_disk and self._settings.engine.accepts_failed_loads
+        return search(self._disk if may_read_disk else None)
+
+    def _promise(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """Pin the blocks that `match` promises, in place of those that it promised before."""
+        request = self._live(request_id)
+        self._end_promise(request)
+        if hashes:
+            request.promised = self._host.store.pin(hashes)
+            assert request.promised is not None, "blocks that were just found can be pinned"
+            self._promises += 1
+
+    def _end_promise(self, request: LiveRequest) -> None:
+        if request.promised is not None:
+            request.promised.release()
+            request.promised = None
+            self._promises -= 1
 
     def _succeed_load(self, load: Load) -> None:
         """Report a load that succeeded, whole or cut. After a cut, the request computes the rest and loads no more."""

@@ -7,7 +7,7 @@ preemption needs no waiting. At most `max_in_flight_blocks` blocks are held at a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -150,6 +150,13 @@ class Offloads:
         for flight in self.in_flight.values():
             flight.is_void = True
         self._departing.clear()
+
+    def discard(self, block_ids: Collection[int]) -> None:
+        """Register nothing of the orders in flight that read one of these G1 blocks."""
+        for flight in self.in_flight.values():
+            if not flight.is_void and not set(flight.order.block_ids).isdisjoint(block_ids):
+                flight.is_void = True
+                self._departing.difference_update(flight.hashes)
 
     def abandon(self) -> None:
         """Release the sources of what is in flight, which is not registered: the engine may overwrite them now."""

@@ -47,7 +47,8 @@ class LiveRequest:
     """One request, from its arrival to its end. If it is preempted and returns under its id, it is another LiveRequest.
 
     `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
-    blocks are those that it looked for in the cache, the `hit` blocks those that it got.
+    blocks are those that it looked for in the cache, the `hit` blocks those that it got. `promised` pins what the last
+    match found, for an engine that does not accept failed loads.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class LiveRequest:
     hit_blocks: int = 0
     disk_hit_blocks: int = 0
     disk_tokens: int = 0
+    promised: PinnedBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +151,12 @@ class Onboards:
         self._ended: list[Load] = []
         self._are_ranks_silent = False
 
-    def can_begin(self) -> bool:
-        """Whether a load may be promised: not while an older one is overdue or given up, or a rank is silent."""
+    def can_begin(self, promises: int = 0) -> bool:
+        """Whether a load may be promised in addition to these: not while an older one is overdue or given up, or a rank
+        is silent."""
         oldest = next(iter(self.in_flight.values()), None)
         return (
-            bool(self._lanes)
+            len(self._lanes) > promises
             and not self._are_ranks_silent
             and (oldest is None or not (oldest.load.is_reported or self._is_overdue(oldest)))
         )

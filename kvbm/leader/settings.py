@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
 
-KV_FORMAT = 1  # of blocks; to be raised when kvbm stores the same KV in other bytes
+KV_FORMAT = 1  # of blocks; increase it when kvbm stores the same KV in other bytes
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 
 log = logging.getLogger(__name__)
@@ -45,12 +45,16 @@ class EngineTraits:
     `block_tokens` is the number of tokens per block, `hash_bytes` the length of a sequence hash. `groups` are the KV
     cache groups, those with full attention first; an engine without groups has one. An engine that `gives_up_blocks`
     of a failed load computes in other blocks, so it need not wait for the end of an overdue load.
+
+    An engine that does not `accept_failed_loads` must get every block that it was promised. Therefore only blocks in
+    host memory are promised, they stay pinned from `match` on, and no request waits for the load of another one.
     """
 
     block_tokens: int
     hash_bytes: int = 16
     groups: tuple[Group, ...] = ()
     gives_up_blocks: bool = False
+    accepts_failed_loads: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def _olmo3(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 def _minimax_m2(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     kinds = facts.get("attn_type_list")
     if isinstance(kinds, list) and set(map(str, kinds)) != {"1"}:
-        raise SizeUnknown("a MiniMax M2 model with linear attention is not known here")
+        raise SizeUnknown("a MiniMax M2 model with linear attention has a cache that only the engine knows")
     return _dense(facts, ranks)
 
 
@@ -168,7 +168,10 @@ def _by_layer_types(facts: ModelFacts, ranks: Ranks, *, more_reach: int = 0) -> 
     kinds, specs = facts.texts("layer_types") or [], _all_layers(facts, ranks)
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) < len(specs):
-        raise SizeUnknown(f"`layer_types` with {_listed(unknown) or f'{len(kinds)} entries'} is not known here")
+        raise SizeUnknown(
+            f"with `layer_types` of {_listed(unknown) or f'{len(kinds)} entries'}, "
+            "only the engine knows the size of a block"
+        )
     return _with_windows(specs, facts, lambda layer: kinds[layer] == "sliding_attention", more_reach=more_reach)
 
 
@@ -207,7 +210,7 @@ def _gemma4(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Layers with full attention have heads of their own; vLLM stores their values though they equal the keys."""
     kinds = facts.texts("layer_types")
     if kinds is None:
-        raise SizeUnknown("a Gemma 4 model without `layer_types` is not known here")
+        raise SizeUnknown("a Gemma 4 model without `layer_types` has a cache that only the engine knows")
     heads, dim = _kv_heads(facts), _head_dim(facts)
     global_dim = facts.number("global_head_dim", default=dim)
     global_heads = (
@@ -255,7 +258,7 @@ def _mimo_v2(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Layers with a window have heads and dimensions of their own, the `swa_` facts."""
     pattern = facts.get("hybrid_layer_pattern")
     if not isinstance(pattern, list):
-        raise SizeUnknown("a MiMo V2 model without `hybrid_layer_pattern` is not known here")
+        raise SizeUnknown("a MiMo V2 model without `hybrid_layer_pattern` has a cache that only the engine knows")
     dim, heads = facts.number("head_dim"), _kv_heads(facts)
     swa_dim, swa_heads = (
         facts.number("swa_head_dim", default=dim),
@@ -295,14 +298,14 @@ def _deci(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Nemotron Super and Ultra of Llama 3: some layers have no attention."""
     blocks = facts.get("block_configs")
     if not isinstance(blocks, list):
-        raise SizeUnknown("a DeciLM model without `block_configs` is not known here")
+        raise SizeUnknown("a DeciLM model without `block_configs` has a cache that only the engine knows")
     heads, dim = _heads(facts), _head_dim(facts)
     facts.get("num_key_value_heads")
     specs = []
     for layer, block in enumerate(blocks):
         attention = ModelFacts(block).section("attention") if isinstance(block, Mapping) else ModelFacts({})
         if attention.flag("replace_with_linear") or attention.flag("sparsify"):
-            raise SizeUnknown("a DeciLM model with linear or sparse attention is not known here")
+            raise SizeUnknown("a DeciLM model with linear or sparse attention has a cache that only the engine knows")
         if not attention.flag("no_op"):
             specs.append(full(layer, ranks, heads // attention.number("n_heads_in_group"), dim))
     return specs
@@ -353,7 +356,7 @@ def _minimax_m3(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     frequency, dim = sparse.get("sparse_attention_freq"), sparse.number("sparse_index_dim")
     specs = _all_layers(facts, ranks)
     if not isinstance(frequency, list) or len(frequency) < len(specs):
-        raise SizeUnknown("a MiniMax M3 model without `sparse_attention_freq` is not known here")
+        raise SizeUnknown("a MiniMax M3 model without `sparse_attention_freq` has a cache that only the engine knows")
     return specs + [index(spec.layer, dim * 2) for spec in specs if frequency[spec.layer]]
 
 
@@ -379,7 +382,7 @@ def _nemotron_h(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     if kinds is None and isinstance(pattern, str):
         kinds = list(pattern)
     if kinds is None:
-        raise SizeUnknown("a Nemotron-H model without a pattern of layers is not known here")
+        raise SizeUnknown("a Nemotron-H model without a pattern of layers has a cache that only the engine knows")
     for name in ("layer_types", "mamba_proj_bias", "sliding_window", "attention_head_dim"):
         facts.get(name)
     inner = facts.number("mamba_num_heads") * facts.number("mamba_head_dim")
@@ -396,7 +399,7 @@ def _nemotron_h(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 def _granite_hybrid(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     kinds = facts.texts("layer_types") or facts.texts("layers_block_type")
     if kinds is None:
-        raise SizeUnknown("a hybrid Granite model without `layer_types` is not known here")
+        raise SizeUnknown("a hybrid Granite model without `layer_types` has a cache that only the engine knows")
     inner = facts.number("mamba_expand", default=2) * facts.number("hidden_size")
     bytes_of_state = _bamba_state(facts, ranks, inner)
     return _mixed(facts, ranks, kinds, {"attention": "attention", "mamba": "state"}, bytes_of_state)
@@ -440,7 +443,7 @@ def _kimi_linear(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     linear = facts.section("linear_attn_config")
     layers = linear.get("full_attn_layers")
     if not isinstance(layers, list):
-        raise SizeUnknown("a Kimi Linear model without `full_attn_layers` is not known here")
+        raise SizeUnknown("a Kimi Linear model without `full_attn_layers` has a cache that only the engine knows")
     heads, dim = linear.number("num_heads"), linear.number("head_dim")
     conv = _shared(ranks, 3 * heads * dim) * (linear.number("short_conv_kernel_size", default=4) - 1)
     element_bytes = ranks.state_bytes or FLOAT32_BYTES

@@ -186,12 +186,18 @@ def _block_tokens(
         tokens = GPU_BLOCK_TOKENS
     elif is_latent and not on_cpu and not has_states and arguments.block_size is None:
         tokens = LATENT_GPU_BLOCK_TOKENS
-        notes.append(f"the attention backend may choose another block than {tokens} tokens; set `block_size` to fix it")
+        notes.append(
+            f"the attention backend may choose another block size than {tokens} tokens; "
+            "set `engine.arguments.block_size` to fix it"
+        )
     if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:
         tokens = max(tokens, 128)  # the block of MiniMax M3's sparse attention
     if not on_cpu and arguments.kv_cache_dtype in (None, "auto") and architecture_of(model_config) in _FP8_BY_DEFAULT:
         notes.append("GPUs of compute capability 10.x store this cache in 8 bits by default, which is about half")
     if has_states:
+        notes.append(
+            "this model has layers with states, for which kvbm disables itself: the sizes describe vLLM's cache only"
+        )
         tokens = _tokens_of_state(specs, tokens, on_cpu=on_cpu, is_latent=is_latent)
     return tokens, tuple(notes)
 

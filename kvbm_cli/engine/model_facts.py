@@ -62,8 +62,8 @@ def _of_vllm(model: str) -> Mapping[str, object]:
         )
     raise SizeUnknown(
         f"`{model}` is not on this machine yet, so the size of its blocks is unknown",
-        hint="`kvbm size --list` shows the models that need no download; `kvbm serve` starts any model: vLLM downloads "
-        "it, and then the sizes are known",
+        hint="`kvbm size --list` lists the models whose size is known without a download; for other models, download "
+        "`config.json` and give its directory, or start the model once: vLLM downloads it",
     )
 
 

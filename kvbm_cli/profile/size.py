@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import plain_scalar
-from kvbm.config.sizes import exact_size, format_size
+from kvbm.config.sizes import format_size
 from kvbm.config.values import count_of, count_value
 from kvbm.errors import ProfileError, UsageError
 from kvbm.sizing import SizeUnknown, Sizing, TierSize, check_model, size
@@ -29,10 +29,10 @@ _NAMES = {"G1": "G1 device", "G2": "G2 host", "G3": "G3 disk"}
 
 @dataclass(frozen=True, slots=True)
 class SizeRequest:
-    """What `kvbm size` shall compute. `options` are profile keys from options, as `{key: (option, text)}`.
+    """What `kvbm size` computes. `options` are profile keys from options, as `{key: (option, text)}`.
 
-    `length` is the tokens of a sequence. `tokens` asks the reverse question: which capacity holds that many tokens;
-    or `users` with `turns` of `turn_tokens` each.
+    `length` is the tokens of a sequence. `tokens`, or `users` with `turns` of `turn_tokens` each, request the reverse
+    calculation: the capacity that holds that many tokens.
     """
 
     profile: str | None
@@ -63,7 +63,7 @@ class SizeRequest:
         if all(part is None for part in per_user):
             return None
         if self.users is None or self.turns is None or self.turn_tokens is None:
-            raise UsageError("`--users`, `--turns` and `--turn-tokens` belong together")
+            raise UsageError("`--users`, `--turns` and `--turn-tokens` must be used together")
         return self.users, self.turns * self.turn_tokens
 
 
@@ -91,7 +91,9 @@ def count_option(name: str, text: str) -> int:
         counted = None
     value = count_of(counted) if isinstance(counted, int | str) else None
     if value is None or value < 1:
-        raise UsageError(f"`{option}`: `{text}` is not a number of at least 1", hint=f"for example `{option} 200`")
+        raise UsageError(
+            f"`{option}` must be a whole number of at least 1, not `{text}`", hint=f"for example `{option} 200`"
+        )
     return value
 
 
@@ -104,7 +106,7 @@ def show_catalogue(*, as_json: bool) -> None:
 
 
 def _report(resolved: ResolvedProfile, sizing: Sizing, needed: Mapping[str, object] | None) -> list[str]:
-    lines = [f"a token is {exact_size(sizing.token_bytes)}, {block_line(sizing)}"]
+    lines = [f"a token is {format_size(sizing.token_bytes)}, {block_line(sizing)}"]
     lines += [f"note: {note}" for note in sizing.notes]
     lines += ["", tier_table(resolved, sizing)]
     if sizing.sequence_blocks:
@@ -146,9 +148,12 @@ def _needed_lines(needed: Mapping[str, object]) -> list[str]:
 
 
 def _variable_lines(sizing: Sizing) -> list[str]:
-    lines = [f"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={sizing.host.block_count}"]
+    lines = [
+        "the same numbers of blocks as variables:",
+        f"  DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={sizing.host.block_count}",
+    ]
     if sizing.disk is not None:
-        lines.append(f"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS={sizing.disk.block_count}")
+        lines.append(f"  DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS={sizing.disk.block_count}")
     return lines
 
 

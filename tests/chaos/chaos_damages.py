@@ -704,12 +704,18 @@ def strange_neighbours(site):
     (site.directory / ("6" * 32)).mkdir(0o755)
 
 
+def restore_mode(path, mode):
+    """So that the files can be removed. The engine may have removed this one."""
+    with suppress(FileNotFoundError):
+        path.chmod(mode)
+
+
 @damage("names", is_plain_user=True)
 def modes(site):
     path = choose(site, [path for path in [*places(site), *folders(site), site.directory] if path.exists()])
     before = path.stat().st_mode
     path.chmod(site.random.choice([0o000, 0o200, 0o400, 0o444, 0o666, 0o777, 0o4600]))
-    site.undo.append(lambda: path.chmod(before))
+    site.undo.append(lambda: restore_mode(path, before))
 
 
 @damage("names", is_plain_user=True)
@@ -719,7 +725,7 @@ def read_only_tree(site):
     for path in [site.directory, *site.directory.rglob("*")]:
         before = path.stat().st_mode
         path.chmod(before & ~0o222)
-        site.undo.append(lambda path=path, before=before: path.chmod(before))
+        site.undo.append(lambda path=path, before=before: restore_mode(path, before))
 
 
 @damage("names", is_plain_user=True)

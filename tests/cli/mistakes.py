@@ -400,7 +400,7 @@ COMMAND_LINE = {
     "command_flag_with_a_value": Row("serve -p demo --dry-run=1"),
     "command_serve_of_an_empty_name": Row("serve ''"),
     "command_missing_argument": Row("profile show"),
-    "command_extra_argument": Row("size --profile demo more"),
+    "command_extra_argument": Row("size one more"),
     "command_unknown_arm": Row("bench --profile demo --compare basline"),
     "command_arm_of_another_model": Row("bench --profile demo --compare vllm-cpu-demo"),
     "command_arm_of_several_engines": Row("bench --profile demo --compare vllm-pd-cpu-demo"),

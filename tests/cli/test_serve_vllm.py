@@ -148,7 +148,7 @@ def test_model_that_was_downloaded_before_has_a_size(home: Path) -> None:
     command = "size -p ./mine.yaml --set engine.model=acme/llm-9b"
     downloaded = kvbm(*command.split(), home=home, HF_HUB_CACHE=str(home / "hub"))
     assert downloaded.exit_code == 0
-    assert downloaded.stdout.startswith("a token is 144KiB, a block is 128 tokens, 18.0 MiB")
+    assert downloaded.stdout.startswith("a token is 144.0 KiB, a block is 128 tokens, 18.0 MiB")
 
 
 @pytest.mark.parametrize("held", HELD)

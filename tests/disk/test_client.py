@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_fo
 from kvbm.disk.directory import InstanceLock, await_predecessor, list_caches
 from kvbm.disk.service import client
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
+from kvbm.disk.service.messages import HEADER
 from kvbm.disk.verify import holder
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
@@ -28,6 +30,7 @@ from kvbm.types import SlotState
 
 HOST_SLOTS = 16
 GENERATION = 7
+BAD_OBJECT = b"cos\nnothing_of_this_name\n."
 
 
 class ProcessRig(Rig):
@@ -276,6 +279,33 @@ def test_child_that_ends_fails_what_is_in_flight_and_all_that_comes(
     assert len([message for message in caplog.messages if "has exited" in message]) == 1
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 0}
+
+
+NO_MESSAGES = {
+    "a length that no message has": HEADER.pack(1 << 60),
+    "bytes that do not unpickle": HEADER.pack(3) + b"\x80\x05X",
+    "an object that fails": HEADER.pack(len(BAD_OBJECT)) + BAD_OBJECT,
+}
+
+
+@pytest.mark.parametrize("what", ["end of the channel", *NO_MESSAGES])
+def test_process_with_a_broken_channel_is_killed_before_its_tickets_fail(tmp_path: Path, what: str) -> None:
+    """It may write into host memory until it has ended."""
+    with opened(tmp_path) as rig:
+        pid = rig.tier.pid
+        with stopped(rig):
+            ticket = rig.start_write([1], [0], [0])
+            if what in NO_MESSAGES:
+                rig.tier._channel._incoming += NO_MESSAGES[what]
+            else:
+                rig.tier._channel._socket.shutdown(socket.SHUT_RD)
+            deadline_s = time.monotonic() + LIMIT_S
+            while not (results := rig.tier.poll()):
+                assert time.monotonic() < deadline_s, "its tickets never end"
+                time.sleep(0.001)
+            assert has_ended(pid)
+        assert [(result.ticket, any(result.is_good)) for result in results] == [(ticket, False)]
+        assert not rig.tier.is_alive
 
 
 def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -175,6 +175,17 @@ def test_index_of_wrong_contents_is_an_empty_cache(tmp_path, change):
     assert counters.damaged_indexes == 1
 
 
+def test_index_that_can_only_be_read_is_an_empty_cache(tmp_path):
+    """Its blocks would be found, and no new one ever written."""
+    path = write_cache(tmp_path) / "index.sqlite"
+    with path.open("r+b") as file:
+        file.seek(18)
+        file.write(b"\x07")
+    found, _, counters = recovered_and_good(tmp_path)
+    assert found == set()
+    assert counters.damaged_indexes == 1
+
+
 def test_index_that_names_a_slot_twice_is_an_empty_cache(tmp_path):
     path = write_cache(tmp_path) / "index.sqlite"
     connection = sqlite3.connect(path)

@@ -1,6 +1,7 @@
 """The engine with its thread: what callers from other threads may rely on, up to its death."""
 
 import threading
+import time
 
 import host_connector
 import pytest
@@ -136,6 +137,25 @@ def test_a_reset_is_waited_for_and_reaches_the_connector():
         assert served.engine.reset_prefix_cache() is True
         assert connector[0].resets == 1
         assert served.submit(PROMPT, max_tokens=1).wait().num_cached_tokens == 0
+
+
+def test_a_request_is_served_while_others_order_without_a_pause():
+    """Each reset orders the next one before it ends, like many callers who repeat it."""
+    with Served() as served:
+        engine, client = served.engine, served.submit(PROMPT, max_tokens=4)
+        reset, limit_s = engine.core.scheduler.reset_prefix_cache, time.monotonic() + WAIT_S / 6
+
+        def reset_again() -> bool:
+            if not client.ended.is_set() and time.monotonic() < limit_s:
+                threading.Thread(target=engine.reset_prefix_cache).start()
+                while engine._orders.empty():
+                    time.sleep(0)
+            return reset()
+
+        engine.core.scheduler.reset_prefix_cache = reset_again
+        engine.reset_prefix_cache()
+        client.wait()
+        assert time.monotonic() < limit_s
 
 
 def test_the_thread_keeps_stepping_until_the_connector_has_nothing_under_way():

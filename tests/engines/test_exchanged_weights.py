@@ -230,6 +230,53 @@ def test_files_exchanged_while_an_engine_loads_leave_nothing_on_disk(directory, 
     assert found == 0
 
 
+def parent_exchanged(directory, new):
+    """Exchange all directories on the way to the model. The model's own directory and its files keep their times."""
+    directory.parent.rename(directory.parent.with_name("former"))
+    new.parent.rename(directory.parent)
+
+
+def parent_restored(directory, new):
+    directory.parent.rename(new.parent)
+    directory.parent.with_name("former").rename(directory.parent)
+
+
+def test_a_parent_exchanged_while_an_engine_loads_and_put_back_is_another_model(directory, tmp_path, monkeypatch):
+    import transformers
+
+    home, other = tmp_path / "home", tmp_path / "other"
+    home.mkdir()
+    other.mkdir()
+    model, new = shutil.copytree(directory, home / "model"), fine_tuned(directory, other / "model")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*arguments, **keys):
+        parent_exchanged(model, new)
+        loaded = load(*arguments, **keys)
+        parent_restored(model, new)
+        return loaded
+
+    with monkeypatch.context() as exchanging:
+        exchanging.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+        former, _ = ask(model, tmp_path / "disk")
+    assert_not_deceived(model, tmp_path / "disk", former)
+
+
+def test_weights_in_a_hidden_directory_are_weights(directory, tmp_path):
+    """`transformers_weights` names them. The file with the usual name is not read."""
+    (directory / ".hidden").mkdir()
+    shutil.copy(directory / WEIGHTS, directory / ".hidden" / WEIGHTS)
+    facts = json.loads((directory / "config.json").read_text())
+    facts["transformers_weights"] = f".hidden/{WEIGHTS}"
+    (directory / "config.json").write_text(json.dumps(facts))
+    normalise(directory)
+    former = cached(directory, tmp_path / "disk")
+    new = tuned(load_file(directory / ".hidden" / WEIGHTS))
+    save_file(new, directory / ".hidden" / WEIGHTS, metadata={"format": "pt"})
+    normalise(directory)
+    assert_not_deceived(directory, tmp_path / "disk", former)
+
+
 def test_files_overwritten_after_loading_do_not_change_the_engine(directory, tmp_path):
     loaded = models.load(EngineConfig(model=str(directory), verify=False))
     before = {name: weight.clone() for name, weight in loaded.network.state_dict().items()}

@@ -44,6 +44,18 @@ def test_refused_caller_does_not_reset_the_cache(headers: dict[str, str]) -> Non
     assert resets == []
 
 
+@pytest.mark.parametrize("host", [b"127.0.0.1", b"\xff"])
+def test_bytes_that_are_no_text_are_refused(host: bytes) -> None:
+    async def use(client: Client) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        name = ADMIN_HEADER.encode()
+        writer.write(b"POST %b HTTP/1.1\r\nHost: %b\r\n%b: \xff\xfe\r\n\r\n" % (RESET.encode(), host, name))
+        assert (await reader.readline()).split()[1] == b"403"
+        writer.close()
+
+    serve(WrittenEngine(), use)
+
+
 @pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "127.8.9.1:70", "[::1]:8000"])
 def test_caller_with_the_token_resets_it_under_every_loopback_name(host: str) -> None:
     async def use(client: Client) -> None:

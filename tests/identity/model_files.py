@@ -8,6 +8,8 @@ import struct
 import time
 from pathlib import Path
 
+from kvbm.identity import content
+
 LONG_AGO_NS = 1_000_000_000_000_000_000
 
 
@@ -15,9 +17,9 @@ def safetensors(path: Path, tensors: dict[str, bytes], *, metadata: dict[str, st
     """Write tensors of bytes in the format of safetensors."""
     header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     at = 0
-    for name, content in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [at, at + len(content)]}
-        at += len(content)
+    for name, values in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(values)], "data_offsets": [at, at + len(values)]}
+        at += len(values)
     text = json.dumps(header).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
@@ -40,7 +42,10 @@ def exchange(path: Path, content: bytes) -> None:
 
 
 def aged(directory: Path, monkeypatch, *, by_s: float = 10.0) -> Path:
-    """Let the clock of this process run ahead, so that the files are not recent any more."""
+    """Let the clock of this process run ahead, so that the files are not recent any more. The file system, which may be
+    an overlay, counts as one that shows changes."""
+    known = content.LIVE_FILE_SYSTEMS | {content.file_system_type(directory)}
+    monkeypatch.setattr(content, "LIVE_FILE_SYSTEMS", known)
     real = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: real() + int(by_s * 1e9))
     return directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from model_files import LONG_AGO_NS, aged, exchange, model, safetensors
@@ -298,6 +300,18 @@ def test_a_changed_file_is_read_again_with_size_and_time_kept(tmp_path, monkeypa
     assert fingerprint.fingerprint(directory, DigestCache(state)).content != before
 
 
+def test_a_changed_file_is_read_again_where_stat_lags_behind(tmp_path, monkeypatch):
+    """As on NFS: only opening a file brings its new metadata from the server."""
+    directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "digests.json"
+    before, former = fingerprint.fingerprint(directory, DigestCache(state)).content, os.stat
+    late = {path: os.stat(path) for path in map(str, directory.rglob("*"))}
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    monkeypatch.setattr(os, "stat", lambda path, **keys: late.get(str(path)) or former(path, **keys))
+    assert os.stat(path).st_ctime_ns < former(path).st_ctime_ns
+    assert fingerprint.fingerprint(directory, DigestCache(state)).content != before
+
+
 def test_a_file_that_was_just_written_is_not_remembered(tmp_path):
     directory, state = model(tmp_path / "model"), tmp_path / "digests.json"
     fingerprint.fingerprint(directory, DigestCache(state))
@@ -309,6 +323,47 @@ def test_a_time_that_was_set_does_not_make_a_recent_file_old(tmp_path, stamp):
     directory, state = model(tmp_path / "model"), tmp_path / "digests.json"
     for path in directory.iterdir():
         os.utime(path, ns=(stamp, stamp))
+    fingerprint.fingerprint(directory, DigestCache(state))
+    assert not state.exists()
+
+
+def image_of(directory, path):
+    """A squashfs image, as reproducible builds make it: all times are equal."""
+    if os.geteuid() != 0 or shutil.which("mksquashfs") is None:
+        pytest.skip("needs root and mksquashfs")
+    subprocess.run(["mksquashfs", directory, path, "-all-time", "0", "-no-progress", "-quiet"], check=True)
+    return path
+
+
+@contextlib.contextmanager
+def mounted_image(image, point):
+    if subprocess.run(["mount", "-o", "loop,ro", image, point], capture_output=True).returncode != 0:
+        pytest.skip("cannot mount images here")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", point], check=True)
+
+
+def test_another_image_at_the_same_place_is_read_again(tmp_path):
+    former, new = model(tmp_path / "former"), model(tmp_path / "new")
+    exchange(new / "model.safetensors", (new / "model.safetensors").read_bytes()[:-1] + b"\1")
+    point, state = tmp_path / "mounted", tmp_path / "digests.json"
+    point.mkdir()
+    contents = []
+    for directory in (former, new):
+        with mounted_image(image_of(directory, tmp_path / f"{directory.name}.sqfs"), point):
+            contents.append(fingerprint.fingerprint(point, DigestCache(state)).content)
+    assert contents[0] != contents[1]
+
+
+@pytest.mark.parametrize("what", ["type", "read-only"])
+def test_files_of_a_file_system_without_change_times_are_not_remembered(tmp_path, monkeypatch, what):
+    directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "digests.json"
+    if what == "type":
+        monkeypatch.setattr(content, "LIVE_FILE_SYSTEMS", frozenset())
+    else:
+        monkeypatch.setattr(os, "statvfs", lambda _: types.SimpleNamespace(f_flag=os.ST_RDONLY))
     fingerprint.fingerprint(directory, DigestCache(state))
     assert not state.exists()
 

@@ -112,6 +112,14 @@ MUTANTS = (
         fails="tests/cli/test_planted_modules.py -k proxy",
     ),
     Mutant(
+        name="engine-executes-orders-without-end",
+        bug="callers who repeat an order hold up the requests of the embedded engine",
+        file="kvbm/embedded/engine/engine.py",
+        old="for _ in range(queued):",
+        new="while True:",
+        fails="tests/engines/test_engine_thread.py -k without_a_pause",
+    ),
+    Mutant(
         name="reset-of-the-cache-without-a-token",
         bug="Every program on the machine can empty the cache of the embedded engine.",
         file="kvbm/embedded/http/admin.py",

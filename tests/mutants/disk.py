@@ -72,6 +72,14 @@ MUTANTS = (
         fails="tests/disk/test_client.py -k predecessor",
     ),
     Mutant(
+        name="disk-fails-tickets-of-a-living-process",
+        bug="Tickets fail when the channel ends, although the process may still write into host memory.",
+        file="kvbm/disk/service/client.py",
+        old="        if is_expected or self._is_gone():",
+        new="        if True:",
+        fails="tests/disk/test_client.py -k broken_channel",
+    ),
+    Mutant(
         name="disk-clear-is-not-flushed",
         bug="A clear is committed, but a power cut takes it back.",
         file="kvbm/disk/index.py",

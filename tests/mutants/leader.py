@@ -40,8 +40,8 @@ MUTANTS = (
         name="leader-asks-a-disk-that-failed-again",
         bug="a request whose load the disk has failed is sent to the disk again",
         file="kvbm/leader/leader.py",
-        old="return search(self._disk if request.may_read_disk else None)",
-        new="return search(self._disk)",
+        old="may_read_disk = request.may_read_disk and self._settings.engine.accepts_failed_loads",
+        new="may_read_disk = self._settings.engine.accepts_failed_loads",
         fails="tests/leader/test_disk_tier.py -k several_groups",
     ),
     Mutant(

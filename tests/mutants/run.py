@@ -35,11 +35,12 @@ import disk_tier
 import identity
 import leader
 import onboards
+import trtllm
 import worker
 from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-TABLES = (core, leader, onboards, disk, disk_tier, identity, device, worker, cli)
+TABLES = (core, leader, onboards, disk, disk_tier, identity, device, worker, trtllm, cli)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them
 

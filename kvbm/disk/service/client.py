@@ -236,14 +236,15 @@ class DiskClient:
         self._wear = WearMeter(opened.path)
 
     def _send(self, message: object) -> None:
-        """Send a message; if the child has exited, fail all tickets in flight."""
+        """Send a message; once the child has exited, fail all tickets in flight."""
         if self.is_alive:
             try:
                 self._channel.send(message)
                 return
             except ChannelClosed:
-                self._handle_exit()
-        self._fail_in_flight()
+                self._handle_end_of_channel()
+        if not self.is_alive:
+            self._fail_in_flight()
 
     def _receive(self, *, is_closing: bool = False) -> None:
         for message in self._messages(is_closing=is_closing):
@@ -270,11 +271,26 @@ class DiskClient:
             self._channel.flush()
             received = self._channel.receive()
         except ChannelClosed:
-            self._handle_exit(is_expected=is_closing)
+            self._handle_end_of_channel(is_expected=is_closing)
             return []
         if received:
             self._heard_s = time.monotonic()
         return received
+
+    def _handle_end_of_channel(self, *, is_expected: bool = False) -> None:
+        """A process that closed the channel or sent invalid data may still write into host memory: kill it, and treat
+        it as silent until it has ended. The kernel ends it only after the last I/O of its threads."""
+        if is_expected or self._is_gone():
+            self._handle_exit(is_expected=is_expected)
+        else:
+            self._child.kill()
+
+    def _is_gone(self) -> bool:
+        """Whether the process and all its threads have ended. It is not reaped here."""
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
 
     def _is_awaited(self) -> bool:
         return bool(self._in_flight or self._unanswered_clears or self._is_recover_pending)
@@ -304,7 +320,7 @@ class DiskClient:
             self._child.kill()
 
     def _handle_exit(self, *, is_expected: bool = False) -> None:
-        """Handle the exit of the child. The kernel closes the channel only after the last I/O of its threads."""
+        """Handle the exit of the child: its I/O has ended."""
         self.is_alive = False
         if is_expected:
             return

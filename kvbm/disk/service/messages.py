@@ -24,6 +24,7 @@ from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.types import SegmentInfo
 
 HEADER = struct.Struct("<Q")
+MAX_MESSAGE_BYTES = 1 << 30  # blocks found at start, the largest message, take less than 100 bytes a block
 RECEIVE_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20
 BEAT_S = 0.5
@@ -101,7 +102,7 @@ class Logged(NamedTuple):
 
 
 class ChannelClosed(Exception):
-    """The other process has exited."""
+    """The other process has exited, or has sent an invalid message."""
 
 
 class DiskChannel:
@@ -178,11 +179,21 @@ class DiskChannel:
         start = 0
         while len(self._incoming) - start >= HEADER.size:
             (length,) = HEADER.unpack_from(self._incoming, start)
+            if length > MAX_MESSAGE_BYTES:
+                raise ChannelClosed(f"a message of {length} bytes")
             end = start + HEADER.size + length
             if len(self._incoming) < end:
                 break
-            messages.append(pickle.loads(memoryview(self._incoming)[start + HEADER.size : end]))
+            messages.append(_decoded(memoryview(self._incoming)[start + HEADER.size : end]))
             start = end
         if start:
             del self._incoming[:start]
         return messages
+
+
+def _decoded(content: memoryview) -> object:
+    """Raises ChannelClosed for bytes that are no message: the process that sent them is not trusted any more."""
+    try:
+        return pickle.loads(content)
+    except Exception as error:  # unpickling raises whatever the bytes lead to
+        raise ChannelClosed(f"not a message: {error!r}") from error

@@ -35,7 +35,7 @@ PARENT_INTERVAL_S = 0.5
 
 
 class _Log(logging.Handler):
-    """Collects log records of all threads until they are sent; of many alike, a few."""
+    """Collects log records of all threads until they are sent; drops most of many similar ones."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

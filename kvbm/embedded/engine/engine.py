@@ -285,13 +285,17 @@ class Engine:
                 was_idle = not self.core.step()
 
     def _take_orders(self, *, may_sleep: bool, was_idle: bool) -> None:
-        """Execute all queued orders; wait for the first one if there is no other work."""
+        """Execute the orders that are queued now; wait for the first one if there is no other work.
+
+        Orders that arrive meanwhile wait for the next step: callers who repeat them must not hold up requests.
+        """
         timeout_s = None if may_sleep else IDLE_WAIT_S if was_idle else 0.0
         with contextlib.suppress(queue.Empty):
             order = self._orders.get(timeout=timeout_s) if timeout_s != 0.0 else self._orders.get_nowait()
-            while True:
-                order.execute()
-                order = self._orders.get_nowait()
+            queued = self._orders.qsize()
+            order.execute()
+            for _ in range(queued):
+                self._orders.get_nowait().execute()
 
     def _add(self, request: Request) -> bool:
         self.core.add(request)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 
 from kvbm import hashing
 from kvbm.embedded.engine import attention, synthetic_models, tokenizer
@@ -152,18 +153,32 @@ def _directory(config: EngineConfig, device: str) -> _Source:
         raise EnvironmentProblem(
             f"`{directory}` has no usable weights for {', '.join(absent[:5])} ({len(absent)} in total)"
         )
-    network = network.eval().to(device)
-    if device == "cpu":
-        _detach(network)
+    network = network.eval()
+    _detach(network)
+    tensors = _tensor_digest(network)
+    network = network.to(device)
     encoder = tokenizer.directory_tokenizer(directory)
-    weights, doubt = _identify(before, _files(directory))
-    return _Source(network, encoder, weights, doubt)
+    content, doubt = _identify(before, _files(directory))
+    return _Source(network, encoder, {"files": content, "tensors": tensors}, doubt)
 
 
 def _detach(network: torch.nn.Module) -> None:
     """Copy the weights into memory of this process: on a CPU they are mapped from the file, and change with it."""
     for tensor in (*network.parameters(), *network.buffers()):
-        tensor.data = tensor.data.clone()
+        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+
+
+def _tensor_digest(network: torch.nn.Module) -> str:
+    """Return a digest of the weights in memory. Requires `_detach`.
+
+    Files alone do not identify them: a mount or a rename on the way to the directory can exchange all files while the
+    engine loads, and be undone without a trace.
+    """
+    hasher = xxhash.xxh3_128()
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        hasher.update(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def _files(directory: Path) -> Fingerprint | OSError:

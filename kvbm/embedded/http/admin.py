@@ -35,7 +35,10 @@ def require_admin(request: web.Request, token: str | None) -> None:
         (not _is_loopback(request.remote), "it answers only programs on the same machine"),
         (not _is_loopback(_host_name(request)), "the header Host must name a loopback address, such as 127.0.0.1"),
         (any(name in request.headers for name in BROWSER_HEADERS), "it does not answer a web page"),
-        (not _is_token(request.headers.get(ADMIN_HEADER), token), f"the header {ADMIN_HEADER} must have its token"),
+        (
+            not _is_token(request.headers.get(ADMIN_HEADER), token),
+            f"the header {ADMIN_HEADER} must have the admin token of this server",
+        ),
     ):
         if is_refused:
             raise RequestError(f"{request.path} is refused: {reason}", status=403, code="not_allowed")
@@ -59,4 +62,7 @@ def _host_name(request: web.Request) -> str | None:
 
 
 def _is_token(given: str | None, token: str | None) -> bool:
-    return given is not None and token is not None and hmac.compare_digest(given.encode(), token.encode())
+    """Compare in constant time. A header may hold bytes that are not UTF-8."""
+    if given is None or token is None:
+        return False
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode(errors="surrogateescape"))

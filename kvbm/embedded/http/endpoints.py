@@ -251,7 +251,9 @@ async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed], served
     body = await _body(request)
     limit = VALUES_PER_TOKEN * served.engine.max_model_len + SPARE_VALUES
     if body.count(b",") > limit:  # an upper bound: text has commas too
-        raise RequestError(f"the body has more than {limit} commas: no prompt of this model needs so many", status=413)
+        raise RequestError(
+            f"the body has more than {limit} commas, which is more than any prompt of this model needs", status=413
+        )
     return parse(body) if len(body) <= LONG_BODY_BYTES else await asyncio.to_thread(parse, body)
 
 

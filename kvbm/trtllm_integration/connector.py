@@ -1,0 +1,216 @@
+"""DynamoKVBMConnectorLeader and DynamoKVBMConnectorWorker: the classes that TensorRT-LLM loads, under NVIDIA's names.
+
+TensorRT-LLM creates the leader on rank 0 and a worker on every rank. Each hook is one call of that side; hooks that are
+not defined here keep the default of the interface. If kvbm does not support an engine, it is disabled with one warning
+that states the reason, and TensorRT-LLM serves without it. A configuration that can never work stops the start.
+
+The interface exists in several versions: 1.1 and 1.2 have it in `pyexecutor.kv_cache_connector`, later ones in
+`pyexecutor.connectors`. Without TensorRT-LLM the module can be imported, but its classes are of no use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from kvbm.boundary import Boundary, contained
+from kvbm.config.connector import resolve_connector
+from kvbm.errors import EnvironmentProblem, ProfileError
+from kvbm.trtllm_integration import meeting
+from kvbm.trtllm_integration.engine_facts import EngineFacts, decline_reason
+from kvbm.trtllm_integration.leader_side import LeaderSide
+from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
+from kvbm.trtllm_integration.pool_memory import declined_window, of_layout, of_tensor
+from kvbm.trtllm_integration.rank_side import RankSide
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvbm.config.schema import ConnectorConfig
+
+CONFIG_VARIABLE = "TLLM_KVBM_CONFIG"
+NEW_PATH = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
+OLD_PATH = "tensorrt_llm._torch.pyexecutor.kv_cache_connector"
+
+log = logging.getLogger(__name__)
+
+
+def _interface() -> Any | None:
+    """Return TensorRT-LLM's interface module; None without TensorRT-LLM."""
+    for path in (NEW_PATH, OLD_PATH):
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (path + ".").startswith(error.name + "."):
+                raise  # the module exists, and something that it imports does not
+    return None
+
+
+INTERFACE = _interface()
+_LeaderBase: Any = getattr(INTERFACE, "KvCacheConnectorScheduler", object)
+_WorkerBase: Any = getattr(INTERFACE, "KvCacheConnectorWorker", object)
+
+
+class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_llm is not there for the type checker
+    """Scheduler part of the connector, on rank 0. Has no `_side` if kvbm is disabled."""
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        config, facts = _start(llm_args, warns=True)
+        self._side: LeaderSide | None = None
+        if facts is not None:
+            self._side = LeaderSide(config, facts, has_salts=_has_salts())
+            meeting.attend(self._side)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        tokens = self._side.match(request, num_computed_tokens) if self._side is not None else 0
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+        if self._side is not None:
+            self._side.allocated(request, block_ids)
+
+    def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Any) -> None:
+        if self._side is not None:
+            self._side.allocated(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: Any) -> TransferOrders:
+        return self._side.build_orders(scheduler_output) if self._side is not None else NOTHING
+
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+        return self._side is not None and self._side.end_request(request, cache_block_ids)
+
+    def request_finished_by_layer_group(self, request: Any, cache_block_ids: Any) -> bool:
+        return self._side is not None and self._side.end_request(request, cache_block_ids)
+
+    def cancel_load(self, request: Any, start_token: int, end_token: int) -> None:
+        if self._side is not None:
+            self._side.cancel_load(request, start_token)
+
+    def request_reset(self, request: Any) -> None:
+        if self._side is not None:
+            self._side.restart(request)
+
+    def wait_for_initialization(self) -> None:
+        """Do nothing: the leader is created while the workers register their KV caches."""
+
+    def shutdown(self) -> None:
+        if self._side is not None:
+            self._side.close()
+
+
+class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
+    """Worker part of the connector, on every rank. Has no `_side` if kvbm is disabled."""
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self.boundary = Boundary()
+        config, self._facts = _start(llm_args, warns=False)
+        self._side: RankSide | None = None
+        if self._facts is not None:
+            is_old = INTERFACE is not None and INTERFACE.__name__ == OLD_PATH
+            self._side = RankSide(config, rank_count=self._facts.rank_count, saves_one_by_one=is_old)
+
+    def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
+        if self._side is not None:
+            self._side.register(of_tensor(kv_cache_tensor))
+
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        if self._side is None or self._facts is None:
+            return
+        reason = declined_window(layout, self._facts.max_tokens)
+        if reason is not None:
+            log.warning("kvbm is disabled for this engine: %s", reason)
+            self._side = None
+            return
+        self._side.register(of_layout(layout))
+
+    def register_forward_pass_callable(self) -> None:
+        """Return no callable: `wait_for_save` starts the offloads."""
+
+    def bind_connector_meta(self, metadata: Any) -> None:
+        self._metadata = metadata  # where the interface's `get_connector_meta` reads it
+        if self._side is not None and isinstance(metadata, TransferOrders):
+            self._side.bind(metadata)
+
+    def start_load_kv(self, stream: Any) -> None:
+        if self._side is not None:
+            self._side.start()
+
+    def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
+        """Do nothing: a request is scheduled only after its load has ended."""
+
+    def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
+        """Do nothing: blocks are copied whole, after the forward pass."""
+
+    def wait_for_save(self, stream: Any) -> None:
+        if self._side is not None:
+            self._side.finish()
+
+    def get_finished(
+        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
+    ) -> tuple[list[int], list[int]]:
+        if self._side is None:
+            return [], []
+        ended = self._side.ended(finished_gen_req_ids, started_loading_req_ids)
+        self._settle()
+        return ended
+
+    @contained()
+    def _settle(self) -> None:
+        if self._side is not None and self._side.is_leading and meeting.leader_of_this_process is not None:
+            meeting.leader_of_this_process.settle()
+
+    def shutdown(self) -> None:
+        if self._side is not None:
+            self._side.close()
+
+
+def _start(llm_args: Any, *, warns: bool) -> tuple[ConnectorConfig, EngineFacts | None]:
+    """Return the configuration, and the facts of the engine unless kvbm does not support it."""
+    config = _resolved(warns=warns)
+    if config.tiers.disk is not None:
+        raise EnvironmentProblem(
+            "a disk tier does not work with TensorRT-LLM, which accepts no failed load: only blocks in host memory can "
+            "be promised",
+            hint="remove `tiers.disk`, or unset `DYN_KVBM_DISK_CACHE_GB` and "
+            "`DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS`; set the size of host memory with `tiers.host.capacity` or "
+            "`DYN_KVBM_CPU_CACHE_GB`",
+        )
+    reason = decline_reason(llm_args, reports_resets=hasattr(_LeaderBase, "request_reset"))
+    if reason is None:
+        return config, EngineFacts.of(llm_args)
+    if warns:
+        log.warning("kvbm is disabled for this engine: %s", reason)
+    return config, None
+
+
+def _resolved(*, warns: bool) -> ConnectorConfig:
+    """Resolve the profile in TLLM_KVBM_CONFIG, else the variables. Adds the hint of an error to it."""
+    extra: dict[str, object] = {}
+    text = os.environ.get(CONFIG_VARIABLE)
+    try:
+        if text is not None:
+            extra["kvbm"] = _parsed(text)
+        return resolve_connector(extra, os.environ, engine="tensorrt-llm", warns=warns, place=CONFIG_VARIABLE)
+    except ProfileError as error:
+        if error.hint is not None:
+            error.add_note(f"hint: {error.hint}")
+        raise
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ProfileError(f"`{CONFIG_VARIABLE}` is not JSON: {error}") from error
+
+
+def _has_salts() -> bool:
+    """Whether this version of the interface knows cache salts."""
+    data = getattr(INTERFACE, "RequestData", None)
+    return data is not None and any(field.name == "cache_salt" for field in dataclasses.fields(data))

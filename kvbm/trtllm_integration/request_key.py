@@ -1,0 +1,68 @@
+"""Request key: what besides the tokens decides the KV of a request, or that the request must bypass the cache.
+
+Two requests share blocks only if their keys are equal. The key covers the salt of a tenant, the LoRA adapter and the
+digests of images or other media, whose tokens are all alike. Requests are objects of C++ or of Python, and versions
+differ in what can be read. If a feature is on and a request does not have its attribute, the request bypasses the cache
+for loads and saves.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+_SALTS = ("cache_salt", "cache_salt_id")
+_MEDIA = ("multimodal_positions", "multimodal_lengths", "multimodal_embedding", "mrope_rotary_cos_sin")
+_UNKNOWN_INPUT = ("prompt_embedding_table", "encoder_tokens", "encoder_input_features")
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """`salt` is a text of everything that the key covers, None if there is nothing. `tenant` is the cache salt."""
+
+    salt: str | None
+    tenant: str | None
+
+
+def request_key(request: Any, *, has_adapters: bool, has_salts: bool) -> RequestKey | None:
+    """Return the key of a request, None if it must bypass the cache. `has_adapters` and `has_salts`: the engine has the
+    feature, so that a request without the attribute is ambiguous."""
+    salt = _first(request, _SALTS)
+    adapter = getattr(request, "lora_task_id", _MISSING)
+    if (has_salts and salt is _MISSING) or (has_adapters and adapter is _MISSING):
+        return None
+    if any(_is_given(getattr(request, name, None)) for name in _UNKNOWN_INPUT):
+        return None
+    digests = getattr(request, "multimodal_hashes", None)
+    if any(_is_given(getattr(request, name, None)) for name in _MEDIA) and not _is_given(digests):
+        return None
+    facts = {
+        "salt": None if salt is _MISSING else salt,
+        "adapter": None if adapter is _MISSING else adapter,
+        "media": _plain(digests) if _is_given(digests) else None,
+        "positions": _plain(getattr(request, "multimodal_positions", None)),
+    }
+    tenant = None if facts["salt"] is None else str(facts["salt"])
+    given = {name: value for name, value in facts.items() if value is not None}
+    return RequestKey(json.dumps(given, sort_keys=True, default=repr) if given else None, tenant)
+
+
+def _first(request: Any, names: tuple[str, ...]) -> Any:
+    values = [getattr(request, name, _MISSING) for name in names]
+    found = [value for value in values if value is not _MISSING]
+    return next((value for value in found if value is not None), found[0] if found else _MISSING)
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a request has this input. An object without a length counts, a tensor by its length."""
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, int, float)) or value is None:
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    return [_plain(one) for one in value]
