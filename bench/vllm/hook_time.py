@@ -78,7 +78,10 @@ def look(traced: TracedServer, begin: float, at_a_time: int) -> dict[str, Any]:
         "requests_at_a_time": at_a_time,
         "steps": len(pairs),
         "sum_ms": percentiles([hooks_ns(pair) for pair in pairs]),
-        "sum_ms_where_a_transfer_ends": percentiles([hooks_ns(pair) for pair in ending]) | {"steps": len(ending)},
+        "sum_ms_where_a_transfer_ends": {
+            **(percentiles([hooks_ns(pair) for pair in ending]) if ending else {}),
+            "steps": len(ending),
+        },
         "median_us_by_hook": hooks,
         "slowest_steps_us": [
             {name: taken // 1000 for name, taken in {**a["hook_ns"], **b["hook_ns"]}.items() if taken > 20_000}
