@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class TracedServer:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"kvbm": {"tiers": {"host": {"capacity": f"{host_bytes >> 20}MiB"}}}},
         }
-        environment = {"PYTHONPATH": str(HERE), "TRACE_DIRECTORY": str(directory)}
+        environment = {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent.parent}", "TRACE_DIRECTORY": str(directory)}
         return cls(Server.start("traced", flags, transfer_config=config, environment=environment), directory)
 
     def events(self, side: str, kind: str) -> list[dict[str, Any]]:
