@@ -24,6 +24,19 @@ from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.types import SegmentInfo
 
 HEADER = struct.Struct("<Q")
+UNPICKLING_ERRORS = (  # what bytes that are no pickle lead to
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 MAX_MESSAGE_BYTES = 1 << 30  # blocks found at start, the largest message, take less than 100 bytes a block
 RECEIVE_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20
@@ -195,5 +208,5 @@ def _decoded(content: memoryview) -> object:
     """Raises ChannelClosed for bytes that are no message: the process that sent them is not trusted any more."""
     try:
         return pickle.loads(content)
-    except Exception as error:  # unpickling raises whatever the bytes lead to
+    except UNPICKLING_ERRORS as error:
         raise ChannelClosed(f"not a message: {error!r}") from error
