@@ -38,6 +38,7 @@ from kvbm.types import SegmentInfo, SlotState
 
 LANES = 1024
 WORD_BYTES = 8
+LARGEST_WORD = (1 << 64) - 1
 STATE_BITS = 8
 MEMFD_NAME = "kvbm-segment"
 STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
@@ -79,7 +80,8 @@ class Segment:
         geometry = _Geometry(info.slot_count, info.slot_stride)
         payload = np.frombuffer(memory.mapping, np.uint8, geometry.payload_bytes)
         self.payload: NDArray[np.uint8] = payload.reshape(info.slot_count, info.slot_stride)
-        self._slot_words, self._lane_words, self._heartbeat = geometry.words(memory.mapping)
+        self._slot_words, self._lane_words, heartbeat = geometry.words(memory.mapping)
+        self._beat = heartbeat.data  # assigns in a tenth of the time of the array
 
     @classmethod
     def create(
@@ -147,7 +149,7 @@ class Segment:
 
     def beat(self) -> None:
         """Show that this rank is alive."""
-        self._heartbeat += np.uint64(1)
+        self._beat[0] = (self._beat[0] + 1) & LARGEST_WORD
 
     def close(self) -> None:
         """Free the memory at once; views of it that still exist read zeros. May be called twice."""

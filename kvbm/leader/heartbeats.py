@@ -27,15 +27,19 @@ class Heartbeats:
         self._clock = clock
         self._beats = region.heartbeats()
         self._heard_s = [clock()] * len(self._beats)
+        self._is_idle = True
         self.are_missing = False
 
     def check(self, *, has_orders: bool) -> bool:
         """Return whether a rank with orders is silent. Call once per step."""
+        if not has_orders and not self.are_missing:
+            self._is_idle = True  # silence counts from the next order on
+            return False
         beats, now_s = self._region.heartbeats(), self._clock()
         for rank, beat in enumerate(beats):
-            if beat is None or beat != self._beats[rank] or not has_orders:
+            if beat is None or beat != self._beats[rank] or not has_orders or self._is_idle:
                 self._heard_s[rank] = now_s
-        self._beats = beats
+        self._beats, self._is_idle = beats, False
         silent = [rank for rank, heard_s in enumerate(self._heard_s) if now_s - heard_s > self._silence_s]
         if bool(silent) != self.are_missing:
             self.are_missing = bool(silent)

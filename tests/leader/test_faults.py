@@ -7,6 +7,7 @@ from faults import FAULTS
 from rig import Rig, chain
 
 from kvbm.device.pool import TransferPool
+from kvbm.leader.heartbeats import Heartbeats
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SlotState, Tier
 
@@ -481,3 +482,21 @@ def test_a_rank_without_orders_need_not_show_that_it_is_alive():
         assert silent_steps(rig, 2, silent=[0]) == []
     finally:
         rig.close()
+
+
+class RankThatNeverBeats:
+    def heartbeats(self) -> list[int | None]:
+        return [7]
+
+
+def test_silence_of_a_rank_counts_from_its_first_order_after_a_rest() -> None:
+    now_s = 0.0
+    heartbeats = Heartbeats(RankThatNeverBeats(), silence_s=2.0, clock=lambda: now_s)  # type: ignore[arg-type]
+    assert not heartbeats.check(has_orders=False)
+    now_s = 100.0
+    assert not heartbeats.check(has_orders=True), "it had no reason to beat"
+    now_s = 101.9
+    assert not heartbeats.check(has_orders=True)
+    now_s = 102.1
+    assert heartbeats.check(has_orders=True)
+    assert not heartbeats.check(has_orders=False)
