@@ -515,7 +515,7 @@ def test_a_disk_that_hangs_holds_up_no_step_and_no_other_request(written, expect
         assert steps.longest_s < LONGEST_STEP_S, "a step waited for the disk"
         faults.order()
         wait_until(engine, lambda: is_on(engine))
-        assert engine.counters.disk_times_off == 1
+        assert engine.counters.disk_times_off >= 1
         engine.forget_g1()
         assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
 
