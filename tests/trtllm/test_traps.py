@@ -11,6 +11,7 @@ from interface import MAIN, V1_1, V1_2, V1_3, VERSIONS, Collectives, installed
 
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.trtllm_integration.messages import TransferOrders
+from kvbm.trtllm_integration.request_key import request_key
 
 PROMPT = tuple(range(17))  # four blocks and one token
 every_version = pytest.mark.parametrize("version", VERSIONS, ids=str)
@@ -268,6 +269,27 @@ def test_trap_9_a_request_that_does_not_show_its_salt_or_adapter_bypasses_the_ca
     hidden = Request(Script(2, PROMPT))
     delattr(hidden, name)
     assert engine.leader.get_num_new_matched_tokens(hidden, 0) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_cached"),
+    [
+        ({"py_multimodal_data": {"image": {"pixel_values": object()}}}, False),
+        ({"py_multimodal_data": {"multimodal_embedding": [object()]}}, False),
+        ({"py_multimodal_data": {"image": {"pixel_values": object()}}, "multimodal_hashes": [[1, 2]]}, True),
+        ({"py_multimodal_data": {"image": {}}, "multimodal_hashes": [[1, 2], None]}, False),
+        ({"py_multimodal_data": {"image": {}}, "multimodal_hashes": [[], [1, 2]]}, False),
+        ({"py_multimodal_data": {"mrope_config": {"mrope_position_ids": object()}}}, True),
+        ({"py_multimodal_data": {}}, True),
+        ({"py_multimodal_data": None}, True),
+    ],
+)
+def test_trap_9_media_that_only_the_python_side_of_a_request_shows_need_digests(given, is_cached):
+    """The PyTorch backend puts media into `py_multimodal_data`, also if they could not be hashed."""
+    request = Request(Script(2, PROMPT))
+    for name, value in given.items():
+        setattr(request, name, value)
+    assert (request_key(request, has_adapters=False, has_salts=False) is not None) == is_cached
 
 
 @every_version
