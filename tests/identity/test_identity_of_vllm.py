@@ -72,7 +72,7 @@ def test_files_that_changed_after_the_process_started_are_in_doubt(tmp_path, mon
     ],
 )
 def test_what_selects_the_weight_files_counts(tmp_path, selection):
-    """A directory may hold other weights in `.bin` files than in `.safetensors` files."""
+    """A directory may hold other weights in `.pt` files than in `.safetensors` files."""
     path = model(tmp_path)
     assert weights(path, **selection) == weights(path, **selection)
     assert weights(path, **selection)[0] != weights(path)[0]

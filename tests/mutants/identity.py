@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         name="identity-of-vllm-ignores-the-load-format",
-        bug="weights of .bin files get answers from blocks of the .safetensors files next to them",
+        bug="weights of .pt files get answers from blocks of the .safetensors files next to them",
         file="kvbm/vllm_integration/identity.py",
         old="return json.dumps([_load_format(load), *values], sort_keys=True, default=repr)",
         new="return json.dumps(values, sort_keys=True, default=repr)",

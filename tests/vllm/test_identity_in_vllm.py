@@ -145,7 +145,7 @@ def test_an_engine_with_another_file_load_format_rope_or_override_starts_without
     """Each start is compared with an engine without a cache; the original finds its blocks again at the end."""
     model = shutil.copytree(materialise("vllm-25m"), tmp_path / "model")
     original = shutil.copytree(model, tmp_path / "original")
-    other_weights_as_bin(model)
+    other_weights_as_pt(model)
     disk, seen = tmp_path / "disk", []
 
     def restart(*arguments, cached=0):
@@ -177,14 +177,14 @@ def test_an_engine_with_another_file_load_format_rope_or_override_starts_without
     restart(cached=CACHED)
 
 
-def other_weights_as_bin(model):
+def other_weights_as_pt(model):
     """Next to the .safetensors file, which vLLM prefers."""
     (path,) = model.glob("*.safetensors")
     weights = load_file(path)
     for name in weights:
         if name.endswith("v_proj.weight"):
             weights[name] = weights[name].flip(0)
-    torch.save(weights, model / "pytorch_model.bin")
+    torch.save(weights, model / "model.pt")
 
 
 def change_a_middle_tensor(model):
