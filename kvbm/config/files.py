@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 FIFO_TIMEOUT_S = 1.0
+NO_WRITER = "no process writes to this pipe"
 
 
 def real_path(path: Path) -> Path:
@@ -47,9 +48,6 @@ def read_at_most(path: Path, byte_count: int) -> bytes:
                 return contents
             contents += part
     raise OSError(errno.EFBIG, f"it is larger than {byte_count >> 10} KiB")
-
-
-NO_WRITER = "no process writes to this pipe"
 
 
 def _is_readable(descriptor: int, timeout_s: float) -> bool:

@@ -72,7 +72,7 @@ def new_profile(
         hint = "add the options, or extend a profile with `--extends demo`; on a terminal, the command asks for them"
         raise UsageError(f"missing: {', and '.join(missing)}", hint=hint)
     written, expected = _examined(file, answers, overrides, parent)
-    reference = _reference(extends, parent, file) if parent is not None and extends is not None else None
+    reference = _reference(parent, file) if parent is not None else None
     _write(file, _text(written, expected, reference), expected, is_forced=is_forced)
     print_data(str(file))
     print_note(f"`kvbm serve --profile {file}` starts the engine")
@@ -165,7 +165,7 @@ def _examined(
     return written, examined
 
 
-def _reference(extends: str, parent: Path, file: Path) -> str:
+def _reference(parent: Path, file: Path) -> str:
     """Returns the value of `extends`: a path is relative to the new file."""
     if real_path(parent.parent) == real_path(profiles_directory()):
         return parent.stem

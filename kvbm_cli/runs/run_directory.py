@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kvbm.config.files import is_missing
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm.host.directories import make_private_directories
 from kvbm_cli.runs.run_facts import RunFacts, RunState
@@ -266,7 +267,7 @@ class Runs:
 
     def unreadable(self) -> list[UnreadableRun]:
         """Returns runs whose run.json is damaged, not readable, or has the format of another version."""
-        found = [path for path in sorted(self._paths()) if _may_exist(path / FACTS) and _read(path) is None]
+        found = [path for path in sorted(self._paths()) if not is_missing(path / FACTS) and _read(path) is None]
         return [UnreadableRun(path, is_locked=_is_locked(path)) for path in found]
 
     def living(self) -> list[EngineRun]:
@@ -366,17 +367,6 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def _may_exist(path: Path) -> bool:
-    """Whether a file exists or is in a directory that cannot be read."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _open_regular(path: Path) -> int:
