@@ -76,3 +76,8 @@ class TransferError(KvbmError):
 
 class InvariantError(KvbmError):
     """A bug in kvbm. In an engine it turns the cache off, see `kvbm.boundary`."""
+
+
+def reason_of(error: OSError) -> str:
+    """Return the reason in lower case, for the end of a message."""
+    return (error.strerror or str(error)).lower()

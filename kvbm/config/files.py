@@ -12,6 +12,8 @@ import stat
 import time
 from pathlib import Path
 
+from kvbm.errors import reason_of
+
 FIFO_TIMEOUT_S = 1.0
 NO_WRITER = "no process writes to this pipe"
 
@@ -77,7 +79,7 @@ def reason_not_readable(path: Path) -> str | None:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return reason_of(error)
     if stat.S_ISDIR(mode):
         return "is a directory"
     if not stat.S_ISREG(mode):

@@ -19,7 +19,7 @@ from kvbm.config.files import real_path
 from kvbm.config.layers import find
 from kvbm.config.load import Examined, examine_written, load, written_by
 from kvbm.config.variables import other_variables
-from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError
+from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError, reason_of
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_problems import problems_here, warn_of
 from kvbm_cli.profile.preflight import check, examine_here, require_workload
@@ -193,7 +193,7 @@ def _write(file: Path, text: str, expected: Examined, *, is_forced: bool) -> Non
             open(file, "x").close()  # reserves the name, fails if it exists by now
         os.replace(draft, file)
     except OSError as error:
-        raise EnvironmentProblem(f"cannot write `{file}`: {(error.strerror or str(error)).lower()}") from None
+        raise EnvironmentProblem(f"cannot write `{file}`: {reason_of(error)}") from None
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvbm.config.files import is_missing
-from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.host.directories import make_private_directories
 from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.filesystem import no_temporary_file, state_directory, write_atomically
@@ -187,7 +187,7 @@ class RunDirectory:
             _write_without_space(self.path / FACTS, self._facts.to_json())
             self.problem = None
         except OSError as error:
-            self.problem = f"cannot write `{self.path / FACTS}`: {(error.strerror or str(error)).lower()}"
+            self.problem = f"cannot write `{self.path / FACTS}`: {reason_of(error)}"
 
 
 class Runs:
@@ -256,9 +256,7 @@ class Runs:
         except OSError as error:
             with contextlib.suppress(OSError):  # it was not created, or is not empty
                 path.rmdir()
-            raise EnvironmentProblem(
-                f"cannot create the run directory `{path}`: {(error.strerror or str(error)).lower()}"
-            ) from None
+            raise EnvironmentProblem(f"cannot create the run directory `{path}`: {reason_of(error)}") from None
 
     def all(self) -> list[EngineRun]:
         """Returns every readable run, by start time."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.runs.run_directory import EngineRun, Runs, locked, write_stop_timeout
 from kvbm_cli.runs.run_facts import RunState
@@ -130,7 +130,7 @@ def _request_timeout(run: EngineRun, timeout_s: float) -> None:
     try:
         write_stop_timeout(run, timeout_s)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
         show_warning(f"cannot pass `--timeout` to `{run.facts.name}`: {reason}; the timeout of its profile applies")
 
 
