@@ -31,6 +31,12 @@ class _Counts(Protocol):
     disabled: int
 
 
+class _Decorator(Protocol):
+    """Keeps the signature of the method."""
+
+    def __call__(self, method: Callable[Concatenate[Any, _P], _T], /) -> Callable[Concatenate[Any, _P], _T]: ...
+
+
 class Boundary:
     """State of one boundary: whether the cache `is_off`, and the `counters` of faults, if there are any."""
 
@@ -63,12 +69,18 @@ class Boundary:
         log.error("kvbm: exception %d in `%s`; %s", self.faults, name, effect, exc_info=error)
 
 
-def hook(
-    answer: Any = None, *, when_off: bool = False
-) -> Callable[[Callable[Concatenate[Any, _P], _T]], Callable[Concatenate[Any, _P], _T]]:
+def hook(answer: Any = None, *, when_off: bool = False) -> _Decorator:
     """Decorate a method of an object with a `boundary`. After an exception, and while the cache is off, it returns
     `answer`, or calls it if it is a function. With `when_off`, it runs although the cache is off."""
+    return _guarded(answer, when_off=when_off, turns_off=True)
 
+
+def contained(answer: Any = None) -> _Decorator:
+    """Decorate a method of an object with a `boundary`. After an exception it returns `answer`; the cache stays on."""
+    return _guarded(answer, when_off=True, turns_off=False)
+
+
+def _guarded(answer: Any, *, when_off: bool, turns_off: bool) -> _Decorator:
     def decorate(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
         @functools.wraps(method)
         def guarded(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -76,27 +88,8 @@ def hook(
                 try:
                     return method(self, *args, **kwargs)
                 except Exception as error:
-                    self.boundary.caught(method.__qualname__, error, turns_off=True)
+                    self.boundary.caught(method.__qualname__, error, turns_off=turns_off)
             return cast(_T, answer() if callable(answer) else answer)
-
-        return guarded
-
-    return decorate
-
-
-def contained(
-    answer: Any = None,
-) -> Callable[[Callable[Concatenate[Any, _P], _T]], Callable[Concatenate[Any, _P], _T]]:
-    """Decorate a method of an object with a `boundary`. After an exception it returns `answer`; the cache stays on."""
-
-    def decorate(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
-        @functools.wraps(method)
-        def guarded(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:
-                self.boundary.caught(method.__qualname__, error)
-                return cast(_T, answer() if callable(answer) else answer)
 
         return guarded
 
