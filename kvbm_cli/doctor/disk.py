@@ -111,7 +111,7 @@ def _about(context: DoctorContext, directory: Path, report: DiskReport) -> Itera
     else:
         yield ok("directory", "files can be written and read back", unnamed=report.has_unnamed_files)
     for parent, reason in unsafe_parents(directory):
-        remedy = f"use a directory whose parents belong to you or root, or `chmod go-w {parent}`"
+        remedy = f"use a directory whose parents belong to you or root, or `chmod go-w {shlex.quote(str(parent))}`"
         yield warning("parents", f"{parent} {reason}, so another user can move the cache away", remedy)
     yield _filesystem(report)
     yield from _space(context, directory, report)
