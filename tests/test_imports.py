@@ -66,7 +66,11 @@ RULES = (  # the first that fits a module counts
         never=("numpy", *ENGINES),
     ),
     Rule("kvbm.config"),
-    Rule("kvbm.identity", ("kvbm.host.libc", "kvbm.host.processes"), never=("pydantic", *ENGINES)),
+    Rule(
+        "kvbm.identity",
+        ("kvbm.host.libc", "kvbm.host.processes", "kvbm.host.directories"),
+        never=("pydantic", *ENGINES),
+    ),
     Rule("kvbm.sizing", ("kvbm.config",)),
     Rule("kvbm.vllm_integration.versions"),
     Rule("kvbm.vllm_integration.launch", ("kvbm.config", "kvbm.vllm_integration.versions")),

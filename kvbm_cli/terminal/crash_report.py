@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbm.host.directories import make_private_directories
+
 A_BUG = 70  # exit code EX_SOFTWARE of sysexits.h
 KEPT_REPORTS = 20
 
@@ -26,7 +28,7 @@ def save_report(error: BaseException, arguments: Sequence[str]) -> Path | None:
     for find in (_usual_directory, _temporary_directory):
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory
             directory = find()
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directories(directory)
             path = directory / name
             path.touch(mode=0o600)
             path.write_text(text, encoding="utf-8", errors="replace")
