@@ -13,9 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbm.host.directories import make_private_directories
+from kvbm_cli.terminal.show_error import show_error
 
 A_BUG = 70  # exit code EX_SOFTWARE of sysexits.h
 KEPT_REPORTS = 20
+
+
+def show_bug(error: Exception, arguments: Sequence[str]) -> int:
+    """Prints an unexpected exception, saves its report, and returns the exit code."""
+    saved = save_report(error, arguments)
+    hint = (
+        f"report it with the traceback in {saved}"
+        if saved
+        else "run the command again with `kvbm --debug` to see the traceback"
+    )
+    show_error(f"a bug in kvbm: {type(error).__name__}: {error}", cause=error.__cause__, hint=hint)
+    return A_BUG
 
 
 def save_report(error: BaseException, arguments: Sequence[str]) -> Path | None:
