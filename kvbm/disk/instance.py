@@ -118,6 +118,9 @@ class Instance:
                 unusable_count += 1
                 remedy = "" if error.hint is None else f" ({error.hint})"
                 logger.warning("cannot use the disk cache %s, using another one: %s%s", path, error.message, remedy)
+            except Exception:  # a damage that nothing foresees; a new instance has none
+                unusable_count += 1
+                logger.exception("cannot use the disk cache %s, using another one", path)
         else:
             opened = cls._open_locked(claim_new(home), settings, namespace, payload_bytes, hash_bytes, progress)
         opened.losses.unusable_instances = unusable_count
