@@ -16,7 +16,7 @@ from kvbm_cli.terminal.completion_shells import FILES, script
 from kvbm_cli.terminal.console import print_data
 
 if TYPE_CHECKING:
-    from kvbm.config.schema import Key
+    from kvbm.config.keys import Key
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -99,7 +99,7 @@ def sections_and_keys(incomplete: str) -> list[str]:
 
 def _keys() -> Iterator[Key]:
     from kvbm.config.engine import ENGINE_KINDS
-    from kvbm.config.schema import keys as keys_of
+    from kvbm.config.keys import keys as keys_of
 
     for kind in ENGINE_KINDS:
         yield from keys_of(engine=kind)

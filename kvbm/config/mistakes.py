@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at, located
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.schema import Key, keys
+from kvbm.config.keys import Key, keys
 from kvbm.config.sizes import shortened
 from kvbm.config.values import WrongKey
 
