@@ -301,7 +301,7 @@ MUTANTS = (
     Mutant(
         name="doctor-compares-nothing",
         bug="What is read back is not compared with what was written.",
-        file="kvbm_cli/doctor/disk_probe.py",
+        file="kvbm_cli/doctor/probe_file.py",
         old="if out[:] != back[:]:",
         new="if len(out) != len(back):",
         fails="tests/doctor/test_disk_probe.py -k wrong_bytes",
@@ -309,7 +309,7 @@ MUTANTS = (
     Mutant(
         name="doctor-forgets-the-name",
         bug="A file that must have a name for an instant keeps it.",
-        file="kvbm_cli/doctor/disk_probe.py",
+        file="kvbm_cli/doctor/probe_file.py",
         old="os.unlink(path)",
         new="pass",
         fails="tests/doctor/test_disk_probe.py -k name",
