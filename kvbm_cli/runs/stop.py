@@ -17,7 +17,8 @@ from typing import Any
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm_cli.engine.engine_log import EngineLog
-from kvbm_cli.runs.run_directory import EngineRun, Runs, locked, write_stop_timeout
+from kvbm_cli.runs.locks import locked
+from kvbm_cli.runs.run_directory import EngineRun, Runs, write_stop_timeout
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.runs.status import log_paths, names, warn_of_unreadable
 from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
