@@ -76,10 +76,7 @@ def engines(incomplete: str) -> list[str]:
 def runs(incomplete: str, *, living: bool = False) -> list[str]:
     from kvbm_cli.runs.run_directory import Runs
 
-    try:
-        found = Runs.of_user().all()
-    except (RuntimeError, OSError):  # no home directory, or it is not readable
-        return []
+    found = Runs.of_user_if_known()
     return _matching([run.facts.name for run in found if run.is_living or not living], incomplete)
 
 
