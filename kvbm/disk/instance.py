@@ -110,20 +110,20 @@ class Instance:
         unusable_count = 0
         for path in existing_instances(home, only=only):
             try:
-                lock = claim(path)
-                if lock is None:
-                    continue
-                opened = cls._open_locked(lock, settings, namespace, payload_bytes, hash_bytes, progress)
+                if (lock := claim(path)) is not None:
+                    opened = cls._open_locked(lock, settings, namespace, payload_bytes, hash_bytes, progress)
+                    break
             except NoRoom:  # a new one needs even more
                 raise
             except EnvironmentProblem as error:
                 unusable_count += 1
                 remedy = "" if error.hint is None else f" ({error.hint})"
                 logger.warning("cannot use the disk cache %s, using another one: %s%s", path, error.message, remedy)
-                continue
-            opened.losses.unusable_instances = unusable_count
-            return opened
-        opened = cls._open_locked(claim_new(home), settings, namespace, payload_bytes, hash_bytes, progress)
+            except Exception:  # a damage that nothing foresees; a new instance has none
+                unusable_count += 1
+                logger.exception("cannot use the disk cache %s, using another one", path)
+        else:
+            opened = cls._open_locked(claim_new(home), settings, namespace, payload_bytes, hash_bytes, progress)
         opened.losses.unusable_instances = unusable_count
         return opened
 

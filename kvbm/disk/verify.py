@@ -21,6 +21,7 @@ from kvbm.disk.files import open_private
 from kvbm.disk.index import BlockIndex, Recovered, checksum
 from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO
 from kvbm.disk.superblock import Superblock
+from kvbm.host.processes import stat_of
 
 READ_BYTES = 8 << 20
 LOCKS = Path("/proc/locks")
@@ -83,7 +84,8 @@ def _engine_of(pid: int) -> int:
     """Return the parent of a disk process, which holds the lock on behalf of its engine."""
     with suppress(OSError):
         if DISK_PROCESS in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            process = stat_of(pid)
+            return pid if process is None else process.parent
     return pid
 
 

@@ -149,7 +149,7 @@ class WorkerSide:
 
     @property
     def has_failed_loads(self) -> bool:
-        """Whether the next three methods return anything. Hardly any step has failed loads."""
+        """Whether the next three methods return anything, which is rare."""
         return bool(self._orders.failed_loads)
 
     @contained(set)
