@@ -42,14 +42,16 @@ def verify(instance: Path, superblock: Superblock, *, progress: Callable[[int, i
 
     Raises OSError, EnvironmentProblem or sqlite3.Error if the cache as a whole cannot be read.
     """
-    found = _load(instance, superblock)
+    found, namespace = _load(instance, superblock), bytes.fromhex(superblock.namespace)
     order = np.argsort(found.slots)
     suspects = []
     with _SlotReader(instance / ARENA, superblock.slot_bytes) as reader:
         done = 0
         for group in _adjacent(found.slots, order, most=reader.slots_at_once):
             payloads = reader.read(int(found.slots[group[0]]), len(group))
-            suspects += [at for at, payload in zip(group, payloads, strict=True) if not _fits(found, at, payload)]
+            suspects += [
+                at for at, payload in zip(group, payloads, strict=True) if not _fits(namespace, found, at, payload)
+            ]
             done += len(group)
             progress(done * superblock.payload_bytes, len(order) * superblock.payload_bytes)
     count = len(suspects) + len(found.misfits)
@@ -95,11 +97,11 @@ def _load(instance: Path, superblock: Superblock) -> Recovered:
         index.close()
 
 
-def _fits(found: Recovered, at: int, payload: Buffer | None) -> bool:
+def _fits(namespace: bytes, found: Recovered, at: int, payload: Buffer | None) -> bool:
     length = int(found.lengths[at])
     if payload is None or not 0 <= length <= len(payload):
         return False
-    return checksum(found.hashes[at].tobytes(), [payload[:length]]) == int(found.checksums[at])
+    return checksum(namespace, found.hashes[at].tobytes(), [payload[:length]]) == int(found.checksums[at])
 
 
 def _still_there(before: Recovered, suspects: list[int], now: Recovered) -> list[int]:
