@@ -7,6 +7,7 @@ segments and vLLM has bound its block pool; until then every hook does nothing.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 UNLIMITED = 1 << 62
 RESET_PATIENCE_S = 2.0
 RESET_POLL_S = 0.0005
+# A client can add tokens to a resumable request (streaming input). vLLM then replaces the last token, and its hashes.
+BYPASS = {"max_load_tokens": 0, "max_offload_tokens": 0}
+CONTENT_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # blake3, sha256 or sha512 of a medium
 
 log = logging.getLogger(__name__)
 
@@ -203,6 +207,8 @@ class SchedulerSide:
             return
         params = request.kv_transfer_params  # a client can set it to anything through `vllm_xargs`
         limits = params if isinstance(params, dict) else {}
+        if request.resumable or (self._keeps_blocks and not _names_media_by_content(request)):
+            limits = BYPASS
         self._requests[request.request_id] = _Tracked(
             request,
             max_load_tokens=_limit(limits, "max_load_tokens"),
@@ -480,6 +486,15 @@ class SchedulerSide:
                 group=position,
             )
             tracked.due_tokens = min(tracked.due_tokens, (considered + 1) * size)
+
+
+def _names_media_by_content(request: Request) -> bool:
+    """Return whether the names of a request's media, which its block hashes cover, hold for later starts too.
+
+    A name can be a UUID from the client. Without a prefix cache and a processor cache, vLLM uses a number that starts
+    again with each engine.
+    """
+    return all(CONTENT_HASH.fullmatch(str(medium.identifier)) for medium in request.mm_features)
 
 
 def _limit(limits: dict[str, Any], name: str) -> int:

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.hasher import MultiModalHasher
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import (
@@ -42,7 +43,7 @@ from kvbm.vllm_integration.cache_groups import (
     decline_reason,
 )
 from kvbm.vllm_integration.events import translate
-from kvbm.vllm_integration.scheduler_side import UNLIMITED, SchedulerSide, _limit
+from kvbm.vllm_integration.scheduler_side import CONTENT_HASH, UNLIMITED, SchedulerSide, _limit
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
 from kvbm.vllm_integration.weight_updates import reports_weight_updates, watch
 from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WorkerSide
@@ -50,6 +51,7 @@ from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WorkerSide
 CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)
+PLAIN = {"kv_transfer_params": None, "lora_request": None, "resumable": False, "mm_features": []}  # of a request
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=40)
 
 
@@ -205,7 +207,7 @@ def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_fa
     with both_sides() as (side, worker):
         side.accept_handshakes([worker.handshake()])
         # It has no block hashes.
-        request = SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=None, num_tokens=64)
+        request = SimpleNamespace(request_id="r", num_tokens=64, **PLAIN)
         side.add_request(request)
         side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 0],)), 32)
         assert side.take_stats().data["disabled"] == 1
@@ -226,9 +228,7 @@ def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_fa
 def test_without_ranks_every_hook_does_nothing():
     side = scheduler_side(cache_groups(cache(FULL)))
     side.accept_handshakes([])
-    request = SimpleNamespace(
-        request_id="r", kv_transfer_params=None, lora_request=None, num_tokens=64, block_hashes=[]
-    )
+    request = SimpleNamespace(request_id="r", num_tokens=64, block_hashes=[], **PLAIN)
     side.add_request(request)
     assert side.match(request, 0) == (0, False)
     assert side.build_orders(None) == StepOrders(StepPlan(step=0))
@@ -397,9 +397,7 @@ def test_a_reset_is_taken_for_a_change_of_the_weights(side):
 
 def test_blocks_of_requests_with_former_weights_leave_the_prefix_cache_of_vllm(side):
     """They are cached by vLLM again and again while such a request runs."""
-    request = SimpleNamespace(
-        request_id="r", kv_transfer_params=None, lora_request=None, block_hashes=[], num_prompt_tokens=16
-    )
+    request = SimpleNamespace(request_id="r", block_hashes=[], num_prompt_tokens=16, **PLAIN)
     side.add_request(request)
     side._requests["r"].block_ids = [[1, 2]]
     side.weights_may_change("a test")
@@ -416,7 +414,7 @@ def test_blocks_of_requests_with_former_weights_leave_the_prefix_cache_of_vllm(s
 def test_an_adapter_in_doubt_is_not_cached(side, tmp_path):
     def request(**keys):
         adapter = LoRARequest("mine", 1, str(tmp_path), **keys)
-        return SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=adapter)
+        return SimpleNamespace(request_id="r", **PLAIN | {"lora_request": adapter})
 
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
     side.add_request(request())
@@ -454,7 +452,7 @@ class Verdicts:
 def test_a_failed_load_is_never_told_as_a_good_one_while_vllm_has_the_request(is_live):
     """`is_live` is False too for a request that was preempted and came back in one step: vLLM still waits for it."""
     side = scheduler_side(cache_groups(cache(FULL)))
-    side.add_request(SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=None))
+    side.add_request(SimpleNamespace(request_id="r", **PLAIN))
     side.leader = Verdicts(LoadResult("r", (1,), (1,), is_live), LoadResult("gone", (2,), (2,), False))
     output = SimpleNamespace(finished_recving=None)
     side.settle(output)
@@ -505,7 +503,7 @@ class Engine:
 
     def add(self, request_id, blocks):
         hashes = [bytes((index + 1,)) * 32 for index in range(blocks)]
-        facts = {"kv_transfer_params": None, "cache_salt": None, "lora_request": None, "num_prompt_tokens": 16 * blocks}
+        facts = PLAIN | {"cache_salt": None, "num_prompt_tokens": 16 * blocks}
         request = SimpleNamespace(request_id=request_id, num_tokens=16 * blocks + 1, block_hashes=hashes, **facts)
         self.scheduler.add_request(request)
         return request
@@ -623,5 +621,35 @@ def test_a_limit_of_none_is_no_limit_and_of_zero_is_one():
 def test_transfer_parameters_that_are_no_object_are_ignored(params):
     """A client can set them through `vllm_xargs`, which vLLM does not check."""
     side = scheduler_side([])
-    side.add_request(SimpleNamespace(request_id="r", lora_request=None, kv_transfer_params=params))
+    side.add_request(SimpleNamespace(request_id="r", **PLAIN | {"kv_transfer_params": params}))
     assert side._requests["r"].max_load_tokens == UNLIMITED
+
+
+# -- what names a block ------------------------------------------------------------------------------------------------
+
+
+def limits(side, **facts):
+    side.add_request(SimpleNamespace(request_id="r", **PLAIN | facts))
+    tracked = side._requests["r"]
+    return tracked.max_load_tokens, tracked.max_offload_tokens
+
+
+def test_a_session_whose_tokens_can_change_bypasses_the_cache():
+    assert limits(scheduler_side([]), resumable=True) == (0, 0)
+    assert limits(scheduler_side([])) == (UNLIMITED, UNLIMITED)
+
+
+@pytest.mark.parametrize("name", ["renderer0-mm-1-image-0", "my picture", "0" * 63, "", None])
+def test_media_with_other_names_than_their_content_are_not_kept_for_the_next_start(name):
+    side = scheduler_side([])
+    media = [SimpleNamespace(identifier="0a" * 32), SimpleNamespace(identifier=name)]
+    assert limits(side, mm_features=media) == (UNLIMITED, UNLIMITED)
+    side._keeps_blocks = True
+    assert limits(side, mm_features=media) == (0, 0)
+    assert limits(side, mm_features=media[:1]) == (UNLIMITED, UNLIMITED)
+
+
+def test_vllm_names_media_by_their_content_in_the_form_that_is_known():
+    takes_algorithm = "algorithm" in inspect.signature(MultiModalHasher.hash_kwargs).parameters
+    for algorithm in (("blake3",), ("sha256",), ("sha512",)) if takes_algorithm else ((),):
+        assert CONTENT_HASH.fullmatch(MultiModalHasher.hash_kwargs(*algorithm, image=b"1"))
