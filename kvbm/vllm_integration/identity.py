@@ -15,10 +15,13 @@ import hashlib
 import json
 import os
 import platform
+import re
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbm.identity.content import digest_file
 from kvbm.identity.fingerprint import fingerprint, process_start_ns
 from kvbm.vllm_integration.weight_updates import reports_weight_updates
 
@@ -26,10 +29,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 LOAD_FORMATS = frozenset(  # that read the files in the directory of the model
-    {"auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "instanttensor", "sharded_state"}
+    {"auto", "hf", "safetensors", "pt", "mistral", "fastsafetensors", "instanttensor", "sharded_state"}
     | {"gguf", "bitsandbytes", "runai_streamer", "runai_streamer_sharded"}
 )
 DISTRIBUTIONS = ("torch", "transformers")
+# Parts of names of variables that differ between starts of one set-up, and that change no KV.
+OTHER_VARIABLES = re.compile(
+    "ADDR|API|BUILD|CACHE_DIR|DEBUG|DEV_MODE|HOST|_IP$|KVCACHE_SPACE|LOG|OMP_THREADS|PATH|PORT|PROC|RANK|RAY|RESERVED_CPU"
+    "|ROOT|RPC|STATS|TIMEOUT|TRACE|TRACK|USAGE"
+)
 
 
 class Unidentified(Exception):
@@ -51,12 +59,14 @@ def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
         "weights": weights,
         "configuration": configuration,
         "digests": [_digest(part) for part in (model, cache, vllm_config.parallel_config)],
-        "attention": [
-            _digest(getattr(vllm_config, "attention_config", None)),
-            os.environ.get("VLLM_ATTENTION_BACKEND", ""),
-        ],
+        "attention": _digest(getattr(vllm_config, "attention_config", None)),
         "speculative": _digest(vllm_config.speculative_config),
-        "multimodal": _multimodal(getattr(model, "multimodal_config", None)),
+        "multimodal": _values(getattr(model, "multimodal_config", None)),
+        "kernels": _values(getattr(vllm_config, "kernel_config", None)),
+        "platform": _text_digest(getattr(vllm_config, "additional_config", None)),
+        "windows": [getattr(cache, name, None) for name in ("swa_bounded_replay", "kv_sharing_fast_prefill")],
+        "environment": _environment(),
+        "plugins": _plugins(),
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
         "block_size": cache.block_size,
@@ -89,18 +99,35 @@ def _version(distribution: str) -> str:
 def _configuration(hf_config: Any) -> str:
     """Return a digest of the configuration that the model was built from, after `--hf-overrides`."""
     try:
-        text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+        return _text_digest(hf_config.to_dict(), default=str)
     except (TypeError, ValueError) as error:
         raise Unidentified(f"its configuration has no text form: {error}") from error
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _multimodal(config: Any) -> str:
-    """Return a digest of how media become input of the model: vLLM's digests and block hashes leave most of it out."""
-    if config is None:
-        return ""
-    text = json.dumps(vars(config), sort_keys=True, default=repr)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _values(config: Any) -> str:
+    """Return a digest of all options of a section, because vLLM's own digest omits most of them or is costly."""
+    return "" if config is None else _text_digest(vars(config))
+
+
+def _environment() -> str:
+    """Return a digest of the environment variables that can change how vLLM computes, such as a quantised reduction."""
+    names = {name for name in os.environ if name.startswith("VLLM_") and not OTHER_VARIABLES.search(name)}
+    return _text_digest({name: os.environ[name] for name in names})
+
+
+def _plugins() -> list[str]:
+    """Return the installed plugins of vLLM, which can replace any part of it, and their versions."""
+    return sorted(
+        f"{point.group} {point.value} {distribution.version}"
+        for distribution in metadata.distributions()
+        for point in distribution.entry_points
+        if point.group.startswith("vllm.")
+    )
+
+
+def _text_digest(value: object, default: Callable[[object], str] = repr) -> str:
+    text = json.dumps(value, sort_keys=True, default=default)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _model(vllm_config: VllmConfig) -> tuple[list[str], list[str], str]:
@@ -113,7 +140,9 @@ def _model(vllm_config: VllmConfig) -> tuple[list[str], list[str], str]:
     if draft is not None and draft.model != vllm_config.model_config.model:
         models.append((draft, draft_load))
     try:
-        contents = [text for model, load in models for text in (_content(model, load), _selection(load))]
+        contents = [
+            text for model, load in models for text in (_content(model, load), _selection(load), _encoder_scales(model))
+        ]
         return contents, [_configuration(model.hf_config) for model, _ in models], ""
     except (Unidentified, OSError) as error:
         return [], [], f"the model cannot be identified: {error}"
@@ -129,6 +158,12 @@ def _selection(load: Any) -> str:
     return json.dumps([_load_format(load), *values], sort_keys=True, default=repr)
 
 
+def _encoder_scales(model: Any) -> str:
+    """Return a digest of the file of scales that an encoder of media uses. Raises OSError."""
+    path = getattr(getattr(model, "multimodal_config", None), "mm_encoder_fp8_scale_path", None)
+    return digest_file(Path(path), is_sampled=False)[1] if path else ""
+
+
 def _content(model: Any, load: Any) -> str:
     """Return the content of a model's files. Raises Unidentified or OSError."""
     load_format = _load_format(load)
@@ -139,6 +174,11 @@ def _content(model: Any, load: Any) -> str:
     repositories = (getattr(model.hf_config, "auto_map", None) or {}).values()
     if any("--" in str(name) for name in repositories) and getattr(model, "trust_remote_code", False):
         raise Unidentified("the code of the model is in another repository")
+    code_revision = getattr(model, "code_revision", None)
+    if code_revision and code_revision != model.revision and getattr(model, "trust_remote_code", False):
+        raise Unidentified(f"the code of the model has a revision of its own, `{code_revision}`")
+    if getattr(model, "model_class_overrides", None):
+        raise Unidentified("`model_class_overrides` replaces the code of the model")
     directory = _directory(model, load)
     found = fingerprint(directory)
     if not found.weights:

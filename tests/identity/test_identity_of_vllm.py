@@ -80,14 +80,98 @@ def test_what_selects_the_weight_files_counts(tmp_path, selection):
 
 def test_how_media_are_processed_counts():
     def digest(**facts):
-        return identity._multimodal(SimpleNamespace(limit_per_prompt={"image": 1}, **facts))
+        return identity._values(SimpleNamespace(limit_per_prompt={"image": 1}, **facts))
 
     assert digest(mm_processor_kwargs={"max_pixels": 1}) == digest(mm_processor_kwargs={"max_pixels": 1})
     assert digest(mm_processor_kwargs={"max_pixels": 1}) != digest(mm_processor_kwargs={"max_pixels": 2})
-    assert identity._multimodal(None) == ""
+    assert identity._values(None) == ""
 
 
-@pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "my_own_loader"])
+def test_the_content_of_a_file_of_encoder_scales_counts(tmp_path):
+    path, scales = model(tmp_path / "model"), tmp_path / "scales.json"
+    multimodal = SimpleNamespace(mm_encoder_fp8_scale_path=str(scales))
+    assert "scales.json" in weights(path, multimodal_config=multimodal)[1]
+    scales.write_text("[1.0]")
+    first, _ = weights(path, multimodal_config=multimodal)
+    scales.write_text("[2.0]")
+    assert weights(path, multimodal_config=multimodal)[0] != first
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+        "VLLM_MARLIN_INPUT_DTYPE",
+        "VLLM_CPU_INT4_W4A8",
+        "VLLM_BATCH_INVARIANT",
+        "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+        "VLLM_VIDEO_LOADER_BACKEND",
+        "VLLM_ATTENTION_BACKEND",
+        "VLLM_PLUGINS",
+        "VLLM_KV_CACHE_LAYOUT",
+        "VLLM_MEDIA_CONNECTOR",
+        "VLLM_OF_A_LATER_VERSION",
+    ],
+)
+def test_variables_that_can_change_the_kv_count(monkeypatch, name):
+    monkeypatch.delenv(name, raising=False)
+    base = identity._environment()
+    monkeypatch.setenv(name, "1")
+    assert identity._environment() != base
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VLLM_PORT",
+        "VLLM_HOST_IP",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT",
+        "VLLM_DP_RANK_LOCAL",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_API_KEY",
+        "VLLM_CPU_KVCACHE_SPACE",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_CACHE_ROOT",
+        "VLLM_RPC_BASE_PATH",
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "VLLM_SERVER_DEV_MODE",
+        "HOME",
+    ],
+)
+def test_variables_that_differ_between_starts_do_not_count(monkeypatch, name):
+    base = identity._environment()
+    monkeypatch.setenv(name, "another")
+    assert identity._environment() == base
+
+
+def test_plugins_count_with_their_versions(tmp_path, monkeypatch):
+    base = identity._plugins()
+    found = []
+    for version in ("1.0", "2.0"):
+        home = tmp_path / version / "other_model-1.dist-info"
+        home.mkdir(parents=True)
+        (home / "METADATA").write_text(f"Name: other-model\nVersion: {version}\n")
+        (home / "entry_points.txt").write_text("[vllm.general_plugins]\nother = other_model:register\n")
+        with monkeypatch.context() as context:
+            context.syspath_prepend(str(home.parent))
+            found.append(identity._plugins())
+    assert base != found[0] != found[1] != base
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"code_revision": "v2", "trust_remote_code": True}, "`v2`"),
+        ({"model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}}, "replaces the code"),
+    ],
+)
+def test_code_outside_the_files_of_the_model_is_in_doubt(tmp_path, facts, reason):
+    assert reason in weights(model(tmp_path), **facts)[1]
+    harmless = {"code_revision": "v2", "trust_remote_code": False, "model_class_overrides": {}}
+    assert weights(tmp_path, **harmless)[0]
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "npcache", "my_own_loader"])
 def test_a_loader_that_reads_no_known_files_is_in_doubt(tmp_path, load_format):
     assert f"`{load_format}`" in weights(model(tmp_path), load_format=load_format)[1]
     as_enum = SimpleNamespace(value=load_format)
