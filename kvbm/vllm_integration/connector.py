@@ -96,6 +96,11 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 config, kv_cache_config, groups, rank=_rank(vllm_config), rank_count=_rank_count(vllm_config)
             )
 
+    def keep_nothing(self, reason: str) -> None:
+        """Let no block outlive this engine. Call it before vLLM binds its block pool."""
+        if self._scheduler is not None:
+            self._scheduler.doubt = reason
+
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Validate the configuration: on a GPU, vLLM calls this before it starts any process of the engine."""

@@ -60,10 +60,13 @@ class PdConnector(MultiConnector):  # type: ignore[misc]
         return layout
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        require_children(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        entries = vllm_config.kv_transfer_config.kv_connector_extra_config
+        require_children(entries)
         # Recompute blocks that cannot be loaded. DynamoConnector sets this for itself, but vLLM reads the parent's.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        if entries["connectors"][NIXL].get("kv_role") != "kv_producer":
+            self._connectors[0].keep_nothing("another engine computes a part of them, whose weights are not known")
 
     def get_handshake_metadata(self) -> PdHandshake:
         return PdHandshake(tuple(child.get_handshake_metadata() for child in self._connectors))

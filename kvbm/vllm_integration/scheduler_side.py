@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 UNLIMITED = 1 << 62
 RESET_PATIENCE_S = 2.0
 RESET_POLL_S = 0.0005
-# A client can add tokens to a resumable request (streaming input). vLLM then replaces the last token, and its hashes.
 BYPASS = {"max_load_tokens": 0, "max_offload_tokens": 0}
 CONTENT_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # blake3, sha256 or sha512 of a medium
 
@@ -110,6 +109,7 @@ class SchedulerSide:
         self._adapters = Adapters()
         self._keeps_blocks = False  # for the next start
         self._stale: set[str] = set()  # requests with KV of former weights
+        self.doubt = ""  # why blocks must not outlive the engine, besides what its identity says
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
 
@@ -173,6 +173,7 @@ class SchedulerSide:
         if self._config.tiers.disk is None:
             return None
         facts, doubt = self._identity()
+        doubt = doubt or self.doubt
         self._keeps_blocks = self._config.tiers.disk.persist and not doubt
         groups = [[group.index, repr(group.group)] for group in self._groups]
         return open_disk(
@@ -207,7 +208,7 @@ class SchedulerSide:
             return
         params = request.kv_transfer_params  # a client can set it to anything through `vllm_xargs`
         limits = params if isinstance(params, dict) else {}
-        if request.resumable or (self._keeps_blocks and not _names_media_by_content(request)):
+        if not _is_named(request) or (self._keeps_blocks and not _names_media_by_content(request)):
             limits = BYPASS
         self._requests[request.request_id] = _Tracked(
             request,
@@ -486,6 +487,15 @@ class SchedulerSide:
                 group=position,
             )
             tracked.due_tokens = min(tracked.due_tokens, (considered + 1) * size)
+
+
+def _is_named(request: Request) -> bool:
+    """Return whether the block hashes of a request name its blocks. They do not in two cases:
+
+    - A client can add tokens to a resumable request (streaming input). vLLM then replaces the last token, and its hash.
+    - A prompt of tokens and embeddings: the hashes do not cover which positions are tokens.
+    """
+    return not request.resumable and request.prompt_is_token_ids is None
 
 
 def _names_media_by_content(request: Request) -> bool:

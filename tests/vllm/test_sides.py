@@ -51,7 +51,13 @@ from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WorkerSide
 CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)
-PLAIN = {"kv_transfer_params": None, "lora_request": None, "resumable": False, "mm_features": []}  # of a request
+PLAIN = {  # of a request
+    "kv_transfer_params": None,
+    "lora_request": None,
+    "resumable": False,
+    "prompt_is_token_ids": None,
+    "mm_features": [],
+}
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=40)
 
 
@@ -639,6 +645,11 @@ def test_a_session_whose_tokens_can_change_bypasses_the_cache():
     assert limits(scheduler_side([])) == (UNLIMITED, UNLIMITED)
 
 
+def test_a_prompt_of_tokens_and_embeddings_bypasses_the_cache():
+    """The hashes of vLLM do not cover which is which."""
+    assert limits(scheduler_side([]), prompt_is_token_ids=[True, False]) == (0, 0)
+
+
 @pytest.mark.parametrize("name", ["renderer0-mm-1-image-0", "my picture", "0" * 63, "", None])
 def test_media_with_other_names_than_their_content_are_not_kept_for_the_next_start(name):
     side = scheduler_side([])
@@ -653,3 +664,15 @@ def test_vllm_names_media_by_their_content_in_the_form_that_is_known():
     takes_algorithm = "algorithm" in inspect.signature(MultiModalHasher.hash_kwargs).parameters
     for algorithm in (("blake3",), ("sha256",), ("sha512",)) if takes_algorithm else ((),):
         assert CONTENT_HASH.fullmatch(MultiModalHasher.hash_kwargs(*algorithm, image=b"1"))
+
+
+@pytest.mark.parametrize(("own", "doubt"), [("", ""), ("other weights", "other weights")])
+def test_a_doubt_of_the_connector_ends_with_the_engine(own, doubt, monkeypatch, tmp_path):
+    tiers = {"host": {"blocks": 8}, "disk": {"blocks": 8, "directory": str(tmp_path)}}
+    side = scheduler_side(cache_groups(cache(FULL)))
+    side._config, side.doubt = ConnectorConfig.model_validate({"tiers": tiers}), own
+    seen = []
+    monkeypatch.setattr("kvbm.vllm_integration.scheduler_side.open_disk", lambda *_, **keys: seen.append(keys["doubt"]))
+    side._open_disk([])
+    assert seen == [doubt]
+    assert side._keeps_blocks == (not doubt)
