@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from kvbm.config.engine import EmbeddedArguments
 from kvbm.config.schema import Profile
 from kvbm.sizing import embedded, vllm
-from kvbm.sizing.model import SizeUnknown
+from kvbm.sizing.families.facts import SizeUnknown
 from kvbm.sizing.tiers import PAGE_BYTES, Device, Sizing, TierSize, sizing_of
 
 __all__ = ["PAGE_BYTES", "Device", "SizeUnknown", "Sizing", "TierSize", "check_model", "size"]

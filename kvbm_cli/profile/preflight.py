@@ -17,7 +17,7 @@ from kvbm.config.document import together
 from kvbm.config.values import count_of
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError
 from kvbm.sizing import SizeUnknown, Sizing
-from kvbm.sizing.model import text_facts
+from kvbm.sizing.families.facts import text_facts
 from kvbm_cli.engine.engines import copy_count, knows_block_tokens
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port

@@ -124,7 +124,8 @@ def specs_of(config: dict[str, Any], tensor_parallel: int) -> tuple[Any, dict[st
 
 
 def _has_cache(layer: object) -> bool:
-    return hasattr(layer, "get_kv_cache_spec")
+    """vLLM's runner skips layers that share the cache of another one."""
+    return hasattr(layer, "get_kv_cache_spec") and not getattr(layer, "kv_sharing_target_layer_name", None)
 
 
 def groups_of(vllm_config: Any, specs: dict[str, Any], layout: str) -> dict[str, Any]:

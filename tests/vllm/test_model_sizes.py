@@ -12,7 +12,7 @@ from model_specs import LAYOUTS, TENSOR_PARALLEL
 from kvbm.config.engine import VllmArguments
 from kvbm.sizing import SizeUnknown
 from kvbm.sizing.catalogue import CATALOGUE_FILE, catalogue
-from kvbm.sizing.layer_specs import LayerKind
+from kvbm.sizing.families.layer_specs import LayerKind
 from kvbm.sizing.vllm import plan_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("catalogue")]
