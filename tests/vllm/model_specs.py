@@ -4,9 +4,9 @@ vLLM's own model class is built on the meta device, which takes no memory, and a
 vLLM's own functions form the groups. Experts and vocabulary are made small, because they do not change the cache. A
 model with an image part is built as its language model alone. The ranks of tensor parallelism are only claimed.
 
-    {model: {"1 LBNHC": {"block_tokens": 128, "bytes": 2097152, "groups": [[128, 32], ...]}, ...}}
+    {model: {"1 LBNHC": {"block_tokens": 128, "bytes": 2097152, "groups": [[128, 32, 0], ...]}, ...}}
 
-`groups` has the tokens, or "state", and the layers of each group. For a model that this build of vLLM cannot construct,
+`groups` has of each group the tokens, or "state", the layers, and the length of the window. For a model that this build of vLLM cannot construct,
 there is the error instead.
 """
 
@@ -144,7 +144,12 @@ def groups_of(vllm_config: Any, specs: dict[str, Any], layout: str) -> dict[str,
 
 
 def _group(spec: Any, layers: int) -> list[object]:
-    return ["state" if hasattr(spec, "mamba_type") else spec.block_size, layers]
+    """Return the tokens, the layers, and how many tokens back they look; 0 for all."""
+    if hasattr(spec, "mamba_type"):
+        return ["state", layers, 0]
+    one = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+    reach = getattr(one, "sliding_window", None) or getattr(one, "attention_chunk_size", None) or 0
+    return [spec.block_size, layers, reach]
 
 
 def main(catalogue: Path) -> None:

@@ -46,7 +46,8 @@ def ours(facts: dict[str, Any], ranks: int, layout: str) -> dict[str, Any]:
     arguments = VllmArguments(tensor_parallel_size=ranks, max_model_len=2048, mamba_ssm_cache_dtype="float32")
     plan = plan_of(arguments, facts, variables={"VLLM_KV_CACHE_LAYOUT": layout}, on_cpu=True)
     groups = [
-        ["state" if group.kind is LayerKind.STATE else group.block_tokens, len(group.specs)] for group in plan.groups
+        ["state" if group.kind is LayerKind.STATE else group.block_tokens, len(group.specs), group.specs[0].reach]
+        for group in plan.groups
     ]
     block_bytes = max(group.bytes_on(plan.layers) for group in plan.groups)
     return {"block_tokens": plan.block_tokens, "bytes": block_bytes, "groups": sorted(groups, key=str)}

@@ -74,15 +74,17 @@ _BY_FAMILY: dict[Reader, str] = {
     dense.falcon: "FalconForCausalLM:falcon",
     dense.step3: "Step3TextForCausalLM:step3_text",
     dense.deci: "DeciLMForCausalLM:nemotron-nas",
-    windows.qwen: "MiMoForCausalLM:mimo Qwen3ForCausalLM:qwen3 Qwen3MoeForCausalLM:qwen3_moe "
+    windows.qwen: "Qwen3ForCausalLM:qwen3 Qwen3MoeForCausalLM:qwen3_moe "
     "Qwen2VLForConditionalGeneration:qwen2_vl,qwen2_vl_text "
     "Qwen2_5_VLForConditionalGeneration:qwen2_5_vl,qwen2_5_vl_text "
     "Qwen3VLForConditionalGeneration:qwen3_vl_text Qwen3VLMoeForConditionalGeneration:qwen3_vl_moe_text",
-    windows.narrow_qwen: "Qwen2ForCausalLM:qwen2 Qwen2MoeForCausalLM:qwen2_moe",
+    windows.narrow_qwen: "MiMoForCausalLM:mimo Qwen2ForCausalLM:qwen2 Qwen2MoeForCausalLM:qwen2_moe",
     windows.every(2): "Gemma2ForCausalLM:gemma2",
     windows.every(4): "Olmo3ForCausalLM:olmo3",
-    windows.every(4, more_reach=1): "Cohere2ForCausalLM:cohere2",  # vLLM keeps one token more than `sliding_window`
-    windows.every(6): "Gemma3ForCausalLM:gemma3_text Gemma3ForConditionalGeneration:gemma3_text",
+    windows.every(
+        4, can_change=True, more_reach=1
+    ): "Cohere2ForCausalLM:cohere2",  # vLLM keeps one token more than `sliding_window`
+    windows.every(6, can_change=True): "Gemma3ForCausalLM:gemma3_text Gemma3ForConditionalGeneration:gemma3_text",
     windows.gemma3n: "Gemma3nForCausalLM:gemma3n_text Gemma3nForConditionalGeneration:gemma3n_text",
     windows.gemma4: "Gemma4ForCausalLM:gemma4_text Gemma4ForConditionalGeneration:gemma4_text",
     windows.gpt_oss: "GptOssForCausalLM:gpt_oss",

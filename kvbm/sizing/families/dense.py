@@ -46,7 +46,7 @@ def minimax_m2(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     kinds = facts.get("attn_type_list")
     if isinstance(kinds, list) and set(map(str, kinds)) != {"1"}:
         raise SizeUnknown("a MiniMax M2 model with linear attention has a cache that only the engine knows")
-    return dense(facts, ranks)
+    return alike(facts, ranks)
 
 
 def falcon(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:

@@ -15,7 +15,7 @@ _CACHE_FACTS = re.compile(
     r"linear_attn|sparse_attention|^attn_layer_|attn_type_list|^mamba_|^ssm_|^kda_|^compress_|block_configs"
     r"|attention_chunk_size|^swa_|^hybrid_|use_cla|num_attention_groups|multi_query|^index_topk|indexer_types"
     r"|kv_shared_layers|global_head_dim|num_global|full_attention_interval|layers_block_type|^state_size"
-    r"|kv_lora_rank|sliding_window|layer_types|cla_share_factor|share_kv|attention_other_setting|^rswa|dual_chunk|^n_head_kv|^num_kv_heads"
+    r"|kv_lora_rank|sliding_window|layer_types|cla_share_factor|share_kv|attention_other_setting|^rswa|dual_chunk|^n_head_kv|^num_kv_heads|hidden_size_per_head"
 )
 DEFAULTS_FILE = Path(__file__).with_name("defaults.json")
 _HARMLESS_FACTS = {"mlp_layer_types", "mamba_hidden_act", "ssm_multipliers"}

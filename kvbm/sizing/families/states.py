@@ -32,8 +32,9 @@ def nemotron_h(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
         kinds = list(pattern)
     if kinds is None:
         raise SizeUnknown("a Nemotron-H model without a pattern of layers has a cache that only the engine knows")
-    for name in ("layer_types", "mamba_proj_bias", "sliding_window"):
-        facts.get(name)
+    facts.get("mamba_proj_bias")
+    if facts.get("layer_types") is not None or facts.get("sliding_window") is not None:
+        raise SizeUnknown("a Nemotron-H model with `layer_types` or a window has a cache that only the engine knows")
     if facts.get("attention_head_dim") not in (None, facts.get("head_dim")):
         raise SizeUnknown(f"vLLM ignores `attention_head_dim: {facts['attention_head_dim']}` for this model")
     inner = facts.number("mamba_num_heads") * facts.number("mamba_head_dim")
@@ -104,6 +105,9 @@ def _mixed(
     facts: ModelFacts, ranks: Ranks, kinds: list[str], meanings: Mapping[str, str], bytes_of_state: int
 ) -> list[LayerSpec]:
     """Return the specs of layers that have attention, a state or neither, as `meanings` says of their kinds."""
+    layers = facts.number("num_hidden_layers", default=len(kinds))
+    if len(kinds) != layers:
+        raise SizeUnknown(f"a model with {layers} layers but types of {len(kinds)} layers is not known")
     if unknown := set(kinds) - set(meanings):
         raise SizeUnknown(f"layers of type {listed(unknown)} are not known for this model")
     heads, dim = kv_heads(facts), head_dim(facts)
