@@ -6,8 +6,8 @@ model with an image part is built as its language model alone. The ranks of tens
 
     {model: {"1 LBNHC": {"block_tokens": 128, "bytes": 2097152, "groups": [[128, 32, 0], ...]}, ...}}
 
-`groups` has of each group the tokens, or "state", the layers, and the length of the window. For a model that this build of vLLM cannot construct,
-there is the error instead.
+`groups` has of each group the tokens, or "state", the layers, and the length of the window. For a model that this
+build of vLLM cannot construct, there is the error instead.
 """
 
 from __future__ import annotations
