@@ -17,7 +17,7 @@ _NAMES = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 def cache_type_of(model_config: Mapping[str, object], *, has_plain_attention: bool) -> str | None:
-    """Return the type of the cache, None if it is that of the model. SizeUnknown if only vLLM knows it.
+    """Return the type of the cache, None if it follows the model. SizeUnknown if only vLLM knows it.
 
     `has_plain_attention`: all layers keep keys and values, with or without a window.
     """

@@ -21,13 +21,15 @@ from kvbm.sizing.checkpoint import cache_type_of
 from kvbm.sizing.families import architecture_of, layer_specs
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
-from kvbm.sizing.tiers import Device
+from kvbm.sizing.gpu import MemoryEstimate
+from kvbm.sizing.tiers import ESTIMATE, Device
 from kvbm.sizing.vllm_groups import CacheGroup, cache_groups
 
 CPU_BLOCK_TOKENS = 128
 GPU_BLOCK_TOKENS = 16
 LATENT_GPU_BLOCK_TOKENS = 64
 CPU_KERNEL_TOKENS, GPU_KERNEL_TOKENS = 32, 16  # the smallest block of the attention kernels
+WIDE_HEAD = 256  # kernels for Blackwell have larger blocks for heads of this dimension
 LATENT_ALIGNMENT = 128  # of models with latent attention and states
 CPU_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
@@ -56,7 +58,21 @@ _KNOWN_VALUES = {  # of arguments that would change the cache with any other val
     "runner": ("auto", "generate"),
 }
 _STATE_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_NARROW = "vLLM stores the cache of this model in 8 bits by default"
 _FP8_BY_DEFAULT = {"GlmMoeDsaForCausalLM"}  # on GPUs of compute capability 10.x
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where vLLM runs: its environment variables, whether on a CPU, and the compute capability of the GPU if known."""
+
+    variables: Mapping[str, str]
+    on_cpu: bool
+    capability: int | None = None
+
+    @property
+    def may_be_blackwell(self) -> bool:
+        return not self.on_cpu and (self.capability is None or self.capability // 10 == 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,63 +91,68 @@ class VllmPlan:
         return sum(spec.token_bytes for spec in specs if spec.kind.keeps_all_tokens)
 
 
-def plan_of(
-    arguments: VllmArguments, model_config: Mapping[str, object], *, variables: Mapping[str, str], on_cpu: bool
-) -> VllmPlan:
+def plan_of(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> VllmPlan:
     """ProfileError if the configuration lacks a fact, SizeUnknown if only vLLM knows the layout of its cache."""
-    ranks = _ranks(arguments, model_config)
+    ranks = _ranks(arguments, model_config, setting)
     specs = layer_specs(model_config, ranks)
-    if on_cpu and ranks.state_bytes is None and _has_narrow_states(model_config, ranks, specs):
+    if setting.on_cpu and ranks.state_bytes is None and _has_narrow_states(model_config, ranks, specs):
         raise SizeUnknown(
             "on a CPU, vLLM keeps the states of this model in 16 or 32 bits, depending on the processor",
             hint="set `engine.arguments.mamba_ssm_cache_dtype`, for example to `float32`",
         )
-    _require_known_cache(arguments, {spec.kind for spec in specs}, variables, on_cpu=on_cpu)
-    tokens, notes = _block_tokens(arguments, model_config, specs, on_cpu=on_cpu)
+    _require_known_cache(arguments, {spec.kind for spec in specs}, setting)
+    tokens, notes = _block_tokens(arguments, model_config, specs, setting)
     layers = range(_layer_count(model_config, specs))
-    return VllmPlan(_groups(arguments, specs, tokens, variables), tokens, layers, notes)
+    return VllmPlan(_groups(arguments, specs, tokens, setting.variables), tokens, layers, notes)
 
 
 def device(
     arguments: VllmArguments,
     model_config: Mapping[str, object],
+    setting: Setting,
     *,
-    variables: Mapping[str, str],
-    on_cpu: bool,
     sequence_tokens: int | None = None,
+    memory: MemoryEstimate | None = None,
 ) -> Device:
-    """Return the blocks of G1. `sequence_tokens` is by default the maximum length. Raises like `plan_of`."""
-    plan = plan_of(arguments, model_config, variables=variables, on_cpu=on_cpu)
-    stages = _stages(len(plan.layers), arguments.pipeline_parallel_size or 1, variables.get(STAGES_VARIABLE))
+    """Return the blocks of G1. `sequence_tokens` is by default the maximum length. Raises like `plan_of`.
+
+    With `memory`, the number of blocks is estimated if no argument sets it.
+    """
+    plan = plan_of(arguments, model_config, setting)
+    tensor_parallel, stage_count = arguments.tensor_parallel_size or 1, arguments.pipeline_parallel_size or 1
+    stages = _stages(len(plan.layers), stage_count, setting.variables.get(STAGES_VARIABLE))
     block_bytes = tuple(max(group.bytes_on(stage) for group in plan.groups) for stage in stages)
-    block_count, set_by = _block_count(arguments, max(block_bytes), variables, on_cpu=on_cpu)
+    block_count, set_by = _block_count(arguments, max(block_bytes), setting)
+    notes = plan.notes
+    if block_count is None and memory is not None:
+        ranks = tensor_parallel * stage_count
+        block_count, set_by = memory.cache_bytes(ranks) // max(block_bytes), ESTIMATE
+        notes += (f"G1 is an estimate: {memory.formula(ranks)}",)
     longest, in_flight = _longest(arguments, model_config), _in_flight(arguments)
     length = sequence_tokens or longest or 0
     return Device(
         block_tokens=plan.block_tokens,
-        rank_block_bytes=tuple(size for size in block_bytes for _ in range(arguments.tensor_parallel_size or 1)),
+        rank_block_bytes=tuple(size for size in block_bytes for _ in range(tensor_parallel)),
         block_count=block_count,
         set_by=set_by,
         group_count=len(plan.groups),
         token_count=_token_count(plan.groups, block_count, longest, in_flight),
-        token_bytes=plan.token_bytes * (arguments.tensor_parallel_size or 1),
+        token_bytes=plan.token_bytes * tensor_parallel,
         sequence_tokens=length,
         sequence_blocks=sum(group.blocks(length, in_flight=0) for group in plan.groups) if length else 0,
-        notes=plan.notes,
+        notes=notes,
     )
 
 
-def _require_known_cache(
-    arguments: VllmArguments, kinds: set[LayerKind], variables: Mapping[str, str], *, on_cpu: bool
-) -> None:
+def _require_known_cache(arguments: VllmArguments, kinds: set[LayerKind], setting: Setting) -> None:
     """SizeUnknown for settings that matter only to some kinds of layers."""
     extra = arguments.model_extra or {}
-    if LayerKind.LATENT in kinds and variables.get(MLA_VARIABLE, "0") not in ("", "0"):
+    if LayerKind.LATENT in kinds and setting.variables.get(MLA_VARIABLE, "0") not in ("", "0"):
         raise SizeUnknown(f"with `{MLA_VARIABLE}`, only vLLM knows the size of a block")
     if LayerKind.STATE in kinds and arguments.enable_prefix_caching is False:
         raise SizeUnknown("without prefix caching, only vLLM knows the blocks of a model with states")
     backend = extra.get("attention_backend") or extra.get("attention_config")
-    if backend is not None and arguments.block_size is None and not on_cpu:
+    if backend is not None and arguments.block_size is None and not setting.on_cpu:
         raise SizeUnknown(
             "the chosen attention backend decides how many tokens a block has", hint="set `engine.arguments.block_size`"
         )
@@ -148,10 +169,10 @@ def default_block_tokens(arguments: VllmArguments, *, on_cpu: bool) -> int:
 
 def check(arguments: VllmArguments, model_config: Mapping[str, object]) -> None:
     """ProfileError or SizeUnknown for a problem of the model alone."""
-    layer_specs(model_config, _ranks(arguments, model_config))
+    layer_specs(model_config, _ranks(arguments, model_config, Setting({}, on_cpu=False)))
 
 
-def _ranks(arguments: VllmArguments, model_config: Mapping[str, object]) -> Ranks:
+def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> Ranks:
     extra = arguments.model_extra or {}
     for flag in _UNKNOWN_FLAGS:
         if extra.get(flag) not in (None, False, 1):
@@ -165,6 +186,8 @@ def _ranks(arguments: VllmArguments, model_config: Mapping[str, object]) -> Rank
     model_bytes = _ELEMENT_BYTES.get(arguments.dtype or "auto", 2)  # `auto` converts float32 to a 16-bit type
     tensor_parallel = arguments.tensor_parallel_size or 1
     kinds = {spec.kind for spec in layer_specs(model_config, Ranks(tensor_parallel))}
+    if _is_narrow_by_default(arguments, model_config) and setting.capability is not None and setting.may_be_blackwell:
+        raise SizeUnknown(f"on a GPU of compute capability 10.x, {_NARROW}, in a format that only vLLM knows")
     return Ranks(
         tensor_parallel=tensor_parallel,
         cache_bytes=_cache_bytes(arguments, model_config, model_bytes, kinds),
@@ -193,9 +216,10 @@ def _cache_bytes(
 
 
 def _block_tokens(
-    arguments: VllmArguments, model_config: Mapping[str, object], specs: Sequence[LayerSpec], *, on_cpu: bool
+    arguments: VllmArguments, model_config: Mapping[str, object], specs: Sequence[LayerSpec], setting: Setting
 ) -> tuple[int, tuple[str, ...]]:
     """Return the tokens in a block of attention, and what is assumed."""
+    on_cpu = setting.on_cpu
     kinds = {spec.kind for spec in specs}
     is_latent, has_states = LayerKind.LATENT in kinds, LayerKind.STATE in kinds
     tokens, notes = default_block_tokens(arguments, on_cpu=on_cpu), []
@@ -203,20 +227,23 @@ def _block_tokens(
         tokens = GPU_BLOCK_TOKENS
     elif is_latent and not on_cpu and not has_states and arguments.block_size is None:
         tokens = LATENT_GPU_BLOCK_TOKENS
-        notes.append(
-            f"the attention backend may choose another block size than {tokens} tokens; "
-            "set `engine.arguments.block_size` to fix it"
-        )
     if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:
         tokens = max(tokens, 128)  # the block of MiniMax M3's sparse attention
-    if not on_cpu and arguments.kv_cache_dtype in (None, "auto") and architecture_of(model_config) in _FP8_BY_DEFAULT:
-        notes.append("GPUs of compute capability 10.x store this cache in 8 bits by default, which is about half")
+    has_wide_heads = any(WIDE_HEAD in spec.shape[1:] for spec in specs) and setting.may_be_blackwell
+    if not on_cpu and arguments.block_size is None and ((is_latent and not has_states) or has_wide_heads):
+        notes.append("the attention backend may choose another block size; set `engine.arguments.block_size` to fix it")
+    if setting.may_be_blackwell and _is_narrow_by_default(arguments, model_config):
+        notes.append(f"on a GPU of compute capability 10.x, {_NARROW}, which is about half")
     if has_states:
         notes.append(
             "this model has layers with states, for which kvbm disables itself: the sizes describe vLLM's cache only"
         )
         tokens = _tokens_of_state(specs, tokens, on_cpu=on_cpu, is_latent=is_latent)
     return tokens, tuple(notes)
+
+
+def _is_narrow_by_default(arguments: VllmArguments, model_config: Mapping[str, object]) -> bool:
+    return arguments.kv_cache_dtype in (None, "auto") and architecture_of(model_config) in _FP8_BY_DEFAULT
 
 
 def _tokens_of_state(specs: Sequence[LayerSpec], tokens: int, *, on_cpu: bool, is_latent: bool) -> int:
@@ -275,15 +302,13 @@ def _stages(layer_count: int, stage_count: int, partition: str | None) -> list[r
     return [range(end - size, end) for end, size in zip(ends, counts, strict=True)]
 
 
-def _block_count(
-    arguments: VllmArguments, block_bytes: int, variables: Mapping[str, str], *, on_cpu: bool
-) -> tuple[int | None, str | None]:
+def _block_count(arguments: VllmArguments, block_bytes: int, setting: Setting) -> tuple[int | None, str | None]:
     """Returns the blocks of G1, null block included, and what sets them; None if they depend on free memory."""
     prefix = "engine.arguments."
     if arguments.num_gpu_blocks_override is not None:
         return arguments.num_gpu_blocks_override, f"{prefix}num_gpu_blocks_override"
-    space = variables.get(CPU_SPACE_VARIABLE, "")
-    if on_cpu and space.isascii() and space.isdigit() and int(space):
+    space = setting.variables.get(CPU_SPACE_VARIABLE, "")
+    if setting.on_cpu and space.isascii() and space.isdigit() and int(space):
         return int(space) * 2**30 // block_bytes, CPU_SPACE_VARIABLE
     memory_bytes = count_of(arguments.kv_cache_memory_bytes)
     if memory_bytes is not None:

@@ -20,7 +20,7 @@ from kvbm_cli.disaggregated.plan import require_nixl
 from kvbm_cli.engine.engines import copy_count, vllm_problem
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.preflight import metrics_ports
-from kvbm_cli.profile.size import size_key
+from kvbm_cli.profile.size import order_warnings, size_key
 from kvbm_cli.runs.reservations import living_runs, pending_bytes, require_port
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.system.filesystem import expanded, missing_mount, nearest_existing
@@ -37,16 +37,21 @@ DIRECTORY_KEY = "tiers.disk.directory"
 
 @dataclass(frozen=True, slots=True)
 class MachineProblem:
-    """`can_be_forced`: `--force` makes it a warning. `is_risk`: it is always a warning."""
+    """`can_be_forced`: `--force` makes it a warning. `is_risk`: it is a warning. `is_order`: it is a warning, unless
+    `--strict` refuses it."""
 
     error: EnvironmentProblem
     can_be_forced: bool = False
     is_risk: bool = False
+    is_order: bool = False
+
+    def is_warning(self, *, is_forced: bool, is_strict: bool) -> bool:
+        return self.is_risk or (is_forced and self.can_be_forced) or (self.is_order and not is_strict)
 
 
-def require_none(problems: Sequence[MachineProblem], *, is_forced: bool = False) -> None:
+def require_none(problems: Sequence[MachineProblem], *, is_forced: bool = False, is_strict: bool = False) -> None:
     """Raises EnvironmentProblem for the problems, and prints those that are only warnings."""
-    fatal = [one for one in problems if not (one.is_risk or (is_forced and one.can_be_forced))]
+    fatal = [one for one in problems if not one.is_warning(is_forced=is_forced, is_strict=is_strict)]
     warn_of([one for one in problems if one not in fatal])
     if fatal:
         errors = [one.error for one in fatal]
@@ -140,6 +145,19 @@ def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iter
     caches = list_caches(directory)
     has_room = missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked)
     yield MachineProblem(_at(resolved, key, message, hint), can_be_forced=True, is_risk=has_room)
+
+
+def order_problems(
+    resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, *, has_cache: bool = True
+) -> list[MachineProblem]:
+    """Each tier must be at least as large as the one above it."""
+    if isinstance(sizing, SizeUnknown) or not has_cache:
+        return []
+    hint = "raise the lower tier; without `--strict`, this is only a warning"
+    return [
+        MachineProblem(EnvironmentProblem(message, hint=hint), is_order=True)
+        for message in order_warnings(resolved, sizing)
+    ]
 
 
 def _port(resolved: ResolvedProfile, living: Sequence[EngineRun]) -> Iterator[MachineProblem]:

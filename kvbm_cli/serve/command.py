@@ -21,7 +21,7 @@ from kvbm_cli.disaggregated.engines import log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
 from kvbm_cli.engine.engines import how_to_make_model, make_model, require_known_vllm, versions
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.profile.machine_problems import problems_here, require_none, reservation_problems, warn_of
+from kvbm_cli.profile.machine_problems import order_problems, problems_here, require_none, reservation_problems, warn_of
 from kvbm_cli.profile.preflight import check, require_log
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.runs.reservations import taken_ports
@@ -56,6 +56,7 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
             return background.wait()
     served = _checked(reference, overrides, options)
     has_cache = not options.is_baseline
+    require_none(order_problems(served.resolved, served.sizing, has_cache=has_cache), is_strict=options.is_strict)
     if options.is_dry_run:
         warn_of(problems_here(served.resolved, served.sizing, has_cache=has_cache))
         print_dry_run(served, served.plan(served.profile.server.port), as_json=options.as_json)

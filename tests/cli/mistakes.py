@@ -22,7 +22,7 @@ engine:
   model: synthetic:tiny
 tiers:
   host:
-    capacity: 64MiB
+    capacity: 256MiB
 """
 VLLM = """\
 engine:
@@ -30,7 +30,7 @@ engine:
   model: synthetic:vllm-25m
 tiers:
   host:
-    capacity: 64MiB
+    capacity: 256MiB
 """
 
 
@@ -202,11 +202,11 @@ PROFILE = {
     ),
     "profile_no_tier": mine("", base="engine: {model: synthetic:tiny}\n"),
     "profile_tier_without_a_size": mine("  disk: {threads: 2}\n"),
-    "profile_size_without_a_unit": mine("", base=MINE.replace("64MiB", "64")),
-    "profile_size_with_an_unknown_unit": mine("", base=MINE.replace("64MiB", "64 Mbit")),
-    "profile_size_in_gigs": mine("", base=MINE.replace("64MiB", "1gigs")),
-    "profile_size_of_zero": mine("", base=MINE.replace("64MiB", "0GB")),
-    "profile_size_below_a_block": mine("", base=MINE.replace("64MiB", "1KB")),
+    "profile_size_without_a_unit": mine("", base=MINE.replace("256MiB", "64")),
+    "profile_size_with_an_unknown_unit": mine("", base=MINE.replace("256MiB", "64 Mbit")),
+    "profile_size_in_gigs": mine("", base=MINE.replace("256MiB", "1gigs")),
+    "profile_size_of_zero": mine("", base=MINE.replace("256MiB", "0GB")),
+    "profile_size_below_a_block": mine("", base=MINE.replace("256MiB", "1KB")),
     "profile_boolean_in_words": mine("offload: {generated: yes}\n"),
     "profile_number_in_quotes": mine("server: {port: '8000'}\n"),
     "profile_port_too_large": mine("server: {port: 80000}\n"),

@@ -73,7 +73,14 @@ def test_dry_run_as_json_has_everything(home: Path) -> None:
     assert outcome.stderr == ""
     assert plan["profile"] == {"name": "mine", "path": "mine.yaml"}
     assert plan["block"] == {"tokens": 16, "bytes": 4 * 2 * 2 * 64 * 4 * 16, "ranks": 1}
-    assert plan["tiers"]["G2"] == {"blocks": 1024, "tokens": 16384, "sequences": None, "bytes": 64 * 2**20}
+    assert plan["tiers"]["G2"] == {
+        "blocks": 1024,
+        "tokens": 16384,
+        "sequences": None,
+        "bytes": 64 * 2**20,
+        "rank_bytes": 64 * 2**20,
+        "is_estimate": False,
+    }
     assert plan["argv"][1:3] == ["-m", "kvbm.embedded"]
 
 

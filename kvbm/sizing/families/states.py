@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvbm.sizing.families.dense import require_usual_head_dim
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.latent import mla
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerSpec, Ranks, full, state
@@ -76,6 +77,7 @@ def _bamba_state(facts: ModelFacts, ranks: Ranks, inner: int) -> int:
 
 def jamba(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Mamba 1, and full attention in every eighth layer."""
+    require_usual_head_dim(facts)
     step, offset = facts.number("attn_layer_period", default=8), facts.get("attn_layer_offset")
     offset = offset if isinstance(offset, int) else 4
     kinds = ["attention" if layer % step == offset else "state" for layer in range(facts.number("num_hidden_layers"))]

@@ -36,6 +36,18 @@ def narrow_qwen(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     return qwen(facts, ranks)
 
 
+def qwen_without_windows(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    """Families of which vLLM ignores windows, in part or in whole."""
+    if facts.get("sliding_window") is not None and facts.flag("use_sliding_window"):
+        raise SizeUnknown("vLLM ignores `use_sliding_window: true` for this model")
+    return qwen(facts, ranks)
+
+
+def narrow_qwen_without_windows(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    require_usual_head_dim(facts)
+    return qwen_without_windows(facts, ranks)
+
+
 def every(interval: int, *, can_change: bool = False, more_reach: int = 0) -> Reader:
     """Full attention in every `interval`-th layer unless `layer_types` says otherwise; a window in the others.
 
