@@ -76,7 +76,15 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
             run.remove()
             raise
     heading, timeout_s = f"{plan_text(served, endpoint_of(plan))}\n", served.profile.transfer.init_timeout_s
-    return launch(plan, run, options, heading=heading, init_timeout_s=timeout_s, background=background)
+    return launch(
+        plan,
+        run,
+        options,
+        heading=heading,
+        sizing=served.sizing,
+        init_timeout_s=timeout_s,
+        background=background,
+    )
 
 
 def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) -> ServedProfile:

@@ -76,11 +76,12 @@ _BY_FAMILY: dict[Reader, str] = {
     dense.deci: "DeciLMForCausalLM:nemotron-nas",
     windows.qwen: "Qwen3ForCausalLM:qwen3",
     windows.narrow_qwen: "MiMoForCausalLM:mimo Qwen2ForCausalLM:qwen2",
-    windows.qwen_without_windows: "Qwen3MoeForCausalLM:qwen3_moe "
+    windows.qwen_without_windows: "Qwen3MoeForCausalLM:qwen3_moe",
+    windows.qwen3_vl: "Qwen3VLForConditionalGeneration:qwen3_vl_text "
+    "Qwen3VLMoeForConditionalGeneration:qwen3_vl_moe_text",
+    windows.narrow_qwen_without_windows: "Qwen2MoeForCausalLM:qwen2_moe "
     "Qwen2VLForConditionalGeneration:qwen2_vl,qwen2_vl_text "
-    "Qwen2_5_VLForConditionalGeneration:qwen2_5_vl,qwen2_5_vl_text "
-    "Qwen3VLForConditionalGeneration:qwen3_vl_text Qwen3VLMoeForConditionalGeneration:qwen3_vl_moe_text",
-    windows.narrow_qwen_without_windows: "Qwen2MoeForCausalLM:qwen2_moe",
+    "Qwen2_5_VLForConditionalGeneration:qwen2_5_vl,qwen2_5_vl_text",
     windows.every(2): "Gemma2ForCausalLM:gemma2",
     windows.every(4): "Olmo3ForCausalLM:olmo3",
     windows.every(

@@ -48,6 +48,13 @@ def narrow_qwen_without_windows(facts: ModelFacts, ranks: Ranks) -> list[LayerSp
     return qwen_without_windows(facts, ranks)
 
 
+def qwen3_vl(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    """vLLM applies a `sliding_window` whatever `use_sliding_window` says."""
+    if facts.get("sliding_window") is not None:
+        raise SizeUnknown("with `sliding_window`, only the engine knows the size of a block of this model")
+    return qwen(facts, ranks)
+
+
 def every(interval: int, *, can_change: bool = False, more_reach: int = 0) -> Reader:
     """Full attention in every `interval`-th layer unless `layer_types` says otherwise; a window in the others.
 
