@@ -1,5 +1,7 @@
 """What vLLM itself says of the KV cache of each model in the catalogue. Run as a script, it prints JSON.
 
+Arguments: a file of configurations by name, and the numbers of ranks, by default TENSOR_PARALLEL.
+
 vLLM's own model class is built on the meta device, which takes no memory, and asked for the spec of each layer; then
 vLLM's own functions form the groups. Experts and vocabulary are made small, because they do not change the cache. A
 model with an image part is built as its language model alone. The ranks of tensor parallelism are only claimed.
@@ -16,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -152,12 +155,12 @@ def _group(spec: Any, layers: int) -> list[object]:
     return [spec.block_size, layers, reach]
 
 
-def main(catalogue: Path) -> None:
+def main(catalogue: Path, tensor_parallel: Sequence[int]) -> None:
     prepare()
     models: dict[str, Any] = {}
     for name, config in json.loads(catalogue.read_text()).items():
         models[name] = {}
-        for ranks in TENSOR_PARALLEL:
+        for ranks in tensor_parallel:
             try:
                 vllm_config, specs = specs_of(language_model(config), ranks)
             except Exception as error:  # whatever this build of vLLM cannot construct; the test lists which ones
@@ -170,4 +173,5 @@ def main(catalogue: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
-    main(Path(sys.argv[1]))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    main(Path(sys.argv[1]), [int(ranks) for ranks in sys.argv[2:]] or TENSOR_PARALLEL)

@@ -61,15 +61,17 @@ def _require_decoder(facts: ModelFacts) -> None:
 
 # Reader: architectures, each with the model types of its language model.
 _BY_FAMILY: dict[Reader, str] = {
-    dense.dense: "Ernie4_5ForCausalLM:ernie4_5 GraniteForCausalLM:granite HunYuanDenseV1ForCausalLM:hunyuan_v1_dense "
-    "HunYuanMoEV1ForCausalLM:hunyuan_v1_moe LLaMAForCausalLM:llama LlamaForCausalLM:llama "
-    "Ministral3ForCausalLM:ministral3 Mistral3ForConditionalGeneration:mistral,ministral3 MistralForCausalLM:mistral "
-    "OlmoForCausalLM:olmo Olmo2ForCausalLM:olmo2 Phi3ForCausalLM:phi3 SeedOssForCausalLM:seed_oss "
-    "Starcoder2ForCausalLM:starcoder2",
+    dense.dense: "ArceeForCausalLM:arcee Ernie4_5ForCausalLM:ernie4_5 GraniteForCausalLM:granite "
+    "HunYuanDenseV1ForCausalLM:hunyuan_v1_dense HunYuanMoEV1ForCausalLM:hunyuan_v1_moe LLaMAForCausalLM:llama "
+    "LlamaForCausalLM:llama Ministral3ForCausalLM:ministral3 Mistral3ForConditionalGeneration:mistral,ministral3 "
+    "MistralForCausalLM:mistral Olmo2ForCausalLM:olmo2 OlmoForCausalLM:olmo Phi3ForCausalLM:phi3 "
+    "SeedOssForCausalLM:seed_oss Starcoder2ForCausalLM:starcoder2",
     dense.alike: "CohereForCausalLM:cohere Ernie4_5_MoeForCausalLM:ernie4_5_moe GemmaForCausalLM:gemma "
-    "Glm4ForCausalLM:glm4 Glm4MoeForCausalLM:glm4_moe MixtralForCausalLM:mixtral NemotronForCausalLM:nemotron",
-    dense.alike_and_narrow: "OlmoeForCausalLM:olmoe StableLmForCausalLM:stablelm",
-    dense.narrow: "GraniteMoeForCausalLM:granitemoe",
+    "Glm4ForCausalLM:glm4 Glm4MoeForCausalLM:glm4_moe GlmForCausalLM:glm MixtralForCausalLM:mixtral "
+    "NemotronForCausalLM:nemotron",
+    dense.alike_and_narrow: "OlmoeForCausalLM:olmoe PhiForCausalLM:phi PhiMoEForCausalLM:phimoe "
+    "StableLmForCausalLM:stablelm",
+    dense.narrow: "GraniteMoeForCausalLM:granitemoe GraniteMoeSharedForCausalLM:granitemoeshared",
     dense.minimax_m2: "MiniMaxM2ForCausalLM:minimax_m2",
     dense.falcon: "FalconForCausalLM:falcon",
     dense.step3: "Step3TextForCausalLM:step3_text",
@@ -79,14 +81,12 @@ _BY_FAMILY: dict[Reader, str] = {
     windows.qwen_without_windows: "Qwen3MoeForCausalLM:qwen3_moe",
     windows.qwen3_vl: "Qwen3VLForConditionalGeneration:qwen3_vl_text "
     "Qwen3VLMoeForConditionalGeneration:qwen3_vl_moe_text",
-    windows.narrow_qwen_without_windows: "Qwen2MoeForCausalLM:qwen2_moe "
-    "Qwen2VLForConditionalGeneration:qwen2_vl,qwen2_vl_text "
-    "Qwen2_5_VLForConditionalGeneration:qwen2_5_vl,qwen2_5_vl_text",
+    windows.smollm3: "SmolLM3ForCausalLM:smollm3",
+    windows.narrow_qwen_without_windows: "Qwen2_5_VLForConditionalGeneration:qwen2_5_vl,qwen2_5_vl_text "
+    "Qwen2MoeForCausalLM:qwen2_moe Qwen2VLForConditionalGeneration:qwen2_vl,qwen2_vl_text",
     windows.every(2): "Gemma2ForCausalLM:gemma2",
-    windows.every(4): "Olmo3ForCausalLM:olmo3",
-    windows.every(
-        4, can_change=True, more_reach=1
-    ): "Cohere2ForCausalLM:cohere2",  # vLLM keeps one token more than `sliding_window`
+    windows.every(4): "Exaone4ForCausalLM:exaone4 Olmo3ForCausalLM:olmo3",
+    windows.every(4, can_change=True, more_reach=1): "Cohere2ForCausalLM:cohere2",  # vLLM keeps one token more
     windows.every(6, can_change=True): "Gemma3ForCausalLM:gemma3_text Gemma3ForConditionalGeneration:gemma3_text",
     windows.gemma3n: "Gemma3nForCausalLM:gemma3n_text Gemma3nForConditionalGeneration:gemma3n_text",
     windows.gemma4: "Gemma4ForCausalLM:gemma4_text Gemma4ForConditionalGeneration:gemma4_text",
@@ -98,16 +98,16 @@ _BY_FAMILY: dict[Reader, str] = {
     "KimiK25ForConditionalGeneration:deepseek_v3,kimi_k2 MistralLarge3ForCausalLM:deepseek_v3",
     latent.glm4_lite: "Glm4MoeLiteForCausalLM:glm4_moe_lite",
     latent.sparse_mla: "DeepseekV32ForCausalLM:deepseek_v32 GlmMoeDsaForCausalLM:glm_moe_dsa",
-    latent.minimax_m3: "MiniMaxM3SparseForCausalLM:minimax_m3 MiniMaxM3ForCausalLM:minimax_m3 "
+    latent.minimax_m3: "MiniMaxM3ForCausalLM:minimax_m3 MiniMaxM3SparseForCausalLM:minimax_m3 "
     "MiniMaxM3SparseForConditionalGeneration:minimax_m3,minimax_m3_text",
-    states.gdn: "Qwen3NextForCausalLM:qwen3_next Qwen3_5ForCausalLM:qwen3_5_text "
-    "Qwen3_5MoeForCausalLM:qwen3_5_moe_text Qwen3_5ForConditionalGeneration:qwen3_5_text "
-    "Qwen3_5MoeForConditionalGeneration:qwen3_5_moe_text",
+    states.gdn: "Qwen3_5ForCausalLM:qwen3_5_text Qwen3_5ForConditionalGeneration:qwen3_5_text "
+    "Qwen3_5MoeForCausalLM:qwen3_5_moe_text Qwen3_5MoeForConditionalGeneration:qwen3_5_moe_text "
+    "Qwen3NextForCausalLM:qwen3_next",
     states.nemotron_h: "NemotronHForCausalLM:nemotron_h",
     states.granite_hybrid: "GraniteMoeHybridForCausalLM:granitemoehybrid",
     states.falcon_h1: "FalconH1ForCausalLM:falcon_h1",
     states.jamba: "JambaForCausalLM:jamba",
-    states.kimi_linear: "KimiLinearForCausalLM:kimi_linear KimiK3ForConditionalGeneration:kimi_linear",
+    states.kimi_linear: "KimiK3ForConditionalGeneration:kimi_linear KimiLinearForCausalLM:kimi_linear",
 }
 
 

@@ -11,6 +11,7 @@ from kvbm.sizing.families.layers import (
     by_layer_types,
     head_dim,
     kv_heads,
+    listed,
     with_windows,
     without_shared,
 )
@@ -41,6 +42,12 @@ def qwen_without_windows(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     if facts.get("sliding_window") is not None and facts.flag("use_sliding_window"):
         raise SizeUnknown("vLLM ignores `use_sliding_window: true` for this model")
     return qwen(facts, ranks)
+
+
+def smollm3(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+    if kinds := set(facts.texts("layer_types") or ()) - {"full_attention"}:
+        raise SizeUnknown(f"with `layer_types` of {listed(kinds)}, only the engine knows the size of a block")
+    return qwen_without_windows(facts, ranks)
 
 
 def narrow_qwen_without_windows(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
