@@ -23,7 +23,7 @@ from kvbm_cli.profile.resolve import resolve
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
-BASE_PROFILES = {"vllm": "vllm", "sglang": "vllm", "tensorrt-llm": "tensorrt-llm"}
+BASE_PROFILES = {"vllm": "vllm", "sglang": "vllm", "tensorrt-llm": "trtllm"}
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 _KEYS = {
     "--tp": "engine.arguments.tensor_parallel_size",
