@@ -122,6 +122,8 @@ def device(
     tensor_parallel, stage_count = arguments.tensor_parallel_size or 1, arguments.pipeline_parallel_size or 1
     stages = _stages(len(plan.layers), stage_count, setting.variables.get(STAGES_VARIABLE))
     block_bytes = tuple(max(group.bytes_on(stage) for group in plan.groups) for stage in stages)
+    if not all(block_bytes):
+        raise SizeUnknown("a pipeline stage has no layer with a cache of its own, so only vLLM knows its blocks")
     block_count, set_by = _block_count(arguments, max(block_bytes), setting)
     notes = plan.notes
     if block_count is None and memory is not None:

@@ -1,5 +1,7 @@
 """Blocks of vLLM, against what vLLM 0.32 itself logged for the same models, and the rules one by one."""
 
+import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from kvbm.config.schema import Profile
 from kvbm.errors import ProfileError
 from kvbm.sizing import PAGE_BYTES, SizeUnknown, Sizing, size
+from kvbm.sizing.catalogue import catalogue
 
 QWEN3_81M = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -320,3 +323,22 @@ def test_stages_share_all_layers_and_slots_are_whole_pages(
     assert sizing.block_bytes == page_bytes * -(-(layers + stages) // stages)
     assert sizing.host.total_bytes >= 3 * page_bytes * (layers + stages) * tensor
     assert sizing.host.total_bytes % PAGE_BYTES == 0
+
+
+JUNK = (None, 0, -1, True, False, "8", 1.5, [], {}, [1], ["full_attention"], 2**70, [None] * 8, [[1]])
+SHARDS = {"tensor_parallel_size": st.sampled_from([1, 2, 3, 8]), "pipeline_parallel_size": st.sampled_from([1, 2, 5])}
+
+
+@given(st.data(), st.sampled_from(sorted(catalogue())), st.fixed_dictionaries(SHARDS))
+def test_a_broken_configuration_is_refused_or_has_a_size(
+    data: st.DataObject, model: str, shards: dict[str, int]
+) -> None:
+    facts = copy.deepcopy(dict(catalogue()[model]))
+    text = facts.get("text_config", facts)
+    assert isinstance(text, dict)
+    for name in data.draw(st.lists(st.sampled_from(sorted(text)), min_size=1, max_size=3)):
+        text[name] = data.draw(st.sampled_from(JUNK))
+    with contextlib.suppress(ProfileError, SizeUnknown):
+        sizing = sized(facts, shards)
+        assert sizing.block_bytes > 0
+        assert sizing.block_tokens > 0

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import LayerSpec, Ranks, full
-from kvbm.sizing.families.layers import all_layers, by_layer_types, head_dim, listed, query_heads, with_windows
+from kvbm.sizing.families.layers import (
+    all_layers,
+    by_layer_types,
+    head_dim,
+    listed,
+    query_heads,
+    usual_head_dim,
+    with_windows,
+)
 
 
 def dense(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
@@ -37,7 +45,7 @@ def narrow(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 
 def require_usual_head_dim(facts: ModelFacts) -> None:
     """Refuse a `head_dim` that vLLM would ignore for this family."""
-    dim, usual = facts.get("head_dim"), facts.number("hidden_size") // query_heads(facts)
+    dim, usual = facts.get("head_dim"), usual_head_dim(facts)
     if dim not in (None, usual):
         raise SizeUnknown(f"vLLM ignores `head_dim: {dim}` for this model")
 
@@ -57,7 +65,7 @@ def falcon(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
         kv_heads = 1 if facts.flag("multi_query") else heads
     for name in ("multi_query", "num_kv_heads"):
         facts.get(name)
-    dim = facts.number("hidden_size") // heads
+    dim = usual_head_dim(facts)
     return [full(layer, ranks, kv_heads, dim) for layer in range(facts.number("num_hidden_layers"))]
 
 
@@ -69,8 +77,10 @@ def step3(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 def deci(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Nemotron Super and Ultra of Llama 3: some layers have no attention."""
     blocks = facts.get("block_configs")
-    if not isinstance(blocks, list):
-        raise SizeUnknown("a DeciLM model without `block_configs` has a cache that only the engine knows")
+    if not isinstance(blocks, list) or len(blocks) != facts.number("num_hidden_layers"):
+        raise SizeUnknown(
+            "a DeciLM model without `block_configs` of each layer has a cache that only the engine knows"
+        )
     heads, dim = query_heads(facts), head_dim(facts)
     facts.get("num_key_value_heads")
     specs = []
@@ -78,6 +88,10 @@ def deci(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
         attention = ModelFacts(block).section("attention") if isinstance(block, Mapping) else ModelFacts({})
         if attention.flag("replace_with_linear") or attention.flag("sparsify"):
             raise SizeUnknown("a DeciLM model with linear or sparse attention has a cache that only the engine knows")
-        if not attention.flag("no_op"):
-            specs.append(full(layer, ranks, heads // attention.number("n_heads_in_group"), dim))
+        if attention.flag("no_op"):
+            continue
+        group = attention.number("n_heads_in_group")
+        if heads % group:
+            raise SizeUnknown(f"{heads} attention heads cannot be divided into groups of {group}")
+        specs.append(full(layer, ranks, heads // group, dim))
     return specs

@@ -26,21 +26,22 @@ def sparse_mla(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     dim = facts.number("index_head_dim")
     token_bytes = dim + dim // 128 * FLOAT32_BYTES
     kinds = facts.texts("layer_types")
-    if kinds is not None and set(kinds) != {"deepseek_sparse_attention"}:
-        raise SizeUnknown(f"layers of type {listed(set(kinds))} are not known for this model")
+    if kinds is not None and not set(kinds) <= {"deepseek_sparse_attention", "indexed_attention"}:
+        raise SizeUnknown(f"layers of type {listed(kinds)} are not known for this model")
     specs = mla(facts, ranks)
-    return specs + [index(spec.layer, token_bytes) for spec in specs if _selects_tokens(facts, spec.layer)]
+    selects = [_selects_tokens(facts, spec.layer) for spec in specs]
+    indexers = facts.texts("indexer_types")
+    if indexers is not None and [kind == "full" for kind in indexers] != selects:
+        raise SizeUnknown("vLLM ignores `indexer_types` that differ from `index_topk_freq` or `index_topk_pattern`")
+    return specs + [index(spec.layer, token_bytes) for spec, one in zip(specs, selects, strict=True) if one]
 
 
 def _selects_tokens(facts: ModelFacts, layer: int) -> bool:
-    kinds, pattern = facts.texts("indexer_types"), facts.get("index_topk_pattern")
-    if isinstance(pattern, str):
+    pattern = facts.get("index_topk_pattern")
+    if isinstance(pattern, str | list):
         return not (layer < len(pattern) and pattern[layer] == "S")
-    frequency = facts.number("index_topk_freq", default=1)
-    by_frequency = max(layer - facts.number("index_skip_topk_offset", default=2) + 1, 0) % frequency == 0
-    if kinds is not None and frequency == 1 and layer < len(kinds):
-        return kinds[layer] == "full"
-    return by_frequency
+    offset = facts.number("index_skip_topk_offset", default=2)
+    return max(layer - offset + 1, 0) % facts.number("index_topk_freq", default=1) == 0
 
 
 def minimax_m3(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
@@ -48,6 +49,6 @@ def minimax_m3(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     sparse = facts.section("sparse_attention_config")
     frequency, dim = sparse.get("sparse_attention_freq"), sparse.number("sparse_index_dim")
     specs = all_layers(facts, ranks)
-    if not isinstance(frequency, list) or len(frequency) < len(specs):
+    if not isinstance(frequency, list) or len(frequency) != len(specs):
         raise SizeUnknown("a MiniMax M3 model without `sparse_attention_freq` has a cache that only the engine knows")
     return specs + [index(spec.layer, dim * 2) for spec in specs if frequency[spec.layer]]

@@ -22,9 +22,15 @@ def kv_heads(facts: ModelFacts) -> int:
 
 
 def head_dim(facts: ModelFacts) -> int:
-    if facts.get("head_dim"):
-        return facts.number("head_dim")
-    return facts.number("hidden_size") // query_heads(facts)
+    return facts.number("head_dim") if facts.get("head_dim") else usual_head_dim(facts)
+
+
+def usual_head_dim(facts: ModelFacts) -> int:
+    """Return the width that the heads share. SizeUnknown if there is less than one number for a head."""
+    width, heads = facts.number("hidden_size"), query_heads(facts)
+    if width < heads:
+        raise SizeUnknown(f"a `hidden_size` of {width} cannot be divided among {heads} heads")
+    return width // heads
 
 
 def all_layers(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:

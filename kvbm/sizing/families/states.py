@@ -58,9 +58,9 @@ def granite_hybrid(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 
 def falcon_h1(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Every layer has attention and a state."""
-    inner = facts.get("mamba_d_ssm") or facts.number("mamba_expand", default=2) * facts.number("hidden_size")
-    facts.get("mamba_expand")
-    bytes_of_state = _bamba_state(facts, ranks, int(str(inner)))
+    expanded = facts.number("mamba_expand", default=2) * facts.number("hidden_size")
+    inner = expanded if facts.get("mamba_d_ssm") is None else facts.number("mamba_d_ssm")
+    bytes_of_state = _bamba_state(facts, ranks, inner)
     specs = all_layers(facts, ranks)
     return [one for spec in specs for one in (spec, state(spec.layer, bytes_of_state))]
 
@@ -145,6 +145,6 @@ def _state_bytes(facts: ModelFacts, ranks: Ranks, name: str, *, default: int) ->
         return ranks.state_bytes
     if named is None:
         return default
-    if named not in _STATE_TYPES:
+    if str(named) not in _STATE_TYPES:
         raise SizeUnknown(f"with `{name}: {named}`, only the engine knows the size of a block")
     return _STATE_TYPES[str(named)]

@@ -93,7 +93,7 @@ def _require_full_at_the_end(facts: ModelFacts) -> None:
 def gemma4(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Layers with full attention have heads of their own; vLLM stores their values though they equal the keys."""
     kinds = facts.texts("layer_types")
-    if kinds is None:
+    if kinds is None or len(kinds) != facts.number("num_hidden_layers"):
         raise SizeUnknown("a Gemma 4 model without `layer_types` has a cache that only the engine knows")
     _require_full_at_the_end(facts)
     heads, dim = kv_heads(facts), head_dim(facts)
@@ -106,7 +106,7 @@ def gemma4(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
         local(full(layer, ranks, heads, dim), LayerKind.WINDOW, window)
         if kind == "sliding_attention"
         else full(layer, ranks, global_heads, global_dim)
-        for layer, kind in enumerate(kinds[: facts.number("num_hidden_layers")])
+        for layer, kind in enumerate(kinds)
     ]
     return without_shared(specs, facts)
 
@@ -125,6 +125,8 @@ def llama4(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     facts.get("layer_types")
     step = facts.number("no_rope_layer_interval", default=4)
     rope = given if isinstance(given, list) and given else [(spec.layer + 1) % step != 0 for spec in specs]
+    if len(rope) != len(specs):
+        raise SizeUnknown(f"a model with {len(specs)} layers but `no_rope_layers` of {len(rope)} is not known")
     if not facts.get("attention_chunk_size"):
         return specs
     chunk = facts.number("attention_chunk_size")
@@ -134,7 +136,7 @@ def llama4(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 def mimo_v2(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Layers with a window have heads and dimensions of their own, the `swa_` facts."""
     pattern = facts.get("hybrid_layer_pattern")
-    if not isinstance(pattern, list):
+    if not isinstance(pattern, list) or len(pattern) != facts.number("num_hidden_layers"):
         raise SizeUnknown("a MiMo V2 model without `hybrid_layer_pattern` has a cache that only the engine knows")
     dim, heads = facts.number("head_dim"), kv_heads(facts)
     swa_dim = facts.number("swa_head_dim", default=dim)
@@ -148,7 +150,7 @@ def mimo_v2(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
         local(full(layer, ranks, swa_heads, swa_dim, swa_value_dim), LayerKind.WINDOW, window)
         if has_window
         else full(layer, ranks, heads, dim, value_dim)
-        for layer, has_window in enumerate(pattern[: facts.number("num_hidden_layers")])
+        for layer, has_window in enumerate(pattern)
     ]
 
 
