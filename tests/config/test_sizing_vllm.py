@@ -330,9 +330,7 @@ SHARDS = {"tensor_parallel_size": st.sampled_from([1, 2, 3, 8]), "pipeline_paral
 
 
 @given(st.data(), st.sampled_from(sorted(catalogue())), st.fixed_dictionaries(SHARDS))
-def test_a_broken_configuration_is_refused_or_has_a_size(
-    data: st.DataObject, model: str, shards: dict[str, int]
-) -> None:
+def test_a_broken_configuration_is_refused_or_sized(data: st.DataObject, model: str, shards: dict[str, int]) -> None:
     facts = copy.deepcopy(dict(catalogue()[model]))
     text = facts.get("text_config", facts)
     assert isinstance(text, dict)
