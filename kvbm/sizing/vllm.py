@@ -29,7 +29,6 @@ CPU_BLOCK_TOKENS = 128
 GPU_BLOCK_TOKENS = 16
 LATENT_GPU_BLOCK_TOKENS = 64
 CPU_KERNEL_TOKENS, GPU_KERNEL_TOKENS = 32, 16  # the smallest block of the attention kernels
-WIDE_HEAD = 256  # kernels for Blackwell have larger blocks for heads of this dimension
 LATENT_ALIGNMENT = 128  # of models with latent attention and states
 CPU_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
@@ -231,7 +230,8 @@ def _block_tokens(
         tokens = LATENT_GPU_BLOCK_TOKENS
     if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:
         tokens = max(tokens, 128)  # the block of MiniMax M3's sparse attention
-    has_wide_heads = any(WIDE_HEAD in spec.shape[1:] for spec in specs) and setting.may_be_blackwell
+    dims = {dim for spec in specs if spec.kind is not LayerKind.LATENT for dim in spec.shape[1:]}
+    has_wide_heads = (256 in dims and setting.may_be_blackwell) or 512 in dims  # larger blocks on Blackwell, or for FP8
     if not on_cpu and arguments.block_size is None and ((is_latent and not has_states) or has_wide_heads):
         notes.append("the attention backend may choose another block size; set `engine.arguments.block_size` to fix it")
     if setting.may_be_blackwell and _is_narrow_by_default(arguments, model_config):

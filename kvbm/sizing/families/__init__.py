@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvbm.errors import ProfileError
 from kvbm.sizing.families import dense, latent, states, windows
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import LayerSpec, Ranks
@@ -43,10 +42,10 @@ def layer_specs(model_config: Mapping[str, object], ranks: Ranks) -> list[LayerS
 
 
 def architecture_of(model_config: Mapping[str, object]) -> str:
-    """Return the first of `architectures`. ProfileError if there is none."""
+    """Return the first of `architectures`. SizeUnknown if there is none: vLLM may derive it from the model type."""
     names = model_config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ProfileError("the model's configuration has no `architectures`")
+        raise SizeUnknown("the model's configuration has no `architectures`")
     return names[0]
 
 

@@ -78,9 +78,7 @@ def deci(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Nemotron Super and Ultra of Llama 3: some layers have no attention."""
     blocks = facts.get("block_configs")
     if not isinstance(blocks, list) or len(blocks) != facts.number("num_hidden_layers"):
-        raise SizeUnknown(
-            "a DeciLM model without `block_configs` of each layer has a cache that only the engine knows"
-        )
+        raise SizeUnknown("a DeciLM model without `block_configs` of each layer has a cache that only the engine knows")
     heads, dim = query_heads(facts), head_dim(facts)
     facts.get("num_key_value_heads")
     specs = []

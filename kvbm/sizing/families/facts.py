@@ -60,7 +60,9 @@ class ModelFacts(Mapping[str, object]):
         return len(self._facts)
 
     def number(self, name: str, *, default: int | None = None) -> int:
-        """Return a positive whole number. ProfileError if the configuration has none of that name."""
+        """Return a positive whole number. ProfileError for anything else, SizeUnknown for a missing one."""
+        if default is None and name not in self:
+            raise SizeUnknown(f"the model's configuration has no `{name}`, and only the engine knows the default")
         return count(self, name, default=default)
 
     def numbers(self, *names: str, default: int) -> int:
@@ -77,10 +79,10 @@ class ModelFacts(Mapping[str, object]):
         return bool(self.get(name))
 
     def section(self, name: str) -> ModelFacts:
-        """Return a section of the configuration. ProfileError if there is none."""
+        """Return a section of the configuration. SizeUnknown if there is none."""
         value = self.get(name)
         if not isinstance(value, Mapping):
-            raise ProfileError(f"the model's configuration has no section `{name}`")
+            raise SizeUnknown(f"the model's configuration has no section `{name}`")
         return ModelFacts(value)
 
     def require_known(self) -> None:
