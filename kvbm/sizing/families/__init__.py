@@ -51,8 +51,11 @@ def architecture_of(model_config: Mapping[str, object]) -> str:
 
 def _require_decoder(facts: ModelFacts) -> None:
     """Refuse encoders: vLLM keeps no cache for attention that looks at later tokens."""
-    harmless = {"is_causal": (True,), "is_encoder_decoder": (None, False)}
-    harmless["use_bidirectional_attention"] = (None, False, "vision")  # Gemma 4: only among the tokens of an image
+    harmless: dict[str, tuple[object, ...]] = {
+        "is_causal": (True,),
+        "is_encoder_decoder": (None, False),
+        "use_bidirectional_attention": (None, False, "vision"),  # Gemma 4: only among the tokens of an image
+    }
     for name, values in harmless.items():
         if name in facts and facts[name] not in values:
             raise SizeUnknown(f"with `{name}: {facts[name]}`, only the engine knows the size of a block")
