@@ -58,13 +58,15 @@ class SizeRequest:
             raise UsageError(f"`--engine` must be one of {known}, not `{engine}`")
         if self.profile is not None and "--engine" in self.options:
             raise UsageError("`--engine` and `--profile` cannot be combined: a profile names its engine")
-        keys = {**_KEYS, **(_KEYS_OF_TENSORRT_LLM if engine == "tensorrt-llm" else {})}
+        nested = _KEYS_OF_TENSORRT_LLM if engine == "tensorrt-llm" else {}
         given = [f"engine.model={self._model}"] if self._model is not None else []
         if (layout := self.options.get("--layout")) is not None:
             if layout.upper() not in LAYOUTS:
                 raise UsageError(f"`--layout` must be one of {', '.join(LAYOUTS)}, not `{layout}`")
             given.append(f"engine.environment.{LAYOUT_VARIABLE}={layout.upper()}")
-        options = {keys[name]: (name, text) for name, text in self.options.items() if name in keys}
+        given += [f"{key}={self.options[name]}" for name, key in nested.items() if name in self.options]
+        direct = {name: key for name, key in _KEYS.items() if name in self.options and name not in nested}
+        options = {key: (name, self.options[name]) for name, key in direct.items()}
         return resolve(self.profile or BASE_PROFILES[engine], [*given, *self.overrides], options)
 
     @property
