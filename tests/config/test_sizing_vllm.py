@@ -192,6 +192,7 @@ UNKNOWN = {
     "a model type of another family": ({**QWEN3_81M, "model_type": "llama"}, {}),
     "no model type": ({name: value for name, value in QWEN3_81M.items() if name != "model_type"}, {}),
     "an encoder": ({**QWEN3_81M, "is_causal": False}, {}),
+    "heads of no width": ({**QWEN3_81M, "head_dim": 0}, {}),
     "null for causal": ({**QWEN3_81M, "is_causal": None}, {}),
     "attention in both directions": ({**GEMMA_LIKE, "use_bidirectional_attention": True}, {}),
     "more shared layers than layers": ({**GEMMA_LIKE, "num_kv_shared_layers": 8}, {}),

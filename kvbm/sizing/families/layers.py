@@ -22,7 +22,10 @@ def kv_heads(facts: ModelFacts) -> int:
 
 
 def head_dim(facts: ModelFacts) -> int:
-    return facts.number("head_dim") if facts.get("head_dim") else usual_head_dim(facts)
+    dim = facts.get("head_dim")
+    if dim == 0:
+        raise SizeUnknown("with `head_dim: 0`, only the engine knows the size of a block")
+    return usual_head_dim(facts) if dim is None else facts.number("head_dim")
 
 
 def usual_head_dim(facts: ModelFacts) -> int:
