@@ -57,6 +57,7 @@ _KNOWN_VALUES = {  # of arguments that would change the cache with any other val
     "runner": ("auto", "generate"),
 }
 _STATE_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_IGNORES_CACHE_TYPE = {"FalconForCausalLM"}
 _NARROW = "vLLM stores the cache of this model in 8 bits by default"
 _FP8_BY_DEFAULT = {"GlmMoeDsaForCausalLM"}  # on GPUs of compute capability 10.x
 
@@ -208,6 +209,8 @@ def _cache_bytes(
         source = "the checkpoint's `quantization_config`: KV cache"
     if kept is None:
         return model_bytes
+    if architecture_of(model_config) in _IGNORES_CACHE_TYPE:
+        raise SizeUnknown(f"vLLM ignores `{source}: {kept}` for this model")
     if kept not in _CACHE_ELEMENT_BYTES or (LayerKind.INDEX in kinds and _CACHE_ELEMENT_BYTES[kept] != 2):
         raise SizeUnknown(f"with `{source}: {kept}`, only vLLM knows the size of a block")
     return _CACHE_ELEMENT_BYTES[kept]
@@ -224,8 +227,15 @@ def _block_tokens(
     kinds = {spec.kind for spec in specs}
     is_latent, has_states = LayerKind.LATENT in kinds, LayerKind.STATE in kinds
     tokens, notes = default_block_tokens(arguments, on_cpu=on_cpu), []
-    if is_latent and on_cpu and arguments.block_size is None:
+    if is_latent and on_cpu:
+        if arguments.block_size not in (None, GPU_BLOCK_TOKENS):
+            raise SizeUnknown(
+                f"on a CPU, vLLM may replace `block_size: {arguments.block_size}` by {GPU_BLOCK_TOKENS} for this model",
+                hint="set `engine.arguments.block_size: 16`",
+            )
         tokens = GPU_BLOCK_TOKENS
+        if arguments.block_size is None:
+            notes.append("on a CPU with AMX, a block of this model has 128 tokens")
     elif is_latent and not on_cpu and not has_states and arguments.block_size is None:
         tokens = LATENT_GPU_BLOCK_TOKENS
     if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:

@@ -193,6 +193,16 @@ UNKNOWN = {
     "no model type": ({name: value for name, value in QWEN3_81M.items() if name != "model_type"}, {}),
     "an encoder": ({**QWEN3_81M, "is_causal": False}, {}),
     "heads of no width": ({**QWEN3_81M, "head_dim": 0}, {}),
+    "a block that a CPU does not take": (DEEPSEEK_V2_LIKE, {"block_size": 64}),
+    "a type of the cache that is ignored": (
+        {
+            **QWEN3_81M,
+            "architectures": ["FalconForCausalLM"],
+            "model_type": "falcon",
+            "hidden_size": 512,
+        },
+        {"kv_cache_dtype": "fp8"},
+    ),
     "null for causal": ({**QWEN3_81M, "is_causal": None}, {}),
     "attention in both directions": ({**GEMMA_LIKE, "use_bidirectional_attention": True}, {}),
     "more shared layers than layers": ({**GEMMA_LIKE, "num_kv_shared_layers": 8}, {}),

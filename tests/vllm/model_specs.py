@@ -26,6 +26,7 @@ from unittest.mock import MagicMock
 
 TENSOR_PARALLEL = (1, 2, 8)
 LAYOUTS = ("LBNHC", "BLHNC")
+MORE_ARGUMENTS = "MODEL_SPECS_ARGUMENTS"  # variable with arguments of vLLM, as JSON
 LANGUAGE_MODELS = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
     "Gemma4ForConditionalGeneration": ("Gemma4ForCausalLM", "gemma4_text"),
@@ -99,18 +100,19 @@ def specs_of(config: dict[str, Any], tensor_parallel: int) -> tuple[Any, dict[st
 
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        arguments = EngineArgs(
-            model=directory,
-            tokenizer=directory,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            enforce_eager=True,
-            max_model_len=2048,
-            dtype="bfloat16",
-            mamba_ssm_cache_dtype="float32",
-            enable_prefix_caching=True,
-        )
-        vllm_config = arguments.create_engine_config()
+        arguments: dict[str, Any] = {
+            "model": directory,
+            "tokenizer": directory,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "enforce_eager": True,
+            "max_model_len": 2048,
+            "dtype": "bfloat16",
+            "mamba_ssm_cache_dtype": "float32",
+            "enable_prefix_caching": True,
+            **json.loads(os.environ.get(MORE_ARGUMENTS, "{}")),
+        }
+        vllm_config = EngineArgs(**arguments).create_engine_config()
         with set_current_vllm_config(vllm_config):
             if not parallel_state.model_parallel_is_initialized():
                 where = f"file://{tempfile.mktemp()}"

@@ -40,10 +40,11 @@ def truth() -> dict[str, dict[str, Any]]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def ours(facts: dict[str, Any], ranks: int, layout: str) -> dict[str, Any]:
+def ours(facts: dict[str, Any], ranks: int, layout: str, **more: Any) -> dict[str, Any]:
     """The same in our words: what a CPU build does in bfloat16, with states in float32 as model_specs.py fixes them."""
     facts = {name: value for name, value in facts.items() if name != "quantization_config"}
-    arguments = VllmArguments(tensor_parallel_size=ranks, max_model_len=2048, mamba_ssm_cache_dtype="float32")
+    given = {"tensor_parallel_size": ranks, "max_model_len": 2048, "mamba_ssm_cache_dtype": "float32", **more}
+    arguments = VllmArguments.model_validate(given)
     plan = plan_of(arguments, facts, Setting({"VLLM_KV_CACHE_LAYOUT": layout}, on_cpu=True))
     groups = [
         ["state" if group.kind is LayerKind.STATE else group.block_tokens, len(group.specs), group.specs[0].reach]
