@@ -23,6 +23,9 @@ def show_size(request: SizeRequest, *, as_json: bool, is_strict: bool) -> int:
     demand, speeds, resolved = request.demand(), request.speeds(), request.resolve()
     wanted, facts = request.wanted(resolved), request.facts()
     sizing = size_of(resolved, wanted, facts=facts)
+    longest = None
+    if wanted.sequence_tokens is not None:
+        longest = size_of(resolved, replace(wanted, sequence_tokens=None), facts=facts)
     needed = None
     if demand is not None:
         sequences, tokens = demand
@@ -30,9 +33,11 @@ def show_size(request: SizeRequest, *, as_json: bool, is_strict: bool) -> int:
     warnings = order_warnings(resolved, sizing)
     if as_json:
         times = speeds.times(sizing) if speeds is not None else None
-        print_json({**as_data(sizing), "needed": needed, "times": times, "warnings": list(warnings)})
+        longest_data = None if longest is None else as_data(longest)["sequence"]
+        more = {"longest_sequence": longest_data, "needed": needed, "times": times, "warnings": list(warnings)}
+        print_json({**as_data(sizing), **more})
     else:
-        lines = _report(resolved, sizing, needed)
+        lines = _report(resolved, sizing, longest, needed)
         print_data("\n".join([*lines, *(["", *speeds.lines(sizing)] if speeds is not None else [])]))
         for warning in warnings:
             show_warning(warning)
@@ -47,12 +52,16 @@ def show_catalogue(*, as_json: bool) -> None:
         print_data("\n".join(names))
 
 
-def _report(resolved: ResolvedProfile, sizing: Sizing, needed: Mapping[str, object] | None) -> list[str]:
+def _report(
+    resolved: ResolvedProfile, sizing: Sizing, longest: Sizing | None, needed: Mapping[str, object] | None
+) -> list[str]:
+    """Returns the lines. `longest` has the sequences of maximum length, if those of `sizing` have another one."""
     lines = [f"a token is {format_size(sizing.token_bytes)}, {block_line(sizing)}"]
     lines += [f"note: {note}" for note in sizing.notes]
     lines += ["", tier_table(resolved, sizing, has_ranks=True)]
-    if sizing.sequence_blocks:
-        lines += ["", *_sequence_lines(sizing)]
+    for one in (longest, sizing):
+        if one is not None and one.sequence_blocks:
+            lines += ["", *_sequence_lines(one)]
     if needed is not None:
         lines += ["", *_needed_lines(needed)]
     return [*lines, "", *_variable_lines(sizing)]

@@ -90,6 +90,15 @@ def test_what_only_sglang_knows_is_refused(home: Path, name: str, options: list[
     assert reason in refused(home, name, "--engine", "sglang", *options).stderr
 
 
+def test_sequences_of_a_given_and_of_the_maximum_length(home: Path, model: Path) -> None:
+    text = kvbm_here("size", str(model), "--host", "100GB", "--length", "1000", home=home).stdout
+    assert "a sequence of 32,768 tokens is 2,048 blocks, 4.0 GiB\nsequences that fit: G2 23\n" in text
+    assert "a sequence of 1,000 tokens is 63 blocks, 126.0 MiB\nsequences that fit: G2 756\n" in text
+    found = size(home, model, "--length", 1000)
+    assert found["sequence"] == {"tokens": 1000, "blocks": 63}
+    assert found["longest_sequence"] == {"tokens": 32768, "blocks": 2048}
+
+
 def test_the_layout_changes_the_groups(home: Path) -> None:
     assert size(home, "XiaomiMiMo/MiMo-V2-Flash")["block"]["bytes"] == 737_280
     assert size(home, "XiaomiMiMo/MiMo-V2-Flash", "--layout", "blhnc")["block"]["bytes"] == 368_640
