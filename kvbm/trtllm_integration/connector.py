@@ -22,6 +22,7 @@ from kvbm.config.connector import resolve_connector
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.trtllm_integration import meeting
 from kvbm.trtllm_integration.engine_facts import EngineFacts, decline_reason
+from kvbm.trtllm_integration.launch import CONFIG_VARIABLE
 from kvbm.trtllm_integration.leader_side import LeaderSide
 from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
 from kvbm.trtllm_integration.pool_memory import declined_window, of_layout, of_tensor
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from kvbm.config.schema import ConnectorConfig
 
-CONFIG_VARIABLE = "TLLM_KVBM_CONFIG"
 NEW_PATH = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
 OLD_PATH = "tensorrt_llm._torch.pyexecutor.kv_cache_connector"
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.engine import VllmEngine
@@ -20,9 +21,10 @@ from kvbm.config.flags import CONNECTOR_MODULE
 from kvbm.config.launch_plan import LaunchPlan, reachable
 from kvbm.errors import EnvironmentProblem
 from kvbm.vllm_integration.versions import INSTALL as INSTALL_VLLM
-from kvbm_cli.engine.engines import launch_plan, vllm_of
+from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.engine.python_probe import SAFE_PATH
+from kvbm_cli.engine.vllm_kind import vllm_of
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
@@ -41,6 +43,11 @@ class DisaggregatedPlan:
 
     engines: tuple[tuple[str, LaunchPlan], ...]
     proxy: LaunchPlan
+
+    def placed(self, directory: Path) -> DisaggregatedPlan:
+        """Returns the plan with the files of all its programs in `directory`."""
+        engines = tuple((name, engine.placed(directory)) for name, engine in self.engines)
+        return DisaggregatedPlan(engines, self.proxy.placed(directory))
 
 
 def plan(

@@ -43,8 +43,7 @@ class ServedProfile:
     @property
     def model(self) -> str:
         """Returns the name of the model in requests."""
-        name = self.profile.engine.arguments.served_model_name
-        return str((name[0] if isinstance(name, list) else name) or self.profile.engine.model)
+        return self.profile.engine.served_name
 
     @property
     def disk(self) -> DiskTierSection | None:

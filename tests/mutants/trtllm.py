@@ -9,6 +9,38 @@ RANK_SIDE = "kvbm/trtllm_integration/rank_side.py"
 
 MUTANTS = (
     Mutant(
+        name="trtllm-options-open-to-all",
+        bug="every user of the machine can read the file of options",
+        file="kvbm_cli/engine/process.py",
+        old='with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:',
+        new='with open(path, "w") as file:',
+        fails="tests/cli/test_serve_trtllm.py -k serve_starts_it",
+    ),
+    Mutant(
+        name="trtllm-baseline-with-the-connector",
+        bug="the baseline has the cache too",
+        file="kvbm/trtllm_integration/launch.py",
+        old='return {**found, "kv_connector_config": dict(CONNECTOR)} if connector else found',
+        new='return {**found, "kv_connector_config": dict(CONNECTOR)}',
+        fails="tests/config/test_launch_trtllm.py",
+    ),
+    Mutant(
+        name="trtllm-option-of-the-profile-replaces-a-section",
+        bug="a profile with options of the KV cache loses those that kvbm requires",
+        file="kvbm/trtllm_integration/launch.py",
+        old="required = {name: {**section, **(given.get(name) or {})} for name, section in _REQUIRED.items()}",
+        new="required = {name: given.get(name) or section for name, section in _REQUIRED.items()}",
+        fails="tests/config/test_launch_trtllm.py",
+    ),
+    Mutant(
+        name="trtllm-true-passes-for-one",
+        bug="`max_beam_width: true` is accepted, because True equals 1",
+        file="kvbm/config/trtllm_options.py",
+        old="return value == self.required and isinstance(value, bool) == isinstance(self.required, bool)",
+        new="return value == self.required",
+        fails="tests/config/test_trtllm_options.py",
+    ),
+    Mutant(
         name="trtllm-offers-the-last-token",
         bug="a hit may cover the whole prompt, so that no token is left to compute",
         file=LEADER_SIDE,
