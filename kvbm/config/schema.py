@@ -315,6 +315,15 @@ class Profile(Section):
     )
     bench: Bench = Field(default=Bench(), description="Defaults for `kvbm bench`.")
 
+    @field_validator("tiers")
+    @classmethod
+    def _has_host_memory(cls, tiers: Tiers, info: ValidationInfo) -> Tiers:
+        engine = info.data.get("engine")
+        if engine is not None and engine.kind == "tensorrt-llm" and tiers.host is None:
+            message = "is required with `tensorrt-llm`, which can be promised only blocks in host memory"
+            raise WrongKey("host", message)
+        return tiers
+
     @field_validator("offload")
     @classmethod
     def _has_priorities(cls, offload: OffloadSection, info: ValidationInfo) -> OffloadSection:

@@ -15,6 +15,7 @@ import importlib
 import json
 import logging
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, contained
@@ -63,8 +64,11 @@ class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_
         config, facts = _start(llm_args, warns=True)
         self._side: LeaderSide | None = None
         if facts is not None:
-            self._side = LeaderSide(config, facts, has_salts=_has_salts())
+            self._side = LeaderSide(config, llm_args, facts, has_salts=_has_salts())
             meeting.attend(self._side)
+            weakref.finalize(
+                self, self._side.close
+            )  # at the latest when the process exits: no version calls `shutdown`
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         tokens = self._side.match(request, num_computed_tokens) if self._side is not None else 0
@@ -173,13 +177,11 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
 def _start(llm_args: Any, *, warns: bool) -> tuple[ConnectorConfig, EngineFacts | None]:
     """Return the configuration, and the facts of the engine unless kvbm does not support it."""
     config = _resolved(warns=warns)
-    if config.tiers.disk is not None:
+    if config.tiers.host is None:
         raise EnvironmentProblem(
-            "a disk tier does not work with TensorRT-LLM, which accepts no failed load: only blocks in host memory can "
-            "be promised",
-            hint="remove `tiers.disk`, or unset `DYN_KVBM_DISK_CACHE_GB` and "
-            "`DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS`; set the size of host memory with `tiers.host.capacity` or "
-            "`DYN_KVBM_CPU_CACHE_GB`",
+            "a disk tier without host memory does not work with TensorRT-LLM, which accepts no failed load: only "
+            "blocks in host memory can be promised",
+            hint="set the size of host memory with `tiers.host.capacity` or `DYN_KVBM_CPU_CACHE_GB`",
         )
     reason = decline_reason(llm_args, reports_resets=hasattr(_LeaderBase, "request_reset"))
     if reason is None:

@@ -150,6 +150,16 @@ def test_options_that_are_null_are_kept_everywhere(tmp_path: Path) -> None:
     assert Profile.model_validate_json(resolved.profile.model_dump_json()) == resolved.profile
 
 
+def test_disk_tier_requires_host_memory(tmp_path: Path) -> None:
+    disk = "tiers:\n  disk: {blocks: 1}\n"
+    with pytest.raises(ProfileError) as caught:
+        load_text(tmp_path, f"{HEAD}    max_seq_len: 1\n{disk}")
+    assert caught.value.message.startswith(
+        "`tiers.host` is required with `tensorrt-llm`, which can be promised only blocks in host memory"
+    )
+    load_text(tmp_path, f"{HEAD}    max_seq_len: 1\n{disk}  host: {{blocks: 1}}\n")
+
+
 def test_name_in_requests_is_that_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "Qwen3-8B").mkdir()
     local = load_text(tmp_path, f"{HEAD.replace('model: m', 'model: ./Qwen3-8B/')}    max_seq_len: 1\n{TAIL}")
