@@ -258,6 +258,9 @@ class Bench(Section):
     )
 
 
+TRANSFERS_BLOCKS = ("vllm", "tensorrt-llm")
+
+
 class Disaggregated(Section):
     prefill: int = Field(
         default=0,
@@ -334,13 +337,16 @@ class Profile(Section):
 
     @field_validator("disaggregated")
     @classmethod
-    def _is_for_vllm(cls, disaggregated: Disaggregated, info: ValidationInfo) -> Disaggregated:
+    def _transfers_blocks(cls, disaggregated: Disaggregated, info: ValidationInfo) -> Disaggregated:
         engine = info.data.get("engine")
-        if disaggregated.is_enabled and engine is not None and engine.kind != "vllm":
+        if not disaggregated.is_enabled or engine is None:
+            return disaggregated
+        if engine.kind not in TRANSFERS_BLOCKS:
+            kinds = " or ".join(f"`{kind}`" for kind in TRANSFERS_BLOCKS)
             raise ValueError(
-                "requires `engine.kind: vllm`, which can transfer the blocks of a request to another engine"
+                f"requires `engine.kind` {kinds}, which can transfer the blocks of a request to another engine"
             )
-        if disaggregated.is_enabled and engine is not None and engine.arguments.data_parallel_size not in (None, 1):
+        if engine.kind == "vllm" and engine.arguments.data_parallel_size not in (None, 1):
             raise ValueError("cannot be combined with `engine.arguments.data_parallel_size`; remove one of them")
         return disaggregated
 

@@ -14,7 +14,8 @@ TensorRT-LLM passes only variables that start with `TLLM` or `TRTLLM` to the pro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import yaml
 
@@ -26,25 +27,36 @@ from kvbm.trtllm_integration.versions import INSTALL, TrtllmInstallation
 
 CONFIG_VARIABLE = "TLLM_KVBM_CONFIG"
 OPTIONS_FILE = "trtllm.yaml"
+SERVER_FILE = "disaggregated.yaml"
 PROGRAM = "trtllm-serve"
 SERVER_MODULE = "tensorrt_llm.commands.serve"
 
+NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 _REQUIRED: Mapping[str, Mapping[str, object]] = {
     "kv_cache_config": {"enable_block_reuse": True, "enable_partial_reuse": False},
     "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
 }
 
 
-def plan(profile: Profile, *, connector: bool, port: int, installation: TrtllmInstallation | None = None) -> LaunchPlan:
+def plan(
+    profile: Profile,
+    *,
+    connector: bool,
+    port: int,
+    installation: TrtllmInstallation | None = None,
+    file: str = OPTIONS_FILE,
+    defaults: Mapping[str, object] = NO_OPTIONS,
+) -> LaunchPlan:
     """Return how to start the engine of `profile` on `port`; without `connector`, without the block manager.
 
     `installation` describes TensorRT-LLM in the interpreter. Without it, the command is searched in PATH, unless the
-    profile names an interpreter.
+    profile names an interpreter. `file` is the name of the file of options, `defaults` are options that the profile may
+    override.
     """
     engine, host = profile.engine, profile.server.host
     assert isinstance(engine, TrtllmEngine), f"the engine of the profile is of kind {engine.kind}"
     argv = [*_program(engine, installation), engine.model, "--backend", "pytorch"]
-    argv += ["--host", host, "--port", str(port), "--extra_llm_api_options", OPTIONS_FILE]
+    argv += ["--host", host, "--port", str(port), "--extra_llm_api_options", file]
     config = {CONFIG_VARIABLE: _compact(profile.connector_config().model_dump(mode="json"))} if connector else {}
     base_url = f"http://{reachable(host)}:{port}"
     return LaunchPlan(
@@ -55,7 +67,38 @@ def plan(profile: Profile, *, connector: bool, port: int, installation: TrtllmIn
         model=engine.served_name,
         libraries=("tensorrt_llm",),
         install=INSTALL,
-        files={OPTIONS_FILE: as_yaml(options(engine.arguments, connector=connector))},
+        files={file: as_yaml({**defaults, **options(engine.arguments, connector=connector)})},
+    )
+
+
+def disaggregated_server(
+    profile: Profile,
+    *,
+    port: int,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    installation: TrtllmInstallation | None = None,
+) -> LaunchPlan:
+    """Return how to start TensorRT-LLM's server in front of engines at these addresses (`host:port`)."""
+    engine, host = profile.engine, profile.server.host
+    assert isinstance(engine, TrtllmEngine), f"the engine of the profile is of kind {engine.kind}"
+    content = {
+        "hostname": host,
+        "port": port,
+        "backend": "pytorch",
+        "context_servers": {"num_instances": len(prefill), "urls": list(prefill)},
+        "generation_servers": {"num_instances": len(decode), "urls": list(decode)},
+    }
+    base_url = f"http://{reachable(host)}:{port}"
+    return LaunchPlan(
+        argv=(*_program(engine, installation), "disaggregated", "-c", SERVER_FILE),
+        environment=dict(engine.environment),
+        base_url=base_url,
+        health_url=f"{base_url}/health",
+        model=engine.served_name,
+        libraries=("tensorrt_llm",),
+        install=INSTALL,
+        files={SERVER_FILE: as_yaml(content)},
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvbm.config.engine import TrtllmArguments
 from kvbm.config.installation import shown
 from kvbm.config.trtllm_options import DEFAULT_BLOCK_TOKENS
 from kvbm.errors import EnvironmentProblem
+from kvbm.trtllm_integration import launch
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED, TrtllmInstallation, is_known
 from kvbm_cli.engine.engine_kind import installation_problem, with_arguments
 from kvbm_cli.engine.python_probe import find_trtllm
@@ -24,20 +26,45 @@ TITLE = "TensorRT-LLM"
 class TrtllmKind:
     """See EngineKind."""
 
-    def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
-        from kvbm.trtllm_integration import launch
-
-        try:
-            installation = self.installed(profile)
-        except EnvironmentProblem:
-            installation = None
-        engine = profile.engine.model_copy(update={"model": _local(profile.engine.model)})
+    def launch_plan(
+        self,
+        profile: Profile,
+        *,
+        connector: bool,
+        port: int,
+        file: str = launch.OPTIONS_FILE,
+        defaults: Mapping[str, object] = launch.NO_OPTIONS,
+    ) -> LaunchPlan:
+        """Passes `file` and `defaults` to `launch.plan`."""
         return launch.plan(
-            profile.model_copy(update={"engine": engine}), connector=connector, port=port, installation=installation
+            _with_local_model(profile),
+            connector=connector,
+            port=port,
+            installation=self._installation(profile),
+            file=file,
+            defaults=defaults,
+        )
+
+    def disaggregated_server(
+        self, profile: Profile, *, port: int, prefill: Sequence[str], decode: Sequence[str]
+    ) -> LaunchPlan:
+        """Returns the plan of TensorRT-LLM's server in front of engines at these addresses."""
+        return launch.disaggregated_server(
+            _with_local_model(profile),
+            port=port,
+            prefill=prefill,
+            decode=decode,
+            installation=self._installation(profile),
         )
 
     def installed(self, profile: Profile) -> TrtllmInstallation | None:
         return find_trtllm(_python(profile))
+
+    def _installation(self, profile: Profile) -> TrtllmInstallation | None:
+        try:
+            return self.installed(profile)
+        except EnvironmentProblem:
+            return None
 
     def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
         python = _python(profile)
@@ -76,8 +103,11 @@ class TrtllmKind:
         return with_arguments(profile, kv_cache_config={**cache, "max_tokens": tokens})
 
 
-def _local(model: str) -> str:
-    return os.path.expanduser(model) if model.startswith("~") else model
+def _with_local_model(profile: Profile) -> Profile:
+    """Returns the profile with the path of a local model, without `~`."""
+    model = profile.engine.model
+    engine = profile.engine.model_copy(update={"model": os.path.expanduser(model) if model[0] == "~" else model})
+    return profile.model_copy(update={"engine": engine})
 
 
 def _python(profile: Profile) -> str:

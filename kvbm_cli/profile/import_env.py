@@ -78,11 +78,11 @@ def profile_text(environment: Mapping[str, str], *, model: str | None = None, en
     document, warnings = read_variables(environment)
     warnings += drop_unused(document)
     note = "" if model is not None else "  # set your model here; no variable sets it"
-    engine = ["engine:", f"  kind: {kind}{reason}", f"  model: {_escaped('engine.model', model or MODEL)}{note}", ""]
+    head = ["engine:", f"  kind: {kind}{reason}", f"  model: {_escaped('engine.model', model or MODEL)}{note}", ""]
     if config.metrics.serve and config.metrics.port == SERVER_PORT:
-        engine += ["server:", f"  port: {SERVER_PORT + 1}  # {SERVER_PORT} is used for metrics", ""]
+        head += ["server:", f"  port: {SERVER_PORT + 1}  # {SERVER_PORT} is used for metrics", ""]
     notes = METRICS_NOTE if config.metrics.serve and config.metrics.host is None else []
-    lines = [*engine, *_section(document, ""), *notes, *_comments(warnings)]
+    lines = [*head, *_section(document, ""), *notes, *_comments(warnings)]
     text = HEAD + "\n" + "\n".join(lines).rstrip("\n") + "\n"
     _require_equal(text, config)
     return text

@@ -106,7 +106,7 @@ def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachinePr
     problem = engine_problem(resolved.profile, has_cache=has_cache)
     if problem is not None:
         yield MachineProblem(problem, can_be_forced=True)
-    elif resolved.profile.disaggregated.is_enabled:
+    elif resolved.profile.disaggregated.is_enabled and resolved.profile.engine.kind == "vllm":
         try:
             require_nixl(resolved.profile)
         except EnvironmentProblem as error:

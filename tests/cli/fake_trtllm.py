@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+import urllib.request
 from pathlib import Path
 from unittest import mock
 
@@ -64,6 +65,23 @@ def serve(words: list[str]) -> None:
     fake_engine.main()
 
 
+def serve_disaggregated(words: list[str]) -> None:
+    """TensorRT-LLM's server in front of context and generation servers, which must be there."""
+    parser = argparse.ArgumentParser(prog="trtllm-serve disaggregated", allow_abbrev=False)
+    parser.add_argument("-c", "--config_file", type=Path, required=True)
+    config = yaml.safe_load(parser.parse_args(words).config_file.read_text())
+    if config.keys() != {"hostname", "port", "backend", "context_servers", "generation_servers"}:
+        sys.exit(f"unexpected keys: {sorted(config)}")
+    for servers in (config["context_servers"], config["generation_servers"]):
+        if servers.keys() != {"num_instances", "urls"} or len(servers["urls"]) != servers["num_instances"]:
+            sys.exit(f"wrong servers: {servers}")
+        for address in servers["urls"]:
+            host, port = address.split(":")  # as TensorRT-LLM does
+            urllib.request.urlopen(f"http://{host}:{int(port)}/health").close()
+    sys.argv += ["--port", str(config["port"])]
+    fake_engine.main()
+
+
 def load_connector(options: dict[str, dict[str, object]]) -> None:
     """What the executor and the connector check when they start."""
     config = options["kv_connector_config"]
@@ -89,5 +107,7 @@ if __name__ == "__main__":
         print(os.environ.get("FAKE_TRTLLM") or installation(program.parent))
     elif words[:2] == ["-m", "tensorrt_llm.commands.serve"]:
         serve(words[2:])
+    elif words[0] == "disaggregated":
+        serve_disaggregated(words[1:])
     else:
         serve(words)

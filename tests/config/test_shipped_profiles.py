@@ -38,6 +38,7 @@ SITUATIONS: dict[str, dict[str, object]] = {
     "vllm-disk": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
     "trtllm": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "100GB", "tiers.disk": None},
     "trtllm-disk": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
+    "trtllm-pd-1p1d": {"engine.kind": "tensorrt-llm", "disaggregated.prefill": 1, "disaggregated.decode": 1},
     "vllm-large-ssd": {"tiers.disk.capacity": "8TB", "tiers.disk.io": "auto", "tiers.disk.reclaim": True},
     "vllm-lustre": {"tiers.disk.zerofill": True, "tiers.disk.allocator": "default", "tiers.disk.o_direct": True},
     "vllm-gpfs": {"tiers.disk.zerofill": False, "tiers.disk.allocator": "open-direct", "tiers.disk.o_direct": True},
