@@ -20,8 +20,9 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.flags import KVBM_SETS
 from kvbm.config.installation import shown
 from kvbm.config.json_schema import json_schema
+from kvbm.config.keys import Key, keys
 from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
-from kvbm.config.schema import INTERPOLATED, Key, keys
+from kvbm.config.schema import INTERPOLATED
 from kvbm.config.trtllm_options import KVBM_SETS as TRTLLM_KVBM_SETS
 from kvbm.config.trtllm_options import LIMITS, Limit
 from kvbm.config.variables import VARIABLES

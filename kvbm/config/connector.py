@@ -15,8 +15,9 @@ from difflib import get_close_matches
 from pydantic import ValidationError
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, located, plain_values, together
+from kvbm.config.keys import keys
 from kvbm.config.mistakes import FileKind, mistakes_in
-from kvbm.config.schema import ConnectorConfig, OffloadSection, keys
+from kvbm.config.schema import ConnectorConfig, OffloadSection
 from kvbm.config.values import WrongKey
 from kvbm.config.variables import drop_unused, read_variables, valid_variables
 from kvbm.errors import ProfileError

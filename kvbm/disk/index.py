@@ -5,8 +5,9 @@ deleted before they change. Commits are not flushed individually, so a power cut
 insertion is a miss; a lost deletion is a checksum miss. `clear` is flushed. Of two rows with one hash, the later
 generation counts; a UNIQUE constraint on the hash would double the cost of a commit.
 
-Checksums cover the payload and are seeded with the block's hash (`checksum`), so that a row with a damaged slot or hash
-does not match its bytes either. One thread at a time uses an index. Failures raise sqlite3.Error.
+Checksums cover the payload and are seeded with the namespace and the block's hash (`checksum`). So a row with a damaged
+slot or hash does not match its bytes, nor do the files of another model: vLLM gives its blocks the same hashes. One
+thread at a time uses an index. Failures raise sqlite3.Error.
 
 SQLite must not map files: if the disk is full (btrfs) or fails, access to such a mapping kills the process with SIGBUS.
 The index is therefore opened for a single connection, and readers of an index in use read a copy.
@@ -98,15 +99,25 @@ class Recovered:
         )
 
 
-def checksum(sequence_hash: bytes, shards: Sequence[NDArray[np.uint8]]) -> int:
-    """Return xxh3-64 of a block's payload, seeded with the first bytes of its hash."""
-    seed = int.from_bytes(sequence_hash[:SEED_BYTES], "little")
+def checksum(namespace: bytes, sequence_hash: bytes, shards: Sequence[NDArray[np.uint8]]) -> int:
+    """Return xxh3-64 of a block's payload, seeded with the first bytes of its namespace and of its hash."""
+    seed = int.from_bytes(namespace[:SEED_BYTES], "little") ^ int.from_bytes(sequence_hash[:SEED_BYTES], "little")
     if len(shards) == 1:  # same value, without the cost of a state object
         return xxhash.xxh3_64_intdigest(shards[0].data, seed)
     state = xxhash.xxh3_64(seed=seed)
     for shard in shards:
         state.update(shard.data)
     return state.intdigest()
+
+
+class _Connection(sqlite3.Connection):
+    """Raises sqlite3.Error also if SQLite's message quotes damaged bytes, which Python's module cannot decode."""
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        try:
+            return super().execute(*arguments)
+        except UnicodeDecodeError as error:
+            raise sqlite3.DatabaseError(f"damaged text: {error}") from error
 
 
 class BlockIndex:
@@ -119,7 +130,9 @@ class BlockIndex:
     def open(cls, path: Path) -> BlockIndex:
         """Open or initialize. The caller has created the file, private. Raises sqlite3.Error, OSError."""
         _require_format(path)
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, factory=_Connection
+        )
         try:
             _use_write_ahead_log(connection)
             connection.execute("PRAGMA synchronous=NORMAL")
@@ -148,7 +161,7 @@ class BlockIndex:
     @classmethod
     def _open_copy(cls, copy: Path) -> BlockIndex:
         """Open the copy. Its files can be deleted after the first read."""
-        connection = sqlite3.connect(copy, isolation_level=None)
+        connection = sqlite3.connect(copy, isolation_level=None, factory=_Connection)
         try:
             connection.execute("PRAGMA locking_mode=EXCLUSIVE")
             connection.execute("SELECT count(*) FROM blocks").fetchone()

@@ -51,9 +51,25 @@ MUTANTS = (
         name="disk-checksum-without-the-hash",
         bug="A checksum fits the bytes of a block whatever its hash is.",
         file="kvbm/disk/index.py",
-        old='seed = int.from_bytes(sequence_hash[:SEED_BYTES], "little")',
-        new="seed = 0",
+        old=' ^ int.from_bytes(sequence_hash[:SEED_BYTES], "little")',
+        new="",
         fails="tests/disk/test_disk_faults.py tests/disk/test_corruption.py",
+    ),
+    Mutant(
+        name="disk-checksum-without-the-namespace",
+        bug="The files of another model, whose blocks have the same hashes, pass the checksum.",
+        file="kvbm/disk/index.py",
+        old='int.from_bytes(namespace[:SEED_BYTES], "little") ^ ',
+        new="",
+        fails="tests/disk/test_corruption.py -k another_model",
+    ),
+    Mutant(
+        name="disk-cache-of-another-model-is-taken-over",
+        bug="An instance in the directory of a model is used whatever model its superblock names.",
+        file="kvbm/disk/instance.py",
+        old="if former.namespace != self.namespace.digest.hex():",
+        new="if False:",
+        fails="tests/disk/test_corruption.py -k another_model",
     ),
     Mutant(
         name="disk-child-keeps-the-lock",
@@ -265,12 +281,30 @@ MUTANTS = (
         bug="A cache whose files cannot be used ends the start of the engine.",
         file="kvbm/disk/instance.py",
         old="""\
+            except EnvironmentProblem as error:
                 unusable_count += 1
 """,
         new="""\
+            except EnvironmentProblem as error:
                 raise
 """,
         fails="tests/disk/test_directory.py -k others_may_read",
+    ),
+    Mutant(
+        name="disk-unforeseen-damage-ends-the-start",
+        bug="An exception that nothing foresees, while a cache is opened, ends the start of the engine.",
+        file="kvbm/disk/instance.py",
+        old="            except Exception:  # a damage that nothing foresees",
+        new="            except MemoryError:  # a damage that nothing foresees",
+        fails="tests/disk/test_directory.py -k unforeseen",
+    ),
+    Mutant(
+        name="disk-damaged-schema-is-an-exception",
+        bug="A message of SQLite that cannot be decoded is no sqlite3.Error.",
+        file="kvbm/disk/index.py",
+        old="        except UnicodeDecodeError as error:",
+        new="        except KeyError as error:",
+        fails="tests/disk/test_corruption.py -k schema_is_not_text",
     ),
     Mutant(
         name="doctor-believes-fcntl",
@@ -283,7 +317,7 @@ MUTANTS = (
     Mutant(
         name="doctor-compares-nothing",
         bug="What is read back is not compared with what was written.",
-        file="kvbm_cli/doctor/disk_probe.py",
+        file="kvbm_cli/doctor/probe_file.py",
         old="if out[:] != back[:]:",
         new="if len(out) != len(back):",
         fails="tests/doctor/test_disk_probe.py -k wrong_bytes",
@@ -291,7 +325,7 @@ MUTANTS = (
     Mutant(
         name="doctor-forgets-the-name",
         bug="A file that must have a name for an instant keeps it.",
-        file="kvbm_cli/doctor/disk_probe.py",
+        file="kvbm_cli/doctor/probe_file.py",
         old="os.unlink(path)",
         new="pass",
         fails="tests/doctor/test_disk_probe.py -k name",

@@ -148,8 +148,16 @@ MUTANTS = (
         name="trtllm-caches-media-without-digests",
         bug="two images that the engine does not name share blocks",
         file="kvbm/trtllm_integration/request_key.py",
-        old="for name in _MEDIA) and not _is_given(digests):",
-        new="for name in _MEDIA) and digests == []:",
+        old="if _has_media(request) and not (_is_given(digests) and all(map(_is_given, digests))):",
+        new="if _has_media(request) and digests == []:",
+        fails="tests/trtllm/test_traps.py -k trap_9",
+    ),
+    Mutant(
+        name="trtllm-overlooks-media-of-the-pytorch-backend",
+        bug="two images that TensorRT-LLM could not hash share blocks",
+        file="kvbm/trtllm_integration/request_key.py",
+        old=" or not data.keys() <= {_FROM_TOKENS}",
+        new="",
         fails="tests/trtllm/test_traps.py -k trap_9",
     ),
     Mutant(
