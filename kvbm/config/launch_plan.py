@@ -14,6 +14,7 @@ class LaunchPlan:
     `libraries` are modules that the engine requires, `install` is the command that installs them. With
     `has_admin_token`, its starter gives the engine a secret in ADMIN_VARIABLE, which is not part of the plan. `files`
     are texts by name, which the engine reads: words of `argv` name them, and `placed` says where they are.
+    `metrics_url` has the kvbm_* series if the server of the engine has none.
     """
 
     argv: tuple[str, ...]
@@ -25,6 +26,7 @@ class LaunchPlan:
     install: str = ""
     has_admin_token: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
+    metrics_url: str = ""
 
     def placed(self, directory: Path) -> LaunchPlan:
         """Returns the plan with its files in `directory`. Its starter writes them."""

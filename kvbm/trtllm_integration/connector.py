@@ -67,9 +67,7 @@ class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_
         if facts is not None:
             self._side = LeaderSide(config, llm_args, facts, has_salts=_has_salts())
             meeting.attend(self._side)
-            weakref.finalize(
-                self, self._side.close
-            )  # at the latest when the process exits: no version calls `shutdown`
+            weakref.finalize(self, self._side.close)  # at the exit of the process: no version calls `shutdown`
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         tokens = self._side.match(request, num_computed_tokens) if self._side is not None else 0

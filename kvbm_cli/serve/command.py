@@ -135,6 +135,7 @@ def _describe(
             engine=served.profile.engine.kind,
             model=endpoint.model,
             url=endpoint.base_url,
+            metrics_url=endpoint.metrics_url,
             ports=tuple(urlsplit(one.base_url).port or 0 for one in (endpoint, *named.values())),
             logs={**logs, "proxy" if named else "engine": str(log.absolute())},
             launcher=launcher,

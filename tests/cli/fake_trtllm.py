@@ -9,9 +9,11 @@ refuses, and then behaves like fake_engine.py. TensorRT-LLM passes to its ranks 
 from __future__ import annotations
 
 import argparse
+import http.server
 import json
 import os
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 from unittest import mock
@@ -98,7 +100,22 @@ def load_connector(options: dict[str, dict[str, object]]) -> None:
         assert hasattr(connector, str(config[key]))
     variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     with mock.patch.dict(os.environ, variables, clear=True):
-        print(f"tiers {connector._resolved(warns=True).tiers.model_dump_json()}", flush=True)
+        found = connector._resolved(warns=True)
+    print(f"tiers {found.tiers.model_dump_json()}", flush=True)
+    if found.metrics.serve:
+        server = http.server.ThreadingHTTPServer((found.metrics.host, found.metrics.port), Metrics)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+
+class Metrics(http.server.BaseHTTPRequestHandler):
+    """The connector's metrics, on a port of its own."""
+
+    def do_GET(self) -> None:
+        body = b'kvbm_host_blocks{state="free"} 3\nkvbm_host_blocks{state="evictable"} 7\n'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from test_process import eventually, is_gone
 from test_serve import RUNS, serving
 from test_serve_vllm import QWEN3
 
+from kvbm_cli.engine.process import choose_port
 from kvbm_cli.engine.python_probe import TRTLLM, _probe
 
 PROFILE = """\
@@ -145,6 +146,13 @@ def test_serve_starts_it_and_stop_stops_it(home: Path, arguments: tuple[str, ...
         assert kvbm("stop", "mine", home=home).exit_code == 0
         assert program.wait(timeout=20) == 0
         eventually(lambda: is_gone(pid))
+
+
+def test_status_reads_the_metrics_of_the_connector(home: Path) -> None:
+    """The server of TensorRT-LLM has none of kvbm's."""
+    with serving(home, "--set", "metrics.serve=true", "--set", f"metrics.port={choose_port('127.0.0.1', 0)}"):
+        eventually(lambda: status(home)[0]["state"] == "healthy")
+        assert status(home)[0]["blocks"] == {"host": {"free": 3, "evictable": 7}}
 
 
 def test_start_without_a_command_uses_the_module(home: Path) -> None:

@@ -108,6 +108,20 @@ def test_host_of_the_server_is_the_address_to_reach_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("metrics", "url"),
+    [
+        ({}, ""),
+        ({"serve": True}, "http://127.0.0.1:6880/metrics"),
+        ({"serve": True, "host": "0.0.0.0", "port": 7000}, "http://127.0.0.1:7000/metrics"),
+        ({"serve": True, "port": 0}, ""),
+    ],
+)
+def test_metrics_are_those_of_the_connector(metrics: dict[str, Any], url: str) -> None:
+    assert plan(profile(metrics=metrics), connector=True, port=1).metrics_url == url
+    assert plan(profile(metrics=metrics), connector=False, port=1).metrics_url == ""
+
+
+@pytest.mark.parametrize(
     ("version", "known"),
     [("1.0.0", False), ("1.1.0rc5", True), ("1.2.0", True), ("1.3.0rc29", True), ("1.4.0rc1", True), ("1.5.0", False)],
 )
