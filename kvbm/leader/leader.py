@@ -380,7 +380,8 @@ class Leader:
         """Return what `search` finds, 0 if the request may not load, None if it waits for another one's load."""
         request = self._live(request_id)
         if self._disk is not None:
-            self._disk.refresh()
+            if self._prefetches is None:  # else the lookup finds nothing on disk, and the next step refreshes
+                self._disk.refresh()
             if not request.has_probed:
                 self._disk.hit(hashes[:start])
         request.has_probed = True
