@@ -76,6 +76,7 @@ class Limit:
 
 
 _RANKS = "the connector supports tensor parallelism only"
+_WEIGHTS = "the weights can change in memory, which TensorRT-LLM does not report to a connector"
 LIMITS = (
     Limit("backend", "pytorch", "only this backend loads a connector"),
     Limit("max_beam_width", 1, "the hash of a block covers only the first beam"),
@@ -83,6 +84,8 @@ LIMITS = (
     Limit("pipeline_parallel_size", 1, _RANKS),
     Limit("context_parallel_size", 1, _RANKS),
     Limit("enable_attention_dp", False, _RANKS),
+    Limit("ray_worker_extension_cls", None, _WEIGHTS),
+    Limit("sleep_config", None, _WEIGHTS),
     Limit(
         "scheduler_config.capacity_scheduler_policy",
         "GUARANTEED_NO_EVICT",

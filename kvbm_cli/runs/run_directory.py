@@ -37,6 +37,7 @@ from kvbm_cli.runs.locks import is_locked, locked, locked_file, open_regular
 from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.filesystem import no_temporary_file, state_directory, write_atomically
 from kvbm_cli.system.process_identity import ProcessIdentity
+from kvbm_cli.terminal.printable import commentable
 
 KEPT_RUNS = 20
 LONGEST_NAME = 100  # of a run without its number; file names may have 255 bytes
@@ -159,8 +160,7 @@ class RunDirectory:
     def write_profile(self, content: Mapping[str, Any], head: str) -> None:
         import yaml
 
-        head = "".join(character if character.isprintable() else "?" for character in head)
-        _write(self.path / PROFILE, f"{head}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
+        _write(self.path / PROFILE, f"{commentable(head)}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
 
     def write_admin_token(self, token: str) -> None:
         """Writes the token. Ignores errors, like `_write`."""

@@ -153,6 +153,14 @@ MUTANTS = (
         fails="tests/trtllm/test_traps.py -k trap_9",
     ),
     Mutant(
+        name="trtllm-serves-engines-whose-weights-change",
+        bug="blocks of the former weights are used after an update of the weights in memory",
+        file="kvbm/trtllm_integration/engine_facts.py",
+        old='_WEIGHT_UPDATES = ("ray_worker_extension_cls", "sleep_config")',
+        new='_WEIGHT_UPDATES = ("sleep_config",)',
+        fails="tests/trtllm/test_traps.py -k not_supported",
+    ),
+    Mutant(
         name="trtllm-overlooks-media-of-the-pytorch-backend",
         bug="two images that TensorRT-LLM could not hash share blocks",
         file="kvbm/trtllm_integration/request_key.py",

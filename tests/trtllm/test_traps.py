@@ -441,6 +441,8 @@ def _timed(side, request, request_id, clock):
     [
         ({"max_beam_width": 2}, "beam width"),
         ({"speculative_config": object()}, "speculative configuration"),
+        ({"ray_worker_extension_cls": "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"}, "change its weights"),
+        ({"sleep_config": object()}, "change its weights"),
     ],
 )
 def test_an_engine_that_is_not_supported_serves_without_the_cache(more, reason, caplog):
