@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
+from kvbm.host.log_queue import use_queued_stderr
 
 if TYPE_CHECKING:
     from kvbm.embedded.driver import KvbmScheduler, KvbmWorker
@@ -205,7 +206,8 @@ def _error_text(error: KvbmError) -> str:
 
 
 if __name__ == "__main__":
+    write_log = use_queued_stderr()
     code = main()
     sys.stdout.flush()
-    sys.stderr.flush()
+    write_log()
     os._exit(code)  # a thread that is still loading a model would otherwise hold up, or crash, the interpreter's end

@@ -27,6 +27,7 @@ from kvbm.disk.service import messages
 from kvbm.disk.service.messages import ChannelClosed, DiskChannel
 from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.log_queue import use_queued_stderr
 from kvbm.host.region import Region
 
 BUSY_INTERVAL_S = 0.1  # between checks for I/O that hangs
@@ -123,6 +124,7 @@ def main() -> int:
     """Return 0 after Close, 1 if the disk could not be opened. If the leader exits, the process exits at once."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the leader may still write blocks, and then sends Close
+    use_queued_stderr()
     log = _Log()
     logging.getLogger("kvbm").addHandler(log)
     logging.getLogger("kvbm").setLevel(logging.INFO)
