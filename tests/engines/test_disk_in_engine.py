@@ -510,7 +510,7 @@ def test_a_disk_that_hangs_holds_up_no_step_and_no_other_request(written, expect
         assert_same([waiting.wait().said()], [expected[1]])
         assert waiting.last.num_external_tokens < LOADABLE, "it was computed, at least in part"
         wait_until(engine, lambda: not is_on(engine))
-        assert not engine.engine._order(lambda: engine.leader.has_pending()), "an engine can rest though its disk hangs"
+        assert not engine.between_steps(lambda: engine.leader.has_pending()), "an engine can rest though its disk hangs"
         time.sleep(max(0.0, hung_s + 3.0 - time.monotonic()))
         assert steps.longest_s < LONGEST_STEP_S, "a step waited for the disk"
         faults.order()
@@ -546,7 +546,7 @@ def kill_disk(engine):
 def forget_memory(engine):
     """What is on disk stays."""
     engine.forget_g1()
-    engine.engine._order(lambda: engine.leader._host.store.reset() or True)
+    engine.between_steps(lambda: engine.leader._host.store.reset() or True)
 
 
 def test_an_engine_whose_disk_process_is_killed_goes_on_and_has_its_disk_again(written, expected):
@@ -674,7 +674,7 @@ def test_a_stopped_disk_process_costs_one_deadline_and_no_block(written, expecte
                 engine.ask(prompt(seed, LENGTH))
                 assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
             deadline_s = time.monotonic() + 5
-            while engine.engine._order(lambda: engine.leader.has_pending()):
+            while engine.between_steps(lambda: engine.leader.has_pending()):
                 assert time.monotonic() < deadline_s, "the engine cannot rest meanwhile"
                 time.sleep(0.01)
         assert steps.longest_s < LONGEST_STEP_S, "a step waited for the process"
