@@ -22,6 +22,7 @@ from bookkeeping import check_leader
 from kvbm_engine import assert_same, prompt, running
 
 from kvbm.config import schema
+from kvbm.disk.service import client
 from kvbm.types import Tier
 
 ALWAYS = {"to_disk": "always"}
@@ -703,6 +704,29 @@ def test_a_reset_does_not_wait_for_a_stopped_disk_process(written):
         wait_until(engine, lambda: not engine.counters.disk_off)
         assert engine.counters.onboard_disk_blocks == 0
         assert steps.longest_s < LONGEST_STEP_S
+
+
+def test_an_engine_starts_without_a_disk_that_does_not_answer(written, monkeypatch, caplog):
+    start = client._start
+
+    def start_and_stop(fd):
+        process = start(fd)
+        os.kill(process.pid, signal.SIGSTOP)
+        return process
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "BEAT_LIMIT_S", 0.5)
+        patch.setattr(client, "_start", start_and_stop)
+        with engine_on(written) as engine:
+            assert "does not answer for 0.5 s; the engine runs without the disk tier" in caplog.text
+            engine.ask(prompt(2, LENGTH))
+            engine.settle()
+            engine.forget_g1()
+            assert engine.ask(prompt(2, LENGTH)).last.num_external_tokens == LOADABLE, "host memory is used"
+            assert engine.counters.disk_off == engine.counters.disk_times_off == 1
+            assert not engine.engine.reset_prefix_cache(), "the blocks on disk are still there"
+    with engine_on(written) as engine:
+        assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == LOADABLE
 
 
 def test_an_engine_ends_although_its_disk_process_is_stopped(written, expected):
