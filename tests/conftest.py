@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import hypothesis  # its plugin would load it at the end of a run, where Python 3.11 may fail to compile it
+import pytest
 
 WORKERS = 2
+WITH_DEADLINES = ("cli", "doctor")  # folders whose tests start programs and limit their time
 os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, here and in every child process
 hypothesis.settings.register_profile("no_clock", deadline=None)  # an example is not wrong because a machine is busy
 hypothesis.settings.load_profile("no_clock")
@@ -27,3 +29,12 @@ def pytest_xdist_auto_num_workers(config):
     """For `-n auto`: no worker processes for single files, since they take longer to start than a file takes to run."""
     paths = [Path(argument.partition("::")[0]) for argument in config.args]
     return 0 if all(path.is_file() for path in paths) else WORKERS
+
+
+def pytest_collection_modifyitems(items):
+    """Repeat a failed test of a program once, because the machine may have been busy. The summary shows `rerun`. Tests
+    of the block manager are never repeated: an answer that is wrong once is wrong."""
+    tests = Path(__file__).parent
+    for item in items:
+        if any(tests / folder in item.path.parents for folder in WITH_DEADLINES):
+            item.add_marker(pytest.mark.flaky(reruns=1))

@@ -109,6 +109,16 @@ def checksum(sequence_hash: bytes, shards: Sequence[NDArray[np.uint8]]) -> int:
     return state.intdigest()
 
 
+class _Connection(sqlite3.Connection):
+    """Raises sqlite3.Error also if SQLite's message quotes damaged bytes, which Python's module cannot decode."""
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        try:
+            return super().execute(*arguments)
+        except UnicodeDecodeError as error:
+            raise sqlite3.DatabaseError(f"damaged text: {error}") from error
+
+
 class BlockIndex:
     """The index of one arena; see the module docstring."""
 
@@ -119,7 +129,9 @@ class BlockIndex:
     def open(cls, path: Path) -> BlockIndex:
         """Open or initialize. The caller has created the file, private. Raises sqlite3.Error, OSError."""
         _require_format(path)
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, factory=_Connection
+        )
         try:
             _use_write_ahead_log(connection)
             connection.execute("PRAGMA synchronous=NORMAL")
@@ -148,7 +160,7 @@ class BlockIndex:
     @classmethod
     def _open_copy(cls, copy: Path) -> BlockIndex:
         """Open the copy. Its files can be deleted after the first read."""
-        connection = sqlite3.connect(copy, isolation_level=None)
+        connection = sqlite3.connect(copy, isolation_level=None, factory=_Connection)
         try:
             connection.execute("PRAGMA locking_mode=EXCLUSIVE")
             connection.execute("SELECT count(*) FROM blocks").fetchone()

@@ -120,6 +120,10 @@ class Instance:
                 remedy = "" if error.hint is None else f" ({error.hint})"
                 logger.warning("cannot use the disk cache %s, using another one: %s%s", path, error.message, remedy)
                 continue
+            except Exception:  # a damage that nothing foresees; a new instance has none
+                unusable_count += 1
+                logger.exception("cannot use the disk cache %s, using another one", path)
+                continue
             opened.losses.unusable_instances = unusable_count
             return opened
         opened = cls._open_locked(claim_new(home), settings, namespace, payload_bytes, hash_bytes, progress)

@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class Heartbeats:
-    """Heartbeats of all ranks. `silence_s` without one is silence."""
+    """Heartbeats of all ranks. `silence_s` without one is silence. If it `is_idle`, `check` without orders changes
+    nothing."""
 
     def __init__(self, region: Region, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._region = region
@@ -27,19 +28,19 @@ class Heartbeats:
         self._clock = clock
         self._beats = region.heartbeats()
         self._heard_s = [clock()] * len(self._beats)
-        self._is_idle = True
+        self.is_idle = True
         self.are_missing = False
 
     def check(self, *, has_orders: bool) -> bool:
-        """Return whether a rank with orders is silent. Call once per step."""
+        """Return whether a rank with orders is silent. Call once per step, unless it would change nothing."""
         if not has_orders and not self.are_missing:
-            self._is_idle = True  # silence counts from the next order on
+            self.is_idle = True  # silence counts from the next order on
             return False
         beats, now_s = self._region.heartbeats(), self._clock()
         for rank, beat in enumerate(beats):
-            if beat is None or beat != self._beats[rank] or not has_orders or self._is_idle:
+            if beat is None or beat != self._beats[rank] or not has_orders or self.is_idle:
                 self._heard_s[rank] = now_s
-        self._beats, self._is_idle = beats, False
+        self._beats, self.is_idle = beats, False
         silent = [rank for rank, heard_s in enumerate(self._heard_s) if now_s - heard_s > self._silence_s]
         if bool(silent) != self.are_missing:
             self.are_missing = bool(silent)

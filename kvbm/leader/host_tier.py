@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvbm.host.region import Region
     from kvbm.metrics import Counters
 
-CHECKED_SLOTS_PER_STEP = 4
+CHECK_STEPS, CHECKED_SLOTS = 16, 32  # one check of many slots costs little more than that of a few
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ class HostTier:
         self._counters = counters
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
         self._generation = 0
-        self._checked_slots = 0
+        self._steps = 0
+        self._next_slot = 0
 
     def next_generation(self) -> int:
         """Return a number that no transfer has had."""
@@ -102,8 +103,14 @@ class HostTier:
         return tuple(self._slot_generations[slot] for slot in slots)
 
     def check_next(self) -> None:
-        """Check the next few slots and log handles that were dropped while they held blocks. Raises InvariantError."""
+        """Log handles that were dropped while they held blocks, and once in CHECK_STEPS steps check some slots. Call
+        once per step. Raises InvariantError."""
         for handle in self.store.leaked():
             log.error("kvbm: blocks of host memory leaked, which is a bug in kvbm: %s", handle)
-        self.store.check(self._checked_slots, CHECKED_SLOTS_PER_STEP)
-        self._checked_slots = (self._checked_slots + CHECKED_SLOTS_PER_STEP) % self.capacity_blocks
+        self._steps += 1
+        if self._steps % CHECK_STEPS:
+            return
+        self.store.check(self._next_slot, CHECKED_SLOTS)
+        self._next_slot += CHECKED_SLOTS
+        if self._next_slot >= self.capacity_blocks:
+            self._next_slot = 0

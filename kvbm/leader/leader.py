@@ -242,11 +242,12 @@ class Leader:
         if self._disk is not None:
             self._onboards.fetched(self._disk.settle())
         has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
-        for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):
-            if load.is_failed:
-                self._fail_load(load.request, load.block_ids, by_disk=load.is_failed_by_disk)
-            else:
-                self._succeed_load(load)
+        if has_orders or not self._heartbeats.is_idle or self._onboards.has_ended():
+            for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):
+                if load.is_failed:
+                    self._fail_load(load.request, load.block_ids, by_disk=load.is_failed_by_disk)
+                else:
+                    self._succeed_load(load)
         results, self._unreported = self._unreported, []
         if self._trace is not None:
             for one in results:

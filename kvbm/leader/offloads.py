@@ -124,6 +124,8 @@ class Offloads:
 
     def overdue(self) -> tuple[Offload, ...]:
         """Return the orders without a result, each once every `overdue_steps` steps."""
+        if not self.in_flight:
+            return ()
         ages = ((flight.order, self._step - flight.born_step) for flight in self.in_flight.values())
         return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
 

@@ -205,13 +205,16 @@ class Onboards:
 
     def step(self) -> tuple[Onboard, ...]:
         self._step += 1
-        self._give_up_hopeless()
-        self._begin_fetches()
+        if self._from_disk:
+            self._give_up_hopeless()
+            self._begin_fetches()
         orders, self._orders = tuple(self._orders), []
         return orders
 
     def overdue(self) -> tuple[Onboard, ...]:
         """Return the orders without a result, each once every `overdue_steps` steps."""
+        if not self.in_flight:
+            return ()
         ages = ((copy.order, self._step - copy.born_step) for copy in self.in_flight.values())
         return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
 
@@ -246,6 +249,10 @@ class Onboards:
             self._give_up_late()
         ended, self._ended = self._ended, []
         return ended
+
+    def has_ended(self) -> bool:
+        """Whether a load has ended since the last `settle`."""
+        return bool(self._ended)
 
     def is_under_way(self, *, within_steps: int) -> bool:
         """Whether a read is in flight, or a copy that is not older than that."""

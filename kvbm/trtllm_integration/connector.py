@@ -53,6 +53,7 @@ def _interface() -> Any | None:
 INTERFACE = _interface()
 _LeaderBase: Any = getattr(INTERFACE, "KvCacheConnectorScheduler", object)
 _WorkerBase: Any = getattr(INTERFACE, "KvCacheConnectorWorker", object)
+REPORTS_RESETS = hasattr(_LeaderBase, "request_reset")
 
 
 class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_llm is not there for the type checker
@@ -74,9 +75,9 @@ class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_
         if self._side is not None:
             self._side.allocated(request, block_ids)
 
-    def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Any) -> None:
+    def update_state_after_alloc_by_layer_group(self, request: Any, block_ids_by_layer_group: Any) -> None:
         if self._side is not None:
-            self._side.allocated(request, block_ids)
+            self._side.allocated(request, block_ids_by_layer_group)
 
     def build_connector_meta(self, scheduler_output: Any) -> TransferOrders:
         return self._side.build_orders(scheduler_output) if self._side is not None else NOTHING
@@ -84,8 +85,8 @@ class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         return self._side is not None and self._side.end_request(request, cache_block_ids)
 
-    def request_finished_by_layer_group(self, request: Any, cache_block_ids: Any) -> bool:
-        return self._side is not None and self._side.end_request(request, cache_block_ids)
+    def request_finished_by_layer_group(self, request: Any, cache_block_ids_by_layer_group: Any) -> bool:
+        return self._side is not None and self._side.end_request(request, cache_block_ids_by_layer_group)
 
     def cancel_load(self, request: Any, start_token: int, end_token: int) -> None:
         if self._side is not None:
@@ -123,6 +124,8 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
         if self._side is None or self._facts is None:
             return
         reason = declined_window(layout, self._facts.max_tokens)
+        if not REPORTS_RESETS:  # the manager that has layouts pauses requests under every capacity policy
+            reason = "this version takes blocks away from running requests and does not report it"
         if reason is not None:
             log.warning("kvbm is disabled for this engine: %s", reason)
             self._side = None
@@ -181,7 +184,7 @@ def _start(llm_args: Any, *, warns: bool) -> tuple[ConnectorConfig, EngineFacts 
             "`DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS`; set the size of host memory with `tiers.host.capacity` or "
             "`DYN_KVBM_CPU_CACHE_GB`",
         )
-    reason = decline_reason(llm_args, reports_resets=hasattr(_LeaderBase, "request_reset"))
+    reason = decline_reason(llm_args, reports_resets=REPORTS_RESETS)
     if reason is None:
         return config, EngineFacts.of(llm_args)
     if warns:

@@ -139,17 +139,17 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._worker is None:
             return None, None
         self._worker.poll()
-        return None, self._worker.failed_requests() or None
+        return None, self._worker.failed_requests() if self._worker.has_failed_loads else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Used from 0.30 on, for loads of which nothing arrived; earlier versions accept failures by block id only."""
         results = super().get_transfer_results(finished_req_ids)
-        if self._worker is not None:
+        if self._worker is not None and self._worker.has_failed_loads:
             results.failed_recving = self._worker.lost_requests()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.failed_blocks() if self._worker is not None else set()
+        return self._worker.failed_blocks() if self._worker is not None and self._worker.has_failed_loads else set()
 
     def build_connector_worker_meta(self) -> Any:
         return self._worker.take_message() if self._worker is not None else None

@@ -100,6 +100,7 @@ class SchedulerSide:
         self._requests: dict[str, _Tracked] = {}
         self._failed_loads: list[LoadResult] = []
         self._loading: set[str] = set()  # requests whose load belongs to the step being scheduled
+        self._has_disk = config.tiers.disk is not None
         self._step = (0, 0.0)  # tokens of the current step, and when it was scheduled
         self._stats = StatsSource()
         self._adapters = Adapters()
@@ -306,15 +307,17 @@ class SchedulerSide:
                 self._offload(tracked, computed, output)
         for request_id in self._stale:
             self._evict_stale(requests[request_id])
-        self._step = output.total_num_scheduled_tokens, time.monotonic()
+        if self._has_disk:
+            self._step = output.total_num_scheduled_tokens, time.monotonic()
 
     @hook(when_off=True)
     def settle(self, output: KVConnectorOutput) -> None:
         """Report loads that succeeded. The workers must report failures, one step later."""
         if self.leader is None:
             return
-        tokens, began_s = self._step
-        self.leader.note_step(tokens, time.monotonic() - began_s)
+        if self._has_disk:
+            tokens, began_s = self._step
+            self.leader.note_step(tokens, time.monotonic() - began_s)
         results = self.leader.settle()
         if not results:
             return
@@ -334,7 +337,7 @@ class SchedulerSide:
     def take_events(self) -> list[KVCacheEvent]:
         """Return the blocks added to and removed from host memory since the last call."""
         events = self.leader.take_events() if self.leader is not None else []
-        return list(translate(events, self._groups, is_plain=self._is_plain))
+        return list(translate(events, self._groups, is_plain=self._is_plain)) if events else []
 
     @contained()
     def take_stats(self) -> KvbmStats | None:

@@ -147,6 +147,11 @@ class WorkerSide:
     def poll(self) -> None:
         self._has_written = self._worker is not None and self._worker.poll()
 
+    @property
+    def has_failed_loads(self) -> bool:
+        """Whether the next three methods return anything, which is rare."""
+        return bool(self._orders.failed_loads)
+
     @contained(set)
     def failed_requests(self) -> set[str]:
         """Return the requests whose load has ended and did not bring every block."""

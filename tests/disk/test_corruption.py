@@ -249,6 +249,20 @@ def test_every_byte_of_the_index_may_be_wrong(tmp_path):
     assert (BLOCKS, BLOCKS) in outcomes
 
 
+def test_index_whose_schema_is_not_text_is_an_empty_cache(tmp_path):
+    """SQLite quotes the schema in its message, and Python's module raises no sqlite3.Error if it cannot decode that."""
+    index = write_cache(tmp_path / "whole") / "index.sqlite"
+    begin = index.read_bytes().index(b"CREATE TABLE")
+    for at in range(begin, begin + 60, 4):
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path / "whole", copy)
+        flip_bit(instance_of(copy) / "index.sqlite", at, bit=7)
+        found, _, counters = recovered_and_good(copy)
+        assert found == set()
+        assert counters.damaged_indexes == 1
+        shutil.rmtree(copy)
+
+
 @pytest.mark.parametrize("length", [0, 100, 4096, 5000, 8192])
 def test_truncated_index_is_an_empty_cache_or_a_whole_one(tmp_path, length):
     os.truncate(write_cache(tmp_path) / "index.sqlite", length)

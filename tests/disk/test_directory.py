@@ -215,6 +215,22 @@ def test_several_unusable_caches_are_counted_and_a_usable_one_is_found_among_the
     assert len(list_caches(tmp_path)) == 3
 
 
+def test_cache_that_cannot_be_opened_for_an_unforeseen_reason_is_not_used(tmp_path, monkeypatch, caplog):
+    fill(tmp_path)
+    instance, load = instance_of(tmp_path), Instance._load_index
+
+    def fails_once(self, slot_count):
+        if self.path == instance:
+            raise ValueError("planted")
+        return load(self, slot_count)
+
+    monkeypatch.setattr(Instance, "_load_index", fails_once)
+    with opened(tmp_path) as rig:
+        assert rig.tier.path != instance
+        assert rig.tier.counters.unusable_instances == 1
+    assert "ValueError: planted" in caplog.text
+
+
 def test_directory_that_is_a_link_or_open_to_all_is_refused(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")

@@ -265,12 +265,30 @@ MUTANTS = (
         bug="A cache whose files cannot be used ends the start of the engine.",
         file="kvbm/disk/instance.py",
         old="""\
+            except EnvironmentProblem as error:
                 unusable_count += 1
 """,
         new="""\
+            except EnvironmentProblem as error:
                 raise
 """,
         fails="tests/disk/test_directory.py -k others_may_read",
+    ),
+    Mutant(
+        name="disk-unforeseen-damage-ends-the-start",
+        bug="An exception that nothing foresees, while a cache is opened, ends the start of the engine.",
+        file="kvbm/disk/instance.py",
+        old="            except Exception:  # a damage that nothing foresees",
+        new="            except MemoryError:  # a damage that nothing foresees",
+        fails="tests/disk/test_directory.py -k unforeseen",
+    ),
+    Mutant(
+        name="disk-damaged-schema-is-an-exception",
+        bug="A message of SQLite that cannot be decoded is no sqlite3.Error.",
+        file="kvbm/disk/index.py",
+        old="        except UnicodeDecodeError as error:",
+        new="        except KeyError as error:",
+        fails="tests/disk/test_corruption.py -k schema_is_not_text",
     ),
     Mutant(
         name="doctor-believes-fcntl",

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from interface import MAIN, Collectives, Manager, State, Version, arguments, installed
+from interface import Collectives, Manager, State, Version, arguments, installed
 
 from kvbm.trtllm_integration import meeting
 
@@ -476,7 +476,7 @@ class Engine:
         self._installed.__exit__(None, None, None)
 
     def _register(self, rank: int) -> None:
-        if self.version is MAIN:
+        if self.version.is_grouped:
             self.workers[rank].register_kv_cache_layout(self.caches[rank].layout())
         else:
             self.workers[rank].register_kv_caches(self.caches[rank].pools[0])

@@ -13,7 +13,7 @@ import pickle
 import sys
 import threading
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -44,6 +44,7 @@ V1_1 = Version("1.1", counts_scheduled=False, takes_executor_config=True, releas
 V1_2 = Version("1.2", releases_one=True)
 V1_3 = Version("1.3rc", path=NEW_PATH, has_extras=True)
 MAIN = Version("main", path=NEW_PATH, has_extras=True, is_grouped=True, has_reset=True)
+MAIN_WITHOUT_RESETS = replace(MAIN, name="main-without-resets", has_reset=False)
 VERSIONS = (V1_1, V1_2, V1_3, MAIN)
 
 
@@ -99,10 +100,17 @@ class Scheduler(ABC):
     def update_state_after_alloc(self, request, block_ids): ...
 
 
-class ResettingScheduler(Scheduler):
+class GroupedScheduler(Scheduler):
+    """An earlier form of `main`: it takes blocks away from running requests without a call."""
+
+    def request_finished_by_layer_group(self, request, cache_block_ids_by_layer_group): ...
+    def update_state_after_alloc_by_layer_group(self, request, block_ids_by_layer_group): ...
+    def wait_for_initialization(self) -> None: ...
+
+
+class ResettingScheduler(GroupedScheduler):
     """The newest form, with its optional methods."""
 
-    def wait_for_initialization(self) -> None: ...
     def cancel_load(self, request, start_token, end_token) -> None: ...
     def request_reset(self, request) -> None: ...
 
@@ -130,6 +138,11 @@ class Worker(ABC):
     def get_finished(self, finished_gen_req_ids, started_loading_req_ids): ...
 
 
+class WorkerWithLayout(Worker):
+    def register_forward_pass_callable(self): ...
+    def register_kv_cache_layout(self, layout) -> None: ...
+
+
 def _request_data(version: Version) -> type:
     fields: list[Any] = [("request_id", int), ("new_tokens", list), ("new_block_ids", list), ("computed_position", int)]
     if version.counts_scheduled:
@@ -155,8 +168,9 @@ def _modules(version: Version, collectives: Collectives) -> dict[str, ModuleType
     utils.mpi_broadcast = collectives.broadcast
     modules["tensorrt_llm"].__version__ = version.name
     interface = modules[version.path]
-    interface.KvCacheConnectorScheduler = ResettingScheduler if version.has_reset else Scheduler
-    interface.KvCacheConnectorWorker = Worker
+    grouped = ResettingScheduler if version.has_reset else GroupedScheduler
+    interface.KvCacheConnectorScheduler = grouped if version.is_grouped else Scheduler
+    interface.KvCacheConnectorWorker = WorkerWithLayout if version.is_grouped else Worker
     interface.RequestData = _request_data(version)
     for name, module in modules.items():
         module.__path__ = []

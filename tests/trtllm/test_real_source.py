@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from interface import CONNECTOR, NEW_PATH, OLD_PATH, State
+from interface import CONNECTOR, NEW_PATH, OLD_PATH, VERSIONS, Collectives, State, installed
 
 CLASSES = {
     "KvCacheConnectorScheduler": "DynamoKVBMConnectorLeader",
@@ -111,6 +111,12 @@ def test_the_connector_implements_a_real_interface_file(load):
     source = Path(os.environ["KVBM_TRTLLM_SOURCE"])
     path = NEW_PATH if source.parent.name == "connectors" else OLD_PATH
     assert list(gaps(*load(source.read_text(), path))) == []
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=str)
+def test_the_connector_implements_the_interface_of_each_version(version):
+    with installed(version, Collectives(1)) as (connector, interface):
+        assert list(gaps(interface, connector)) == []
 
 
 @pytest.mark.parametrize(

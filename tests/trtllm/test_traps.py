@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from executor import BLOCK, Engine, Request, Script, expected
-from interface import MAIN, V1_1, V1_2, V1_3, VERSIONS, Collectives, installed
+from interface import MAIN, MAIN_WITHOUT_RESETS, V1_1, V1_2, V1_3, VERSIONS, Collectives, installed
 
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.trtllm_integration.messages import TransferOrders
@@ -421,6 +421,15 @@ def test_a_layout_with_a_sliding_window_disables_the_cache(open_engine, caplog):
     worker.register_kv_cache_layout(layout)
     assert "sliding window of 8 tokens" in caplog.text
     assert worker.get_finished([1], [2]) == ([], [])
+
+
+def test_a_version_that_takes_blocks_away_silently_disables_the_cache(caplog):
+    """It pauses requests under every capacity policy, and a copy would read what other requests write."""
+    with Engine(MAIN_WITHOUT_RESETS) as engine:
+        assert "takes blocks away from running requests" in caplog.text
+        assert engine.run([Script(1, PROMPT, 3)])[1] == expected(Script(1, PROMPT, 3), 1)
+        assert engine.workers[0]._side is None
+        assert engine.leader.get_num_new_matched_tokens(Request(Script(2, PROMPT, 3)), 0) == (0, False)
 
 
 def test_the_connector_can_be_imported_without_tensorrt_llm():
