@@ -18,11 +18,11 @@ from kvbm_cli.doctor.disk_probe import (
     ProbeFile,
     ProbeOutcome,
     RecommendedSettings,
-    mount_of,
     probe,
     recommend,
 )
 from kvbm_cli.doctor.quota import limit_of
+from kvbm_cli.system.mounts import mount_of
 
 WORKS, UNSUPPORTED, FULL = ProbeOutcome(True), ProbeOutcome(False, "ENOTSUP"), ProbeOutcome(False, "ENOSPC")
 DIRECT, CACHED, REFUSED = (
