@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvbm.errors import KvbmError
+from kvbm.types import MAX_SECONDS
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.terminal import streams
 from kvbm_cli.terminal.command_line import Command
@@ -175,6 +176,7 @@ def stop(
             "SECONDS",
             "Seconds to wait for running requests before the engine is killed [default: from the profile].",
             min=0,
+            max=MAX_SECONDS,
         ),
     ] = None,
     json: JsonOption = False,
@@ -535,7 +537,10 @@ def _show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> 
     return error.exit_code
 
 
-NUMBERS = {"SECONDS": "a number of seconds, such as `30`", "N": "a number of lines, such as `20`"}
+NUMBERS = {
+    "SECONDS": f"a number of seconds from 0 to {MAX_SECONDS}, such as `30`",
+    "N": "a number of lines, such as `20`",
+}
 INSTEAD = {"restart": "`kvbm stop`, then `kvbm serve`"}
 NEAR = 0.7
 
