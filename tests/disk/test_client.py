@@ -199,7 +199,7 @@ def test_blocks_of_a_process_that_does_not_answer_are_not_waited_for(tmp_path: P
         with stopped(rig):
             started = time.monotonic()
             assert rig.tier.recovered() is None
-            assert time.monotonic() - started < 1.5 * ANSWER_LIMIT_S
+            assert time.monotonic() - started < 5 * ANSWER_LIMIT_S
         assert rig.recovered() == {number: number for number in range(5)}
 
 
@@ -385,7 +385,7 @@ def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplo
             tickets = [rig.start_read([1], [1], [1]), rig.start_write([9], [9], [9])]
             assert rig.tier.is_on
             rig.wait_until(lambda: not rig.tier.is_on)
-            assert ANSWER_LIMIT_S <= time.monotonic() - started < 2 * ANSWER_LIMIT_S
+            assert ANSWER_LIMIT_S <= time.monotonic() - started < 5 * ANSWER_LIMIT_S
             assert not rig.ended.keys() & set(tickets), "their host slots are not free yet"
             assert rig.tier.counters.times_off == 1
         assert [rig.wait(ticket).is_good for ticket in tickets] == [(True,), (True,)]
@@ -447,7 +447,7 @@ def test_leader_never_waits_for_a_child_that_does_nothing(tmp_path: Path) -> Non
             for _ in range(1500):  # far more than a socket takes
                 rig.tier.forget(list(range(4096)))
                 assert rig.tier.poll() == []
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < LIMIT_S
             assert rig.tier._channel.has_more_to_send()
         finally:
             os.kill(rig.tier.pid, signal.SIGCONT)
