@@ -19,8 +19,9 @@ import typer
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.flags import KVBM_SETS
 from kvbm.config.json_schema import json_schema
+from kvbm.config.keys import Key, keys
 from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
-from kvbm.config.schema import INTERPOLATED, Key, keys
+from kvbm.config.schema import INTERPOLATED
 from kvbm.config.variables import VARIABLES
 from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES, NEVER, NEVER_GAUGES
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN, shown

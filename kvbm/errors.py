@@ -5,7 +5,7 @@ KvbmError(message, *, hint=None)
 │  └─ ProfileMistakes    several of these, found together                            exit 2
 ├─ UsageError            the command line is wrong                                   exit 2
 ├─ EnvironmentProblem    this machine lacks a library, a permission, memory, a port  exit 1
-│  └─ EnvironmentProblems several of these, found together                            exit 1
+│  └─ EnvironmentProblems several of these, found together                           exit 1
 ├─ EngineError           the engine did not start, or died                           its own exit code
 ├─ TransferError         a copy failed; becomes a failed result, never reaches the engine
 └─ InvariantError        a bug of ours; the message carries ids, states and counts
@@ -76,3 +76,8 @@ class TransferError(KvbmError):
 
 class InvariantError(KvbmError):
     """A bug in kvbm. In an engine it turns the cache off, see `kvbm.boundary`."""
+
+
+def reason_of(error: OSError) -> str:
+    """Return the reason in lower case, for the end of a message."""
+    return (error.strerror or str(error)).lower()

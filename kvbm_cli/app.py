@@ -18,7 +18,8 @@ from kvbm.types import MAX_SECONDS
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.terminal import streams
 from kvbm_cli.terminal.command_line import Command
-from kvbm_cli.terminal.show_error import show_error, show_kvbm_error
+from kvbm_cli.terminal.show_error import show_kvbm_error
+from kvbm_cli.terminal.usage_error import show_usage_error
 
 COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 INTERRUPTED = 130
@@ -488,7 +489,7 @@ def run(arguments: Sequence[str]) -> int:
         show_kvbm_error(error)
         return error.exit_code
     except typer.TyperException as error:
-        return _show_usage_error(error, arguments)
+        return show_usage_error(error, arguments)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
@@ -502,63 +503,9 @@ def run(arguments: Sequence[str]) -> int:
             raise
         problem = problem_of(error)
         if problem is None:
-            return _show_bug(error, arguments)
+            from kvbm_cli.terminal.crash_report import show_bug
+
+            return show_bug(error, arguments)
         show_kvbm_error(problem)
         return problem.exit_code
     return result if isinstance(result, int) else 0
-
-
-def _show_bug(error: Exception, arguments: Sequence[str]) -> int:
-    from kvbm_cli.terminal.crash_report import A_BUG, save_report
-
-    saved = save_report(error, arguments)
-    hint = (
-        f"report it with the traceback in {saved}"
-        if saved
-        else "run the command again with `kvbm --debug` to see the traceback"
-    )
-    show_error(f"a bug in kvbm: {type(error).__name__}: {error}", cause=error.__cause__, hint=hint)
-    return A_BUG
-
-
-def _show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> int:
-    """Prints an error of the parser in our form. It gives the nearest name as a list or inside its text."""
-    context = getattr(error, "ctx", None)
-    possible = getattr(error, "possibilities", None)
-    text = _number_error(error) or (error.message if possible else error.format_message())
-    message, _, suggested = text.replace("'", "`").rstrip(".?").partition(". Did you mean ")
-    nearest = f"`{possible[0]}`" if possible else _if_near(message, suggested)
-    if message.startswith("Missing option `--profile`") and arguments[1:2] and arguments[1][:1] not in ("", "-"):
-        nearest = f"`kvbm {arguments[0]} --profile {arguments[1]}`"
-    command = context.command_path if context is not None else "kvbm"
-    show_error(
-        message[0].lower() + message[1:], hint=f"did you mean {nearest}?" if nearest else f"see `{command} --help`"
-    )
-    return error.exit_code
-
-
-NUMBERS = {
-    "SECONDS": f"a number of seconds from 0 to {MAX_SECONDS}, such as `30`",
-    "N": "a number of lines, such as `20`",
-}
-INSTEAD = {"restart": "`kvbm stop`, then `kvbm serve`"}
-NEAR = 0.7
-
-
-def _number_error(error: typer.TyperException) -> str | None:
-    """Names the value of a number option that the parser refuses; the parser's own text does not."""
-    parameter, wrong = getattr(error, "param", None), error.__cause__
-    numbers = NUMBERS.get(getattr(parameter, "metavar", None) or "")
-    if parameter is None or wrong is None or numbers is None:
-        return None
-    return f"`{parameter.opts[0]}` requires {numbers}, not `{wrong.errors()[0]['input']}`"  # type: ignore[attr-defined]
-
-
-def _if_near(message: str, suggested: str) -> str:
-    """Returns the suggestion if it is close; the parser suggests `status` even for `restart`."""
-    import difflib
-
-    given = message.partition("`")[2].partition("`")[0]
-    if given in INSTEAD:
-        return INSTEAD[given]
-    return suggested if difflib.SequenceMatcher(None, given, suggested.strip("`")).ratio() > NEAR else ""

@@ -26,7 +26,7 @@ from kvbm.disk.directory import SUPERBLOCK, CacheFacts, InstanceLock, directory_
 from kvbm.disk.directory import list_caches as found_in
 from kvbm.disk.superblock import OtherFormat, read_superblock
 from kvbm.disk.verify import drop, holder, verify
-from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.hashing import tenant
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system.filesystem import expanded, write_atomically
@@ -150,7 +150,7 @@ def export_stats(directory: Path | None, profile: str | None, *, form: str, outp
         else:
             write_atomically(output, text)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
         raise EnvironmentProblem(f"cannot write `{output}`: {reason}") from None
 
 
@@ -162,7 +162,7 @@ def _place(directory: Path | None, profile: str | None) -> Path:
         try:
             is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
         except OSError as error:
-            raise UsageError(f"`--dir {directory}`: {(error.strerror or str(error)).lower()}") from None
+            raise UsageError(f"`--dir {directory}`: {reason_of(error)}") from None
         if not is_directory:
             raise UsageError(f"`--dir {directory}`: not a directory")
         _require_outside(directory)

@@ -16,7 +16,7 @@ from kvbm_cli.terminal.completion_shells import FILES, script
 from kvbm_cli.terminal.console import print_data
 
 if TYPE_CHECKING:
-    from kvbm.config.schema import Key
+    from kvbm.config.keys import Key
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -76,10 +76,7 @@ def engines(incomplete: str) -> list[str]:
 def runs(incomplete: str, *, living: bool = False) -> list[str]:
     from kvbm_cli.runs.run_directory import Runs
 
-    try:
-        found = Runs.of_user().all()
-    except (RuntimeError, OSError):  # no home directory, or it is not readable
-        return []
+    found = Runs.of_user_if_known()
     return _matching([run.facts.name for run in found if run.is_living or not living], incomplete)
 
 
@@ -99,7 +96,7 @@ def sections_and_keys(incomplete: str) -> list[str]:
 
 def _keys() -> Iterator[Key]:
     from kvbm.config.engine import ENGINE_KINDS
-    from kvbm.config.schema import keys as keys_of
+    from kvbm.config.keys import keys as keys_of
 
     for kind in ENGINE_KINDS:
         yield from keys_of(engine=kind)

@@ -66,7 +66,11 @@ RULES = (  # the first that fits a module counts
         never=("numpy", *ENGINES),
     ),
     Rule("kvbm.config"),
-    Rule("kvbm.identity", ("kvbm.host.libc",), never=("pydantic", *ENGINES)),
+    Rule(
+        "kvbm.identity",
+        ("kvbm.host.libc", "kvbm.host.processes", "kvbm.host.directories"),
+        never=("pydantic", *ENGINES),
+    ),
     Rule("kvbm.sizing", ("kvbm.config",)),
     Rule("kvbm.vllm_integration.versions"),
     Rule("kvbm.vllm_integration.launch", ("kvbm.config", "kvbm.vllm_integration.versions")),
@@ -82,7 +86,7 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.embedded.http", ("kvbm.embedded.engine", "kvbm.config.launch_plan"), never=ENGINES[2:]),
     Rule("kvbm.embedded", RUNS_THE_CACHE, never=ENGINES[2:]),
     Rule("kvbm_cli.doctor.disk_speed", ("kvbm.disk",)),  # runs in the process of the probe
-    Rule("kvbm_cli.system", lazily=(*ENGINES, "numpy")),
+    Rule("kvbm_cli.system", ("kvbm.host.processes",), lazily=(*ENGINES, "numpy")),
     Rule("kvbm_cli", ("kvbm",), never=(), lazily=(*ENGINES, "numpy")),
 )
 

@@ -15,8 +15,9 @@ from difflib import get_close_matches
 from pydantic import ValidationError
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, located, plain_values, together
-from kvbm.config.mistakes import FileKind, mistakes_in
-from kvbm.config.schema import ConnectorConfig, OffloadSection, keys
+from kvbm.config.keys import keys
+from kvbm.config.mistakes import FileKind, invalid_text, mistakes_in
+from kvbm.config.schema import ConnectorConfig, OffloadSection
 from kvbm.config.values import WrongKey
 from kvbm.config.variables import drop_unused, read_variables, valid_variables
 from kvbm.errors import ProfileError
@@ -87,6 +88,8 @@ def _of_variables(environment: Mapping[str, str], *, warns: bool) -> tuple[Docum
 
 
 def _validated(document: Document, place: str, *, is_complete: bool) -> tuple[ConnectorConfig | None, list[Mistake]]:
+    if wrong := list(invalid_text(document)):
+        return None, wrong
     try:
         return ConnectorConfig.model_validate(plain_values(document)), []
     except ValidationError as error:

@@ -12,7 +12,10 @@ import stat
 import time
 from pathlib import Path
 
+from kvbm.errors import reason_of
+
 FIFO_TIMEOUT_S = 1.0
+NO_WRITER = "no process writes to this pipe"
 
 
 def real_path(path: Path) -> Path:
@@ -49,9 +52,6 @@ def read_at_most(path: Path, byte_count: int) -> bytes:
     raise OSError(errno.EFBIG, f"it is larger than {byte_count >> 10} KiB")
 
 
-NO_WRITER = "no process writes to this pipe"
-
-
 def _is_readable(descriptor: int, timeout_s: float) -> bool:
     """Whether there is something to read, or an end of file, within the timeout. `select` fails beyond 1023."""
     poll = select.poll()
@@ -79,7 +79,7 @@ def reason_not_readable(path: Path) -> str | None:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return reason_of(error)
     if stat.S_ISDIR(mode):
         return "is a directory"
     if not stat.S_ISREG(mode):

@@ -27,8 +27,8 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.files import is_missing, real_path, reason_not_readable
 from kvbm.config.findings import Findings, remove_mistaken
 from kvbm.config.flags import flag_name
+from kvbm.config.keys import keys
 from kvbm.config.mistakes import NOT_BUILT_PROFILES, not_sections
-from kvbm.config.schema import keys
 from kvbm.config.variables import drop_unused, overridden_values, put, read_variables, valid_variables
 from kvbm.errors import ProfileError
 

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at, located
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.schema import Key, keys
+from kvbm.config.keys import Key, keys
 from kvbm.config.sizes import shortened
 from kvbm.config.values import WrongKey
 
@@ -190,6 +190,7 @@ def _hint(detail: ErrorDetails) -> str | None:
 
 _SEPARATED = re.compile(r"[0-9]{1,3}(?:[,_' ][0-9]{3})+")
 _OTHER_BASE = re.compile(r"0[xXoObB][0-9a-fA-F]{1,30}")
+MAX_DIGITS = 30
 
 
 def _number_meant(value: object) -> str | None:
@@ -206,9 +207,6 @@ def _number_meant(value: object) -> str | None:
         quotes = "" if text.startswith("0") or not text.isascii() else ", without quotes"
         return f"write `{int(text)}`{quotes}"
     return None
-
-
-MAX_DIGITS = 30
 
 
 def _boolean_meant(value: object) -> str | None:

@@ -8,27 +8,12 @@ page and `kvbm profile schema` show them. Values are strict: a number in quotes 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from kvbm.config.engine import ENGINE_KINDS, AnyEngine
-from kvbm.config.values import (
-    Port,
-    Section,
-    Size,
-    WrongKey,
-    absolute,
-    count_value,
-    environment_value,
-    length_value,
-    names_value,
-    port_value,
-    size_value,
-)
+from kvbm.config.engine import AnyEngine
+from kvbm.config.values import Port, Section, Size, WrongKey, absolute
 from kvbm.types import MAX_SECONDS
 
 
@@ -367,80 +352,3 @@ INTERPOLATED = (
     "metrics.record_directory",
     "bench.workload",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One key of a schema. `path` is dotted. A section has keys below it and no default."""
-
-    path: str
-    description: str
-    kind: str
-    default: object
-    is_section: bool
-    is_required: bool
-
-
-def keys(model: type[BaseModel] = Profile, *, engine: str = ENGINE_KINDS[0]) -> tuple[Key, ...]:
-    """Returns every key in the order of the schema, each section before its keys, with those of one engine kind."""
-    return tuple(_walk(model, "", engine))
-
-
-def _walk(model: type[BaseModel], prefix: str, engine: str) -> Iterator[Key]:
-    for name, field in model.model_fields.items():
-        section = _section_of(field, engine)
-        path = f"{prefix}{name}"
-        required = field.is_required()
-        default = None if required else field.default
-        yield Key(path, field.description or "", _kind(field, section), default, section is not None, required)
-        if section is not None:
-            yield from _walk(section, f"{path}.", engine)
-
-
-def _section_of(field: FieldInfo, engine: str) -> type[BaseModel] | None:
-    sections = [annotation for annotation in _alternatives(field.annotation) if _is_model(annotation)]
-    if len(sections) > 1:
-        sections = [section for section in sections if engine in get_args(section.model_fields["kind"].annotation)]
-    return sections[0] if sections else None
-
-
-def _alternatives(annotation: Any) -> list[Any]:
-    """Returns the types of a union without `Annotated`, or the type itself."""
-    return [getattr(one, "__origin__", one) for one in get_args(annotation) or (annotation,)]
-
-
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-_KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-_KINDS_BY_VALIDATOR = {
-    size_value: "size",
-    port_value: "port",
-    count_value: "whole number, such as `32768` or `32K`",
-    length_value: "whole number, such as `32768` or `32K`, or `auto`",
-    names_value: "name or list of names",
-    environment_value: "mapping of names to text",
-}
-
-
-def _kind(field: FieldInfo, section: type[BaseModel] | None) -> str:
-    if section is not None:
-        return "section"
-    annotation: Any = field.annotation
-    candidates = [annotation, *get_args(annotation)]
-    for holder in [field, *candidates]:
-        for validator in _validators(holder):
-            if validator in _KINDS_BY_VALIDATOR:
-                return _KINDS_BY_VALIDATOR[validator]
-    for candidate in candidates:
-        if str(candidate).startswith("dict"):
-            return "mapping"
-        if str(candidate).startswith("typing.Literal"):
-            return " or ".join(f"`{choice}`" for choice in get_args(candidate))
-    return next(_KINDS[candidate] for candidate in candidates if candidate in _KINDS)
-
-
-def _validators(holder: Any) -> list[Any]:
-    metadata: Any = getattr(holder, "metadata", None) or getattr(holder, "__metadata__", ())
-    return [entry.func for entry in metadata if isinstance(entry, BeforeValidator)]

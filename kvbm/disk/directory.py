@@ -30,6 +30,7 @@ from kvbm.disk.files import make_private_directory, open_private, problem
 from kvbm.disk.index import BlockIndex, remove_index
 from kvbm.disk.superblock import OtherFormat, Superblock, read_superblock
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.processes import process_namespace, stat_of
 
 LOCK, SUPERBLOCK, ARENA, INDEX = "lock", "superblock", "arena", "index.sqlite"
 RATES = "rates.json"  # of a namespace: measured speed of its engines
@@ -40,8 +41,6 @@ LOCK_PAUSE_S = 0.01  # `_is_locked` holds a lock for less
 PREDECESSOR_TIMEOUT_S = 10.0
 PREDECESSOR_PAUSE_S = 0.05
 HOLDER_BYTES = 256
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-DEAD_STATES = ("Z", "X")
 
 logger = logging.getLogger(__name__)
 
@@ -181,36 +180,30 @@ def _is_in_use(instance: Path) -> bool:
         return False
     try:
         fd = open_private(instance / LOCK, os.O_RDONLY)
+        with open(fd, encoding="ascii", errors="replace") as lock:
+            holder = lock.read(HOLDER_BYTES).split()
+        if len(holder) != 3 or not holder[0].isdecimal() or holder[2] != _process_namespace():
+            return True
+        engine = stat_of(int(holder[0]))
     except (OSError, EnvironmentProblem):
         return True
-    with open(fd, encoding="ascii", errors="replace") as lock:
-        holder = lock.read(HOLDER_BYTES).split()
-    if len(holder) != 3 or not holder[0].isdecimal() or holder[2] != _process_namespace():
-        return True
-    return _start_of(int(holder[0])) == holder[1]
+    return engine is not None and str(engine.started) == holder[1]
 
 
 def _write_holder(fd: int) -> None:
     """Write pid, start and namespace of the parent of this process, which is the engine of a disk process."""
-    engine = os.getppid()
+    pid = os.getppid()
     with suppress(OSError):  # a full disk
+        engine = stat_of(pid)
+        started = None if engine is None else engine.started
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{engine} {_start_of(engine)} {_process_namespace()}\n".encode("ascii"), 0)
-
-
-def _start_of(pid: int) -> str | None:
-    """Return when a process started, in clock ticks since boot; None if it is not alive."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in DEAD_STATES else fields[19]  # fields after the process name
+        os.pwrite(fd, f"{pid} {started} {_process_namespace()}\n".encode("ascii"), 0)
 
 
 def _process_namespace() -> str:
-    """Return in which boot and container a process id is valid."""
+    """Return in which boot and container a process id is valid; without /proc, a text that no other process writes."""
     try:
-        return f"{BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+        return "/".join(process_namespace())
     except OSError:
         return f"unknown/{os.getpid()}"
 

@@ -295,7 +295,7 @@ def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise EnvironmentProblem(
             f"{path} belongs to user {found.st_uid}; kvbm runs as user {os.geteuid()}",
-            hint=f"run `sudo chown -R {os.geteuid()} {path}`, or set `tiers.disk.directory`",
+            hint=f"run `sudo chown -R {os.geteuid()} {shlex.quote(str(path))}`, or set `tiers.disk.directory`",
         )
     if found.st_mode & OTHERS:
         raise EnvironmentProblem(

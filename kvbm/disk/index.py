@@ -5,8 +5,9 @@ deleted before they change. Commits are not flushed individually, so a power cut
 insertion is a miss; a lost deletion is a checksum miss. `clear` is flushed. Of two rows with one hash, the later
 generation counts; a UNIQUE constraint on the hash would double the cost of a commit.
 
-Checksums cover the payload and are seeded with the block's hash (`checksum`), so that a row with a damaged slot or hash
-does not match its bytes either. One thread at a time uses an index. Failures raise sqlite3.Error.
+Checksums cover the payload and are seeded with the namespace and the block's hash (`checksum`). So a row with a damaged
+slot or hash does not match its bytes, nor do the files of another model: vLLM gives its blocks the same hashes. One
+thread at a time uses an index. Failures raise sqlite3.Error.
 
 SQLite must not map files: if the disk is full (btrfs) or fails, access to such a mapping kills the process with SIGBUS.
 The index is therefore opened for a single connection, and readers of an index in use read a copy.
@@ -98,9 +99,9 @@ class Recovered:
         )
 
 
-def checksum(sequence_hash: bytes, shards: Sequence[NDArray[np.uint8]]) -> int:
-    """Return xxh3-64 of a block's payload, seeded with the first bytes of its hash."""
-    seed = int.from_bytes(sequence_hash[:SEED_BYTES], "little")
+def checksum(namespace: bytes, sequence_hash: bytes, shards: Sequence[NDArray[np.uint8]]) -> int:
+    """Return xxh3-64 of a block's payload, seeded with the first bytes of its namespace and of its hash."""
+    seed = int.from_bytes(namespace[:SEED_BYTES], "little") ^ int.from_bytes(sequence_hash[:SEED_BYTES], "little")
     if len(shards) == 1:  # same value, without the cost of a state object
         return xxhash.xxh3_64_intdigest(shards[0].data, seed)
     state = xxhash.xxh3_64(seed=seed)

@@ -80,8 +80,9 @@ class Shape:
 class Instance:
     """An open cache. `index` and `lock` are None if it is not persistent."""
 
-    def __init__(self, path: Path, arena: Arena, shape: Shape) -> None:
+    def __init__(self, path: Path, namespace: Namespace, arena: Arena, shape: Shape) -> None:
         self.path = path
+        self.namespace = namespace
         self.arena = arena
         self.shape = shape
         self.lock: InstanceLock | None = None
@@ -103,36 +104,37 @@ class Instance:
         """Take over a free instance or create one; with `only`, that one or a new one. Raises EnvironmentProblem."""
         require_usable_parent(settings.directory)
         if not settings.persist:
-            return cls._open_unnamed(settings, payload_bytes, hash_bytes, progress)
+            return cls._open_unnamed(settings, namespace, payload_bytes, hash_bytes, progress)
         home = settings.directory / namespace.digest.hex()
         make_private_directory(home)
         unusable_count = 0
         for path in existing_instances(home, only=only):
             try:
-                lock = claim(path)
-                if lock is None:
-                    continue
-                opened = cls._open_locked(lock, settings, namespace, payload_bytes, hash_bytes, progress)
+                if (lock := claim(path)) is not None:
+                    opened = cls._open_locked(lock, settings, namespace, payload_bytes, hash_bytes, progress)
+                    break
             except NoRoom:  # a new one needs even more
                 raise
             except EnvironmentProblem as error:
                 unusable_count += 1
                 remedy = "" if error.hint is None else f" ({error.hint})"
                 logger.warning("cannot use the disk cache %s, using another one: %s%s", path, error.message, remedy)
-                continue
             except Exception:  # a damage that nothing foresees; a new instance has none
                 unusable_count += 1
                 logger.exception("cannot use the disk cache %s, using another one", path)
-                continue
-            opened.losses.unusable_instances = unusable_count
-            return opened
-        opened = cls._open_locked(claim_new(home), settings, namespace, payload_bytes, hash_bytes, progress)
+        else:
+            opened = cls._open_locked(claim_new(home), settings, namespace, payload_bytes, hash_bytes, progress)
         opened.losses.unusable_instances = unusable_count
         return opened
 
     @classmethod
     def _open_unnamed(
-        cls, settings: DiskSettings, payload_bytes: int, hash_bytes: int, progress: Progress | None
+        cls,
+        settings: DiskSettings,
+        namespace: Namespace,
+        payload_bytes: int,
+        hash_bytes: int,
+        progress: Progress | None,
     ) -> Instance:
         arena = Arena.open_unnamed(settings.directory)
         try:
@@ -141,7 +143,7 @@ class Instance:
         except BaseException:
             arena.close()
             raise
-        return cls(settings.directory, arena, shape)
+        return cls(settings.directory, namespace, arena, shape)
 
     @classmethod
     def _open_locked(
@@ -157,9 +159,9 @@ class Instance:
         try:
             arena = Arena.open(lock.path / ARENA)
             try:
-                instance = cls(lock.path, arena, _shape(arena, settings, payload_bytes, hash_bytes))
+                instance = cls(lock.path, namespace, arena, _shape(arena, settings, payload_bytes, hash_bytes))
                 instance.lock = lock
-                instance._recover(settings, namespace, progress)
+                instance._recover(settings, progress)
             except BaseException:
                 arena.close()
                 raise
@@ -194,18 +196,13 @@ class Instance:
             self.lock.touch()
             self.lock.release()
 
-    def _recover(self, settings: DiskSettings, namespace: Namespace, progress: Progress | None) -> None:
+    def _recover(self, settings: DiskSettings, progress: Progress | None) -> None:
         """Bring superblock, index and arena into one state, in an order that may be interrupted anywhere."""
         shape, path = self.shape, self.path
         former = self._read_superblock()
-        if former is None or not _is_compatible(former, shape):
+        if former is None or (why := self._mismatch(former)) is not None:
             if former is not None:
-                logger.warning(
-                    "disk cache %s has blocks of %d bytes, not %d: starting empty",
-                    path,
-                    former.payload_bytes,
-                    shape.payload_bytes,
-                )
+                logger.warning("disk cache %s has %s: starting empty", path, why)
             _unlink(path / SUPERBLOCK)
             _remove_index(path / INDEX)
             self.arena.resize(0, zerofill=False, progress=None)
@@ -213,7 +210,7 @@ class Instance:
         self.recovered = self._load_index(intact_bytes // shape.slot_bytes)
         try:
             _take_space(self.arena, shape, settings, progress)
-            self._write_superblock(namespace, former)
+            self._write_superblock(former)
         except BaseException:
             assert self.index is not None
             self.index.close()
@@ -226,8 +223,16 @@ class Instance:
             logger.warning("the superblock of the disk cache %s is damaged: starting empty", self.path)
         return superblock
 
-    def _write_superblock(self, namespace: Namespace, former: Superblock | None) -> None:
-        shape = self.shape
+    def _mismatch(self, former: Superblock) -> str | None:
+        """Return why the blocks cannot be used, None if they can."""
+        if former.namespace != self.namespace.digest.hex():
+            return f"blocks of another model (namespace {former.namespace})"
+        if not _is_compatible(former, self.shape):
+            return f"blocks of {former.payload_bytes} bytes, not {self.shape.payload_bytes}"
+        return None
+
+    def _write_superblock(self, former: Superblock | None) -> None:
+        shape, namespace = self.shape, self.namespace
         superblock = Superblock(
             namespace=namespace.digest.hex(),
             facts=dict(namespace.facts),

@@ -72,7 +72,7 @@ class DiskStorage:
             slots_carry=slots_carry,
             on_end=self._end,
         )
-        geometry = Geometry(shards, instance.shape.slot_bytes)
+        geometry = Geometry(shards, instance.shape.slot_bytes, instance.namespace.digest)
         self._threads = TransferThreads(threads, io, geometry, self._health, self._transfer_ended)
         self._index_thread.start(self._threads)
 

@@ -26,6 +26,7 @@ FORMAT = 1
 MAX_BYTES = 1 << 20
 MAX_LEVELS = 16  # of nesting in `facts`
 MAX_COUNT = 1 << 62
+NAMESPACE = re.compile(r"([0-9a-f]{2}){1,64}")
 FIRST_LINE = re.compile(r"(kvbm disk cache format (\d{1,9})) ([0-9a-f]{16})")
 
 
@@ -106,6 +107,7 @@ def _has_its_fields(found: object) -> bool:
     counts = [found[name] for name in ("hash_bytes", "payload_bytes", "slot_bytes", "slot_count")]
     return (
         isinstance(found["namespace"], str)
+        and NAMESPACE.fullmatch(found["namespace"]) is not None
         and isinstance(found["facts"], dict)
         and _is_shallow(found["facts"], MAX_LEVELS)
         and all(type(count) is int and 0 < count <= MAX_COUNT for count in counts)

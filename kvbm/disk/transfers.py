@@ -72,10 +72,18 @@ class WriteTransfer(Transfer):
 class Geometry:
     """Where a block's bytes are: `shards[r][slot]` in host memory, all shards concatenated in a slot of the arena."""
 
-    def __init__(self, shards: Sequence[NDArray[np.uint8]], slot_bytes: int) -> None:
+    def __init__(self, shards: Sequence[NDArray[np.uint8]], slot_bytes: int, namespace: bytes) -> None:
         self.shards = shards
         self.payload_bytes = sum(shard.shape[1] for shard in shards)
         self.slot_bytes = slot_bytes
+        self._namespace = namespace
+
+    def checksum(self, sequence_hash: bytes, host_slot: int) -> int:
+        """Return the checksum of the bytes in a host slot, as those of the block with this hash."""
+        return checksum(self._namespace, sequence_hash, self.buffers(host_slot))
+
+    def checksum_of(self, sequence_hash: bytes, payload: NDArray[np.uint8]) -> int:
+        return checksum(self._namespace, sequence_hash, [payload])
 
     def buffers(self, host_slot: int) -> list[NDArray[np.uint8]]:
         return [shard[host_slot] for shard in self.shards]
@@ -269,7 +277,7 @@ class TransferThreads:
         hashes, host_slots = transfer.order.hashes, transfer.order.host_slots
         misses = 0
         for position in positions:
-            found = checksum(hashes[position], self._geometry.buffers(host_slots[position]))
+            found = self._geometry.checksum(hashes[position], host_slots[position])
             is_good = found == transfer.checksums[position]
             transfer.is_good[position] = is_good
             if not is_good and not self._is_intact(transfer, position):
@@ -287,7 +295,7 @@ class TransferThreads:
         slot, geometry = transfer.order.disk_slots[position], self._geometry
         memory = np.frombuffer(mmap.mmap(-1, geometry.slot_bytes), np.uint8)
         self._io.read([IoRun(slot * geometry.slot_bytes, [memory])])
-        found = checksum(transfer.order.hashes[position], [memory[: geometry.payload_bytes]])
+        found = geometry.checksum_of(transfer.order.hashes[position], memory[: geometry.payload_bytes])
         is_intact = found == transfer.checksums[position]
         if is_intact:
             transfer.error = transfer.error or "the host memory was lost during the read"
@@ -308,7 +316,7 @@ class TransferThreads:
     def _write(self, transfer: Transfer, positions: Sequence[int]) -> None:
         hashes, host_slots = transfer.order.hashes, transfer.order.host_slots
         for position in positions:
-            transfer.checksums[position] = checksum(hashes[position], self._geometry.buffers(host_slots[position]))
+            transfer.checksums[position] = self._geometry.checksum(hashes[position], host_slots[position])
         self._io.write(self._geometry.runs(transfer, positions))
         for position in positions:
             transfer.is_good[position] = 1

@@ -21,6 +21,7 @@ from kvbm.disk.files import open_private
 from kvbm.disk.index import BlockIndex, Recovered, checksum
 from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO
 from kvbm.disk.superblock import Superblock
+from kvbm.host.processes import stat_of
 
 READ_BYTES = 8 << 20
 LOCKS = Path("/proc/locks")
@@ -41,14 +42,16 @@ def verify(instance: Path, superblock: Superblock, *, progress: Callable[[int, i
 
     Raises OSError, EnvironmentProblem or sqlite3.Error if the cache as a whole cannot be read.
     """
-    found = _load(instance, superblock)
+    found, namespace = _load(instance, superblock), bytes.fromhex(superblock.namespace)
     order = np.argsort(found.slots)
     suspects = []
     with _SlotReader(instance / ARENA, superblock.slot_bytes) as reader:
         done = 0
         for group in _adjacent(found.slots, order, most=reader.slots_at_once):
             payloads = reader.read(int(found.slots[group[0]]), len(group))
-            suspects += [at for at, payload in zip(group, payloads, strict=True) if not _fits(found, at, payload)]
+            suspects += [
+                at for at, payload in zip(group, payloads, strict=True) if not _fits(namespace, found, at, payload)
+            ]
             done += len(group)
             progress(done * superblock.payload_bytes, len(order) * superblock.payload_bytes)
     count = len(suspects) + len(found.misfits)
@@ -81,7 +84,8 @@ def _engine_of(pid: int) -> int:
     """Return the parent of a disk process, which holds the lock on behalf of its engine."""
     with suppress(OSError):
         if DISK_PROCESS in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            process = stat_of(pid)
+            return pid if process is None else process.parent
     return pid
 
 
@@ -93,11 +97,11 @@ def _load(instance: Path, superblock: Superblock) -> Recovered:
         index.close()
 
 
-def _fits(found: Recovered, at: int, payload: Buffer | None) -> bool:
+def _fits(namespace: bytes, found: Recovered, at: int, payload: Buffer | None) -> bool:
     length = int(found.lengths[at])
     if payload is None or not 0 <= length <= len(payload):
         return False
-    return checksum(found.hashes[at].tobytes(), [payload[:length]]) == int(found.checksums[at])
+    return checksum(namespace, found.hashes[at].tobytes(), [payload[:length]]) == int(found.checksums[at])
 
 
 def _still_there(before: Recovered, suspects: list[int], now: Recovered) -> list[int]:

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _serve(_read_flags(arguments))
     except KvbmError as error:
-        print(_error_text(error), file=sys.stderr)
+        with suppress(OSError):  # a full disk; the exit code remains
+            print(_error_text(error), file=sys.stderr)
         return error.exit_code
 
 
@@ -206,9 +208,26 @@ def _error_text(error: KvbmError) -> str:
     return "\n".join([*lines, *(["", f"hint: {error.hint}"] if error.hint else [])])
 
 
+def _open_standard_streams() -> None:
+    """Open /dev/null in place of closed streams (`2>&-`). A connection to a client would otherwise get the number of
+    a closed one, and with it whatever a library writes to stderr."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+def _flush_standard_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk; the exit code remains
+            stream.flush()
+
+
 if __name__ == "__main__":
+    _open_standard_streams()
     write_log = use_queued_stderr()
     code = main()
-    sys.stdout.flush()
+    _flush_standard_streams()
     write_log()
     os._exit(code)  # a thread that is still loading a model would otherwise hold up, or crash, the interpreter's end

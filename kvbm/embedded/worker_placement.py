@@ -6,6 +6,7 @@ the plans through a pipe; it returns only control words. It ends with the engine
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import multiprocessing
@@ -102,6 +103,7 @@ class ProcessWorker:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve_worker, args=(theirs, arguments), name="kvbm-worker", daemon=True)
         self._process.start()
+        atexit.register(self._process.kill)  # before multiprocessing sends SIGTERM and waits
         theirs.close()
         self.info = self._first_answer(init_timeout_s)
         self._backlog = bytearray()
@@ -131,6 +133,7 @@ class ProcessWorker:
         self._flush()
 
     def close(self) -> None:
+        atexit.unregister(self._process.kill)
         self._pipe.close()
         self._process.join(EXIT_WAIT_S)
         if self._process.is_alive():
@@ -161,6 +164,8 @@ def _serve_worker(pipe: Connection, arguments: _ProcessArguments) -> None:
     """Main function of a worker process: execute plans until the engine closes the pipe."""
     _die_with_parent(arguments.parent_pid)
     use_queued_stderr()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the engine still answers its open requests, and then closes the pipe
     import torch
 
     torch.set_num_threads(1)

@@ -108,6 +108,8 @@ class _QueuedBytes(io.RawIOBase):
 def use_queued_stderr() -> Callable[[], None]:
     """Write `sys.stderr` of this process through a queue. Return a function that waits DRAIN_S for the queue at most;
     an exit of the interpreter calls it too."""
+    if sys.stderr is None:  # it was closed when the process started
+        return lambda: None
     queued = _QueuedBytes(sys.stderr.fileno())
     sys.stderr = io.TextIOWrapper(queued, encoding="utf-8", errors="backslashreplace", line_buffering=True)
     atexit.register(queued.queue.drain)

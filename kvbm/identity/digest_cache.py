@@ -18,6 +18,7 @@ import stat
 import time
 from pathlib import Path
 
+from kvbm.host.directories import make_private_directories
 from kvbm.identity.content import METHOD, Signature
 
 NAME = "file-digests.json"
@@ -105,7 +106,7 @@ def _entry(value: object) -> Entry:
 
 def _write(path: Path, content: bytes) -> None:
     """Replace the file atomically, readable by this user only. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_directories(path.parent)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

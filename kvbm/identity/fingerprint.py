@@ -29,6 +29,7 @@ from pathlib import Path
 
 import xxhash
 
+from kvbm.host.processes import stat_of
 from kvbm.identity.content import FULL_BYTES, METHOD, Signature, digest_file, shows_changes, signature_of
 from kvbm.identity.digest_cache import DigestCache, default_path
 
@@ -89,8 +90,9 @@ def fingerprint(directory: Path, cache: DigestCache | None = None) -> Fingerprin
 
 def process_start_ns() -> int:
     """Return when this process started, in nanoseconds since 1970."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    process = stat_of(os.getpid())
+    assert process is not None, "this process is alive"
+    since_boot_ns = process.started * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - since_boot_ns)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
 
-KV_FORMAT = 1  # of blocks; increase it when kvbm stores the same KV in other bytes
+KV_FORMAT = 2  # of blocks; increase it when kvbm stores the same KV in other bytes
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 
 log = logging.getLogger(__name__)

@@ -229,9 +229,15 @@ class LeaderSide:
         return tracked
 
     def _extend(self, tracked: TrackedRequest) -> None:
-        if tracked.key is not None:
-            start = root(self._namespace, salt=tracked.key.salt)
+        """Hash the new full blocks. A request with a token id that has no hash, as a negative one, bypasses the cache
+        from here on."""
+        if tracked.key is None:
+            return
+        start = root(self._namespace, salt=tracked.key.salt)
+        try:
             extend(tracked.hashes, tracked.tokens, block_size=self._size, root=start)
+        except OverflowError:
+            tracked.key = None
 
     def _forget_progress(self, tracked: TrackedRequest) -> None:
         """Save nothing more of this request, nor what is on its way: its blocks may be overwritten during the copy."""
@@ -262,6 +268,8 @@ class LeaderSide:
         if tracked.key is None or not tracked.may_save or self._has_other_salt(tracked, data):
             return
         self._extend(tracked)
+        if tracked.key is None:
+            return
         computed = data.computed_position + getattr(data, "num_scheduled_tokens", 0)
         blocks = min(computed, len(tracked.tokens)) // self._size
         if blocks > tracked.due_blocks:

@@ -165,6 +165,7 @@ class RankSide:
     def ended(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
         """Note the ids that the engine waits for from now on; return (saved, loaded) ids that have ended."""
         saving = list(saving)
+        self._start_loads()  # if the engine has not called `start` in this iteration
         self._poll()
         self._loading.update(loading)
         for request_id in saving:

@@ -14,6 +14,8 @@ from typing import Any
 
 _SALTS = ("cache_salt", "cache_salt_id")
 _MEDIA = ("multimodal_positions", "multimodal_lengths", "multimodal_embedding", "mrope_rotary_cos_sin")
+_MEDIA_DATA = "py_multimodal_data"  # of the PyTorch backend, also for media that it could not hash
+_FROM_TOKENS = "mrope_config"  # in the data of each request, also of text
 _UNKNOWN_INPUT = ("prompt_embedding_table", "encoder_tokens", "encoder_input_features")
 _MISSING = object()
 
@@ -35,8 +37,8 @@ def request_key(request: Any, *, has_adapters: bool, has_salts: bool) -> Request
         return None
     if any(_is_given(getattr(request, name, None)) for name in _UNKNOWN_INPUT):
         return None
-    digests = getattr(request, "multimodal_hashes", None)
-    if any(_is_given(getattr(request, name, None)) for name in _MEDIA) and not _is_given(digests):
+    digests: Any = getattr(request, "multimodal_hashes", None)
+    if _has_media(request) and not (_is_given(digests) and all(map(_is_given, digests))):
         return None
     facts = {
         "salt": None if salt is _MISSING else salt,
@@ -53,6 +55,11 @@ def _first(request: Any, names: tuple[str, ...]) -> Any:
     values = [getattr(request, name, _MISSING) for name in names]
     found = [value for value in values if value is not _MISSING]
     return next((value for value in found if value is not None), found[0] if found else _MISSING)
+
+
+def _has_media(request: Any) -> bool:
+    data = getattr(request, _MEDIA_DATA, None) or {}
+    return any(_is_given(getattr(request, name, None)) for name in _MEDIA) or not data.keys() <= {_FROM_TOKENS}
 
 
 def _is_given(value: Any) -> bool:

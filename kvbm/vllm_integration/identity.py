@@ -56,6 +56,7 @@ def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
             os.environ.get("VLLM_ATTENTION_BACKEND", ""),
         ],
         "speculative": _digest(vllm_config.speculative_config),
+        "multimodal": _multimodal(getattr(model, "multimodal_config", None)),
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
         "block_size": cache.block_size,
@@ -94,9 +95,17 @@ def _configuration(hf_config: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def _multimodal(config: Any) -> str:
+    """Return a digest of how media become input of the model: vLLM's digests and block hashes leave most of it out."""
+    if config is None:
+        return ""
+    text = json.dumps(vars(config), sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 def _model(vllm_config: VllmConfig) -> tuple[list[str], list[str], str]:
-    """Return the content of the files of the model and of a draft model, their configurations, and why these may not be
-    what was loaded."""
+    """Return the content of the files of the model and of a draft model and how they are loaded, their configurations,
+    and why these may not be what was loaded."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     draft_load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
@@ -104,15 +113,25 @@ def _model(vllm_config: VllmConfig) -> tuple[list[str], list[str], str]:
     if draft is not None and draft.model != vllm_config.model_config.model:
         models.append((draft, draft_load))
     try:
-        contents = [_content(model, load) for model, load in models]
+        contents = [text for model, load in models for text in (_content(model, load), _selection(load))]
         return contents, [_configuration(model.hf_config) for model, _ in models], ""
     except (Unidentified, OSError) as error:
         return [], [], f"the model cannot be identified: {error}"
 
 
+def _load_format(load: Any) -> str:
+    return str(getattr(load.load_format, "value", load.load_format))
+
+
+def _selection(load: Any) -> str:
+    """Return what selects among the files of a directory, which may hold several sets of weights."""
+    values = [getattr(load, name, None) for name in ("ignore_patterns", "model_loader_extra_config")]
+    return json.dumps([_load_format(load), *values], sort_keys=True, default=repr)
+
+
 def _content(model: Any, load: Any) -> str:
     """Return the content of a model's files. Raises Unidentified or OSError."""
-    load_format = str(getattr(load.load_format, "value", load.load_format))
+    load_format = _load_format(load)
     if load_format not in LOAD_FORMATS:
         raise Unidentified(f"load format `{load_format}` does not read files that kvbm knows")
     if getattr(model, "model_weights", ""):

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.directories import make_private_directories
 from kvbm_cli.bench.comparison import AGAINST_BASELINE, Comparison
 from kvbm_cli.bench.experiment import RunningEngine
 from kvbm_cli.bench.output_directory import OutputDirectory
@@ -68,7 +69,7 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
         return
     parent = Path(disk.directory).expanduser()
     try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_directories(parent)
         holder = tempfile.TemporaryDirectory(prefix="bench-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise EnvironmentProblem(

@@ -12,7 +12,7 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,7 @@ async def drive(plan: Plan, targets: Sequence[Target], *, on_record: Callable[[R
     async with open_session() as session:
         with _garbage_collector_off():
             started_unix_s, cpu_start_s, start_ns = time.time(), time.process_time(), time.perf_counter_ns()
-            await asyncio.gather(*(_drive_one(session, plan, target, start_ns, take) for target in targets))
+            await _all([_drive_one(session, plan, target, start_ns, take) for target in targets])
             duration_s = (time.perf_counter_ns() - start_ns) / NANOSECONDS
             cpu_share = (time.process_time() - cpu_start_s) / duration_s
     ordered = {arm: tuple(sorted(of_arm, key=lambda record: record.index)) for arm, of_arm in records.items()}
@@ -112,6 +112,17 @@ def _garbage_collector_off() -> Iterator[None]:
         gc.unfreeze()
         if was_on:
             gc.enable()
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all calls. If one fails, end the others before its exception is raised."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _drive_one(
@@ -139,14 +150,18 @@ async def _drive_one(
     try:
         while pending and not target.has_ended():
             done, pending = await asyncio.wait(pending, timeout=WATCH_INTERVAL_S)
-            for task in done:
-                task.result()
+            _raise_first(task.exception() for task in done)
     finally:
         for task in pending:
             task.cancel()
-        for outcome in await asyncio.gather(*pending, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                raise outcome
+        _raise_first(await asyncio.gather(*pending, return_exceptions=True))
+
+
+def _raise_first(outcomes: Iterable[BaseException | None]) -> None:
+    """Look at every outcome: asyncio logs the exceptions of tasks that are never retrieved."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if errors:
+        raise errors[0]
 
 
 async def send(

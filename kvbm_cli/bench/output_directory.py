@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm_cli.system.filesystem import write_atomically
 
 DEFAULT_PARENT = Path("kvbm-runs")
@@ -56,7 +56,7 @@ class OutputDirectory:
 
 
 def cannot_write(path: Path, error: OSError) -> EnvironmentProblem:
-    return EnvironmentProblem(f"cannot write to {path}: {(error.strerror or str(error)).lower()}")
+    return EnvironmentProblem(f"cannot write to {path}: {reason_of(error)}")
 
 
 def _named_after_now(parent: Path) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvbm.config.sizes import format_size
 from kvbm.disk.directory import CacheFacts, list_caches
 from kvbm.disk.files import PAGE_BYTES, require_usable_parent
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm.host.directories import unsafe_parents
 from kvbm_cli.doctor import disk_features
 from kvbm_cli.doctor.context import OTHER_DIRECTORY, DoctorContext
@@ -60,7 +60,7 @@ def checks(context: DoctorContext) -> Found:
             require_usable_parent(directory)
             report = _probe(context, place)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
         yield failure("directory", f"not writable: {reason}", _remedy_for(directory))
         return None
     except EnvironmentProblem as error:
@@ -112,7 +112,7 @@ def _about(context: DoctorContext, directory: Path, report: DiskReport) -> Itera
     else:
         yield ok("directory", "files can be written and read back", unnamed=report.has_unnamed_files)
     for parent, reason in unsafe_parents(directory):
-        remedy = f"use a directory whose parents belong to you or root, or `chmod go-w {parent}`"
+        remedy = f"use a directory whose parents belong to you or root, or `chmod go-w {shlex.quote(str(parent))}`"
         yield warning("parents", f"{parent} {reason}, so another user can move the cache away", remedy)
     yield _filesystem(report)
     yield from _space(context, directory, report)

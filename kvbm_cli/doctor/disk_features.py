@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from kvbm.config.sizes import format_size
 from kvbm.disk.files import PAGE_BYTES
 from kvbm_cli.doctor.context import OTHER_DIRECTORY, DoctorContext
-from kvbm_cli.doctor.disk_probe import DirectIO, DiskReport, RecommendedSettings
+from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
 from kvbm_cli.doctor.disk_speed import Speed
+from kvbm_cli.doctor.probe_file import DirectIO
 from kvbm_cli.doctor.result import Check, CheckState, failure, ok, rate, skipped, warning
 
 EXAMPLE_TOKENS = 4000

@@ -14,65 +14,38 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import errno
-import fcntl
 import json
-import mmap
 import os
 import resource
-import secrets
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvbm.disk.files import PAGE_BYTES, UNSUPPORTED, Alignment, dio_alignment, fallocate
-from kvbm.disk.io.kernel_aio import KernelAio
 from kvbm.disk.io.threads import ThreadsIO
-from kvbm.host.libc import LIBC, last_error
 from kvbm_cli.doctor.disk_speed import PhaseCallback, Speed, SpeedTrial
+from kvbm_cli.doctor.probe_file import (
+    AREA_BYTES,
+    DirectIO,
+    ProbeFile,
+    ProbeOutcome,
+    aio,
+    attempt,
+    direct_flag,
+    io_uring,
+    name_of,
+)
 from kvbm_cli.doctor.quota import Quota, quotas
 from kvbm_cli.system.mounts import Mount, mount_of
 
-PREFIX = ".kvbm-probe-"
-TRIED_ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-AREA_BYTES = 4 * TRIED_ALIGNMENTS[-1]
 SHARE_OF_FREE = 10
 MAX_FILE_BYTES = 1 << 30
 MAX_WRITTEN_BYTES = 8 << 30  # limits the wear of the drive
 BUFFERED_BYTES_PER_S = 256 << 20  # a slow disk writes for long what the page cache accepts at once
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
 UNKNOWN_SPACE_BYTES = 16 << 20  # for a filesystem that does not report its size, such as ramfs
-CACHED_SHARE = 0.5
-
-FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2
-SYSCALL_IO_URING_SETUP = 425
-NO_FILE = -1  # the queue transfers nothing
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeOutcome:
-    """Whether a feature works. If not, `reason` is the name of the error, such as `EINVAL`."""
-
-    works: bool
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DirectIO:
-    """O_DIRECT set by open or by fcntl. It works if the flag is kept and whole pages are read back unchanged.
-
-    `alignment` is the smallest offset and length that worked. `is_cached` is true if the page cache held the bytes
-    anyway.
-    """
-
-    works: bool
-    reason: str | None = None
-    alignment: int | None = None
-    is_cached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +173,15 @@ class _Probe:
             found = self._base(None, has_unnamed_files=file.is_unnamed)
             return replace(found, reason=f"the test needs {AREA_BYTES >> 10} KiB, but may use only {room >> 10} KiB")
         allocated = attempt(lambda: fallocate(file.fd, 0, 0, AREA_BYTES))
-        write = attempt(lambda: _round_trip(file.fd, 0, AREA_BYTES))
+        write = file.write()
         found = self._base(write, has_unnamed_files=file.is_unnamed)
         if not write.works:
             return replace(found, fallocate=allocated)
-        by_open = DirectIO(False, file.direct_error) if file.direct_fd is None else _try_direct(file.direct_fd)
-        by_fcntl = _direct_by_fcntl(file)
+        by_open, by_fcntl = file.direct_by_open(), file.direct_by_fcntl()
         return replace(
             found,
             fallocate=allocated,
-            punch_hole=_punch(file.fd),
+            punch_hole=file.punch_hole(),
             claimed=dio_alignment(file.fd),
             by_open=by_open,
             by_fcntl=by_fcntl,
@@ -260,167 +232,8 @@ def _prepared(file: ProbeFile, settings: RecommendedSettings, byte_count: int) -
     os.ftruncate(fd, 0)
     if not settings.zerofill:
         fallocate(fd, 0, 0, byte_count)
-    with _direct_flag(fd) if settings.o_direct and settings.allocator == "default" else contextlib.nullcontext():
+    with direct_flag(fd) if settings.o_direct and settings.allocator == "default" else contextlib.nullcontext():
         yield fd
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeFile:
-    """An unnamed temporary file: created without a name (O_TMPFILE) or already unlinked."""
-
-    fd: int
-    direct_fd: int | None
-    direct_error: str | None
-    is_unnamed: bool
-
-    @classmethod
-    def create(cls, directory: Path) -> ProbeFile:
-        """Raises OSError if no file can be created in the directory."""
-        try:
-            fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS):
-                raise
-            return cls._create_named(directory / f"{PREFIX}{secrets.token_hex(8)}")
-        return cls(fd, *_open_direct(f"/proc/self/fd/{fd}"), is_unnamed=True)
-
-    @classmethod
-    def _create_named(cls, path: Path) -> ProbeFile:
-        """Opens the file in both ways, then unlinks it. Blocks the signals that would end the process in between."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-        try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                direct = _open_direct(str(path))
-            finally:
-                os.unlink(path)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return cls(fd, *direct, is_unnamed=False)
-
-    def __enter__(self) -> ProbeFile:
-        return self
-
-    def __exit__(self, *ignored: object) -> None:
-        for fd in (self.fd, self.direct_fd):
-            if fd is not None:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-
-
-def _open_direct(path: str) -> tuple[int | None, str | None]:
-    try:
-        return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC), None
-    except OSError as error:
-        return None, name_of(error)
-
-
-@contextlib.contextmanager
-def _direct_flag(fd: int) -> Iterator[bool]:
-    """Sets O_DIRECT by fcntl and yields whether the flag was kept. Raises OSError."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-    try:
-        yield bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-
-
-def _direct_by_fcntl(file: ProbeFile) -> DirectIO:
-    try:
-        with _direct_flag(file.fd) as carries:
-            return _try_direct(file.fd) if carries else DirectIO(False, "the flag is not kept")
-    except OSError as error:
-        return DirectIO(False, name_of(error))
-
-
-def _try_direct(fd: int) -> DirectIO:
-    """Writes the whole area, then finds the smallest alignment that works inside it."""
-    whole = attempt(lambda: _round_trip(fd, 0, AREA_BYTES))
-    if not whole.works:
-        return DirectIO(False, whole.reason)
-    is_cached = _cached_share(fd) > CACHED_SHARE
-    alignment = next((size for size in TRIED_ALIGNMENTS if attempt(partial(_round_trip, fd, size, size)).works), None)
-    if alignment is None or alignment > PAGE_BYTES:
-        return DirectIO(
-            False, f"requires an alignment of {alignment or f'more than {TRIED_ALIGNMENTS[-1]}'} bytes", alignment
-        )
-    return DirectIO(True, None, alignment, is_cached)
-
-
-def _round_trip(fd: int, offset: int, length: int) -> None:
-    """Writes random bytes and reads them back. OSError if they differ or are short."""
-    with mmap.mmap(-1, length) as out, mmap.mmap(-1, length) as back:
-        out[:] = os.urandom(length)
-        done = os.pwritev(fd, [out], offset)
-        if done != length:
-            raise OSError(errno.EIO, f"{done} of {length} bytes written")
-        os.fdatasync(fd)
-        done = os.preadv(fd, [back], offset)
-        if done != length:
-            raise OSError(errno.EIO, f"{done} of {length} bytes read")
-        if out[:] != back[:]:
-            raise OSError(errno.EBADMSG, "the bytes read differ from the bytes written")
-
-
-def _cached_share(fd: int) -> float:
-    """Share of the area in the page cache. A direct write has dropped what buffered writes left there."""
-    pages = AREA_BYTES // mmap.PAGESIZE
-    states = (ctypes.c_ubyte * pages)()
-    try:
-        with mmap.mmap(fd, AREA_BYTES, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
-            start = ctypes.c_char.from_buffer(mapping)
-            failed = LIBC.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(AREA_BYTES), states)
-            del start
-    except (OSError, ValueError):
-        return 0.0
-    return 0.0 if failed else sum(state & 1 for state in states) / pages
-
-
-def _punch(fd: int) -> ProbeOutcome:
-    """Punches a hole in the file and checks that it reads as zeros."""
-
-    def punch() -> None:
-        half = AREA_BYTES // 2
-        fallocate(fd, FALLOC_KEEP_SIZE | FALLOC_PUNCH_HOLE, 0, half)
-        if os.pread(fd, half, 0) != bytes(half):
-            raise OSError(errno.EBADMSG, "the punched hole does not read as zeros")
-
-    return attempt(punch)
-
-
-def io_uring() -> ProbeOutcome:
-    """Whether this process may create an io_uring; containers often forbid it."""
-
-    def create() -> None:
-        parameters = ctypes.create_string_buffer(120)
-        fd = LIBC.syscall(SYSCALL_IO_URING_SETUP, 4, parameters)
-        if fd < 0:
-            raise last_error()
-        os.close(fd)
-
-    return attempt(create)
-
-
-def aio() -> ProbeOutcome:
-    """Whether this process may create a context for Linux asynchronous I/O."""
-    return attempt(lambda: KernelAio(NO_FILE).close())
-
-
-def attempt(action: Callable[[], object]) -> ProbeOutcome:
-    try:
-        action()
-    except OSError as error:
-        return ProbeOutcome(False, name_of(error))
-    return ProbeOutcome(True)
-
-
-def name_of(error: OSError) -> str:
-    """Name of the error, such as `EINVAL`, or our own text if bytes differ or are short."""
-    number = error.errno or 0
-    if number in (errno.EIO, errno.EBADMSG) and error.strerror and error.strerror != os.strerror(number):
-        return error.strerror
-    return errno.errorcode.get(number, str(error))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

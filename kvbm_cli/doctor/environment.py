@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.document import plain_values
 from kvbm.config.form import Form
+from kvbm.config.keys import keys
 from kvbm.config.mistakes import FileKind, mistakes_in
-from kvbm.config.schema import ConnectorConfig, Tiers, keys
+from kvbm.config.schema import ConnectorConfig, Tiers
 from kvbm.config.variables import PREFIX, drop_unused, read_variables, variable_names, variable_of
 from kvbm.errors import ProfileError
 from kvbm_cli.doctor.result import Check, failure, ok, warning

@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvbm.errors import reason_of
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm_cli.doctor.disk_probe import DiskReport
 from kvbm_cli.system import die_with_parent
@@ -69,7 +70,7 @@ def _run(
             env={**environment, "PYTHONDONTWRITEBYTECODE": "1"},
         )
     except OSError as error:
-        raise ProbeFailed((error.strerror or str(error)).lower()) from None
+        raise ProbeFailed(reason_of(error)) from None
     try:
         answer = _read(child, time.monotonic() + timeout_s, timeout_s, on_phase)
     finally:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.sizes import format_size
+from kvbm.errors import reason_of
 from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, failure, ok, skipped
@@ -47,7 +48,7 @@ def checks(context: DoctorContext, settings: RecommendedSettings | None) -> Iter
                 room = space.f_bavail * space.f_frsize // SHARE_OF_FREE if space.f_blocks else MOST_BYTES
                 yield from _legs(context, {**disk, "directory": str(place)}, room)
     except OSError as error:
-        yield skipped("pattern", f"the directory is not writable: {(error.strerror or str(error)).lower()}")
+        yield skipped("pattern", f"the directory is not writable: {reason_of(error)}")
 
 
 def _disk_settings(context: DoctorContext, settings: RecommendedSettings | None) -> dict[str, Any] | None:

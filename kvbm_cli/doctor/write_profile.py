@@ -40,7 +40,7 @@ def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, Value], t
     require_disk_tier(resolved)
     keys = {**_from_elsewhere(resolved), **recommended}
     wanted = _load(resolved.path, keys)
-    for text in _texts(resolved, keys, target):
+    for text in _texts(resolved, keys):
         write_new(target, text)
         if _means(target, wanted):
             return
@@ -48,7 +48,7 @@ def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, Value], t
     raise InvariantError(f"no copy of {resolved.path} has the values {keys}")
 
 
-def _texts(resolved: ResolvedProfile, keys: Mapping[str, Value], target: Path) -> Iterator[str]:
+def _texts(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> Iterator[str]:
     text = _edited(resolved.path, keys)
     if text is not None:
         yield text

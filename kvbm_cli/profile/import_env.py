@@ -23,6 +23,7 @@ from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
 from kvbm_cli.profile.text import scalar
 from kvbm_cli.system.filesystem import no_temporary_file, write_new
 from kvbm_cli.terminal.console import print_data, print_note
+from kvbm_cli.terminal.printable import commentable
 
 if TYPE_CHECKING:
     from kvbm.config.document import Entry
@@ -96,7 +97,7 @@ def _section(section: Mapping[str, Entry], path: str) -> Iterator[str]:
             if not path:
                 yield ""
         else:
-            yield f"{indent}{name}: {_escaped(here, entry.value)}  # {_shown(entry.source.text)}"
+            yield f"{indent}{name}: {_escaped(here, entry.value)}  # {commentable(entry.source.text)}"
 
 
 def _escaped(path: str, value: object) -> str:
@@ -106,15 +107,11 @@ def _escaped(path: str, value: object) -> str:
     return scalar(value)
 
 
-def _shown(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
 def _comments(warnings: tuple[str, ...]) -> Iterator[str]:
     if warnings:
         yield "# Variables without effect:"
         for warning in warnings:
-            text = _shown(warning.replace("` has no effect: ", "`: ", 1))
+            text = commentable(warning.replace("` has no effect: ", "`: ", 1))
             yield from textwrap.wrap(
                 text, WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False
             )

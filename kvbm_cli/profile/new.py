@@ -19,7 +19,7 @@ from kvbm.config.files import real_path
 from kvbm.config.layers import find
 from kvbm.config.load import Examined, examine_written, load, written_by
 from kvbm.config.variables import other_variables
-from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError
+from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError, reason_of
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_problems import problems_here, warn_of
 from kvbm_cli.profile.preflight import check, examine_here, require_workload
@@ -72,7 +72,7 @@ def new_profile(
         hint = "add the options, or extend a profile with `--extends demo`; on a terminal, the command asks for them"
         raise UsageError(f"missing: {', and '.join(missing)}", hint=hint)
     written, expected = _examined(file, answers, overrides, parent)
-    reference = _reference(extends, parent, file) if parent is not None and extends is not None else None
+    reference = _reference(parent, file) if parent is not None else None
     _write(file, _text(written, expected, reference), expected, is_forced=is_forced)
     print_data(str(file))
     print_note(f"`kvbm serve --profile {file}` starts the engine")
@@ -165,7 +165,7 @@ def _examined(
     return written, examined
 
 
-def _reference(extends: str, parent: Path, file: Path) -> str:
+def _reference(parent: Path, file: Path) -> str:
     """Returns the value of `extends`: a path is relative to the new file."""
     if real_path(parent.parent) == real_path(profiles_directory()):
         return parent.stem
@@ -193,7 +193,7 @@ def _write(file: Path, text: str, expected: Examined, *, is_forced: bool) -> Non
             open(file, "x").close()  # reserves the name, fails if it exists by now
         os.replace(draft, file)
     except OSError as error:
-        raise EnvironmentProblem(f"cannot write `{file}`: {(error.strerror or str(error)).lower()}") from None
+        raise EnvironmentProblem(f"cannot write `{file}`: {reason_of(error)}") from None
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.document import together
 from kvbm.config.values import count_of
-from kvbm.errors import EnvironmentProblem, ProfileError, UsageError
+from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.sizing.model import text_facts
 from kvbm_cli.engine.engines import copy_count, knows_block_tokens
@@ -90,7 +90,7 @@ def _reason_not_writable(path: Path) -> str | None:
     except NotADirectoryError:
         return f"{nearest_existing(Path(os.path.abspath(path)))} is not a directory"
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return reason_of(error)
     if stat.S_ISDIR(mode):
         return "is a directory"
     if not stat.S_ISREG(mode) and os.path.realpath(path) != os.devnull:
@@ -194,7 +194,7 @@ def _reason_not_usable(directory: Path) -> str | None:
     try:
         mode = os.stat(holder).st_mode
     except OSError as error:
-        return f"cannot use {holder}: {(error.strerror or str(error)).lower()}"
+        return f"cannot use {holder}: {reason_of(error)}"
     if not stat.S_ISDIR(mode):
         return f"{holder} is not a directory"
     if not os.access(holder, os.W_OK | os.X_OK):

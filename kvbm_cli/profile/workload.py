@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError
 
 from kvbm.config.document import Document, plain_values, read_document, read_file, together
 from kvbm.config.files import is_missing, reason_not_readable
+from kvbm.config.keys import keys
 from kvbm.config.mistakes import FileKind, mistakes_in
-from kvbm.config.schema import keys
 from kvbm.config.values import Section
 from kvbm.errors import UsageError
 from kvbm.types import MAX_SECONDS

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -29,13 +28,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.config.files import is_missing
+from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.host.directories import make_private_directories
+from kvbm_cli.runs.locks import is_locked, locked, locked_file, open_regular
 from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.filesystem import no_temporary_file, state_directory, write_atomically
 from kvbm_cli.system.process_identity import ProcessIdentity
+from kvbm_cli.terminal.printable import commentable
 
 KEPT_RUNS = 20
 LONGEST_NAME = 100  # of a run without its number; file names may have 255 bytes
@@ -104,7 +106,7 @@ class RunDirectory:
         self.path = path
         self.problem: str | None = None  # why run.json could not be written
         self._facts: RunFacts | None = None
-        self._lock = _locked_file(path / LOCK)  # until the process ends
+        self._lock = locked_file(path / LOCK)  # until the process ends
 
     @property
     def name(self) -> str:
@@ -158,8 +160,7 @@ class RunDirectory:
     def write_profile(self, content: Mapping[str, Any], head: str) -> None:
         import yaml
 
-        head = "".join(character if character.isprintable() else "?" for character in head)
-        _write(self.path / PROFILE, f"{head}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
+        _write(self.path / PROFILE, f"{commentable(head)}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
 
     def write_admin_token(self, token: str) -> None:
         """Writes the token. Ignores errors, like `_write`."""
@@ -182,11 +183,11 @@ class RunDirectory:
             if not self.path.is_dir():
                 self.path.mkdir(mode=0o700, parents=True)
                 self._lock.close()
-                self._lock = _locked_file(self.path / LOCK)
+                self._lock = locked_file(self.path / LOCK)
             _write_without_space(self.path / FACTS, self._facts.to_json())
             self.problem = None
         except OSError as error:
-            self.problem = f"cannot write `{self.path / FACTS}`: {(error.strerror or str(error)).lower()}"
+            self.problem = f"cannot write `{self.path / FACTS}`: {reason_of(error)}"
 
 
 class Runs:
@@ -255,9 +256,7 @@ class Runs:
         except OSError as error:
             with contextlib.suppress(OSError):  # it was not created, or is not empty
                 path.rmdir()
-            raise EnvironmentProblem(
-                f"cannot create the run directory `{path}`: {(error.strerror or str(error)).lower()}"
-            ) from None
+            raise EnvironmentProblem(f"cannot create the run directory `{path}`: {reason_of(error)}") from None
 
     def all(self) -> list[EngineRun]:
         """Returns every readable run, by start time."""
@@ -266,8 +265,8 @@ class Runs:
 
     def unreadable(self) -> list[UnreadableRun]:
         """Returns runs whose run.json is damaged, not readable, or has the format of another version."""
-        found = [path for path in sorted(self._paths()) if _may_exist(path / FACTS) and _read(path) is None]
-        return [UnreadableRun(path, is_locked=_is_locked(path)) for path in found]
+        found = [path for path in sorted(self._paths()) if not is_missing(path / FACTS) and _read(path) is None]
+        return [UnreadableRun(path, is_locked=is_locked(path / LOCK)) for path in found]
 
     def living(self) -> list[EngineRun]:
         return [run for run in self.all() if run.is_living]
@@ -313,18 +312,6 @@ class Runs:
             return []
 
 
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Locks a directory exclusively. Raises OSError if it does not exist."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):  # a filesystem without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _not_found(reference: str, every: Sequence[EngineRun]) -> UsageError:
     import difflib
 
@@ -342,7 +329,7 @@ def _number(name: str, stem: str) -> int:
 def _read(path: Path) -> EngineRun | None:
     """Returns None without a readable run.json, which is also the case while a run is being created."""
     try:
-        with open(_open_regular(path / FACTS), encoding="utf-8") as file:
+        with open(open_regular(path / FACTS), encoding="utf-8") as file:
             facts = RunFacts.from_json(file.read(MOST_BYTES))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -354,51 +341,13 @@ def _read(path: Path) -> EngineRun | None:
 
 def _is_locked_elsewhere(path: Path, facts: RunFacts) -> bool:
     """Checks the lock of a launcher in another container or on another machine. False for a local launcher."""
-    return not facts.launcher.is_here() and _is_locked(path)
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with open(_open_regular(path / LOCK), "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _may_exist(path: Path) -> bool:
-    """Whether a file exists or is in a directory that cannot be read."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _open_regular(path: Path) -> int:
-    """Opens a regular file only. Opening a FIFO would block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
+    return not facts.launcher.is_here() and is_locked(path / LOCK)
 
 
 def _age_s(path: Path) -> float:
     with contextlib.suppress(FileNotFoundError):
         return time.time() - path.stat().st_mtime
     return 0.0
-
-
-def _locked_file(path: Path) -> BinaryIO:
-    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
-    with contextlib.suppress(OSError):  # a filesystem without locks
-        fcntl.flock(file, fcntl.LOCK_EX)
-    return file
 
 
 def _write_without_space(path: Path, text: str) -> None:

@@ -202,8 +202,9 @@ def _state_text(status: RunStatus) -> str:
         return f"dead, {_death(run)}"
     if run.state is RunState.ENDED:
         return f"ended at {_when(facts.ended_s)} with exit code {facts.exit_code}, after {_age(run)}"
-    where = f", on {facts.launcher.host} or in another container" if run.is_elsewhere else ""
-    return f"{status.state} for {_age(run)}{where}" if not where else f"{status.state}{where}"
+    if run.is_elsewhere:
+        return f"{status.state}, on {facts.launcher.host} or in another container"
+    return f"{status.state} for {_age(run)}"
 
 
 def names(runs: Sequence[EngineRun]) -> list[str]:

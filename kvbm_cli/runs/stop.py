@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm_cli.engine.engine_log import EngineLog
-from kvbm_cli.runs.run_directory import EngineRun, Runs, locked, write_stop_timeout
+from kvbm_cli.runs.locks import locked
+from kvbm_cli.runs.run_directory import EngineRun, Runs, write_stop_timeout
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.runs.status import log_paths, names, warn_of_unreadable
 from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
@@ -130,7 +131,7 @@ def _request_timeout(run: EngineRun, timeout_s: float) -> None:
     try:
         write_stop_timeout(run, timeout_s)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
         show_warning(f"cannot pass `--timeout` to `{run.facts.name}`: {reason}; the timeout of its profile applies")
 
 

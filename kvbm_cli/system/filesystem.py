@@ -7,7 +7,7 @@ import errno
 import os
 from pathlib import Path
 
-from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 
 
 def nearest_existing(directory: Path) -> Path:
@@ -123,7 +123,7 @@ def _has_current_directory() -> bool:
 
 
 def no_temporary_file(error: OSError) -> EnvironmentProblem:
-    reason = (error.strerror or str(error)).lower()
+    reason = reason_of(error)
     return EnvironmentProblem(
         f"cannot write a temporary file: {reason}",
         hint="check free space with `df -h /tmp`, or set `TMPDIR` to another directory",
@@ -160,4 +160,4 @@ def write_new(file: Path, text: str) -> None:
     except FileExistsError:
         raise UsageError(f"`{file}` already exists", hint="choose another name, or remove it first") from None
     except OSError as error:
-        raise EnvironmentProblem(f"cannot write `{file}`: {(error.strerror or str(error)).lower()}") from None
+        raise EnvironmentProblem(f"cannot write `{file}`: {reason_of(error)}") from None

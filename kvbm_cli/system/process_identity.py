@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-DEAD_STATES = ("Z", "X")
+from kvbm.host.processes import process_namespace, stat_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,16 @@ class ProcessIdentity:
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
         """Returns None if no such process is alive."""
-        started = _start_of(pid)
-        return None if started is None else cls(pid, started, *_surroundings())
+        found = stat_of(pid)
+        return None if found is None else cls(pid, found.started, *_surroundings())
 
     def is_here(self) -> bool:
         """Whether it runs or ran on this machine and in this container, since the last boot."""
         return (self.boot, self.namespace, self.host) == _surroundings()
 
     def is_alive(self) -> bool:
-        return self.is_here() and _start_of(self.pid) == self.started
+        found = stat_of(self.pid) if self.is_here() else None
+        return found is not None and found.started == self.started
 
     def age_s(self) -> float | None:
         """Returns how long the process has run, whatever happened to the clock; None if it is not alive here."""
@@ -80,15 +81,6 @@ class ProcessIdentity:
                 os.close(descriptor)
 
 
-def _start_of(pid: int) -> int | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in DEAD_STATES else int(fields[19])  # fields after the process name
-
-
 @cache
 def _surroundings() -> tuple[str, str, str]:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot, os.readlink("/proc/self/ns/pid"), socket.gethostname()
+    return *process_namespace(), socket.gethostname()

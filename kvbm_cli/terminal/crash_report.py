@@ -12,8 +12,23 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbm.host.directories import make_private_directories
+from kvbm_cli.terminal.show_error import show_error
+
 A_BUG = 70  # exit code EX_SOFTWARE of sysexits.h
 KEPT_REPORTS = 20
+
+
+def show_bug(error: Exception, arguments: Sequence[str]) -> int:
+    """Prints an unexpected exception, saves its report, and returns the exit code."""
+    saved = save_report(error, arguments)
+    hint = (
+        f"report it with the traceback in {saved}"
+        if saved
+        else "run the command again with `kvbm --debug` to see the traceback"
+    )
+    show_error(f"a bug in kvbm: {type(error).__name__}: {error}", cause=error.__cause__, hint=hint)
+    return A_BUG
 
 
 def save_report(error: BaseException, arguments: Sequence[str]) -> Path | None:
@@ -26,7 +41,7 @@ def save_report(error: BaseException, arguments: Sequence[str]) -> Path | None:
     for find in (_usual_directory, _temporary_directory):
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory
             directory = find()
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directories(directory)
             path = directory / name
             path.touch(mode=0o600)
             path.write_text(text, encoding="utf-8", errors="replace")

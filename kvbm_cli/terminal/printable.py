@@ -38,6 +38,11 @@ def without_commands(text: str) -> str:
     return "".join([*kept, printable(text[start:])])
 
 
+def commentable(text: str) -> str:
+    """Returns the text with `?` for characters that a comment of YAML must not contain, such as a newline."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def without_colours(text: str) -> str:
     return _COLOUR.sub("", text)
 

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TextIO
 
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm_cli.terminal.printable import without_commands
 
 BROKEN_PIPE = 141  # the exit code: 128 + SIGPIPE
@@ -68,7 +68,7 @@ class _Output(io.FileIO):
             self._has_failed = True
             if isinstance(error, BrokenPipeError):
                 raise
-            reason = (error.strerror or str(error)).lower()
+            reason = reason_of(error)
             raise EnvironmentProblem(f"cannot write to standard output: {reason}") from None
 
 

@@ -34,8 +34,9 @@ import typer
 import yaml
 
 from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.keys import keys
 from kvbm.config.layers import shipped
-from kvbm.config.schema import INTERPOLATED, keys
+from kvbm.config.schema import INTERPOLATED
 from kvbm.config.sizes import parse_size
 from kvbm.config.variables import VARIABLES
 from kvbm_cli.app import run

@@ -17,7 +17,8 @@ from terminal import Kvbm, Outcome, assert_entry, assert_snapshot, stored_entrie
 
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
-from kvbm_cli.doctor.disk_probe import DirectIO, DiskReport, ProbeOutcome, RecommendedSettings
+from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
+from kvbm_cli.doctor.probe_file import DirectIO, ProbeOutcome
 from kvbm_cli.doctor.quota import Quota
 from kvbm_cli.doctor.variable_remedy import with_variables
 from kvbm_cli.system.mounts import Mount

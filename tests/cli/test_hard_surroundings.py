@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -84,7 +85,7 @@ def test_brackets_in_names_are_text_and_40_columns_lose_nothing(tmp_path, capsys
     assert "…" not in page
 
 
-def test_a_full_disk_is_no_bug_and_leaves_a_marked_run(tmp_path, monkeypatch) -> None:
+def test_a_full_disk_is_no_bug_and_leaves_a_marked_run(tmp_path, monkeypatch, caplog) -> None:
     def full(self, row):
         raise OSError(28, "No space left on device")
 
@@ -92,6 +93,8 @@ def test_a_full_disk_is_no_bug_and_leaves_a_marked_run(tmp_path, monkeypatch) ->
     with pytest.raises(EnvironmentProblem, match="no space left"):
         measure(tmp_path, MockEngines())
     assert summary_of(tmp_path)["complete"] is False
+    gc.collect()
+    assert caplog.records == [], "asyncio logs the exceptions of tasks that nobody looked at"
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"a: " + b"[" * 5000])

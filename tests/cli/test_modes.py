@@ -15,6 +15,8 @@ from kvbm.disk.files import require_usable_parent
 from kvbm.host.directories import make_private_directories, unsafe_parents
 from kvbm.host.machine_memory import THIS_MACHINE
 from kvbm.host.shared_memory import SharedMemory
+from kvbm.identity.content import Signature
+from kvbm.identity.digest_cache import NAME, DigestCache
 from kvbm_cli.runs.run_directory import Runs
 
 PROFILE = f"""\
@@ -96,13 +98,23 @@ def test_cache_directory_and_its_parents_are_private(tmp_path: Path, umask: int)
     assert {mode(path) for path in (directory, *directory.parents[:2])} == {0o700}
 
 
+def test_digest_cache_and_its_parents_are_private(tmp_path: Path, umask: int) -> None:
+    """An engine writes it, with the umask of its user."""
+    path = tmp_path / "a/kvbm" / NAME
+    cache = DigestCache(path)
+    cache.put("/model", Signature(1, 2, 3, 4, 5), "0" * 32)
+    cache.save()
+    assert (mode(path), mode(path.parent), mode(path.parent.parent)) == (0o600, 0o700, 0o700)
+
+
 def test_crash_report_is_private(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvbm_cli.terminal.crash_report import save_report
 
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "a"))
     saved = save_report(ValueError("a"), [])
     assert saved is not None
-    assert (mode(saved), mode(saved.parent)) == (0o600, 0o700)
+    assert mode(saved) == 0o600
+    assert {mode(path) for path in saved.parents[:3]} == {0o700}
 
 
 def test_state_directory_that_others_could_change_is_made_private(

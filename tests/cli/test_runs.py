@@ -228,7 +228,7 @@ def test_a_run_directory_without_room_for_its_lock_is_removed(runs: Runs, monkey
     def refuse(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "_locked_file", refuse)
+    monkeypatch.setattr(module, "locked_file", refuse)
     with pytest.raises(EnvironmentProblem, match=r"cannot create the run directory .*: no space left on device"):
         runs.create("demo")
     assert runs.all() == []

@@ -156,6 +156,13 @@ def test_mistake_is_shown_with_its_place(name: str) -> None:
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
+@pytest.mark.parametrize("key", ["capacity", "blocks"])
+def test_text_that_is_not_unicode_is_a_mistake(key: str) -> None:
+    """JSON allows a lone surrogate."""
+    with pytest.raises(ProfileError, match=f"`tiers.host.{key}` must be UTF-8 text"):
+        resolve_connector({"kvbm": {"tiers": {"host": {key: "\ud800"}}}}, {}, engine="vllm")
+
+
 def test_variable_without_an_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         resolve_connector({}, {GIGABYTES: "1", "DYN_KVBM_ENABLE": "0"}, engine="vllm")

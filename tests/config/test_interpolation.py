@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.config.keys import keys
 from kvbm.config.load import ResolvedProfile, load
-from kvbm.config.schema import INTERPOLATED, keys
+from kvbm.config.schema import INTERPOLATED
 from kvbm.errors import ProfileError
 
 ENVIRONMENT = {"NAME": "value", "EMPTY": "", "DOLLARS": "${NAME}"}

@@ -7,9 +7,9 @@ import yaml
 
 from kvbm.config.document import parse_document, plain_values
 from kvbm.config.json_schema import json_schema
+from kvbm.config.keys import keys
 from kvbm.config.layers import shipped
 from kvbm.config.load import load
-from kvbm.config.schema import keys
 from kvbm.errors import ProfileError
 from kvbm_cli.package_data import profiles_directory
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.config.keys import keys
 from kvbm.config.load import ResolvedProfile, load
 from kvbm.config.relative_paths import PATHS
-from kvbm.config.schema import keys
 
 HERE = {
     "./m": "DIR/m",

@@ -7,8 +7,9 @@ from test_load import BASE, load_text
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.document import entry_at
+from kvbm.config.keys import keys
 from kvbm.config.load import load
-from kvbm.config.schema import ConnectorConfig, keys
+from kvbm.config.schema import ConnectorConfig
 from kvbm.config.variables import VARIABLES, read_variables, variable_of
 from kvbm.errors import ProfileError
 

@@ -10,7 +10,9 @@ from disk_rig import HASH_BYTES, NAMESPACE, assembled, instance_of, make_hash, o
 from xxhash import xxh3_64_hexdigest
 
 from kvbm.disk.instance import Instance
+from kvbm.disk.settings import Namespace
 
+OTHER = Namespace(bytes(reversed(range(16))), {"model": "another model"})
 BLOCKS = 12
 SLOT_BYTES = 8192 + 4096
 
@@ -70,6 +72,32 @@ def test_swapped_slots_cost_both(tmp_path):
     change_bytes(arena, 7 * SLOT_BYTES, content[2 * SLOT_BYTES : 3 * SLOT_BYTES])
     found, good, _ = recovered_and_good(tmp_path)
     assert found - good == {2, 7}
+
+
+@pytest.fixture
+def others(tmp_path):
+    """The instance of another model, whose blocks have the same hashes and lengths, and other bytes."""
+    with opened(tmp_path / "others", namespace=OTHER) as rig:
+        assert all(rig.write(range(BLOCKS), range(BLOCKS)).is_good)
+    return instance_of(tmp_path / "others")
+
+
+def test_instance_of_another_model_moved_to_this_one_is_not_used(tmp_path, others):
+    (tmp_path / "cache" / NAMESPACE.digest.hex()).mkdir(parents=True, mode=0o700)
+    (tmp_path / "cache").chmod(0o700)
+    others.rename(tmp_path / "cache" / NAMESPACE.digest.hex() / others.name)
+    found, _, _ = recovered_and_good(tmp_path / "cache")
+    assert found == set()
+
+
+def test_arena_and_index_of_another_model_give_no_block(tmp_path, others):
+    instance = write_cache(tmp_path / "cache")
+    for name in ("arena", "index.sqlite"):
+        shutil.copyfile(others / name, instance / name)
+    found, good, counters = recovered_and_good(tmp_path / "cache")
+    assert len(found) == BLOCKS
+    assert good == set()
+    assert counters.checksum_misses == BLOCKS
 
 
 def test_truncated_arena_keeps_what_is_in_front(tmp_path):
@@ -305,7 +333,7 @@ def superblock_of(instance):
 
 
 FIELDS = {
-    "namespace": "00",
+    "namespace": NAMESPACE.digest.hex(),
     "facts": {"model": "a model"},
     "hash_bytes": HASH_BYTES,
     "payload_bytes": SLOT_BYTES,
@@ -316,6 +344,7 @@ FIELDS = {
 OTHER_FIELDS = {
     "more": '{"more": 1}',
     "no namespace": '{"namespace": null}',
+    "namespace of text": '{"namespace": "a model"}',
     "facts of text": '{"facts": "a model"}',
     "deep facts": '{"facts": {"a": ' + "[" * 400 + "]" * 400 + "}}",
     "too deep": '{"facts": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}",

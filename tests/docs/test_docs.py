@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 import generate
 
 from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.keys import Key, keys
 from kvbm.config.load import load
-from kvbm.config.schema import Key, keys
 from kvbm.config.variables import VARIABLES
 
 PAGES = {name: (generate.REFERENCE / name).read_text() for name in generate.PAGES}

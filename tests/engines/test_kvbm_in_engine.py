@@ -237,6 +237,17 @@ def test_kill_of_the_worker_process_under_load_leaves_a_working_engine(expected)
         assert engine.counters.disabled == 1
 
 
+def test_signals_for_the_whole_group_leave_the_worker_process_to_its_engine(expected):
+    """Ctrl-C, a closed terminal and systemd reach every process. The engine still answers its open requests."""
+    with running(host_blocks=120, worker_process=True) as engine:
+        pid = engine.connector[1]._home._process.pid
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            os.kill(pid, number)
+        assert_same(conversations(engine), expected)
+        assert engine.counters.disabled == 0
+        assert engine.connector[1]._home._process.is_alive()
+
+
 def test_a_worker_process_that_does_not_read_holds_up_nobody():
     with running(host_blocks=400, worker_process=True, num_blocks=60) as engine:
         first = engine.ask(prompt(1, 200))

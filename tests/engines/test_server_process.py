@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -216,3 +217,22 @@ def test_what_cannot_be_loaded_is_named(
     assert lines[0].startswith("listening on http://127.0.0.1:")
     assert lines[1].startswith(message)
     assert got == code
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&-", "2>&-", "2>/dev/full", ">/dev/full 2>/dev/full"])
+def test_streams_that_are_closed_or_full_leave_the_exit_code(streams: str) -> None:
+    pytest.importorskip("torch")
+    command = f"exec {shlex.quote(sys.executable)} -m kvbm.embedded --model /nowhere --port 0 {streams}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60)
+    assert ended.returncode == 2
+    assert b"Traceback" not in ended.stdout + ended.stderr
+
+
+def test_connection_never_gets_the_number_of_a_closed_stream() -> None:
+    """Libraries write to descriptor 2, whatever it is."""
+    script = (
+        "import os, socket; from kvbm.embedded.__main__ import _open_standard_streams as opens; opens(); "
+        "s = socket.socket(); os._exit(7 if s.fileno() > 2 and os.get_inheritable(2) else 8)"
+    )
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(script)} <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], timeout=60).returncode == 7

@@ -30,8 +30,8 @@ def model_config(path, *, hf=None, **facts):
     return SimpleNamespace(model=str(path), revision=None, hf_config=hf or hf_config(), **facts)
 
 
-def vllm_config(path, *, load_format="auto", speculative=None, download_dir=None, hf=None, **facts):
-    load = SimpleNamespace(load_format=load_format, download_dir=download_dir)
+def vllm_config(path, *, load_format="auto", speculative=None, download_dir=None, hf=None, load=None, **facts):
+    load = SimpleNamespace(load_format=load_format, download_dir=download_dir, **(load or {}))
     return SimpleNamespace(
         model_config=model_config(path, hf=hf, **facts), load_config=load, speculative_config=speculative
     )
@@ -61,6 +61,30 @@ def test_files_that_changed_after_the_process_started_are_in_doubt(tmp_path, mon
     """It may have loaded those from before, or a part of them."""
     monkeypatch.setattr(identity, "process_start_ns", lambda: time.time_ns() - HOUR_NS)
     assert "changed after vLLM was started" in weights(model(tmp_path))[1]
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        {"load_format": "pt"},
+        {"load": {"ignore_patterns": ["model-*.safetensors"]}},
+        {"load": {"model_loader_extra_config": {"pattern": "part-{part}.safetensors"}}},
+    ],
+)
+def test_what_selects_the_weight_files_counts(tmp_path, selection):
+    """A directory may hold other weights in `.pt` files than in `.safetensors` files."""
+    path = model(tmp_path)
+    assert weights(path, **selection) == weights(path, **selection)
+    assert weights(path, **selection)[0] != weights(path)[0]
+
+
+def test_how_media_are_processed_counts():
+    def digest(**facts):
+        return identity._multimodal(SimpleNamespace(limit_per_prompt={"image": 1}, **facts))
+
+    assert digest(mm_processor_kwargs={"max_pixels": 1}) == digest(mm_processor_kwargs={"max_pixels": 1})
+    assert digest(mm_processor_kwargs={"max_pixels": 1}) != digest(mm_processor_kwargs={"max_pixels": 2})
+    assert identity._multimodal(None) == ""
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "my_own_loader"])

@@ -118,6 +118,14 @@ MUTANTS = (
         fails="tests/identity/test_identity_of_vllm.py -k after_the_process_started",
     ),
     Mutant(
+        name="identity-of-vllm-ignores-the-load-format",
+        bug="weights of .pt files get answers from blocks of the .safetensors files next to them",
+        file="kvbm/vllm_integration/identity.py",
+        old="return json.dumps([_load_format(load), *values], sort_keys=True, default=repr)",
+        new="return json.dumps(values, sort_keys=True, default=repr)",
+        fails="tests/identity/test_identity_of_vllm.py -k selects_the_weight_files",
+    ),
+    Mutant(
         name="adapter-in-place-is-cached",
         bug="an adapter whose files vLLM reads with every request is cached",
         file="kvbm/vllm_integration/adapters.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from interface import MAIN, MAIN_WITHOUT_RESETS, V1_1, V1_2, V1_3, VERSIONS, Col
 
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.trtllm_integration.messages import TransferOrders
+from kvbm.trtllm_integration.request_key import request_key
 
 PROMPT = tuple(range(17))  # four blocks and one token
 every_version = pytest.mark.parametrize("version", VERSIONS, ids=str)
@@ -270,6 +272,57 @@ def test_trap_9_a_request_that_does_not_show_its_salt_or_adapter_bypasses_the_ca
     assert engine.leader.get_num_new_matched_tokens(hidden, 0) == (0, False)
 
 
+@pytest.mark.parametrize(
+    ("given", "is_cached"),
+    [
+        ({"py_multimodal_data": {"image": {"pixel_values": object()}}}, False),
+        ({"py_multimodal_data": {"multimodal_embedding": [object()]}}, False),
+        ({"py_multimodal_data": {"image": {"pixel_values": object()}}, "multimodal_hashes": [[1, 2]]}, True),
+        ({"py_multimodal_data": {"image": {}}, "multimodal_hashes": [[1, 2], None]}, False),
+        ({"py_multimodal_data": {"image": {}}, "multimodal_hashes": [[], [1, 2]]}, False),
+        ({"py_multimodal_data": {"mrope_config": {"mrope_position_ids": object()}}}, True),
+        ({"py_multimodal_data": {}}, True),
+        ({"py_multimodal_data": None}, True),
+    ],
+)
+def test_trap_9_media_that_only_the_python_side_of_a_request_shows_need_digests(given, is_cached):
+    """The PyTorch backend puts media into `py_multimodal_data`, also if they could not be hashed."""
+    request = Request(Script(2, PROMPT))
+    for name, value in given.items():
+        setattr(request, name, value)
+    assert (request_key(request, has_adapters=False, has_salts=False) is not None) == is_cached
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_request_with_a_token_id_that_has_no_hash_bypasses_the_cache_alone(open_engine, token):
+    """TensorRT-LLM does not check the token ids of multimodal models, and some use negative ones."""
+    engine = open_engine(V1_3)
+    assert asks(engine, Script(2, (token, *PROMPT))) == (0, False)
+    data = report(engine, 2, (token, *PROMPT), [9, 8, 7, 6, 5], 0, num_scheduled_tokens=18)
+    assert not offloaded(engine.leader.build_connector_meta(output([data])))
+    assert asks(engine, Script(3, PROMPT)) == (16, True)
+    later = Script(4, tuple(range(600, 609)))
+    assert asks(engine, later) == (0, False)
+    data = report(engine, 4, (*later.prompt, token, 1, 2), [1, 2, 3], 0, num_scheduled_tokens=12)
+    assert not offloaded(engine.leader.build_connector_meta(output([data])))
+    assert engine.counters.faults == 0
+
+
+@every_version
+def test_load_whose_start_the_executor_skips_starts_at_the_end_of_the_iteration(open_engine, version):
+    engine = open_engine(version)
+    request, worker = Request(Script(2, PROMPT)), engine.workers[0]
+    assert engine.leader.get_num_new_matched_tokens(request, 0) == (16, True)
+    engine.leader.update_state_after_alloc(request, in_groups(version, [9, 8, 7, 6, 5]))
+    worker.bind_connector_meta(engine.leader.build_connector_meta(output()))
+    ended = worker.get_finished([], [2])[1]
+    deadline_s = time.monotonic() + 10
+    while not ended:
+        assert time.monotonic() < deadline_s, "the load never starts"
+        ended = worker.get_finished([], [])[1]
+    assert ended == [2]
+
+
 @every_version
 def test_trap_10_dummy_requests_and_missing_metadata_are_tolerated(open_engine, version):
     engine = open_engine(version)
@@ -389,6 +442,8 @@ def _timed(side, request, request_id, clock):
     [
         ({"max_beam_width": 2}, "beam width"),
         ({"speculative_config": object()}, "speculative configuration"),
+        ({"ray_worker_extension_cls": "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"}, "change its weights"),
+        ({"sleep_config": object()}, "change its weights"),
     ],
 )
 def test_an_engine_that_is_not_supported_serves_without_the_cache(more, reason, caplog):

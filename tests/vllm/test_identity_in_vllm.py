@@ -141,10 +141,11 @@ def test_an_adapter_that_is_exchanged_under_its_name_answers_for_itself(tmp_path
         assert_equal({"a": back}, {"a": truth["a"]})
 
 
-def test_an_engine_with_another_file_rope_or_override_starts_without_blocks(tmp_path):
+def test_an_engine_with_another_file_load_format_rope_or_override_starts_without_blocks(tmp_path):
     """Each start is compared with an engine without a cache; the original finds its blocks again at the end."""
     model = shutil.copytree(materialise("vllm-25m"), tmp_path / "model")
     original = shutil.copytree(model, tmp_path / "original")
+    other_weights_as_pt(model)
     disk, seen = tmp_path / "disk", []
 
     def restart(*arguments, cached=0):
@@ -163,6 +164,7 @@ def test_an_engine_with_another_file_rope_or_override_starts_without_blocks(tmp_
         seen.append(answer)
 
     restart()
+    restart("--load-format", "pt")
     change_a_middle_tensor(model)
     restart()
     restart("--hf-overrides", json.dumps({"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}))
@@ -173,6 +175,16 @@ def test_an_engine_with_another_file_rope_or_override_starts_without_blocks(tmp_
     for path in original.iterdir():
         shutil.copy2(path, model)
     restart(cached=CACHED)
+
+
+def other_weights_as_pt(model):
+    """Next to the .safetensors file, which vLLM prefers."""
+    (path,) = model.glob("*.safetensors")
+    weights = load_file(path)
+    for name in weights:
+        if name.endswith("v_proj.weight"):
+            weights[name] = weights[name].flip(0)
+    torch.save(weights, model / "model.pt")
 
 
 def change_a_middle_tensor(model):

@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,22 @@ def scheduler_side(groups, rank_count=1):
         gives_up_blocks=True,
         identity=lambda: ({}, ""),
     )
+
+
+@contextmanager
+def both_sides():
+    """Yields the scheduler's side and a rank's side of an engine with four blocks, before their handshake."""
+    description = cache(FULL, num_blocks=4)
+    groups = cache_groups(description)
+    worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
+    worker.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
+    side = scheduler_side(groups)
+    side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
+    try:
+        yield side, worker
+    finally:
+        side.close()
+        worker.close()
 
 
 def cache(*specs, **facts):
@@ -164,13 +181,7 @@ def test_a_rank_that_has_not_told_where_its_memory_lies_is_missed():
 
 
 def test_ranks_that_are_told_again_find_the_same_leader_and_other_ranks_are_refused():
-    description = cache(FULL, num_blocks=4)
-    groups = cache_groups(description)
-    worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
-    worker.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
-    side = scheduler_side(groups)
-    side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
-    try:
+    with both_sides() as (side, worker):
         side.accept_handshakes([worker.handshake()])
         leader = side.leader
         side.accept_handshakes([worker.handshake()])
@@ -178,9 +189,6 @@ def test_ranks_that_are_told_again_find_the_same_leader_and_other_ranks_are_refu
         assert side.leader is leader
         with pytest.raises(EnvironmentProblem, match="different segments"):
             side.accept_handshakes([handshake()])
-    finally:
-        side.close()
-        worker.close()
 
 
 START_UP = ("accept_handshakes", "bind_block_pool", "register_kv_caches", "create_worker", "handshake", "clear")
@@ -194,13 +202,7 @@ def test_every_hook_of_vllm_is_guarded(side):
 
 
 def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_failed(caplog):
-    description = cache(FULL, num_blocks=4)
-    groups = cache_groups(description)
-    worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
-    worker.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
-    side = scheduler_side(groups)
-    side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
-    try:
+    with both_sides() as (side, worker):
         side.accept_handshakes([worker.handshake()])
         # It has no block hashes.
         request = SimpleNamespace(request_id="r", kv_transfer_params=None, lora_request=None, num_tokens=64)
@@ -219,9 +221,6 @@ def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_fa
         assert side.reset()
         side.end_request(request)
         assert [type(event).__name__ for event in side.take_events()] == ["AllBlocksCleared"]
-    finally:
-        side.close()
-        worker.close()
 
 
 def test_without_ranks_every_hook_does_nothing():

@@ -129,6 +129,8 @@ class DiskChannel:
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self._socket = end
+        self._readable = select.poll()
+        self._readable.register(end, select.POLLIN)
         self._outgoing = bytearray()
         self._incoming = bytearray()
 
@@ -156,6 +158,8 @@ class DiskChannel:
 
     def receive(self) -> list[object]:
         """Return all complete messages. Raises ChannelClosed when none is left and the channel is closed."""
+        if not (self._incoming or self._readable.poll(0)):  # a sixth of the time of a `recv` that finds nothing
+            return []
         is_over = False
         try:
             while received := self._socket.recv(RECEIVE_BYTES):

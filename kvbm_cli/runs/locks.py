@@ -1,0 +1,52 @@
+"""Locks of run directories. On a filesystem without locks, nothing is locked."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Locks a directory exclusively. Raises OSError if it does not exist."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a filesystem without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def locked_file(path: Path) -> BinaryIO:
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
+    with contextlib.suppress(OSError):  # a filesystem without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process, also in another container, holds the lock of `locked_file`."""
+    try:
+        with open(open_regular(path), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def open_regular(path: Path) -> int:
+    """Opens a regular file only. Opening a FIFO would block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
