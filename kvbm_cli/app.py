@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvbm.errors import KvbmError
+from kvbm.types import MAX_SECONDS
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.terminal import streams
 from kvbm_cli.terminal.command_line import Command
@@ -176,6 +177,7 @@ def stop(
             "SECONDS",
             "Seconds to wait for running requests before the engine is killed [default: from the profile].",
             min=0,
+            max=MAX_SECONDS,
         ),
     ] = None,
     json: JsonOption = False,

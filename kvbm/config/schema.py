@@ -14,6 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvbm.config.engine import AnyEngine
 from kvbm.config.values import Port, Section, Size, WrongKey, absolute
+from kvbm.types import MAX_SECONDS
 
 
 class HostTierSection(Section):
@@ -74,6 +75,7 @@ class DiskTierSection(Section):
     drain_s: float = Field(
         default=10.0,
         ge=0,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         description="Seconds in which a stopping engine may write blocks to disk that are only in host memory.",
     )
@@ -140,6 +142,7 @@ class OffloadSection(Section):
     frequency_decay_s: float = Field(
         default=600.0,
         gt=0,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         description="Interval in seconds at which every count is decreased by 1.",
     )
@@ -166,6 +169,7 @@ class OnboardSection(Section):
     disk_timeout_s: float = Field(
         default=30.0,
         gt=0,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         description="Seconds after which a request stops waiting for the disk and recomputes the blocks.",
     )
@@ -179,7 +183,11 @@ class TransferSection(Section):
         default=16, ge=1, le=65536, description="Maximum number of blocks in one offload transfer."
     )
     init_timeout_s: float = Field(
-        default=600.0, gt=0, allow_inf_nan=False, description="Seconds that the engine may take to become healthy."
+        default=600.0,
+        gt=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        description="Seconds that the engine may take to become healthy.",
     )
     numa: bool = Field(
         default=True,
