@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvbm.config.engine import EmbeddedArguments
+from kvbm.config.engine import EmbeddedArguments, TrtllmArguments
 from kvbm.config.schema import Profile
-from kvbm.sizing import embedded, sglang, vllm
+from kvbm.sizing import embedded, sglang, trtllm, vllm
 from kvbm.sizing.families.facts import SizeUnknown
 from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.tiers import ESTIMATE, PAGE_BYTES, Device, Sizing, TierSize, sizing_of
@@ -61,6 +61,8 @@ def size(
     engine, length = profile.engine, wanted.sequence_tokens
     if isinstance(engine.arguments, EmbeddedArguments):
         return sizing_of(embedded.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
+    if isinstance(engine.arguments, TrtllmArguments):
+        return sizing_of(trtllm.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
     if wanted.for_sglang:
         return sizing_of(sglang.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
     setting = vllm.Setting({**(environment or {}), **engine.environment}, on_cpu, wanted.capability)
@@ -73,5 +75,7 @@ def check_model(profile: Profile, model_config: Mapping[str, object]) -> None:
     arguments = profile.engine.arguments
     if isinstance(arguments, EmbeddedArguments):
         embedded.bytes_per_token(model_config, element_bytes=1)
+    elif isinstance(arguments, TrtllmArguments):
+        trtllm.specs(arguments, model_config)
     else:
         vllm.check(arguments, model_config)

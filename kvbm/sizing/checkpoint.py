@@ -33,6 +33,13 @@ def cache_type_of(model_config: Mapping[str, object], *, has_plain_attention: bo
     return "fp8"
 
 
+def is_quantized(model_config: Mapping[str, object]) -> bool:
+    """Whether the checkpoint has a section about quantization."""
+    text = _section(model_config, "text_config")
+    names = ("quantization_config", "compression_config")
+    return any(facts.get(name) is not None for facts in (model_config, text) for name in names)
+
+
 def _section(facts: Mapping[str, object], name: str) -> Mapping[str, object]:
     section = facts.get(name)
     return section if isinstance(section, Mapping) else {}

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from kvbm.config.engine import VllmArguments
 from kvbm.config.values import count_of
+from kvbm.sizing.checkpoint import is_quantized
 from kvbm.sizing.families import layer_specs
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import LayerKind, Ranks
@@ -68,7 +69,7 @@ def _cache_bytes(arguments: VllmArguments, model_config: Mapping[str, object]) -
         if named not in _CACHE_BYTES:
             raise SizeUnknown(f"with `kv_cache_dtype: {named}`, only SGLang knows the size of a block")
         return _CACHE_BYTES[named]
-    if model_config.get("quantization_config") is not None:
+    if is_quantized(model_config):
         raise SizeUnknown(
             "the checkpoint is quantized, so only SGLang knows the type of its cache",
             hint="add `--kv-cache-dtype`, for example `fp8_e4m3`",

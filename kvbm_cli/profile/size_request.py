@@ -61,6 +61,8 @@ class SizeRequest:
         nested = _KEYS_OF_TENSORRT_LLM if engine == "tensorrt-llm" else {}
         given = [f"engine.model={self._model}"] if self._model is not None else []
         if (layout := self.options.get("--layout")) is not None:
+            if engine != "vllm":
+                raise UsageError("`--layout` is known only for vLLM")
             if layout.upper() not in LAYOUTS:
                 raise UsageError(f"`--layout` must be one of {', '.join(LAYOUTS)}, not `{layout}`")
             given.append(f"engine.environment.{LAYOUT_VARIABLE}={layout.upper()}")

@@ -75,6 +75,24 @@ def test_each_engine_has_its_own_block(home: Path, model: Path) -> None:
     assert "`--engine` must be one of" in refused(home, model, "--engine", "llama.cpp").stderr
 
 
+def test_a_block_of_tensorrt_llm_has_32_tokens(home: Path, model: Path) -> None:
+    command = (model, "--engine", "tensorrt-llm")
+    assert size(home, *command, "--tp", 2)["block"] == {"tokens": 32, "bytes": 2 * 2**20, "ranks": 2}
+    given = size(home, *command, "--block-size", 64, "--kv-cache-dtype", "fp8")
+    assert given["block"] == {"tokens": 64, "bytes": 4 * 2**20, "ranks": 1}
+    assert "only for vLLM" in refused(home, *command, "--layout", "BLHNC").stderr
+    (model / "config.json").write_text(json.dumps({**LLAMA_3_8B, "dtype": "float32"}))
+    assert "the model is in 32 bits" in refused(home, *command).stderr
+
+
+@pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
+def test_a_quantized_checkpoint_of_another_engine_is_refused(home: Path, model: Path, engine: str) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    for facts in ({**LLAMA_3_8B, **quantized}, {"text_config": quantized, **LLAMA_3_8B}):
+        (model / "config.json").write_text(json.dumps(facts))
+        assert "is quanti" in refused(home, model, "--engine", engine).stderr
+
+
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
