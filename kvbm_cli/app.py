@@ -362,7 +362,7 @@ def profile_diff(
 def profile_new(
     file: Annotated[Path, _argument("FILE", "File to write; ends in .yaml.", FILES)],
     engine: Annotated[
-        str | None, _option("--engine", "KIND", "Engine: vllm or embedded.", _completed_by("engines"))
+        str | None, _option("--engine", "KIND", "Engine: vllm, tensorrt-llm or embedded.", _completed_by("engines"))
     ] = None,
     model: Annotated[
         str | None, _option("--model", "MODEL", "Model: a directory or a name that the engine accepts.", FILES)
@@ -393,11 +393,17 @@ def profile_import_env(
     model: Annotated[
         str | None, _option("--model", "MODEL", "Model of the engine; no variable sets it.", FILES)
     ] = None,
+    engine: Annotated[
+        str | None,
+        _option(
+            "--engine", "KIND", "Engine [default: tensorrt-llm for its variables, else vllm].", _completed_by("engines")
+        ),
+    ] = None,
 ) -> None:
     """Convert DYN_KVBM_* variables to a profile."""
     from kvbm_cli.profile.import_env import import_env
 
-    import_env(os.environ, output=output, model=model)
+    import_env(os.environ, output=output, model=model, engine=engine)
 
 
 @profile_app.command("schema", cls=Command)

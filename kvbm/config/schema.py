@@ -251,6 +251,9 @@ class Bench(Section):
     )
 
 
+TRANSFERS_BLOCKS = ("vllm", "tensorrt-llm")
+
+
 class Disaggregated(Section):
     prefill: int = Field(
         default=0,
@@ -308,6 +311,15 @@ class Profile(Section):
     )
     bench: Bench = Field(default=Bench(), description="Defaults for `kvbm bench`.")
 
+    @field_validator("tiers")
+    @classmethod
+    def _has_host_memory(cls, tiers: Tiers, info: ValidationInfo) -> Tiers:
+        engine = info.data.get("engine")
+        if engine is not None and engine.kind == "tensorrt-llm" and tiers.host is None:
+            message = "is required with `tensorrt-llm`, which can be promised only blocks in host memory"
+            raise WrongKey("host", message)
+        return tiers
+
     @field_validator("offload")
     @classmethod
     def _has_priorities(cls, offload: OffloadSection, info: ValidationInfo) -> OffloadSection:
@@ -318,13 +330,16 @@ class Profile(Section):
 
     @field_validator("disaggregated")
     @classmethod
-    def _is_for_vllm(cls, disaggregated: Disaggregated, info: ValidationInfo) -> Disaggregated:
+    def _transfers_blocks(cls, disaggregated: Disaggregated, info: ValidationInfo) -> Disaggregated:
         engine = info.data.get("engine")
-        if disaggregated.is_enabled and engine is not None and engine.kind != "vllm":
+        if not disaggregated.is_enabled or engine is None:
+            return disaggregated
+        if engine.kind not in TRANSFERS_BLOCKS:
+            kinds = " or ".join(f"`{kind}`" for kind in TRANSFERS_BLOCKS)
             raise ValueError(
-                "requires `engine.kind: vllm`, which can transfer the blocks of a request to another engine"
+                f"requires `engine.kind` {kinds}, which can transfer the blocks of a request to another engine"
             )
-        if disaggregated.is_enabled and engine is not None and engine.arguments.data_parallel_size not in (None, 1):
+        if engine.kind == "vllm" and engine.arguments.data_parallel_size not in (None, 1):
             raise ValueError("cannot be combined with `engine.arguments.data_parallel_size`; remove one of them")
         return disaggregated
 

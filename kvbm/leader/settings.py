@@ -47,7 +47,8 @@ class EngineTraits:
     of a failed load computes in other blocks, so it need not wait for the end of an overdue load.
 
     An engine that does not `accept_failed_loads` must get every block that it was promised. Therefore only blocks in
-    host memory are promised, they stay pinned from `match` on, and no request waits for the load of another one.
+    host memory are promised, they stay pinned from `match` on, and no request waits for the load of another one. Blocks
+    on disk are read into host memory ahead of their promise (prefetches.py).
     """
 
     block_tokens: int

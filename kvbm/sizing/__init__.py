@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvbm.config.engine import EmbeddedArguments
+from kvbm.config.engine import EmbeddedArguments, TrtllmArguments
 from kvbm.config.schema import Profile
-from kvbm.sizing import embedded, vllm
+from kvbm.sizing import embedded, trtllm, vllm
 from kvbm.sizing.model import SizeUnknown
 from kvbm.sizing.tiers import PAGE_BYTES, Device, Sizing, TierSize, sizing_of
 
@@ -30,14 +30,17 @@ def size(
 
     `environment` has the variables that vLLM gets besides those of the profile; `on_cpu` is true for a CPU build.
     `sequence_tokens` is the length for which sequences are counted, by default the maximum length.
-    ProfileError if a tier holds no block or the model's configuration lacks a fact; SizeUnknown if only vLLM knows the
-    layout of the model's cache.
+    ProfileError if a tier holds no block or the model's configuration lacks a fact; SizeUnknown if only the engine
+    knows the layout of the model's cache.
     """
     engine = profile.engine
     if isinstance(engine.arguments, EmbeddedArguments):
         return sizing_of(
             embedded.device(engine.arguments, model_config, sequence_tokens=sequence_tokens), profile.tiers
         )
+    if isinstance(engine.arguments, TrtllmArguments):
+        found = trtllm.device(engine.arguments, model_config, sequence_tokens=sequence_tokens)
+        return sizing_of(found, profile.tiers)
     variables = {**(environment or {}), **engine.environment}
     device = vllm.device(
         engine.arguments, model_config, variables=variables, on_cpu=on_cpu, sequence_tokens=sequence_tokens
@@ -50,5 +53,7 @@ def check_model(profile: Profile, model_config: Mapping[str, object]) -> None:
     arguments = profile.engine.arguments
     if isinstance(arguments, EmbeddedArguments):
         embedded.bytes_per_token(model_config, element_bytes=1)
+    elif isinstance(arguments, TrtllmArguments):
+        trtllm.specs(arguments, model_config)
     else:
         vllm.check(arguments, model_config)

@@ -34,7 +34,16 @@ def model_facts(model: str, *, kind: str = "embedded") -> Mapping[str, object]:
 
     Raises ProfileError for a missing or unsupported model, SizeUnknown for one that only the engine can find.
     """
-    return _of_embedded(model) if kind == "embedded" else _of_vllm(model)
+    if kind == "embedded":
+        return _of_embedded(model)
+    if model.startswith(SYNTHETIC_PREFIX):
+        if kind != "vllm":
+            raise ProfileError(
+                f"`engine.model`: `{model}` requires `engine.kind` `embedded` or `vllm`",
+                hint="use a local directory or a name on Hugging Face",
+            )
+        return MODELS[_preset(model, MODELS)]
+    return _of_hub(model, kind)
 
 
 def _of_embedded(model: str) -> Mapping[str, object]:
@@ -48,22 +57,19 @@ def _of_embedded(model: str) -> Mapping[str, object]:
     return facts
 
 
-def _of_vllm(model: str) -> Mapping[str, object]:
-    if model.startswith(SYNTHETIC_PREFIX):
-        return MODELS[_preset(model, MODELS)]
+def _of_hub(model: str, kind: str) -> Mapping[str, object]:
     directory = _directory(model) or _downloaded(model)
     if directory is not None:
         return _read_config(directory / "config.json")
     if model in catalogue():
         return catalogue()[model]
     if not _HUB_NAME.fullmatch(model):
-        raise _no_directory(
-            model, "use a local directory, a name on Hugging Face, or `synthetic:vllm-81m`, which requires no download"
-        )
+        synthetic = ", or `synthetic:vllm-81m`, which requires no download" if kind == "vllm" else ""
+        raise _no_directory(model, f"use a local directory, a name on Hugging Face{synthetic}")
     raise SizeUnknown(
         f"`{model}` is not on this machine yet, so the size of its blocks is unknown",
         hint="`kvbm size --list` lists the models whose size is known without a download; for other models, download "
-        "`config.json` and give its directory, or start the model once: vLLM downloads it",
+        "`config.json` and give its directory, or start the model once: the engine downloads it",
     )
 
 

@@ -18,7 +18,7 @@ from kvbm.errors import EnvironmentProblem, EnvironmentProblems, ProfileError
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.disaggregated.plan import require_nixl
-from kvbm_cli.engine.engines import copy_count, vllm_problem
+from kvbm_cli.engine.engines import copy_count, engine_problem
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.preflight import metrics_ports
 from kvbm_cli.profile.size import size_key
@@ -106,10 +106,10 @@ def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachinePr
         return
     if (public := _public_debug_endpoints(resolved.profile)) is not None:
         yield MachineProblem(public, can_be_forced=True)
-    problem = vllm_problem(resolved.profile, has_cache=has_cache)
+    problem = engine_problem(resolved.profile, has_cache=has_cache)
     if problem is not None:
         yield MachineProblem(problem, can_be_forced=True)
-    elif resolved.profile.disaggregated.is_enabled:
+    elif resolved.profile.disaggregated.is_enabled and resolved.profile.engine.kind == "vllm":
         try:
             require_nixl(resolved.profile)
         except EnvironmentProblem as error:

@@ -171,8 +171,8 @@ MUTANTS = (
         name="log-open-to-all",
         bug="Every user of the machine can read the engine's log.",
         file="kvbm_cli/engine/process.py",
-        old="os.open(name, flags, 0o600)",
-        new="os.open(name, flags, 0o666)",
+        old='return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))',
+        new='return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o666))',
         fails="tests/cli/test_modes.py -k run_is_private",
     ),
 )
