@@ -135,6 +135,11 @@ def test_a_closed_pipe_does_not_end_the_process():
     assert child.wait(WAIT_S) == 0
 
 
+def test_a_process_without_stderr_starts():
+    child = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", PROGRAM], timeout=WAIT_S)
+    assert child.returncode == 0
+
+
 def test_a_pipe_that_another_process_made_non_blocking_loses_nothing():
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
