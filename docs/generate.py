@@ -18,13 +18,17 @@ import typer
 
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.flags import KVBM_SETS
+from kvbm.config.installation import shown
 from kvbm.config.json_schema import json_schema
 from kvbm.config.keys import Key, keys
 from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
 from kvbm.config.schema import INTERPOLATED
+from kvbm.config.trtllm_options import KVBM_SETS as TRTLLM_KVBM_SETS
+from kvbm.config.trtllm_options import LIMITS, Limit
 from kvbm.config.variables import VARIABLES
 from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES, NEVER, NEVER_GAUGES
-from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN, shown
+from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
+from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN
 from kvbm_cli.app import app
 from kvbm_cli.profile.workload import KEYS as WORKLOAD_KEYS
 
@@ -90,7 +94,7 @@ Schema, [profile.schema.json](profile.schema.json). `kvbm profile schema` prints
 
 ## All engines
 
-`engine.kind` selects the engine: `embedded`, the reference engine included in kvbm, or `vllm`.
+`engine.kind` selects the engine: `embedded`, the reference engine included in kvbm, `vllm`, or `tensorrt-llm`.
 """
 
 EMBEDDED_HEAD = """\
@@ -116,6 +120,30 @@ VLLM_HEAD = """\
 | `compilation_config: {{level: 0}}` | `--compilation-config '{{"level":0}}'` |
 
 Only vLLM checks the names of flags. kvbm reads these flags, because sizes or checks depend on them:
+"""
+
+TRTLLM_HEAD = """\
+## engine.arguments of TensorRT-LLM
+
+- `engine.model` is a local Hugging Face directory or a name on a hub.
+- `engine.python` is an interpreter with TensorRT-LLM and kvbm installed. kvbm starts its command `trtllm-serve`.
+- kvbm has not been run with TensorRT-LLM. It is tested against the interfaces of {tested}. `kvbm serve --force` starts
+  other versions.
+- Every option of the LLM API is a key, as in the file of `--extra_llm_api_options`. Options can be nested, and `null`
+  is a value: `cuda_graph_config: null` turns CUDA graphs off.
+
+Only TensorRT-LLM checks the names of options. kvbm reads these options:
+"""
+
+TRTLLM_SETS = """\
+kvbm sets `kv_cache_config.enable_block_reuse: true`, `kv_cache_config.enable_partial_reuse: false` and
+`scheduler_config.capacity_scheduler_policy: GUARANTEED_NO_EVICT`, with and without the connector. Only with the
+connector, it sets `kv_connector_config`, and passes the connector's configuration in the variable `TLLM_KVBM_CONFIG`.
+
+These options are refused with another value, because kvbm sets them or cannot work with them:
+
+| key | value | why |
+| --- | --- | --- |
 """
 
 VLLM_SETS = """\
@@ -221,7 +249,9 @@ EXIT_CODES = """\
 def profile_page() -> str:
     prefix = "engine.arguments."
     common = [key for key in keys() if not key.path.startswith(prefix)]
-    of_embedded, of_vllm = ([key for key in keys(engine=kind) if key.path.startswith(prefix)] for kind in ENGINE_KINDS)
+    of_embedded, of_vllm, of_trtllm = (
+        [key for key in keys(engine=kind) if key.path.startswith(prefix)] for kind in ENGINE_KINDS
+    )
     head = PROFILE_HEAD.format(interpolated=", ".join(f"`{key}`" for key in INTERPOLATED))
     lines = [NOTE, "", head, *_key_table(common), "", EMBEDDED_HEAD, *_key_table(of_embedded)]
     lines += [
@@ -232,10 +262,20 @@ def profile_page() -> str:
         VLLM_SETS.rstrip(),
     ]
     lines += [f"| `{prefix}{name}` | {hint} |" for name, hint in KVBM_SETS.items()]
+    lines += ["", TRTLLM_HEAD.format(tested=shown(TRTLLM_TESTED)), *_key_table(of_trtllm), "", TRTLLM_SETS.rstrip()]
+    lines += [f"| `{prefix}{limit.option}` | {_allowed(limit)} | {limit.reason} |" for limit in LIMITS]
+    lines += [f"| `{prefix}{name}` | none | {hint} |" for name, hint in TRTLLM_KVBM_SETS.items()]
     absent = [f"| `{name}` | {hint} |" for name, hint in NOT_BUILT.items()]
-    absent += [f"| `engine.kind: {kind}` | use `embedded` or `vllm` |" for kind in NOT_BUILT_ENGINES]
+    kinds = " or ".join(f"`{kind}`" for kind in ENGINE_KINDS)
+    absent += [f"| `engine.kind: {kind}` | use {kinds} |" for kind in NOT_BUILT_ENGINES]
     lines += ["", "## Not in this version", "", "These keys are refused:", "", "| key | instead |", "| --- | --- |"]
     return "\n".join([*lines, *absent, ""])
+
+
+def _allowed(limit: Limit) -> str:
+    if limit.required is None:
+        return "none"
+    return f"`{str(limit.required).lower() if isinstance(limit.required, bool) else limit.required}`"
 
 
 def workload_page() -> str:

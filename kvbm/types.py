@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+MAX_SECONDS = 1_000_000  # of a time limit that a user sets; the system calls accept 24 days
+
 
 class Tier(enum.StrEnum):
     """Tiers of memory, from the nearest to the engine to the farthest."""

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvbm.errors import KvbmError
+from kvbm.types import MAX_SECONDS
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.terminal import streams
 from kvbm_cli.terminal.command_line import Command
@@ -81,10 +82,13 @@ SetOption = Annotated[list[str] | None, _option("--set", "KEY=VALUE", SET_HELP, 
 DIR_HELP = "Directory of the caches [default: from the profile, else ~/.cache/kvbm]."
 CacheDirectoryOption = Annotated[Path | None, _option("--dir", "DIR", DIR_HELP, FILES)]
 CacheProfileOption = Annotated[str | None, _profile_option("Use the `tiers.disk.directory` of this profile.")]
+SIZED_HELP = "Directory or `config.json` of a model, or its name on Hugging Face [default profile: `vllm`]."
 RUN_HELP = "Name of a run (`demo-1`) or of its profile [default: the only running engine]."
 RunArgument = Annotated[str | None, _argument("RUN", RUN_HELP, _completed_by("runs"))]
 LivingRunArgument = Annotated[str | None, _argument("RUN", RUN_HELP, _completed_by("living_runs"))]
+Text = str | None
 JsonOption = Annotated[bool, _flag("--json", "Print JSON to stdout.")]
+StrictOption = Annotated[bool, _flag("--strict", "Exit with 1 if a tier holds less than the one above it.")]
 
 
 def _print_version(value: bool) -> None:
@@ -126,6 +130,7 @@ def serve(
     force: Annotated[
         bool, _flag("--force", "Start even with an untested engine version, or too little memory or disk space.")
     ] = False,
+    strict: StrictOption = False,
     baseline: Annotated[bool, _flag("--baseline", "Start the same engine without the cache, to compare with.")] = False,
     quiet: Annotated[
         bool, _flag("--quiet -q", "Do not print the engine's log while it runs; `kvbm logs` shows it.")
@@ -144,6 +149,7 @@ def serve(
         port=port,
         is_dry_run=dry_run,
         is_forced=force,
+        is_strict=strict,
         is_detached=detach,
         is_baseline=baseline,
         is_quiet=quiet,
@@ -176,6 +182,7 @@ def stop(
             "SECONDS",
             "Seconds to wait for running requests before the engine is killed [default: from the profile].",
             min=0,
+            max=MAX_SECONDS,
         ),
     ] = None,
     json: JsonOption = False,
@@ -235,68 +242,44 @@ def bench(
 
 @app.command(cls=Command)
 def size(
-    model: Annotated[
-        str | None,
-        _argument(
-            "MODEL",
-            "Directory of a model, or its name on the Hugging Face hub [default profile: `vllm`].",
-            _completed_by("models"),
-        ),
-    ] = None,
+    model: Annotated[str | None, _argument("MODEL", SIZED_HELP, _completed_by("models"))] = None,
     profile: Annotated[str | None, _profile_option()] = None,
     set_: SetOption = None,
-    tp: Annotated[str | None, _option("--tp", "N", "Tensor parallel ranks [default: 1].")] = None,
-    pp: Annotated[str | None, _option("--pp", "N", "Pipeline parallel stages [default: 1].")] = None,
-    kv_cache_dtype: Annotated[
-        str | None,
-        _option("--kv-cache-dtype", "TYPE", "Type of the KV cache, such as `fp8` [default: the model's type]."),
-    ] = None,
-    block_size: Annotated[
-        str | None, _option("--block-size", "TOKENS", "Tokens in a block [default: as vLLM chooses it].")
-    ] = None,
-    host: Annotated[str | None, _option("--host", "SIZE", "Capacity of host memory (G2).")] = None,
-    disk: Annotated[str | None, _option("--disk", "SIZE", "Capacity of the disk tier (G3).")] = None,
-    length: Annotated[
-        str | None, _option("--length", "TOKENS", "Length of a sequence [default: the maximum length].")
-    ] = None,
-    tokens: Annotated[
-        str | None, _option("--tokens", "TOKENS", "Show the capacity that one sequence of this many tokens needs.")
-    ] = None,
-    users: Annotated[
-        str | None,
-        _option("--users", "N", "Show the capacity for this many conversations; requires --turns and --turn-tokens."),
-    ] = None,
-    turns: Annotated[str | None, _option("--turns", "N", "Turns of each conversation.")] = None,
-    turn_tokens: Annotated[
-        str | None, _option("--turn-tokens", "TOKENS", "Tokens of each turn, question and answer together.")
-    ] = None,
+    engine: Annotated[Text, _option("--engine", "ENGINE", "`vllm` (default), `tensorrt-llm` or `sglang`.")] = None,
+    tp: Annotated[Text, _option("--tp", "N", "Tensor parallel ranks [default: 1].")] = None,
+    pp: Annotated[Text, _option("--pp", "N", "Pipeline parallel stages [default: 1].")] = None,
+    kv_cache_dtype: Annotated[Text, _option("--kv-cache-dtype", "TYPE", "Type of the KV cache, such as `fp8`.")] = None,
+    block_size: Annotated[Text, _option("--block-size", "TOKENS", "Tokens in a block [default: the engine's].")] = None,
+    layout: Annotated[Text, _option("--layout", "LAYOUT", "Memory layout of vLLM, such as `BLHNC`.")] = None,
+    gpu: Annotated[Text, _option("--gpu", "GPU", "Estimate G1 on a GPU such as `h100`.")] = None,
+    gpu_memory: Annotated[Text, _option("--gpu-memory", "SIZE", "Estimate G1 on a GPU with this memory.")] = None,
+    weights: Annotated[Text, _option("--weights", "SIZE", "Size of the weights [default: of the files].")] = None,
+    host: Annotated[Text, _option("--host", "SIZE", "Capacity of host memory (G2).")] = None,
+    disk: Annotated[Text, _option("--disk", "SIZE", "Capacity of the disk tier (G3).")] = None,
+    length: Annotated[Text, _option("--length", "TOKENS", "Length of a sequence [default: the maximum].")] = None,
+    tokens: Annotated[Text, _option("--tokens", "TOKENS", "Show the capacity for a sequence of this length.")] = None,
+    users: Annotated[Text, _option("--users", "N", "Show the capacity for this many conversations.")] = None,
+    turns: Annotated[Text, _option("--turns", "N", "Turns of each conversation.")] = None,
+    turn_tokens: Annotated[Text, _option("--turn-tokens", "TOKENS", "Tokens of each turn, with the answer.")] = None,
+    doctor_: Annotated[Path | None, _option("--doctor", "FILE", "Result of `kvbm doctor --json`.", FILES)] = None,
     list_: Annotated[bool, _flag("--list", "List the models whose size is known without a download.")] = False,
-    strict: Annotated[bool, _flag("--strict", "Exit with 1 if a tier holds less than the one above it.")] = False,
+    strict: StrictOption = False,
     json: JsonOption = False,
 ) -> int:
     """Show the blocks and tokens of each tier."""
-    from kvbm_cli.profile import size as body
+    from kvbm_cli.profile import size_report as body
+    from kvbm_cli.profile.size_request import SizeRequest
 
     if list_:
         body.show_catalogue(as_json=json)
         return 0
-    options = {
-        "engine.arguments.tensor_parallel_size": ("--tp", tp),
-        "engine.arguments.pipeline_parallel_size": ("--pp", pp),
-        "engine.arguments.kv_cache_dtype": ("--kv-cache-dtype", kv_cache_dtype),
-        "engine.arguments.block_size": ("--block-size", block_size),
-        "tiers.host.capacity": ("--host", host),
-        "tiers.disk.capacity": ("--disk", disk),
-    }
-    counts = {"length": length, "tokens": tokens, "users": users, "turns": turns, "turn_tokens": turn_tokens}
-    request = body.SizeRequest(
-        profile,
-        model,
-        set_ or [],
-        {key: (option, text) for key, (option, text) in options.items() if text is not None},
-        **{name: body.count_option(name, text) for name, text in counts.items() if text is not None},
-    )
-    return body.show_size(request, as_json=json, is_strict=strict)
+    engine_options = {"--engine": engine, "--tp": tp, "--pp": pp, "--kv-cache-dtype": kv_cache_dtype}
+    block_options = {"--block-size": block_size, "--layout": layout, "--host": host, "--disk": disk, "--length": length}
+    memory_options = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--weights": weights, "--doctor": doctor_}
+    demand = {"--tokens": tokens, "--users": users, "--turns": turns, "--turn-tokens": turn_tokens}
+    options = {**engine_options, **block_options, **memory_options, **demand}
+    given = {name: str(text) for name, text in options.items() if text is not None}
+    return body.show_size(SizeRequest(profile, model, set_ or [], given), as_json=json, is_strict=strict)
 
 
 @app.command(cls=Command)
@@ -336,11 +319,13 @@ def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOpt
 
 
 @profile_app.command("check", cls=Command)
-def profile_check(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> int:
+def profile_check(
+    profile: ProfileArgument, set_: SetOption = None, strict: StrictOption = False, json: JsonOption = False
+) -> int:
     """Check a profile and report every mistake. Exits with 2 if there is one."""
     from kvbm_cli.profile.check import check_profile
 
-    return check_profile(profile, set_ or [], as_json=json)
+    return check_profile(profile, set_ or [], as_json=json, is_strict=strict)
 
 
 @profile_app.command("diff", cls=Command)
@@ -360,7 +345,7 @@ def profile_diff(
 def profile_new(
     file: Annotated[Path, _argument("FILE", "File to write; ends in .yaml.", FILES)],
     engine: Annotated[
-        str | None, _option("--engine", "KIND", "Engine: vllm or embedded.", _completed_by("engines"))
+        str | None, _option("--engine", "KIND", "Engine: vllm, tensorrt-llm or embedded.", _completed_by("engines"))
     ] = None,
     model: Annotated[
         str | None, _option("--model", "MODEL", "Model: a directory or a name that the engine accepts.", FILES)
@@ -391,11 +376,17 @@ def profile_import_env(
     model: Annotated[
         str | None, _option("--model", "MODEL", "Model of the engine; no variable sets it.", FILES)
     ] = None,
+    engine: Annotated[
+        str | None,
+        _option(
+            "--engine", "KIND", "Engine [default: tensorrt-llm for its variables, else vllm].", _completed_by("engines")
+        ),
+    ] = None,
 ) -> None:
     """Convert DYN_KVBM_* variables to a profile."""
     from kvbm_cli.profile.import_env import import_env
 
-    import_env(os.environ, output=output, model=model)
+    import_env(os.environ, output=output, model=model, engine=engine)
 
 
 @profile_app.command("schema", cls=Command)

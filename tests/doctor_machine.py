@@ -9,9 +9,10 @@ from typing import Any
 
 from kvbm.disk.files import Alignment
 from kvbm.host.machine_memory import HostMemory
-from kvbm_cli.doctor.disk_probe import DiskReport, Mount, RecommendedSettings, Speed
+from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings, Speed
 from kvbm_cli.doctor.machine import Machine, ProbeFailed
 from kvbm_cli.doctor.probe_file import DirectIO, ProbeOutcome
+from kvbm_cli.system.mounts import Mount
 
 WORKS = ProbeOutcome(True)
 DIRECT = DirectIO(True, None, 512, False)

@@ -72,9 +72,11 @@ RULES = (  # the first that fits a module counts
         never=("pydantic", *ENGINES),
     ),
     Rule("kvbm.sizing", ("kvbm.config",)),
-    Rule("kvbm.vllm_integration.versions"),
+    Rule("kvbm.vllm_integration.versions", ("kvbm.config.installation",)),
     Rule("kvbm.vllm_integration.launch", ("kvbm.config", "kvbm.vllm_integration.versions")),
     Rule("kvbm.vllm_integration", RUNS_THE_CACHE, never=("tensorrt_llm", "sglang")),
+    Rule("kvbm.trtllm_integration.versions", ("kvbm.config.installation",)),
+    Rule("kvbm.trtllm_integration.launch", ("kvbm.config", "kvbm.trtllm_integration.versions")),
     Rule(
         "kvbm.trtllm_integration",
         RUNS_THE_CACHE,

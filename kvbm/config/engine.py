@@ -1,23 +1,25 @@
 """Engine kinds of a profile, and the flags of each.
 
-All flags of the embedded engine are declared here. vLLM has hundreds, which change with every version: only those that
-kvbm reads are declared, all others are passed on unchanged.
+All flags of the embedded engine are declared here. vLLM and TensorRT-LLM have hundreds, which change with every
+version: only those that kvbm reads are declared, all others are passed on unchanged.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
-from kvbm.config.values import Count, EnvironmentValue, FlagValue, Length, Names, Section, VariableName
+from kvbm.config.values import Count, EnvironmentValue, FlagValue, Length, Names, OptionValue, Section, VariableName
 
-ENGINE_KINDS = ("embedded", "vllm")
+ENGINE_KINDS = ("embedded", "vllm", "tensorrt-llm")
 MIN_SHUTDOWN_TIMEOUT_S, MAX_SHUTDOWN_TIMEOUT_S = 5, 25  # at 0 vLLM kills its scheduler; kvbm waits 30 s
 
 
 class EmbeddedArguments(Section):
     """Flags of `python -m kvbm.embedded`. A missing key keeps the default of the engine."""
+
+    LENGTH: ClassVar[str] = "max_model_len"
 
     num_blocks: int = Field(default=2048, ge=2, le=2**31, description="Number of blocks in device memory (G1).")
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in a block.")
@@ -60,6 +62,7 @@ class EmbeddedArguments(Section):
 class VllmArguments(Section):
     """Flags of `vllm serve`, by their long names; `max_model_len` and `max-model-len` are the same key."""
 
+    LENGTH: ClassVar[str] = "max_model_len"
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, FlagValue] = Field(init=False)
 
@@ -120,6 +123,40 @@ class VllmArguments(Section):
     )
 
 
+class TrtllmArguments(Section):
+    """Options of TensorRT-LLM's LLM API, as in the file of `--extra_llm_api_options`. See `trtllm_options.py`."""
+
+    LENGTH: ClassVar[str] = "max_seq_len"
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, OptionValue] = Field(init=False)
+
+    max_seq_len: int | None = Field(
+        default=None, ge=1, le=2**31, description="Maximum length of a request in tokens, prompt and output."
+    )
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] | None = Field(
+        default=None,
+        description="Data type of weights and KV cache; by default from the model's configuration.",
+    )
+    tensor_parallel_size: int | None = Field(
+        default=None, ge=1, le=1024, description="Number of ranks that share every layer."
+    )
+    kv_cache_config: dict[str, OptionValue] | None = Field(
+        default=None,
+        description="Options of the KV cache, such as `free_gpu_memory_fraction`, `tokens_per_block` or `dtype`.",
+    )
+    scheduler_config: dict[str, OptionValue] | None = Field(default=None, description="Options of the scheduler.")
+
+    @property
+    def cache(self) -> dict[str, Any]:
+        """The options of the KV cache that the profile sets."""
+        return dict(self.kv_cache_config or {})
+
+    @model_serializer(mode="wrap")
+    def _with_every_option(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Keeps undeclared options that are null, also where keys without a value are left out."""
+        return {**serialize(self), **(self.model_extra or {})}
+
+
 class EngineSection(Section):
     """Keys of every engine kind."""
 
@@ -134,6 +171,12 @@ class EngineSection(Section):
     environment: dict[VariableName, EnvironmentValue] = Field(
         default={}, description="Environment variables for the engine, in addition to those of the caller."
     )
+
+    @property
+    def served_name(self) -> str:
+        """Name of the model in requests."""
+        names = self.arguments.served_model_name
+        return str((names[0] if isinstance(names, list) else names) or self.model)
 
 
 class EmbeddedEngine(EngineSection):
@@ -156,6 +199,19 @@ class VllmEngine(EngineSection):
     arguments: VllmArguments = Field(default=VllmArguments(), description="Flags of `vllm serve`.")
 
 
+class TrtllmEngine(EngineSection):
+    kind: Literal["tensorrt-llm"] = Field(description="Engine that serves the model.")
+    model: str = Field(min_length=1, description="A local Hugging Face directory, or a name on the Hugging Face hub.")
+    arguments: TrtllmArguments = Field(
+        default=TrtllmArguments(), description="Options of the LLM API, which `trtllm-serve` reads from a file."
+    )
+
+    @property
+    def served_name(self) -> str:
+        """Name of the model in requests: `trtllm-serve` uses the name of a directory without its path."""
+        return self.model.rstrip("/").rpartition("/")[2] if self.model.startswith(("/", "~")) else self.model
+
+
 def _kind_of(engine: object) -> str:
     """Returns the tag by which pydantic chooses the model. An unknown kind is read as embedded, which refuses it."""
     kind = engine.get("kind") if isinstance(engine, dict) else getattr(engine, "kind", None)
@@ -163,5 +219,8 @@ def _kind_of(engine: object) -> str:
 
 
 AnyEngine = Annotated[
-    Annotated[EmbeddedEngine, Tag("embedded")] | Annotated[VllmEngine, Tag("vllm")], Discriminator(_kind_of)
+    Annotated[EmbeddedEngine, Tag("embedded")]
+    | Annotated[VllmEngine, Tag("vllm")]
+    | Annotated[TrtllmEngine, Tag("tensorrt-llm")],
+    Discriminator(_kind_of),
 ]

@@ -14,7 +14,7 @@ from kvbm.config.engine import EmbeddedArguments, VllmArguments
 CONNECTOR = "DynamoConnector"
 CONNECTOR_MODULE = "kvbm.vllm_integration.connector"
 
-_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _PLAIN_HTTP = "kvbm uses plain HTTP; use a reverse proxy for TLS"
 _NATIVE = "kvbm replaces it; set the size of host memory with `tiers.host`"
 
@@ -61,7 +61,7 @@ def _refused_flag(name: str, entry: Entry) -> Mistake | None:
 
 
 def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         written = entry.key.written if entry.key.line else entry.key.written.rpartition(".")[2]
         return f"`{written}` is not a valid flag name", (
             "write the name without leading hyphens, such as `max_model_len: 8192`"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +12,9 @@ class LaunchPlan:
     """`environment` is added to that of the caller, from which every DYN_KVBM_* variable is removed.
 
     `libraries` are modules that the engine requires, `install` is the command that installs them. With
-    `has_admin_token`, its starter gives the engine a secret in ADMIN_VARIABLE, which is not part of the plan.
+    `has_admin_token`, its starter gives the engine a secret in ADMIN_VARIABLE, which is not part of the plan. `files`
+    are texts by name, which the engine reads: words of `argv` name them, and `placed` says where they are.
+    `metrics_url` has the kvbm_* series if the server of the engine has none.
     """
 
     argv: tuple[str, ...]
@@ -22,6 +25,14 @@ class LaunchPlan:
     libraries: tuple[str, ...] = ()
     install: str = ""
     has_admin_token: bool = False
+    files: Mapping[str, str] = field(default_factory=dict)
+    metrics_url: str = ""
+
+    def placed(self, directory: Path) -> LaunchPlan:
+        """Returns the plan with its files in `directory`. Its starter writes them."""
+        paths = {name: str(directory / name) for name in self.files}
+        argv = tuple(paths.get(word, word) for word in self.argv)
+        return replace(self, argv=argv, files={paths[name]: text for name, text in self.files.items()})
 
 
 ADMIN_VARIABLE = "KVBM_ADMIN_TOKEN"

@@ -24,10 +24,12 @@ from kvbm.config.layers import ARGUMENTS, TIERS, file_with_parents, find, merge,
 from kvbm.config.mistakes import invalid_text, mistakes_in, not_built, profile_file
 from kvbm.config.relative_paths import with_absolute_paths
 from kvbm.config.schema import Profile
+from kvbm.config.trtllm_options import refused_options
 from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError
 
 DEFAULT = "default"
+_REFUSED = {"vllm": refused_flags, "tensorrt-llm": refused_options}  # flags of each kind that are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +153,8 @@ def _validated(document: Document, path: Path, findings: Findings) -> Profile | 
     """Returns the profile, None if the document without its mistakes is not valid. Consumes the document."""
     remove_mistaken(document, findings.add(not_built(document)))
     kind = _engine_kind(document)
-    if kind == "vllm":
-        remove_mistaken(document, findings.add(refused_flags(document)))
+    if kind in _REFUSED:
+        remove_mistaken(document, findings.add(_REFUSED[kind](document)))
     is_known = "engine.kind" not in findings.wrong
     if not is_known:
         document = _of_any_kind(document)

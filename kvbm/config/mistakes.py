@@ -23,15 +23,10 @@ from kvbm.config.sizes import shortened
 from kvbm.config.values import WrongKey
 
 NOT_BUILT = {"tiers.object": "use `tiers.host` and `tiers.disk`", "filters": "use the section `offload`"}
-NOT_BUILT_ENGINES = ("tensorrt-llm", "tensorrt_llm", "trtllm", "sglang")
+NOT_BUILT_ENGINES = ("sglang",)
 
-_ENGINES = "engines are `embedded` and `vllm`"
-NOT_BUILT_PROFILES = {
-    **dict.fromkeys(
-        ("trtllm", "tensorrt-llm", "tensorrt_llm"), f"TensorRT-LLM is not supported in this version; {_ENGINES}"
-    ),
-    "sglang": f"SGLang is not supported in this version; {_ENGINES}",
-}
+_ENGINES = " and ".join(f"`{name}`" for name in ENGINE_KINDS)
+NOT_BUILT_PROFILES = {"sglang": f"SGLang is not supported in this version; engines are {_ENGINES}"}
 
 # Names that users expect, and the correct key.
 OTHER_NAMES = {
@@ -97,7 +92,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def _no_engine(kind: Entry) -> Mistake:
-    key, supported = "engine.kind", f"supported: {' and '.join(f'`{name}`' for name in ENGINE_KINDS)}"
+    key, supported = "engine.kind", f"supported: {_ENGINES}"
     if isinstance(kind.value, str) and kind.value.lower() in NOT_BUILT_ENGINES:
         return located(
             f"engine kind `{kind.value}` is not supported in this version", kind.source, hint=supported, key=key
@@ -105,7 +100,8 @@ def _no_engine(kind: Entry) -> Mistake:
     expected = " or ".join(f"'{name}'" for name in ENGINE_KINDS)
     value = {} if kind.section is not None else kind.value
     source = kind.key if kind.section is not None else kind.source
-    return located(f"`{key}` must be {expected}{_but_got(value)}", source, hint=_nearest(value, ENGINE_KINDS), key=key)
+    meant = value.lower() if isinstance(value, str) else value
+    return located(f"`{key}` must be {expected}{_but_got(value)}", source, hint=_nearest(meant, ENGINE_KINDS), key=key)
 
 
 def not_sections(document: Document, sections: Collection[str], prefix: str = "") -> Iterator[Mistake]:
@@ -297,5 +293,6 @@ def _nearest_key(dotted: str, kind: FileKind) -> str:
     if far:
         return f"did you mean `{elsewhere[far[0]]}`?"
     where = f"`{prefix}`" if prefix else f"a {kind.noun}"
-    others = "; flags of vLLM require `engine.kind: vllm`" if prefix == "engine.arguments" else ""
+    flags = "flags of vLLM and of TensorRT-LLM require their `engine.kind`"
+    others = f"; {flags}" if prefix == "engine.arguments" else ""
     return f"keys of {where}: {', '.join(f'`{name}`' for name in _siblings(prefix, kind))}{others}"

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvbm.config.engine import AnyEngine
 from kvbm.config.values import Port, Section, Size, WrongKey, absolute
+from kvbm.types import MAX_SECONDS
 
 
 class HostTierSection(Section):
@@ -74,6 +75,7 @@ class DiskTierSection(Section):
     drain_s: float = Field(
         default=10.0,
         ge=0,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         description="Seconds in which a stopping engine may write blocks to disk that are only in host memory.",
     )
@@ -140,6 +142,7 @@ class OffloadSection(Section):
     frequency_decay_s: float = Field(
         default=600.0,
         gt=0,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         description="Interval in seconds at which every count is decreased by 1.",
     )
@@ -166,6 +169,7 @@ class OnboardSection(Section):
     disk_timeout_s: float = Field(
         default=30.0,
         gt=0,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         description="Seconds after which a request stops waiting for the disk and recomputes the blocks.",
     )
@@ -179,7 +183,11 @@ class TransferSection(Section):
         default=16, ge=1, le=65536, description="Maximum number of blocks in one offload transfer."
     )
     init_timeout_s: float = Field(
-        default=600.0, gt=0, allow_inf_nan=False, description="Seconds that the engine may take to become healthy."
+        default=600.0,
+        gt=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        description="Seconds that the engine may take to become healthy.",
     )
     numa: bool = Field(
         default=True,
@@ -243,6 +251,9 @@ class Bench(Section):
     )
 
 
+TRANSFERS_BLOCKS = ("vllm", "tensorrt-llm")
+
+
 class Disaggregated(Section):
     prefill: int = Field(
         default=0,
@@ -300,6 +311,15 @@ class Profile(Section):
     )
     bench: Bench = Field(default=Bench(), description="Defaults for `kvbm bench`.")
 
+    @field_validator("tiers")
+    @classmethod
+    def _has_host_memory(cls, tiers: Tiers, info: ValidationInfo) -> Tiers:
+        engine = info.data.get("engine")
+        if engine is not None and engine.kind == "tensorrt-llm" and tiers.host is None:
+            message = "is required with `tensorrt-llm`, which can be promised only blocks in host memory"
+            raise WrongKey("host", message)
+        return tiers
+
     @field_validator("offload")
     @classmethod
     def _has_priorities(cls, offload: OffloadSection, info: ValidationInfo) -> OffloadSection:
@@ -310,13 +330,16 @@ class Profile(Section):
 
     @field_validator("disaggregated")
     @classmethod
-    def _is_for_vllm(cls, disaggregated: Disaggregated, info: ValidationInfo) -> Disaggregated:
+    def _transfers_blocks(cls, disaggregated: Disaggregated, info: ValidationInfo) -> Disaggregated:
         engine = info.data.get("engine")
-        if disaggregated.is_enabled and engine is not None and engine.kind != "vllm":
+        if not disaggregated.is_enabled or engine is None:
+            return disaggregated
+        if engine.kind not in TRANSFERS_BLOCKS:
+            kinds = " or ".join(f"`{kind}`" for kind in TRANSFERS_BLOCKS)
             raise ValueError(
-                "requires `engine.kind: vllm`, which can transfer the blocks of a request to another engine"
+                f"requires `engine.kind` {kinds}, which can transfer the blocks of a request to another engine"
             )
-        if disaggregated.is_enabled and engine is not None and engine.arguments.data_parallel_size not in (None, 1):
+        if engine.kind == "vllm" and engine.arguments.data_parallel_size not in (None, 1):
             raise ValueError("cannot be combined with `engine.arguments.data_parallel_size`; remove one of them")
         return disaggregated
 

@@ -103,6 +103,11 @@ def flag_value(value: object) -> object:
     return value
 
 
+def option_value(value: object) -> object:
+    """Validates the value of an option in a YAML file: JSON, also null."""
+    return value if value is None else flag_value(value)
+
+
 def _is_finite(value: object) -> bool:
     if isinstance(value, dict):
         return all(map(_is_finite, value.values()))
@@ -132,3 +137,4 @@ Count = Annotated[Any, BeforeValidator(count_value), WithJsonSchema(_COUNT_SCHEM
 Length = Annotated[Any, BeforeValidator(length_value), WithJsonSchema(_LENGTH_SCHEMA)]
 Names = Annotated[Any, BeforeValidator(names_value), WithJsonSchema(_NAMES_SCHEMA)]
 FlagValue = Annotated[JsonValue, BeforeValidator(flag_value), WithJsonSchema(_FLAG_SCHEMA)]
+OptionValue = Annotated[JsonValue, BeforeValidator(option_value), WithJsonSchema({})]

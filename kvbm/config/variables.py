@@ -47,6 +47,7 @@ _OBJECT = "neither NVIDIA's wheel nor this version has an object tier that reads
 _NO_PORTS = "leader and workers need no address: they communicate through shared memory"
 _NO_CONSOLIDATOR = "there is no consolidator: vLLM's own events include those of host memory"
 _NO_NCCL = "ranks of TensorRT-LLM copy blocks without NCCL"
+_NO_EVENT_SOURCE = "there is no consolidator: TensorRT-LLM's own events are not changed"
 
 VARIABLES: tuple[Variable, ...] = (
     Variable(
@@ -185,7 +186,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("DYN_KVBM_NCCL_MAX_CTAS", _NO_NCCL),
     Variable("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", _NO_CONSOLIDATOR),
     Variable("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", _NO_CONSOLIDATOR),
-    Variable("DYN_KVBM_TRTLLM_ZMQ_PORT", _NO_CONSOLIDATOR),
+    Variable("DYN_KVBM_TRTLLM_ZMQ_PORT", _NO_EVENT_SOURCE),
     Variable("DYN_RUNTIME_ENABLED_KVBM", "there is no Dynamo runtime to attach to"),
     Variable("DYN_FATBIN_PATH", "the CUDA driver copies blocks, without a kernel from a file"),
     Variable("DYN_KVBM_ENABLE", "no version reads it: `DYN_KVBM_ENABLE=0` disables nothing"),

@@ -42,11 +42,13 @@ logger = logging.getLogger(__name__)
 class PendingClear:
     """A clear of all blocks, or of one tenant, submitted before it.
 
-    `done` is set when it was tried, after `error`, which is the last failure. `is_durable`: it has succeeded.
+    `done` is set when it was tried, after `error`, which is the last failure. `is_durable`: it has succeeded; the index
+    thread then calls `on_durable`.
     """
 
-    def __init__(self, tenant: bytes | None) -> None:
+    def __init__(self, tenant: bytes | None, on_durable: Callable[[], None]) -> None:
         self.tenant = tenant
+        self.on_durable = on_durable
         self.done = threading.Event()
         self.error: str | None = None
         self.is_durable = False
@@ -336,6 +338,7 @@ class IndexThread:
                 self._deferred_clears.remove(clear)
             clear.is_durable = True
             clear.done.set()
+            clear.on_durable()
 
     def _defer_clear(self, clear: PendingClear, why: str) -> None:
         """Keep a failed clear for later. Until it succeeds, nothing may be read or written."""

@@ -60,7 +60,7 @@ class DiskStorage:
         self._checksums = array("Q", bytes(8 * self.slot_count))
         self._writers: dict[int, WriteTransfer] = {}  # disk slot -> its write, until `poll` returns it
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
-        self.on_result: Callable[[], None] | None = None  # called by any thread when `poll` has a result
+        self.on_result: Callable[[], None] | None = None  # called by any thread after a result or a durable clear
         self._found = NOTHING  # not yet returned by `recovered`
         last_generation = self._recover()
         self._index_thread = IndexThread(
@@ -168,7 +168,7 @@ class DiskStorage:
         """
         if ends_persistence:
             self._index_thread.end_persistence()
-        clear = PendingClear(tenant)
+        clear = PendingClear(tenant, self._notify)
         for transfer in set(self._writers.values()):
             transfer.cleared |= clear.positions(transfer)
         self._index_thread.submit(clear)
@@ -240,6 +240,9 @@ class DiskStorage:
 
     def _end(self, transfer: Transfer) -> None:
         self._finished.append(transfer)
+        self._notify()
+
+    def _notify(self) -> None:
         if self.on_result is not None:
             self.on_result()
 

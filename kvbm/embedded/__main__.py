@@ -15,6 +15,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
+from kvbm.host.log_queue import use_queued_stderr
+from kvbm.types import MAX_SECONDS
 
 if TYPE_CHECKING:
     from kvbm.embedded.driver import KvbmScheduler, KvbmWorker
@@ -192,8 +194,8 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0")
+    if not 0 <= value <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {MAX_SECONDS}")
     return value
 
 
@@ -224,6 +226,8 @@ def _flush_standard_streams() -> None:
 
 if __name__ == "__main__":
     _open_standard_streams()
+    write_log = use_queued_stderr()
     code = main()
     _flush_standard_streams()
+    write_log()
     os._exit(code)  # a thread that is still loading a model would otherwise hold up, or crash, the interpreter's end

@@ -23,7 +23,7 @@ def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         environment=dict(engine.environment),
         base_url=base_url,
         health_url=f"{base_url}/health",
-        model=engine.arguments.served_model_name or engine.model,
+        model=engine.served_name,
         libraries=("torch", "transformers"),
         install="pip install 'kvbm-cli[embedded]'",
         has_admin_token=True,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm.host.layout import BlockLayout
+from kvbm.host.log_queue import use_queued_stderr
 from kvbm.host.shared_memory import is_sealed
 from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo
@@ -162,6 +163,7 @@ class ProcessWorker:
 def _serve_worker(pipe: Connection, arguments: _ProcessArguments) -> None:
     """Main function of a worker process: execute plans until the engine closes the pipe."""
     _die_with_parent(arguments.parent_pid)
+    use_queued_stderr()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the engine still answers its open requests, and then closes the pipe
     import torch

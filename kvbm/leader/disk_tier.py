@@ -99,6 +99,7 @@ class DiskTier:
         self._cleaned = 0  # number of offloads and evictions at the last `_clean`
         self._departing: set[bytes] = set()
         self._tenants: dict[int, bytes] = {}  # per G2 slot, if its block has one
+        self._unowned: set[bytes] = set()  # read from disk for an unknown tenant: not written until a request has them
         self._writes: dict[int, _Write] = {}
         self._fetches: dict[int, Fetch] = {}
         self._tickets = itertools.count(1)
@@ -110,13 +111,19 @@ class DiskTier:
 
     def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
         """Note that blocks of a tenant were registered in these slots of host memory."""
-        self._note_tenant(slots, tenant)
+        self.adopt(hashes, slots, tenant)
         if self._policy.to_disk == "always":
             self._enqueue(hashes)
         elif self._policy.to_disk == "frequency":
             admitted = self._filter.register(hashes)
             self._counters.disk_filter_rejected_blocks += len(hashes) - len(admitted)
             self._admit(admitted)
+
+    def adopt(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
+        """Note that the blocks in these slots of host memory belong to a tenant."""
+        if self._unowned:
+            self._unowned.difference_update(hashes)
+        self._note_tenant(slots, tenant)
 
     def hit(self, hashes: Sequence[bytes]) -> None:
         """Note a cache hit of these blocks in any tier. Those that it admits are written if still in G2."""
@@ -188,9 +195,9 @@ class DiskTier:
         """Whether one of these pinned blocks is gone, because another read of it has failed."""
         return self.is_on and bool(self.store.missing(hashes))
 
-    def fetch(self, hashes: Sequence[bytes], tenant: bytes) -> Fetch | None:
-        """Start to read pinned blocks of a tenant into host memory; `settle` returns the end. None while there is no
-        room or the disk is off."""
+    def fetch(self, hashes: Sequence[bytes], tenant: bytes | None) -> Fetch | None:
+        """Start to read blocks of a tenant, None if it is unknown, into host memory; `settle` returns the end. The
+        blocks must be on disk. None while there is no room or the disk is off."""
         counts = self._host.store.counts()
         if not self.is_on or len(hashes) > counts.free + counts.inactive:
             return None
@@ -201,7 +208,9 @@ class DiskTier:
         source = self.store.pin(hashes)
         assert source is not None, "blocks to be fetched are held"
         ticket = next(self._tickets)
-        self._note_tenant(target.slots, tenant)
+        self._note_tenant(target.slots, tenant or b"")
+        if tenant is None:
+            self._unowned.update(hashes)
         self._host.unprove(target)
         fetch = self._fetches[ticket] = Fetch(source, target)
         self._disk.submit(Read(ticket, source.hashes, source.slots, target.slots))
@@ -275,6 +284,7 @@ class DiskTier:
         self._filter.clear()
         self._queue.clear()
         self._departing.clear()
+        self._unowned.clear()
         for write in self._writes.values():
             write.is_void = True
         for fetch in self._fetches.values():
@@ -288,7 +298,7 @@ class DiskTier:
         newest_first = self._host.store.oldest(counts.inactive)[::-1]
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
         self._queue.clear()
-        self._queue.update(dict.fromkeys(h for h in absent if h not in self._departing))
+        self._queue.update(dict.fromkeys(h for h in absent if h not in self._departing and h not in self._unowned))
         logged_s = self._clock()
         while self.is_writing() and self._clock() < deadline_s:
             self._begin_writes()
@@ -344,7 +354,7 @@ class DiskTier:
 
     def _enqueue(self, hashes: Sequence[bytes]) -> None:
         """Queue the blocks that are not on disk. Beyond one place per slot of host memory, blocks are dropped."""
-        absent = [hashes[index] for index in self.store.missing(hashes)]
+        absent = [h for index in self.store.missing(hashes) if (h := hashes[index]) not in self._unowned]
         fresh = [h for h in absent if h not in self._departing and h not in self._queue]
         room = max(0, self._host.capacity_blocks - len(self._queue))
         self._queue.update(dict.fromkeys(fresh[:room]))

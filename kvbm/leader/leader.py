@@ -32,6 +32,7 @@ from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import LiveRequest, Load, Onboards
+from kvbm.leader.prefetches import Prefetches
 from kvbm.metrics import Counters, TierBlocks
 from kvbm.plan import StepPlan
 from kvbm.types import Tier
@@ -82,12 +83,18 @@ class Leader:
         self._trace = callbacks.trace
         self._host = HostTier(region, self.counters, hash_bytes=settings.engine.hash_bytes)
         self._disk = None if disk is None else DiskTier(disk, self._host, settings, self.counters, clock)
+        self._prefetches: Prefetches | None = None  # of an engine that is not promised blocks on disk
+        if self._disk is not None and not settings.engine.accepts_failed_loads:
+            self._prefetches = Prefetches(self._host, self._disk, batch_blocks=settings.disk.batch_blocks, clock=clock)
+            self._prefetches.warm()
         self._offloads = Offloads(self._host, self._disk, callbacks, settings, self.counters)
         self._onboards = Onboards(self._host, self._disk, callbacks, settings, clock)
         self._heartbeats = Heartbeats(region, settings.silence_s, clock)
         self._requests: dict[str, LiveRequest] = {}
         self._unreported: list[LoadResult] = []
         self._promises = 0  # requests with a promise: each needs a lane
+        self._lacks_disk = settings.disk.is_configured and disk is None  # it did not answer at start-up
+        self.counters.disk_off = self.counters.disk_times_off = int(self._lacks_disk)
         self._step = 0
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
@@ -106,6 +113,7 @@ class Leader:
         blocks = self._match(request_id, hashes, start, search)
         if not self._settings.engine.accepts_failed_loads:
             self._promise(request_id, hashes[start : start + (blocks or 0)])
+            self._prefetch(request_id, hashes, start + (blocks or 0))
         if self._trace is not None:
             self._trace("match", request=request_id, start=start, hashes=hashes[start:], blocks=blocks)
         return blocks
@@ -216,6 +224,8 @@ class Leader:
         self._step += 1
         if self._disk is not None:
             self._disk.step()
+        if self._prefetches is not None:
+            self._prefetches.step()
         plan = StepPlan(
             step=self._step,
             offloads=self._offloads.step(),
@@ -238,7 +248,8 @@ class Leader:
             self._disable()
         self._offloads.settle()
         if self._disk is not None:
-            self._onboards.fetched(self._disk.settle())
+            fetches = self._disk.settle()
+            self._onboards.fetched(fetches if self._prefetches is None else self._prefetches.settle(fetches))
         has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
         if has_orders or not self._heartbeats.is_idle or self._onboards.has_ended():
             for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):
@@ -310,11 +321,11 @@ class Leader:
         state are not offloaded any more. With `ends_persistence`, no block that is stored later outlives this engine:
         use it if the weights may differ from those that the identity of the disk cache describes.
 
-        False if the disk could not forget its blocks durably. This engine serves none of them, but an engine that
-        starts before they are forgotten may.
+        False if the disk could not forget its blocks durably, or did not answer at start-up. This engine serves none of
+        them, but an engine that starts before they are forgotten may.
         """
         self._forget_all()
-        is_forgotten = True
+        is_forgotten = not self._lacks_disk
         if self._disk is not None:
             try:
                 self._disk.reset(ends_persistence=ends_persistence)
@@ -371,7 +382,8 @@ class Leader:
         """Return what `search` finds, 0 if the request may not load, None if it waits for another one's load."""
         request = self._live(request_id)
         if self._disk is not None:
-            self._disk.refresh()
+            if self._prefetches is None:  # else the lookup finds nothing on disk, and the next step refreshes
+                self._disk.refresh()
             if not request.has_probed:
                 self._disk.hit(hashes[:start])
         request.has_probed = True
@@ -397,6 +409,17 @@ class Leader:
             request.promised = self._host.store.pin(hashes)
             assert request.promised is not None, "blocks that were just found can be pinned"
             self._promises += 1
+            if self._disk is not None:
+                self._disk.adopt(hashes, request.promised.slots, request.tenant)
+
+    def _prefetch(self, request_id: str, hashes: Sequence[bytes], end: int) -> None:
+        """Queue the blocks on disk of a chain whose blocks up to `end` are promised, for a later request."""
+        if self._prefetches is None or self._disk is None or self.counters.disabled:
+            return
+        while count := self._disk.match(hashes, end):
+            self._prefetches.want(hashes[end : end + count], self._live(request_id).tenant)
+            end += count
+            end += self._host.store.match(hashes, end)
 
     def _end_promise(self, request: LiveRequest) -> None:
         if request.promised is not None:
@@ -437,6 +460,8 @@ class Leader:
         self.counters.resets += 1
         self._offloads.reset()
         self._onboards.reset()
+        if self._prefetches is not None:
+            self._prefetches.reset()
         for request in self._requests.values():
             request.may_offload = not request.has_blocks
 

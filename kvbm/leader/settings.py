@@ -47,7 +47,8 @@ class EngineTraits:
     of a failed load computes in other blocks, so it need not wait for the end of an overdue load.
 
     An engine that does not `accept_failed_loads` must get every block that it was promised. Therefore only blocks in
-    host memory are promised, they stay pinned from `match` on, and no request waits for the load of another one.
+    host memory are promised, they stay pinned from `match` on, and no request waits for the load of another one. Blocks
+    on disk are read into host memory ahead of their promise (prefetches.py).
     """
 
     block_tokens: int
@@ -61,10 +62,12 @@ class EngineTraits:
 class DiskPolicy:
     """Which blocks go to disk and which are read back.
 
-    `to_disk` is `frequency`, `always` or `on_evict`. With `reads_always`, blocks are read even where computing them is
-    faster. With `is_buffer`, host memory is no tier: blocks only pass through it.
+    `is_configured`: the profile has a disk tier. `to_disk` is `frequency`, `always` or `on_evict`. With `reads_always`,
+    blocks are read even where computing them is faster. With `is_buffer`, host memory is no tier: blocks only pass
+    through it.
     """
 
+    is_configured: bool = False
     to_disk: str = "frequency"
     is_buffer: bool = False
     frequency_threshold: int = 2
@@ -79,6 +82,7 @@ class DiskPolicy:
     def of(cls, config: ConnectorConfig) -> DiskPolicy:
         """Return the policy. Without a host tier nothing can be hit in G2, so every block goes to disk."""
         return cls(
+            is_configured=config.tiers.disk is not None,
             to_disk="always" if config.tiers.host is None else config.offload.to_disk,
             is_buffer=config.tiers.host is None,
             frequency_threshold=config.offload.frequency_threshold,
@@ -152,7 +156,7 @@ def open_disk(
     hash_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> DiskSupervisor | None:
-    """Open the disk of an engine; None if none is configured. Raises EnvironmentProblem.
+    """Open the disk of an engine; None if none is configured, or if it does not answer. Raises EnvironmentProblem.
 
     `identity` is everything that decides the bytes and hashes of a block, except the layouts of the ranks. Its `model`
     is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one of equal
@@ -161,6 +165,7 @@ def open_disk(
     section = config.tiers.disk
     if section is None:
         return None
+    from kvbm.disk.service.client import UnresponsiveDisk
     from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.disk.settings import DiskSettings, Namespace
 
@@ -181,6 +186,10 @@ def open_disk(
     if section.persist and doubt:
         log.warning("kvbm: blocks will not stay on disk after this engine exits: %s", doubt)
     name = Namespace(namespace({name: value for name, value in facts.items() if name != "model"}), facts)
-    disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
+    try:
+        disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
+    except UnresponsiveDisk as error:
+        log.error("kvbm: %s; the engine runs without the disk tier until it is restarted", error.message)
+        return None
     log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
     return disk

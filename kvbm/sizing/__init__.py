@@ -8,14 +8,40 @@ whole pages. `tiers.host.capacity` is the sum over the ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from kvbm.config.engine import EmbeddedArguments
+from kvbm.config.engine import EmbeddedArguments, TrtllmArguments
 from kvbm.config.schema import Profile
-from kvbm.sizing import embedded, vllm
-from kvbm.sizing.model import SizeUnknown
-from kvbm.sizing.tiers import PAGE_BYTES, Device, Sizing, TierSize, sizing_of
+from kvbm.sizing import embedded, sglang, trtllm, vllm
+from kvbm.sizing.families.facts import SizeUnknown
+from kvbm.sizing.gpu import MemoryEstimate
+from kvbm.sizing.tiers import ESTIMATE, PAGE_BYTES, Device, Sizing, TierSize, sizing_of
 
-__all__ = ["PAGE_BYTES", "Device", "SizeUnknown", "Sizing", "TierSize", "check_model", "size"]
+__all__ = [
+    "ESTIMATE",
+    "PAGE_BYTES",
+    "Device",
+    "SizeUnknown",
+    "Sizing",
+    "TierSize",
+    "Wanted",
+    "check_model",
+    "size",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What sizes are computed for, beyond the profile.
+
+    `sequence_tokens` is the length for which sequences are counted, by default the maximum length. `memory` and
+    `capability` describe the GPUs. `for_sglang`: the rules of SGLang, with the arguments of a vLLM profile.
+    """
+
+    sequence_tokens: int | None = None
+    memory: MemoryEstimate | None = None
+    capability: int | None = None
+    for_sglang: bool = False
 
 
 def size(
@@ -24,24 +50,23 @@ def size(
     *,
     environment: Mapping[str, str] | None = None,
     on_cpu: bool = False,
-    sequence_tokens: int | None = None,
+    wanted: Wanted = Wanted(),
 ) -> Sizing:
     """Computes the sizes of the tiers of one engine.
 
     `environment` has the variables that vLLM gets besides those of the profile; `on_cpu` is true for a CPU build.
-    `sequence_tokens` is the length for which sequences are counted, by default the maximum length.
-    ProfileError if a tier holds no block or the model's configuration lacks a fact; SizeUnknown if only vLLM knows the
-    layout of the model's cache.
+    ProfileError if a tier holds no block or the model's configuration lacks a fact; SizeUnknown if only the engine
+    knows the layout of the model's cache.
     """
-    engine = profile.engine
+    engine, length = profile.engine, wanted.sequence_tokens
     if isinstance(engine.arguments, EmbeddedArguments):
-        return sizing_of(
-            embedded.device(engine.arguments, model_config, sequence_tokens=sequence_tokens), profile.tiers
-        )
-    variables = {**(environment or {}), **engine.environment}
-    device = vllm.device(
-        engine.arguments, model_config, variables=variables, on_cpu=on_cpu, sequence_tokens=sequence_tokens
-    )
+        return sizing_of(embedded.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
+    if isinstance(engine.arguments, TrtllmArguments):
+        return sizing_of(trtllm.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
+    if wanted.for_sglang:
+        return sizing_of(sglang.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
+    setting = vllm.Setting({**(environment or {}), **engine.environment}, on_cpu, wanted.capability)
+    device = vllm.device(engine.arguments, model_config, setting, sequence_tokens=length, memory=wanted.memory)
     return sizing_of(device, profile.tiers)
 
 
@@ -50,5 +75,7 @@ def check_model(profile: Profile, model_config: Mapping[str, object]) -> None:
     arguments = profile.engine.arguments
     if isinstance(arguments, EmbeddedArguments):
         embedded.bytes_per_token(model_config, element_bytes=1)
+    elif isinstance(arguments, TrtllmArguments):
+        trtllm.specs(arguments, model_config)
     else:
         vllm.check(arguments, model_config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvbm.config.engine import EmbeddedArguments
-from kvbm.sizing.model import count, text_facts
+from kvbm.sizing.families.facts import count, text_facts
 from kvbm.sizing.tiers import Device
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -10,6 +10,7 @@ from kvbm.errors import ProfileError
 from kvbm.types import Tier
 
 PAGE_BYTES = 4096
+ESTIMATE = "estimate"  # `set_by` of a number of blocks that is estimated from the memory of a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ class Sizing:
     sequence_tokens: int
     sequence_blocks: int
     notes: tuple[str, ...] = ()
+
+    def rank_bytes(self, tier: TierSize) -> int:
+        """Bytes of a tier on the rank with the largest part."""
+        part = self.block_bytes if tier.tier is Tier.DEVICE else self.stored_bytes // self.rank_count
+        return tier.block_count * part
 
     def host_bytes(self, blocks: int) -> int:
         """Host memory, all ranks, for this number of blocks."""

@@ -17,10 +17,12 @@ from math import ceil
 
 from kvbm.config.engine import VllmArguments
 from kvbm.config.values import count_of
-from kvbm.sizing.families import FLOAT32_BYTES, architecture_of, layer_specs
-from kvbm.sizing.layer_specs import LayerKind, LayerSpec, Ranks
-from kvbm.sizing.model import ModelFacts, SizeUnknown
-from kvbm.sizing.tiers import Device
+from kvbm.sizing.checkpoint import cache_type_of
+from kvbm.sizing.families import architecture_of, layer_specs
+from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
+from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
+from kvbm.sizing.gpu import MemoryEstimate
+from kvbm.sizing.tiers import ESTIMATE, Device
 from kvbm.sizing.vllm_groups import CacheGroup, cache_groups
 
 CPU_BLOCK_TOKENS = 128
@@ -30,6 +32,9 @@ CPU_KERNEL_TOKENS, GPU_KERNEL_TOKENS = 32, 16  # the smallest block of the atten
 LATENT_ALIGNMENT = 128  # of models with latent attention and states
 CPU_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
+CHUNKS_VARIABLE = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
+MLA_VARIABLE = "VLLM_MLA_DISABLE"
+STAGES_VARIABLE = "VLLM_PP_LAYER_PARTITION"
 
 _ELEMENT_BYTES = {"float": 4, "float32": 4}
 _CACHE_ELEMENT_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2, "float16": 2}
@@ -45,8 +50,29 @@ _UNKNOWN_FLAGS = (
     "mamba_block_size",
     "quantization",
 )
+_KNOWN_VALUES = {  # of arguments that would change the cache with any other value
+    "convert": ("auto", "none"),
+    "mamba_cache_mode": ("align",),
+    "model_impl": ("auto", "vllm"),
+    "runner": ("auto", "generate"),
+}
 _STATE_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_IGNORES_CACHE_TYPE = {"FalconForCausalLM"}
+_NARROW = "vLLM stores the cache of this model in 8 bits by default"
 _FP8_BY_DEFAULT = {"GlmMoeDsaForCausalLM"}  # on GPUs of compute capability 10.x
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where vLLM runs: its environment variables, whether on a CPU, and the compute capability of the GPU if known."""
+
+    variables: Mapping[str, str]
+    on_cpu: bool
+    capability: int | None = None
+
+    @property
+    def may_be_blackwell(self) -> bool:
+        return not self.on_cpu and (self.capability is None or self.capability // 10 == 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,49 +91,73 @@ class VllmPlan:
         return sum(spec.token_bytes for spec in specs if spec.kind.keeps_all_tokens)
 
 
-def plan_of(
-    arguments: VllmArguments, model_config: Mapping[str, object], *, variables: Mapping[str, str], on_cpu: bool
-) -> VllmPlan:
+def plan_of(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> VllmPlan:
     """ProfileError if the configuration lacks a fact, SizeUnknown if only vLLM knows the layout of its cache."""
-    ranks = _ranks(arguments, model_config)
+    ranks = _ranks(arguments, model_config, setting)
     specs = layer_specs(model_config, ranks)
-    if on_cpu and ranks.state_bytes is None and _has_narrow_states(model_config, ranks, specs):
+    if setting.on_cpu and ranks.state_bytes is None and _has_narrow_states(model_config, ranks, specs):
         raise SizeUnknown(
             "on a CPU, vLLM keeps the states of this model in 16 or 32 bits, depending on the processor",
             hint="set `engine.arguments.mamba_ssm_cache_dtype`, for example to `float32`",
         )
-    tokens, notes = _block_tokens(arguments, model_config, specs, on_cpu=on_cpu)
+    _require_known_cache(arguments, {spec.kind for spec in specs}, setting)
+    tokens, notes = _block_tokens(arguments, model_config, specs, setting)
     layers = range(_layer_count(model_config, specs))
-    return VllmPlan(_groups(arguments, specs, tokens, variables), tokens, layers, notes)
+    return VllmPlan(_groups(arguments, specs, tokens, setting.variables), tokens, layers, notes)
 
 
 def device(
     arguments: VllmArguments,
     model_config: Mapping[str, object],
+    setting: Setting,
     *,
-    variables: Mapping[str, str],
-    on_cpu: bool,
     sequence_tokens: int | None = None,
+    memory: MemoryEstimate | None = None,
 ) -> Device:
-    """Return the blocks of G1. `sequence_tokens` is by default the maximum length. Raises like `plan_of`."""
-    plan = plan_of(arguments, model_config, variables=variables, on_cpu=on_cpu)
-    stages = _stages(len(plan.layers), arguments.pipeline_parallel_size or 1)
+    """Return the blocks of G1. `sequence_tokens` is by default the maximum length. Raises like `plan_of`.
+
+    With `memory`, the number of blocks is estimated if no argument sets it.
+    """
+    plan = plan_of(arguments, model_config, setting)
+    tensor_parallel, stage_count = arguments.tensor_parallel_size or 1, arguments.pipeline_parallel_size or 1
+    stages = _stages(len(plan.layers), stage_count, setting.variables.get(STAGES_VARIABLE))
     block_bytes = tuple(max(group.bytes_on(stage) for group in plan.groups) for stage in stages)
-    block_count, set_by = _block_count(arguments, max(block_bytes), variables, on_cpu=on_cpu)
+    if not all(block_bytes):
+        raise SizeUnknown("a pipeline stage has no layer with a cache of its own, so only vLLM knows its blocks")
+    block_count, set_by = _block_count(arguments, max(block_bytes), setting)
+    notes = plan.notes
+    if block_count is None and memory is not None:
+        ranks = tensor_parallel * stage_count
+        block_count, set_by = memory.cache_bytes(ranks) // max(block_bytes), ESTIMATE
+        notes += (f"G1 is an estimate: {memory.formula(ranks)}",)
     longest, in_flight = _longest(arguments, model_config), _in_flight(arguments)
     length = sequence_tokens or longest or 0
     return Device(
         block_tokens=plan.block_tokens,
-        rank_block_bytes=tuple(size for size in block_bytes for _ in range(arguments.tensor_parallel_size or 1)),
+        rank_block_bytes=tuple(size for size in block_bytes for _ in range(tensor_parallel)),
         block_count=block_count,
         set_by=set_by,
         group_count=len(plan.groups),
         token_count=_token_count(plan.groups, block_count, longest, in_flight),
-        token_bytes=plan.token_bytes * (arguments.tensor_parallel_size or 1),
+        token_bytes=plan.token_bytes * tensor_parallel,
         sequence_tokens=length,
         sequence_blocks=sum(group.blocks(length, in_flight=0) for group in plan.groups) if length else 0,
-        notes=plan.notes,
+        notes=notes,
     )
+
+
+def _require_known_cache(arguments: VllmArguments, kinds: set[LayerKind], setting: Setting) -> None:
+    """SizeUnknown for settings that matter only to some kinds of layers."""
+    extra = arguments.model_extra or {}
+    if LayerKind.LATENT in kinds and setting.variables.get(MLA_VARIABLE, "0") not in ("", "0"):
+        raise SizeUnknown(f"with `{MLA_VARIABLE}`, only vLLM knows the size of a block")
+    if LayerKind.STATE in kinds and arguments.enable_prefix_caching is False:
+        raise SizeUnknown("without prefix caching, only vLLM knows the blocks of a model with states")
+    backend = extra.get("attention_backend") or extra.get("attention_config")
+    if backend is not None and arguments.block_size is None and not setting.on_cpu:
+        raise SizeUnknown(
+            "the chosen attention backend decides how many tokens a block has", hint="set `engine.arguments.block_size`"
+        )
 
 
 def _has_narrow_states(model_config: Mapping[str, object], ranks: Ranks, specs: Sequence[LayerSpec]) -> bool:
@@ -121,10 +171,10 @@ def default_block_tokens(arguments: VllmArguments, *, on_cpu: bool) -> int:
 
 def check(arguments: VllmArguments, model_config: Mapping[str, object]) -> None:
     """ProfileError or SizeUnknown for a problem of the model alone."""
-    layer_specs(model_config, _ranks(arguments, model_config))
+    layer_specs(model_config, _ranks(arguments, model_config, Setting({}, on_cpu=False)))
 
 
-def _ranks(arguments: VllmArguments, model_config: Mapping[str, object]) -> Ranks:
+def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> Ranks:
     extra = arguments.model_extra or {}
     for flag in _UNKNOWN_FLAGS:
         if extra.get(flag) not in (None, False, 1):
@@ -132,74 +182,80 @@ def _ranks(arguments: VllmArguments, model_config: Mapping[str, object]) -> Rank
     state_type = extra.get("mamba_ssm_cache_dtype", "auto")
     if state_type != "auto" and state_type not in _STATE_ELEMENT_BYTES:
         raise SizeUnknown(f"with `mamba_ssm_cache_dtype: {state_type}`, only vLLM knows the size of a block")
+    for flag, known in _KNOWN_VALUES.items():
+        if extra.get(flag) not in (None, *known):
+            raise SizeUnknown(f"with `{flag}: {extra[flag]}`, only vLLM knows the size of a block")
     model_bytes = _ELEMENT_BYTES.get(arguments.dtype or "auto", 2)  # `auto` converts float32 to a 16-bit type
+    tensor_parallel = arguments.tensor_parallel_size or 1
+    kinds = {spec.kind for spec in layer_specs(model_config, Ranks(tensor_parallel))}
+    if _is_narrow_by_default(arguments, model_config) and setting.capability is not None and setting.may_be_blackwell:
+        raise SizeUnknown(f"on a GPU of compute capability 10.x, {_NARROW}, in a format that only vLLM knows")
     return Ranks(
-        tensor_parallel=arguments.tensor_parallel_size or 1,
-        cache_bytes=_cache_bytes(arguments, model_config, model_bytes),
+        tensor_parallel=tensor_parallel,
+        cache_bytes=_cache_bytes(arguments, model_config, model_bytes, kinds),
         model_bytes=model_bytes,
         state_bytes=_STATE_ELEMENT_BYTES.get(str(state_type)),
     )
 
 
-def _cache_bytes(arguments: VllmArguments, model_config: Mapping[str, object], model_bytes: int) -> int:
+def _cache_bytes(
+    arguments: VllmArguments, model_config: Mapping[str, object], model_bytes: int, kinds: set[LayerKind]
+) -> int:
     """Bytes of one element: `auto` follows the checkpoint's `quantization_config`, or else the type of the model."""
     named = arguments.kv_cache_dtype
-    kept = _type_of_checkpoint(model_config) if named in (None, "auto") else named
+    kept, source = named, "kv_cache_dtype"
+    if named in (None, "auto"):
+        kept = cache_type_of(model_config, has_plain_attention=kinds <= {LayerKind.FULL, LayerKind.WINDOW})
+        source = "the checkpoint's `quantization_config`: KV cache"
     if kept is None:
         return model_bytes
-    is_sparse = architecture_of(model_config) in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-    if kept not in _CACHE_ELEMENT_BYTES or (is_sparse and _CACHE_ELEMENT_BYTES[kept] != 2):
-        source = "kv_cache_dtype" if named == kept else "the checkpoint's `quantization_config`: KV cache"
+    if architecture_of(model_config) in _IGNORES_CACHE_TYPE:
+        raise SizeUnknown(f"vLLM ignores `{source}: {kept}` for this model")
+    if kept not in _CACHE_ELEMENT_BYTES or (LayerKind.INDEX in kinds and _CACHE_ELEMENT_BYTES[kept] != 2):
         raise SizeUnknown(f"with `{source}: {kept}`, only vLLM knows the size of a block")
     return _CACHE_ELEMENT_BYTES[kept]
-
-
-def _type_of_checkpoint(model_config: Mapping[str, object]) -> str | None:
-    """Return the type of the cache that a checkpoint of ModelOpt asks for; vLLM reads no other one."""
-    quantization = model_config.get("quantization_config")
-    if not isinstance(quantization, Mapping):
-        return None
-    if not str(quantization.get("quant_method") or "").startswith("modelopt"):
-        return None
-    inner = quantization.get("quantization")
-    sections = [inner, quantization] if isinstance(inner, Mapping) else [quantization]
-    names = ("kv_cache_scheme", "kv_cache_quant_algo")
-    scheme = next((section[name] for name in names for section in sections if section.get(name)), None)
-    if isinstance(scheme, Mapping):
-        bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
-        return "fp8_e4m3" if bits == 8 and scheme.get("dynamic") is False else "nvfp4" if bits == 4 else None
-    known = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
-    return known.get(str(scheme).lower())
 
 
 # -- tokens in a block -------------------------------------------------------------------------------------------------
 
 
 def _block_tokens(
-    arguments: VllmArguments, model_config: Mapping[str, object], specs: Sequence[LayerSpec], *, on_cpu: bool
+    arguments: VllmArguments, model_config: Mapping[str, object], specs: Sequence[LayerSpec], setting: Setting
 ) -> tuple[int, tuple[str, ...]]:
     """Return the tokens in a block of attention, and what is assumed."""
+    on_cpu = setting.on_cpu
     kinds = {spec.kind for spec in specs}
     is_latent, has_states = LayerKind.LATENT in kinds, LayerKind.STATE in kinds
     tokens, notes = default_block_tokens(arguments, on_cpu=on_cpu), []
-    if is_latent and on_cpu and arguments.block_size is None:
+    if is_latent and on_cpu:
+        if arguments.block_size not in (None, GPU_BLOCK_TOKENS):
+            raise SizeUnknown(
+                f"on a CPU, vLLM may replace `block_size: {arguments.block_size}` by {GPU_BLOCK_TOKENS} for this model",
+                hint="set `engine.arguments.block_size: 16`",
+            )
         tokens = GPU_BLOCK_TOKENS
+        if arguments.block_size is None:
+            notes.append("on a CPU with AMX, a block of this model has 128 tokens")
     elif is_latent and not on_cpu and not has_states and arguments.block_size is None:
         tokens = LATENT_GPU_BLOCK_TOKENS
-        notes.append(
-            f"the attention backend may choose another block size than {tokens} tokens; "
-            "set `engine.arguments.block_size` to fix it"
-        )
     if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:
         tokens = max(tokens, 128)  # the block of MiniMax M3's sparse attention
-    if not on_cpu and arguments.kv_cache_dtype in (None, "auto") and architecture_of(model_config) in _FP8_BY_DEFAULT:
-        notes.append("GPUs of compute capability 10.x store this cache in 8 bits by default, which is about half")
+    dims = {dim for spec in specs if spec.kind is not LayerKind.LATENT for dim in spec.shape[1:]}
+    has_wide_heads = (256 in dims and setting.may_be_blackwell) or 512 in dims  # larger blocks on Blackwell, or for FP8
+    if not on_cpu and arguments.block_size is None and ((is_latent and not has_states) or has_wide_heads):
+        notes.append("the attention backend may choose another block size; set `engine.arguments.block_size` to fix it")
+    if setting.may_be_blackwell and _is_narrow_by_default(arguments, model_config):
+        notes.append(f"on a GPU of compute capability 10.x, {_NARROW}, which is about half")
     if has_states:
         notes.append(
             "this model has layers with states, for which kvbm disables itself: the sizes describe vLLM's cache only"
         )
         tokens = _tokens_of_state(specs, tokens, on_cpu=on_cpu, is_latent=is_latent)
     return tokens, tuple(notes)
+
+
+def _is_narrow_by_default(arguments: VllmArguments, model_config: Mapping[str, object]) -> bool:
+    return arguments.kv_cache_dtype in (None, "auto") and architecture_of(model_config) in _FP8_BY_DEFAULT
 
 
 def _tokens_of_state(specs: Sequence[LayerSpec], tokens: int, *, on_cpu: bool, is_latent: bool) -> int:
@@ -223,10 +279,12 @@ def _groups(
         spec.with_block(tokens, padded_bytes=tokens * token_bytes if spec.kind is LayerKind.STATE else 0)
         for spec in specs
     ]
+    has_chunks = any(spec.kind is LayerKind.CHUNKED for spec in specs)
+    allows_chunks = variables.get(CHUNKS_VARIABLE, "1") not in ("", "0")
     return cache_groups(
         blocks,
-        blocks_outermost=variables.get(LAYOUT_VARIABLE, "").upper().startswith("BL"),
-        promotes_windows=bool(arguments.disable_hybrid_kv_cache_manager),
+        blocks_outermost=variables.get(LAYOUT_VARIABLE, "").upper().startswith("B"),
+        promotes_windows=bool(arguments.disable_hybrid_kv_cache_manager) or (has_chunks and not allows_chunks),
     )
 
 
@@ -234,30 +292,35 @@ def _groups(
 
 
 def _layer_count(model_config: Mapping[str, object], specs: Sequence[LayerSpec]) -> int:
-    facts = ModelFacts(model_config)
+    facts = ModelFacts.of(model_config)
     kinds = facts.texts("layers_block_type")
     names = ("num_hidden_layers", "n_layers", "n_layer")
     return facts.numbers(*names, default=len(kinds) if kinds else specs[-1].layer + 1)
 
 
-def _stages(layer_count: int, stage_count: int) -> list[range]:
-    """Returns the layers of each pipeline stage. Surplus layers go to the stages before the last, from the back."""
+def _stages(layer_count: int, stage_count: int, partition: str | None) -> list[range]:
+    """Returns the layers of each pipeline stage. Surplus layers go to the stages before the last, from the back.
+
+    `partition` is the value of VLLM_PP_LAYER_PARTITION, as in `10,12,10`.
+    """
     counts = [layer_count // stage_count] * stage_count
     for back in range(2, layer_count % stage_count + 2):
         counts[-back] += 1
+    if partition is not None:
+        counts = [int(part) for part in partition.split(",") if part.strip().isdecimal()]
+        if len(counts) != stage_count or sum(counts) != layer_count:
+            raise SizeUnknown(f"`{STAGES_VARIABLE}={partition}` does not fit {layer_count} layers")
     ends = [sum(counts[: stage + 1]) for stage in range(stage_count)]
     return [range(end - size, end) for end, size in zip(ends, counts, strict=True)]
 
 
-def _block_count(
-    arguments: VllmArguments, block_bytes: int, variables: Mapping[str, str], *, on_cpu: bool
-) -> tuple[int | None, str | None]:
+def _block_count(arguments: VllmArguments, block_bytes: int, setting: Setting) -> tuple[int | None, str | None]:
     """Returns the blocks of G1, null block included, and what sets them; None if they depend on free memory."""
     prefix = "engine.arguments."
     if arguments.num_gpu_blocks_override is not None:
         return arguments.num_gpu_blocks_override, f"{prefix}num_gpu_blocks_override"
-    space = variables.get(CPU_SPACE_VARIABLE, "")
-    if on_cpu and space.isascii() and space.isdigit() and int(space):
+    space = setting.variables.get(CPU_SPACE_VARIABLE, "")
+    if setting.on_cpu and space.isascii() and space.isdigit() and int(space):
         return int(space) * 2**30 // block_bytes, CPU_SPACE_VARIABLE
     memory_bytes = count_of(arguments.kv_cache_memory_bytes)
     if memory_bytes is not None:
@@ -266,7 +329,7 @@ def _block_count(
 
 
 def _longest(arguments: VllmArguments, model_config: Mapping[str, object]) -> int | None:
-    positions = ModelFacts(model_config).get("max_position_embeddings")
+    positions = ModelFacts.of(model_config).get("max_position_embeddings")
     return count_of(arguments.max_model_len) or (positions if isinstance(positions, int) else None)
 
 

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from kvbm.sizing.layer_specs import LayerKind, LayerSpec
-from kvbm.sizing.model import SizeUnknown
+from kvbm.sizing.families.facts import SizeUnknown
+from kvbm.sizing.families.layer_specs import LayerKind, LayerSpec
 
 WIDEST_GROUP = 1.5  # if the most layers of a type are fewer than this times the fewest, groups have the most
 

@@ -15,6 +15,7 @@ import importlib
 import json
 import logging
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, contained
@@ -22,6 +23,7 @@ from kvbm.config.connector import resolve_connector
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.trtllm_integration import meeting
 from kvbm.trtllm_integration.engine_facts import EngineFacts, decline_reason
+from kvbm.trtllm_integration.launch import CONFIG_VARIABLE
 from kvbm.trtllm_integration.leader_side import LeaderSide
 from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
 from kvbm.trtllm_integration.pool_memory import declined_window, of_layout, of_tensor
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
     from kvbm.config.schema import ConnectorConfig
 
-CONFIG_VARIABLE = "TLLM_KVBM_CONFIG"
 NEW_PATH = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
 OLD_PATH = "tensorrt_llm._torch.pyexecutor.kv_cache_connector"
 
@@ -64,8 +65,9 @@ class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_
         config, facts = _start(llm_args, warns=True)
         self._side: LeaderSide | None = None
         if facts is not None:
-            self._side = LeaderSide(config, facts, has_salts=_has_salts())
+            self._side = LeaderSide(config, llm_args, facts, has_salts=_has_salts())
             meeting.attend(self._side)
+            weakref.finalize(self, self._side.close)  # at the exit of the process: no version calls `shutdown`
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         tokens = self._side.match(request, num_computed_tokens) if self._side is not None else 0
@@ -176,13 +178,11 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
 def _start(llm_args: Any, *, warns: bool) -> tuple[ConnectorConfig, EngineFacts | None]:
     """Return the configuration, and the facts of the engine unless kvbm does not support it."""
     config = _resolved(warns=warns)
-    if config.tiers.disk is not None:
+    if config.tiers.host is None:
         raise EnvironmentProblem(
-            "a disk tier does not work with TensorRT-LLM, which accepts no failed load: only blocks in host memory can "
-            "be promised",
-            hint="remove `tiers.disk`, or unset `DYN_KVBM_DISK_CACHE_GB` and "
-            "`DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS`; set the size of host memory with `tiers.host.capacity` or "
-            "`DYN_KVBM_CPU_CACHE_GB`",
+            "a disk tier without host memory does not work with TensorRT-LLM, which accepts no failed load: only "
+            "blocks in host memory can be promised",
+            hint="set the size of host memory with `tiers.host.capacity` or `DYN_KVBM_CPU_CACHE_GB`",
         )
     reason = decline_reason(llm_args, reports_resets=REPORTS_RESETS)
     if reason is None:

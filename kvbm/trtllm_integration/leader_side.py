@@ -5,6 +5,7 @@ cache; until then no block is found and none is saved.
 
 TensorRT-LLM accepts no failed load. So a promise of `match` is kept: the blocks are in host memory and pinned, and each
 rank repeats a copy until it succeeds. Loads are asynchronous: the request is parked until every rank has its blocks.
+Blocks on disk are not promised. The leader reads them into host memory, where a later lookup finds them.
 
     match            remembers where the load starts. The position in a later report is not used for this: its meaning
                      differs between synchronous and asynchronous loads
@@ -28,16 +29,19 @@ from kvbm.hashing import HASH_BYTES, extend, namespace, root, tenant
 from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
 from kvbm.observe.telemetry import Telemetry
+from kvbm.trtllm_integration.identity import identity
 from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
 from kvbm.trtllm_integration.request_key import RequestKey, request_key
 
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
+    from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.plan import StepPlan
     from kvbm.trtllm_integration.engine_facts import EngineFacts
     from kvbm.trtllm_integration.messages import RankReport
+    from kvbm.types import SegmentInfo
 
 BlockIds = Sequence[int] | Sequence[Sequence[int]] | dict[int, Sequence[int]]
 
@@ -69,10 +73,11 @@ class TrackedRequest:
 
 
 class LeaderSide:
-    """See the module's text. `has_salts`: the engine's version has cache salts."""
+    """See the module's text. `arguments` are TensorRT-LLM's. `has_salts`: its version has cache salts."""
 
-    def __init__(self, config: ConnectorConfig, facts: EngineFacts, *, has_salts: bool) -> None:
+    def __init__(self, config: ConnectorConfig, arguments: Any, facts: EngineFacts, *, has_salts: bool) -> None:
         self._config = config
+        self._arguments = arguments
         self._facts = facts
         self._size = facts.block_tokens
         self._namespace = namespace({"engine": "tensorrt-llm"})  # host memory belongs to one engine
@@ -85,6 +90,7 @@ class LeaderSide:
         self._loading: dict[tuple[int, ...], int] = {}  # block ids of a load -> request id
         self._ordered: set[tuple[int, ...]] = set()  # block ids of loads whose order the ranks have
         self._group_count = 1
+        self._is_closed = False
         self._region: Region | None = None
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
@@ -106,9 +112,23 @@ class LeaderSide:
         traits = EngineTraits(self._size, hash_bytes=HASH_BYTES, accepts_failed_loads=False)
         settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=reports[0].block_count)
         callbacks = LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace)
-        self.leader = GuardedLeader(self.boundary, self._region, settings, callbacks)
+        disk = self._open_disk(segments)
+        self.leader = GuardedLeader(self.boundary, self._region, settings, callbacks, disk=disk)
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(reports))
+
+    def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
+        if self._config.tiers.disk is None:
+            return None
+        facts, doubt = identity(self._arguments)
+        layout = {"groups": self._group_count, "ranks": self._facts.rank_count, "block_tokens": self._size}
+        return open_disk(
+            self._config,
+            segments,
+            identity={**facts, **layout, "root": root(self._namespace).hex()},
+            doubt=doubt,
+            hash_bytes=HASH_BYTES,
+        )
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -201,7 +221,11 @@ class LeaderSide:
         self.leader.take_events()  # TensorRT-LLM publishes the events of its own blocks only
 
     def close(self) -> None:
-        """Close the reports and the mapping of the ranks' memory."""
+        """Write to disk what the time allows, and close the reports and the mapping of the ranks' memory. May be called
+        twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self.leader is not None:
             self.leader.close()
         self._close_reports()

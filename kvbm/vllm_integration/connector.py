@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm.config.connector import resolve_connector
 from kvbm.errors import EnvironmentProblem, ProfileError
+from kvbm.host.log_queue import queue_log
 from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, cache_groups, continues_prompts, decline_reason
 from kvbm.vllm_integration.identity import identity
 from kvbm.vllm_integration.placement import require_parent, require_role
@@ -269,9 +270,9 @@ def _refuse_rival() -> None:
 
 
 def _log_as_vllm_does() -> None:
-    """Use vLLM's log handlers and level for our messages."""
+    """Use vLLM's log handlers and level for our messages. A log that is not read must not block a step."""
     ours, theirs = logging.getLogger("kvbm"), logging.getLogger("vllm")
-    ours.handlers, ours.propagate = theirs.handlers, theirs.propagate
+    queue_log(ours, theirs)
     ours.setLevel(theirs.level)
 
 

@@ -60,7 +60,7 @@ def plan(
         environment={**added, **engine.environment},
         base_url=base_url,
         health_url=f"{base_url}/health",
-        model=_served_name(engine),
+        model=engine.served_name,
         libraries=("vllm",),
         install=INSTALL,
     )
@@ -133,8 +133,3 @@ def _text(value: object) -> str:
 
 def _compact(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
-
-
-def _served_name(engine: VllmEngine) -> str:
-    names = engine.arguments.served_model_name
-    return str(names[0] if isinstance(names, list) else names or engine.model)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _IN_CONFIG = "in `--kv-transfer-config`"
+_ASYNCHRONOUS = frozenset({"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"})
 
 
 def require_role(config: KVTransferConfig) -> None:
@@ -53,6 +54,13 @@ def require_parent() -> None:
             "cannot be loaded ends its request with an error",
             hint=f'set `"kv_load_failure_policy": "recompute"` of {name}, not of its children, {_IN_CONFIG}',
         )
+    for child in _children(outermost):
+        if _may_fail_in_a_step(child):
+            raise ProfileError(
+                f"{child.kv_connector} cannot run with kvbm in {name}: it may report a failed load after the step that "
+                "computed with it, and kvbm would already have stored wrong blocks",
+                hint=f"keep one of the two {_IN_CONFIG}",
+            )
     members = list(_with_handshake(outermost))
     if len(members) > 1:
         raise ProfileError(
@@ -60,6 +68,25 @@ def require_parent() -> None:
             "PdConnector can run DynamoConnector with NixlConnector",
             hint="replace MultiConnector by PdConnector, see docs/guide/disaggregated.md, or keep one of the children",
         )
+
+
+def _children(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
+    """Yield the connectors inside `config`, those of nested MultiConnectors too."""
+    if not issubclass(KVConnectorFactory.get_connector_class(config), MultiConnector):
+        yield config
+        return
+    for child in config.kv_connector_extra_config.get("connectors", ()):
+        yield from _children(KVTransferConfig(**child))
+
+
+def _may_fail_in_a_step(config: KVTransferConfig) -> bool:
+    """Whether the connector reports failed blocks, and is not known to load before the step that uses them."""
+    connector: type[Any] = KVConnectorFactory.get_connector_class(config)
+    reports = connector.get_block_ids_with_load_errors
+    is_ours = reports.__module__.partition(".")[0] == "kvbm"
+    return not (
+        is_ours or reports is KVConnectorBase_V1.get_block_ids_with_load_errors or connector.__name__ in _ASYNCHRONOUS
+    )
 
 
 def _with_handshake(config: KVTransferConfig) -> Iterator[str]:

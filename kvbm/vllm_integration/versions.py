@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-Release = tuple[int, int]
+from kvbm.config.installation import Installation, Release, is_between, release_of
 
 RUN: tuple[Release, Release] = ((0, 28), (0, 32))
 CONTRACT_TESTED: tuple[Release, Release] = ((0, 23), (0, 33))
 
 INSTALL = f"pip install 'vllm>={RUN[0][0]}.{RUN[0][1]},<{RUN[1][0]}.{RUN[1][1] + 1}'"
 _FIRST_WITH_STABLE_HASHES: Release = (0, 29)
-_RELEASE = re.compile(r"v?(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class VllmInstallation:
-    """The vLLM installation of one interpreter. `script` is the path of its command `vllm`, None if it does not work.
-    `rival` is the version of NVIDIA's distribution `kvbm`, whose modules have the same names as ours."""
-
-    version: str
-    distribution: str
-    script: str | None
-    has_kvbm: bool
-    rival: str | None = None
+class VllmInstallation(Installation):
+    """The vLLM installation of one interpreter."""
 
     @property
     def is_cpu(self) -> bool:
@@ -39,17 +30,4 @@ class VllmInstallation:
 
 def is_known(version: str) -> bool:
     """Return whether the connector was tested with this version, at least against its interface."""
-    release = release_of(version)
-    oldest, newest = CONTRACT_TESTED
-    return release is not None and oldest <= release <= newest
-
-
-def release_of(version: str) -> Release | None:
-    """Return (major, minor) of a version, None if it does not start with them."""
-    match = _RELEASE.match(version)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def shown(bounds: tuple[Release, Release]) -> str:
-    """`0.28 to 0.32`"""
-    return " to ".join(f"{major}.{minor}" for major, minor in bounds)
+    return is_between(version, CONTRACT_TESTED)

@@ -48,8 +48,9 @@ class ProfileEngines:
         profile, has_kvbm = on_loopback(self._profiles.get(arm, self._roomy_profile)), arm in self._arms_with_kvbm
         port = choose_port(profile.server.host, 0)
         with fresh_disk(profile) if has_kvbm else nullcontext(profile) as profile:
-            plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile)
-            with EngineProcess.start(plan, log_path=self._directory.arm(arm) / "engine.log") as process:
+            directory = self._directory.arm(arm)
+            plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile).placed(directory)
+            with EngineProcess.start(plan, log_path=directory / "engine.log") as process:
                 process.wait_healthy(profile.transfer.init_timeout_s)
                 yield RunningEngine(
                     plan.base_url,

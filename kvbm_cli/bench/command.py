@@ -23,7 +23,7 @@ from kvbm_cli.bench.progress import BenchProgress
 from kvbm_cli.bench.report import WIDTH, show
 from kvbm_cli.bench.summary import interrupted_summary, summarise
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
-from kvbm_cli.engine.engines import has_prefix_caching, make_model, runs_on_cpu, vllm_of
+from kvbm_cli.engine.engines import engine_version, has_prefix_caching, make_model, runs_on_cpu
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.diff import differences
 from kvbm_cli.profile.machine_problems import problems_here, require_none
@@ -55,6 +55,7 @@ def bench(
     profiles = [resolved, *([other] if other else [])]
     for profile in profiles:
         _require_one_engine(profile)
+        _require_endpoints(profile)
     if other:
         _require_comparable(resolved, other)
     chosen = load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
@@ -87,21 +88,26 @@ def _require_one_engine(resolved: ResolvedProfile) -> None:
         raise UsageError(message, hint="use the profile that it extends")
 
 
+def _require_endpoints(resolved: ResolvedProfile) -> None:
+    """UsageError for an engine whose server cannot count tokens and cannot empty its cache."""
+    if resolved.profile.engine.kind == "tensorrt-llm":
+        message = "`kvbm bench` cannot measure TensorRT-LLM: its server has no `/tokenize` and no `/reset_prefix_cache`"
+        hint = (
+            "start `kvbm serve` and then `kvbm serve --baseline`, and send both the same requests with another client"
+        )
+        raise UsageError(message, hint=hint)
+
+
 def _require_comparable(resolved: ResolvedProfile, other: ResolvedProfile) -> None:
     """UsageError unless both engines answer the same requests."""
     for key, one, another in (
         ("engine.kind", resolved.profile.engine.kind, other.profile.engine.kind),
         ("engine.model", resolved.profile.engine.model, other.profile.engine.model),
-        ("engine.arguments.served_model_name", _served_name(resolved), _served_name(other)),
+        ("engine.arguments.served_model_name", resolved.profile.engine.served_name, other.profile.engine.served_name),
     ):
         if one != another:
             message = f"`{resolved.name}` and `{other.name}` cannot be compared: `{key}` is `{one}` and `{another}`"
             raise UsageError(message, hint=f"`--compare` takes a profile with the same `{key}`")
-
-
-def _served_name(resolved: ResolvedProfile) -> str:
-    engine = resolved.profile.engine
-    return engine.arguments.served_model_name or engine.model
 
 
 def measure(
@@ -169,7 +175,7 @@ def _surroundings(resolved: ResolvedProfile) -> dict[str, Any]:
     return {
         "profile": {"name": resolved.name, **resolved.profile.model_dump(mode="json")},
         "machine": machine(),
-        "versions": {**versions(), **_engine_version(resolved)},
+        "versions": {**versions(), **engine_version(resolved.profile)},
     }
 
 
@@ -191,12 +197,6 @@ def _compared_profiles(comparison: Comparison, measured: ResolvedProfile, refere
         "compared_profiles": {comparison.measured: about(measured), comparison.reference: about(reference)},
         "profile_differences": {key: list(values) for key, values in (comparison.differences or {}).items()},
     }
-
-
-def _engine_version(resolved: ResolvedProfile) -> dict[str, str]:
-    """Version of vLLM in the interpreter of the profile, which may differ from this one."""
-    found = vllm_of(resolved.profile) if resolved.profile.engine.kind == "vllm" else None
-    return {found.distribution: found.version} if found else {}
 
 
 def _caveats(resolved: ResolvedProfile, workload: Workload) -> list[str]:

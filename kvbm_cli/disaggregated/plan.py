@@ -1,4 +1,4 @@
-"""Launch plans of a profile with `disaggregated`: one for each engine and one for the proxy.
+"""Launch plans of a vLLM profile with `disaggregated`: one for each engine and one for the proxy.
 
 Prefill engines get PdConnector, which combines DynamoConnector and NixlConnector. Decode engines get NixlConnector
 only: their blocks come from a prefill engine, which keeps them. Engines listen on this machine only, the proxy on
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.engine import VllmEngine
@@ -20,9 +21,10 @@ from kvbm.config.flags import CONNECTOR_MODULE
 from kvbm.config.launch_plan import LaunchPlan, reachable
 from kvbm.errors import EnvironmentProblem
 from kvbm.vllm_integration.versions import INSTALL as INSTALL_VLLM
-from kvbm_cli.engine.engines import launch_plan, vllm_of
+from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.engine.python_probe import SAFE_PATH
+from kvbm_cli.engine.vllm_kind import vllm_of
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
@@ -42,6 +44,11 @@ class DisaggregatedPlan:
     engines: tuple[tuple[str, LaunchPlan], ...]
     proxy: LaunchPlan
 
+    def placed(self, directory: Path) -> DisaggregatedPlan:
+        """Returns the plan with the files of all its programs in `directory`."""
+        engines = tuple((name, engine.placed(directory)) for name, engine in self.engines)
+        return DisaggregatedPlan(engines, self.proxy.placed(directory))
+
 
 def plan(
     profile: Profile,
@@ -50,18 +57,26 @@ def plan(
     ports: Iterator[int] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> DisaggregatedPlan:
-    """Returns how to start the engines of `profile` and, on `port`, their proxy.
+    """Returns how to start the vLLM engines of `profile` and, on `port`, their proxy.
 
     `ports` yields the ports of the engines, `environment` is the caller's.
     """
     counts = profile.disaggregated
     assert counts.is_enabled, "the profile has one engine"
     ports = ports if ports is not None else free_ports()
-    devices = _devices(profile, counts.prefill + counts.decode, environment)
+    assert isinstance(profile.engine, VllmEngine), f"this is a plan for vLLM, not for {profile.engine.kind}"
+    arguments, installation = profile.engine.arguments, vllm_of(profile)
+    gpus = devices(
+        profile,
+        counts.prefill + counts.decode,
+        environment,
+        ranks=(arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1),
+        on_cpu=installation is not None and installation.is_cpu,
+    )
 
     def engines(kind: str, connectors: Sequence[Mapping[str, object]]) -> dict[str, LaunchPlan]:
         return {
-            f"{kind} {number}": _engine(profile, connector, next(devices), next(ports), next(ports))
+            f"{kind} {number}": _engine(profile, connector, next(gpus), next(ports), next(ports))
             for number, connector in enumerate(connectors)
         }
 
@@ -76,10 +91,8 @@ def prefill_connector(profile: Profile, number: int = 0) -> dict[str, object]:
     Each prefill engine has its own metrics port, if metrics are served."""
     from kvbm.vllm_integration.launch import transfer_config
 
-    metrics = profile.metrics
-    port = metrics.port + number if metrics.port and metrics.serve else metrics.port
-    profile = profile.model_copy(update={"metrics": metrics.model_copy(update={"port": port})})
-    assert isinstance(profile.engine, VllmEngine), "only vLLM supports disaggregated prefill"
+    profile = with_metrics_port(profile, number)
+    assert isinstance(profile.engine, VllmEngine), f"this is a plan for vLLM, not for {profile.engine.kind}"
     ours = transfer_config(profile, profile.engine.arguments)
     return {
         "kv_connector": "PdConnector",
@@ -90,6 +103,13 @@ def prefill_connector(profile: Profile, number: int = 0) -> dict[str, object]:
             "connectors": [ours, {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}],
         },
     }
+
+
+def with_metrics_port(profile: Profile, number: int) -> Profile:
+    """Returns the profile of prefill engine `number`, with a port of its own for metrics if they are served."""
+    metrics = profile.metrics
+    port = metrics.port + number if metrics.port and metrics.serve else metrics.port
+    return profile.model_copy(update={"metrics": metrics.model_copy(update={"port": port})})
 
 
 def require_nixl(profile: Profile) -> None:
@@ -112,19 +132,17 @@ def free_ports() -> Iterator[int]:
             yield port
 
 
-def _devices(profile: Profile, engine_count: int, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yields the variables that give each engine its GPUs, in order. They are empty on a CPU, and if the profile sets
-    CUDA_VISIBLE_DEVICES.
+def devices(
+    profile: Profile, engine_count: int, environment: Mapping[str, str], *, ranks: int, on_cpu: bool = False
+) -> Iterator[dict[str, str]]:
+    """Yields the variables that give each engine of `ranks` ranks its GPUs, in order. They are empty on a CPU, and if
+    the profile sets CUDA_VISIBLE_DEVICES.
 
     Raises EnvironmentProblem if the caller sees too few GPUs.
     """
-    installation = vllm_of(profile)
-    if VISIBLE_DEVICES in profile.engine.environment or (installation is not None and installation.is_cpu):
+    if VISIBLE_DEVICES in profile.engine.environment or on_cpu:
         yield from [{}] * engine_count
         return
-    assert isinstance(profile.engine, VllmEngine), "only vLLM supports disaggregated prefill"
-    arguments = profile.engine.arguments
-    ranks = (arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1)
     needed, listed = ranks * engine_count, environment.get(VISIBLE_DEVICES)
     visible = listed.split(",") if listed else [str(index) for index in range(needed)]
     if len(visible) < needed:

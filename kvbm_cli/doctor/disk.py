@@ -21,12 +21,13 @@ from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm.host.directories import unsafe_parents
 from kvbm_cli.doctor import disk_features
 from kvbm_cli.doctor.context import OTHER_DIRECTORY, DoctorContext
-from kvbm_cli.doctor.disk_probe import IN_MEMORY, DiskReport, RecommendedSettings
+from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
 from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
 from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.system.filesystem import missing_mount
+from kvbm_cli.system.mounts import IN_MEMORY
 
 Found = Generator[Check, None, RecommendedSettings | None]
 

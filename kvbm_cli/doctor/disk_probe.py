@@ -38,23 +38,14 @@ from kvbm_cli.doctor.probe_file import (
     name_of,
 )
 from kvbm_cli.doctor.quota import Quota, quotas
+from kvbm_cli.system.mounts import Mount, mount_of
 
 SHARE_OF_FREE = 10
 MAX_FILE_BYTES = 1 << 30
 MAX_WRITTEN_BYTES = 8 << 30  # limits the wear of the drive
 BUFFERED_BYTES_PER_S = 256 << 20  # a slow disk writes for long what the page cache accepts at once
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
-IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 UNKNOWN_SPACE_BYTES = 16 << 20  # for a filesystem that does not report its size, such as ramfs
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """The mount of a path: filesystem type, source and mount point."""
-
-    kind: str
-    source: str
-    point: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,29 +234,6 @@ def _prepared(file: ProbeFile, settings: RecommendedSettings, byte_count: int) -
         fallocate(fd, 0, 0, byte_count)
     with direct_flag(fd) if settings.o_direct and settings.allocator == "default" else contextlib.nullcontext():
         yield fd
-
-
-def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount:
-    """Returns the mount with the longest mount point above `path`; of several at one point, the last."""
-    found = Mount("unknown", "unknown", "/")
-    try:
-        lines = table.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        fields, (kind, source, *_) = before.split(), after.split()
-        point = Path(_unescaped(fields[4]))
-        if (point == path or point in path.parents) and len(str(point)) >= len(found.point):
-            found = Mount(kind, _unescaped(source), str(point))
-    return found
-
-
-def _unescaped(text: str) -> str:
-    """Decodes the octal escapes of blanks and backslashes in the table."""
-    for code in ("040", "011", "012", "134"):
-        text = text.replace(f"\\{code}", chr(int(code, 8)))
-    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

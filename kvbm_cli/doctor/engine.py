@@ -5,13 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvbm.vllm_integration.versions import RUN, shown
+from kvbm.config.installation import shown
+from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
+from kvbm.vllm_integration.versions import RUN as VLLM_RUN
 from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, CheckState, failure, ok, skipped, warning
-from kvbm_cli.engine.engines import vllm_of, vllm_problem
+from kvbm_cli.engine.engines import engine_problem, installation_of
+
+if TYPE_CHECKING:
+    from kvbm.config.schema import Profile
 
 IMPORT_TIMEOUT_S = 120.0
 NIXL_TIMEOUT_S = 90.0
@@ -19,6 +24,14 @@ QUICK_TIMEOUT_S = 8.0
 MODULES = {
     "vllm": ["kvbm.vllm_integration.connector"],
     "embedded": ["kvbm.embedded.driver", "kvbm.embedded.engine.engine", "transformers"],
+    "tensorrt-llm": ["kvbm.trtllm_integration.connector"],
+}
+TESTED = {
+    "vllm": ("vLLM", f"tested with {shown(VLLM_RUN)}"),
+    "tensorrt-llm": (
+        "TensorRT-LLM",
+        f"not run; the connector is tested against the interfaces of {shown(TRTLLM_TESTED)}",
+    ),
 }
 
 
@@ -28,8 +41,8 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     yield _nvidia_kvbm(context)
     if profile is None:
         yield skipped("version", "the engine is unknown without a profile", "add `--profile PROFILE`")
-    elif profile.engine.kind == "vllm":
-        yield from _vllm(context)
+    elif profile.engine.kind in TESTED:
+        yield from _installed(profile)
     else:
         yield ok("version", "embedded, part of this kvbm")
     if profile is not None:
@@ -39,7 +52,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
 
 
 def _nvidia_kvbm(context: DoctorContext) -> Check:
-    """Checks the interpreter of the command itself; `_vllm` checks that of the engine."""
+    """Checks the interpreter of the command itself; `_installed` checks that of the engine."""
     nvidia_kvbm = context.machine.nvidia_kvbm
     if nvidia_kvbm is None:
         return ok("NVIDIA's kvbm", "not installed")
@@ -50,14 +63,16 @@ def _nvidia_kvbm(context: DoctorContext) -> Check:
     )
 
 
-def _vllm(context: DoctorContext) -> Iterator[Check]:
-    assert context.resolved is not None
-    profile = context.resolved.profile
-    problem, found = vllm_problem(profile), vllm_of(profile)
+def _installed(profile: Profile) -> Iterator[Check]:
+    problem, found = engine_problem(profile), installation_of(profile)
+    title, tested = TESTED[profile.engine.kind]
     if problem is not None:
         yield failure("version", problem.message, problem.hint)
     elif found is not None:
-        yield ok("version", f"vLLM {found.version} (tested with {shown(RUN)})", version=found.version)
+        yield ok("version", f"{title} {found.version} ({tested})", version=found.version)
+    if found is not None:
+        command = found.script or "its module: the interpreter has no such command"
+        yield ok("command", command)
 
 
 def _connector(context: DoctorContext, python: str, kind: str) -> Check:

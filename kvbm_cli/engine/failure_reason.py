@@ -72,7 +72,8 @@ _PATTERNS = (
     _pattern(
         r"(?:CUDA|HIP) out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory",
         "out of GPU memory",
-        "lower `engine.arguments.gpu_memory_utilization` or `max_model_len`; `nvidia-smi` lists other users of the GPU",
+        "lower `engine.arguments.gpu_memory_utilization` or `max_model_len`, with TensorRT-LLM "
+        "`kv_cache_config.free_gpu_memory_fraction` or `max_seq_len`; `nvidia-smi` lists other users of the GPU",
     ),
     _pattern(
         r"Free memory on device.*is less than desired GPU memory utilization",

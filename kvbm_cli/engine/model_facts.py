@@ -34,7 +34,16 @@ def model_facts(model: str, *, kind: str = "embedded") -> Mapping[str, object]:
 
     Raises ProfileError for a missing or unsupported model, SizeUnknown for one that only the engine can find.
     """
-    return _of_embedded(model) if kind == "embedded" else _of_vllm(model)
+    if kind == "embedded":
+        return _of_embedded(model)
+    if model.startswith(SYNTHETIC_PREFIX):
+        if kind != "vllm":
+            raise ProfileError(
+                f"`engine.model`: `{model}` requires `engine.kind` `embedded` or `vllm`",
+                hint="use a local directory or a name on Hugging Face",
+            )
+        return MODELS[_preset(model, MODELS)]
+    return _of_hub(model, kind)
 
 
 def _of_embedded(model: str) -> Mapping[str, object]:
@@ -43,27 +52,24 @@ def _of_embedded(model: str) -> Mapping[str, object]:
     directory = _directory(model)
     if directory is None:
         raise _no_directory(model, "use a local directory, or `synthetic:tiny`, which requires no download")
-    facts = _read_config(directory / "config.json")
+    facts = read_config(directory / "config.json")
     require_supported(directory, facts)
     return facts
 
 
-def _of_vllm(model: str) -> Mapping[str, object]:
-    if model.startswith(SYNTHETIC_PREFIX):
-        return MODELS[_preset(model, MODELS)]
-    directory = _directory(model) or _downloaded(model)
+def _of_hub(model: str, kind: str) -> Mapping[str, object]:
+    directory = model_directory(model)
     if directory is not None:
-        return _read_config(directory / "config.json")
+        return _with_quantization(directory, read_config(directory / "config.json"))
     if model in catalogue():
         return catalogue()[model]
     if not _HUB_NAME.fullmatch(model):
-        raise _no_directory(
-            model, "use a local directory, a name on Hugging Face, or `synthetic:vllm-81m`, which requires no download"
-        )
+        synthetic = ", or `synthetic:vllm-81m`, which requires no download" if kind == "vllm" else ""
+        raise _no_directory(model, f"use a local directory, a name on Hugging Face{synthetic}")
     raise SizeUnknown(
         f"`{model}` is not on this machine yet, so the size of its blocks is unknown",
         hint="`kvbm size --list` lists the models whose size is known without a download; for other models, download "
-        "`config.json` and give its directory, or start the model once: vLLM downloads it",
+        "`config.json` and give its directory, or start the model once: the engine downloads it",
     )
 
 
@@ -75,6 +81,19 @@ def _preset(model: str, presets: Iterable[str]) -> str:
         hint = f"did you mean `{SYNTHETIC_PREFIX}{nearest[0]}`?" if nearest else f"use one of {shown}"
         raise ProfileError(f"`engine.model`: unknown model `{model}`", hint=hint)
     return name
+
+
+def model_directory(model: str) -> Path | None:
+    """Returns the directory of a model for vLLM: a local one, or a snapshot in the Hugging Face cache."""
+    return _directory(model) or _downloaded(model)
+
+
+def _with_quantization(directory: Path, facts: Mapping[str, object]) -> Mapping[str, object]:
+    """Adds what ModelOpt wrote into a file of its own, which vLLM reads if `config.json` has no such section."""
+    path = directory / "hf_quant_config.json"
+    if facts.get("quantization_config") is not None or not path.is_file():
+        return facts
+    return {**facts, "quantization_config": read_config(path)}
 
 
 def _directory(model: str) -> Path | None:
@@ -107,7 +126,8 @@ def _downloaded(model: str) -> Path | None:
     return snapshot if (snapshot / "config.json").is_file() else None
 
 
-def _read_config(path: Path) -> Mapping[str, object]:
+def read_config(path: Path) -> Mapping[str, object]:
+    """Returns the content of a `config.json`. ProfileError if it is not one."""
     try:
         facts = json.loads(read_at_most(path, MAX_CONFIG_BYTES))
     except OSError as error:

@@ -77,8 +77,9 @@ class EngineProcess:
     @classmethod
     def start(cls, plan: LaunchPlan, *, log_path: Path) -> EngineProcess:
         """Starts the engine and returns immediately. Raises EnvironmentProblem if its program or a library is
-        missing, or if its log cannot be written."""
+        missing, or if its log or a file of the plan cannot be written."""
         _check_program(plan)
+        _write_files(plan)
         with _open_log(log_path) as log:
             log_start = log.tell()  # before the start: the engine shares the file position
             existing_files = set(shared_files())
@@ -310,6 +311,16 @@ def _check_program(plan: LaunchPlan) -> None:
         missing = [name for name in plan.libraries if importlib.util.find_spec(name) is None]
         if missing:
             raise EnvironmentProblem(f"the engine needs {' and '.join(missing)}", hint=f"`{plan.install}`")
+
+
+def _write_files(plan: LaunchPlan) -> None:
+    for path, text in plan.files.items():
+        assert os.path.isabs(path), f"the plan does not say where `{path}` is"
+        try:
+            with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(text)
+        except OSError as error:
+            raise EnvironmentProblem(f"cannot write `{path}`: {(error.strerror or str(error)).lower()}") from None
 
 
 def _log_or_nothing(path: Path) -> BinaryIO:

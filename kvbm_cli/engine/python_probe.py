@@ -1,4 +1,4 @@
-"""Detects vLLM in the interpreter of an engine, which may differ from the one that runs `kvbm`.
+"""Detects an engine in a Python interpreter, which may differ from the one that runs `kvbm`.
 
 Runs one short subprocess, which reads the metadata of installed packages and does not import them.
 
@@ -12,37 +12,59 @@ import json
 import os
 import signal
 import subprocess
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.trtllm_integration.versions import INTERFACE_FILES, TrtllmInstallation
 from kvbm.vllm_integration.versions import VllmInstallation
 
 PROBE_TIMEOUT_S = 30
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
+
+@dataclass(frozen=True, slots=True)
+class ProbedPackage:
+    """An engine to detect: its name, its module and its command. `interface` are files below the module, one of which
+    an engine with connectors has; empty if every version has them."""
+
+    title: str
+    module: str
+    command: str
+    interface: tuple[str, ...] = ()
+
+
+VLLM = ProbedPackage("vLLM", "vllm", "vllm")
+TRTLLM = ProbedPackage("TensorRT-LLM", "tensorrt_llm", "trtllm-serve", INTERFACE_FILES)
+
 _PROGRAM = """
 import sys
 sys.path = [entry for entry in sys.path if entry]  # before 3.11, SAFE_PATH is ignored
 import importlib.metadata as metadata, importlib.util, json, os, sysconfig
+module, command, *interface = sys.argv[1:]
+def has_file(package, names):
+    spec = importlib.util.find_spec(package)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return any(os.path.isfile(os.path.join(place, *name.split("/"))) for place in places for name in names)
 found = None
-for name in ("vllm", *sorted(n for n in metadata.packages_distributions().get("vllm", ()) if n != "vllm")):
+for name in (module, *sorted(n for n in metadata.packages_distributions().get(module, ()) if n != module)):
     try:
         found = {"distribution": name, "version": metadata.version(name)}
         break
     except metadata.PackageNotFoundError:
         pass
 if found:
-    script = os.path.join(sysconfig.get_path("scripts"), "vllm")
-    works = found["distribution"] == "vllm" and os.access(script, os.X_OK)
+    script = os.path.join(sysconfig.get_path("scripts"), command)
+    works = found["distribution"] == module and os.access(script, os.X_OK)
     found["script"] = script if works else None
-    spec = importlib.util.find_spec("kvbm")
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    found["has_kvbm"] = any(os.path.isfile(os.path.join(p, "config", "connector.py")) for p in places)
+    found["has_kvbm"] = has_file("kvbm", ["config/connector.py"])
     try:
         found["rival"] = metadata.version("kvbm")
     except metadata.PackageNotFoundError:
         found["rival"] = None
+    if interface:
+        found["has_interface"] = has_file(module, interface)
 print(json.dumps(found))
 """
 
@@ -52,29 +74,39 @@ def find_vllm(python: str) -> VllmInstallation | None:
 
     Probes once: all parts of a command get the same answer, also if the probe failed or timed out.
     """
-    found = _probe_once(python)
+    found = _found(python, VLLM)
+    return None if found is None else VllmInstallation(**found)
+
+
+def find_trtllm(python: str) -> TrtllmInstallation | None:
+    """Like `find_vllm`, for TensorRT-LLM."""
+    found = _found(python, TRTLLM)
+    return None if found is None else TrtllmInstallation(**found)
+
+
+def _found(python: str, package: ProbedPackage) -> dict[str, Any] | None:
+    found = _probe_once(python, package)
     if isinstance(found, EnvironmentProblem):
         raise found
     return found
 
 
 @cache
-def _probe_once(python: str) -> VllmInstallation | EnvironmentProblem | None:
+def _probe_once(python: str, package: ProbedPackage) -> dict[str, Any] | EnvironmentProblem | None:
     try:
-        found = _probe(python)
-        return VllmInstallation(**found) if found is not None else None
+        return _probe(python, package)
     except EnvironmentProblem as problem:
         return problem
 
 
-def _probe(python: str) -> dict[str, Any] | None:
+def _probe(python: str, package: ProbedPackage) -> dict[str, Any] | None:
     try:
-        status, out = _run(python)
+        status, out = _run(python, package)
     except OSError as error:
         raise _not_working(python, (error.strerror or str(error)).lower()) from None
     except subprocess.TimeoutExpired:
         raise EnvironmentProblem(
-            f"`{python}` did not answer within {PROBE_TIMEOUT_S} s, so its vLLM is unknown",
+            f"`{python}` did not answer within {PROBE_TIMEOUT_S} s, so its {package.title} is unknown",
             hint="run the command again; if it times out again, check `engine.python`",
         ) from None
     try:
@@ -86,10 +118,10 @@ def _probe(python: str) -> dict[str, Any] | None:
     return answer
 
 
-def _run(python: str) -> tuple[int, str]:
+def _run(python: str, package: ProbedPackage) -> tuple[int, str]:
     """Returns exit code and output of the probe. Kills it with all its children on a timeout or Ctrl-C."""
     with subprocess.Popen(
-        [python, "-c", _PROGRAM],
+        [python, "-c", _PROGRAM, package.module, package.command, *package.interface],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

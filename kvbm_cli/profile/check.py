@@ -11,14 +11,17 @@ from kvbm.config.load import Examined, examine
 from kvbm.errors import ProfileError
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.machine_problems import problems_here
+from kvbm_cli.profile.machine_problems import order_problems, problems_here
 from kvbm_cli.profile.preflight import examine_here, require_workload
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
 
 
-def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Reports all mistakes, including those of the workload for `kvbm bench`. Returns the exit code."""
+def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool, is_strict: bool = False) -> int:
+    """Reports all mistakes, including those of the workload for `kvbm bench`. Returns the exit code.
+
+    `is_strict`: it is 1 if a tier holds less than the one above it.
+    """
     try:
         examined = examine(reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides)
     except ProfileError as error:
@@ -26,18 +29,21 @@ def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool) ->
     sizing, found = _mistakes_here(examined)
     mistakes = [*examined.mistakes, *found]
     warnings = list(examined.resolved.warnings) if examined.resolved is not None else []
+    has_wrong_order = False
     if examined.resolved is not None and sizing is not None and not mistakes:
-        warnings += [problem.error.message for problem in problems_here(examined.resolved, sizing)]
+        order = order_problems(examined.resolved, sizing)
+        warnings += [problem.error.message for problem in (*problems_here(examined.resolved, sizing), *order)]
+        has_wrong_order = bool(order)
     if as_json:
         file = str(examined.path)
         print_json({"file": file, "mistakes": list(map(_as_data, mistakes)), "warnings": warnings})
-        return ProfileError.exit_code if mistakes else 0
+        return ProfileError.exit_code if mistakes else int(is_strict and has_wrong_order)
     for warning in warnings:
         show_warning(warning)
     if mistakes:
         raise together(mistakes)
     print_data(f"{examined.path}: no mistakes found")
-    return 0
+    return int(is_strict and has_wrong_order)
 
 
 def _mistakes_here(examined: Examined) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:

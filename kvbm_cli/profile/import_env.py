@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.document import Source
+from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.interpolation import is_interpolated
 from kvbm.config.load import load
 from kvbm.config.relative_paths import absolute_path
 from kvbm.config.variables import drop_unused, read_variables, variable_names
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
-from kvbm.errors import InvariantError, UsageError
+from kvbm.errors import InvariantError, ProfileError, UsageError
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
 from kvbm_cli.profile.text import scalar
 from kvbm_cli.system.filesystem import no_temporary_file, write_new
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MODEL = "Qwen/Qwen3-8B"
 SERVER_PORT = 8000  # the default of `server.port`
+OF_TRTLLM = ("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_KVBM_NCCL_MLA_MODE", "DYN_KVBM_NCCL_MAX_CTAS")
 HEAD = """\
 # Written by `kvbm profile import-env` from the DYN_KVBM_* variables. `unset` the variables now: a variable that is
 # still set overrides this file.
@@ -43,14 +45,20 @@ METRICS_NOTE = [
 WIDTH = 118
 
 
-def import_env(environment: Mapping[str, str], *, output: Path | None, model: str | None) -> None:
-    """Prints the profile, or writes it to `output`. ProfileError for invalid variables."""
+def import_env(
+    environment: Mapping[str, str], *, output: Path | None, model: str | None, engine: str | None = None
+) -> None:
+    """Prints the profile, or writes it to `output`. ProfileError for invalid variables. `engine` is a kind of engines,
+    by default the one to which the variables and the model belong."""
+    if engine is not None and engine not in ENGINE_KINDS:
+        kinds = ", ".join(f"`{kind}`" for kind in ENGINE_KINDS)
+        raise UsageError(f"`--engine {engine}` is not a kind of engines", hint=f"kinds are {kinds}")
     if not variable_names(environment):
         hint = "run it in the environment of the engine; `kvbm profile new` writes a profile without variables"
         raise UsageError("no DYN_KVBM_* variable is set", hint=hint)
     if model is not None:  # the file may be in another directory
         model = absolute_path("engine.model", model, Source("--model", model))
-    text = profile_text(environment, model=model)
+    text = profile_text(environment, model=model, engine=engine)
     if output is None:
         print_data(text.rstrip("\n"))
     else:
@@ -61,30 +69,36 @@ def import_env(environment: Mapping[str, str], *, output: Path | None, model: st
         print_note(f"the variables override it while they are set: `unset {' '.join(variable_names(environment))}`")
 
 
-def profile_text(environment: Mapping[str, str], *, model: str | None = None) -> str:
+def profile_text(environment: Mapping[str, str], *, model: str | None = None, engine: str | None = None) -> str:
     """Returns the text of a profile with this model and the values of the variables."""
-    kind = _engine_kind(model or MODEL)
+    kind, reason = (engine, "") if engine is not None else _engine_kind(model or MODEL, environment)
     config = resolve_connector({}, environment, engine=kind, warns=False)
+    if kind == "tensorrt-llm" and config.tiers.host is None:
+        message = "TensorRT-LLM can be promised only blocks in host memory, and the variables set a disk tier only"
+        raise ProfileError(message, hint="set `DYN_KVBM_CPU_CACHE_GB` too")
     document, warnings = read_variables(environment)
     warnings += drop_unused(document)
     note = "" if model is not None else "  # set your model here; no variable sets it"
-    engine = ["engine:", f"  kind: {kind}", f"  model: {_escaped('engine.model', model or MODEL)}{note}", ""]
+    head = ["engine:", f"  kind: {kind}{reason}", f"  model: {_escaped('engine.model', model or MODEL)}{note}", ""]
     if config.metrics.serve and config.metrics.port == SERVER_PORT:
-        engine += ["server:", f"  port: {SERVER_PORT + 1}  # {SERVER_PORT} is used for metrics", ""]
+        head += ["server:", f"  port: {SERVER_PORT + 1}  # {SERVER_PORT} is used for metrics", ""]
     notes = METRICS_NOTE if config.metrics.serve and config.metrics.host is None else []
-    lines = [*engine, *_section(document, ""), *notes, *_comments(warnings)]
+    lines = [*head, *_section(document, ""), *notes, *_comments(warnings)]
     text = HEAD + "\n" + "\n".join(lines).rstrip("\n") + "\n"
     _require_equal(text, config)
     return text
 
 
-def _engine_kind(model: str) -> str:
-    """Returns the engine kind for this model. ProfileError for an unknown synthetic model."""
+def _engine_kind(model: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the engine kind for this model and these variables, and a comment if a variable decided. ProfileError for
+    an unknown synthetic model."""
     if model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC and model.startswith(SYNTHETIC_PREFIX):
-        return "embedded"
+        return "embedded", ""
     if model.startswith(SYNTHETIC_PREFIX):
         model_facts(model, kind="vllm")
-    return "vllm"
+        return "vllm", ""
+    found = [name for name in OF_TRTLLM if name in environment]
+    return ("tensorrt-llm", f"  # {found[0]} is a variable for TensorRT-LLM") if found else ("vllm", "")
 
 
 def _section(section: Mapping[str, Entry], path: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
@@ -17,13 +18,14 @@ from kvbm.errors import EnvironmentProblem, EnvironmentProblems, ProfileError
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.disaggregated.plan import require_nixl
-from kvbm_cli.engine.engines import copy_count, vllm_problem
+from kvbm_cli.engine.engines import copy_count, engine_problem
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.preflight import metrics_ports
-from kvbm_cli.profile.size import size_key
+from kvbm_cli.profile.size import order_warnings, size_key
 from kvbm_cli.runs.reservations import living_runs, pending_bytes, require_port
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.system.filesystem import expanded, missing_mount, nearest_existing
+from kvbm_cli.system.mounts import IN_MEMORY, PSEUDO, mount_of
 from kvbm_cli.terminal.show_error import show_warning
 
 if TYPE_CHECKING:
@@ -37,16 +39,21 @@ DIRECTORY_KEY = "tiers.disk.directory"
 
 @dataclass(frozen=True, slots=True)
 class MachineProblem:
-    """`can_be_forced`: `--force` makes it a warning. `is_risk`: it is always a warning."""
+    """`can_be_forced`: `--force` makes it a warning. `is_risk`: it is a warning. `is_order`: it is a warning, unless
+    `--strict` refuses it."""
 
     error: EnvironmentProblem
     can_be_forced: bool = False
     is_risk: bool = False
+    is_order: bool = False
+
+    def is_warning(self, *, is_forced: bool, is_strict: bool) -> bool:
+        return self.is_risk or (is_forced and self.can_be_forced) or (self.is_order and not is_strict)
 
 
-def require_none(problems: Sequence[MachineProblem], *, is_forced: bool = False) -> None:
+def require_none(problems: Sequence[MachineProblem], *, is_forced: bool = False, is_strict: bool = False) -> None:
     """Raises EnvironmentProblem for the problems, and prints those that are only warnings."""
-    fatal = [one for one in problems if not (one.is_risk or (is_forced and one.can_be_forced))]
+    fatal = [one for one in problems if not one.is_warning(is_forced=is_forced, is_strict=is_strict)]
     warn_of([one for one in problems if one not in fatal])
     if fatal:
         errors = [one.error for one in fatal]
@@ -62,10 +69,11 @@ def problems_here(
     resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, *, has_cache: bool = True
 ) -> list[MachineProblem]:
     """Returns all problems. Without `has_cache`, only those of the engine itself."""
-    cache = (*_mount(resolved), *_disk_space(resolved, sizing), *_metrics(resolved)) if has_cache else ()
+    disk = (*_mount(resolved), *_filesystem(resolved), *_disk_space(resolved, sizing)) if has_cache else ()
     return [
         *_engine(resolved, has_cache=has_cache),
-        *cache,
+        *disk,
+        *(_metrics(resolved) if has_cache else ()),
         *reservation_problems(resolved, sizing, living_runs(), has_cache=has_cache),
     ]
 
@@ -103,10 +111,10 @@ def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachinePr
         return
     if (public := _public_debug_endpoints(resolved.profile)) is not None:
         yield MachineProblem(public, can_be_forced=True)
-    problem = vllm_problem(resolved.profile, has_cache=has_cache)
+    problem = engine_problem(resolved.profile, has_cache=has_cache)
     if problem is not None:
         yield MachineProblem(problem, can_be_forced=True)
-    elif resolved.profile.disaggregated.is_enabled:
+    elif resolved.profile.disaggregated.is_enabled and resolved.profile.engine.kind == "vllm":
         try:
             require_nixl(resolved.profile)
         except EnvironmentProblem as error:
@@ -119,6 +127,19 @@ def _mount(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
     if disk is not None and (reason := missing_mount(expanded(disk.directory))) is not None:
         hint = f"mount it, or set `{DIRECTORY_KEY}` to another directory"
         yield MachineProblem(_at(resolved, DIRECTORY_KEY, f"`{DIRECTORY_KEY}`: {reason}", hint))
+
+
+def _filesystem(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
+    """A disk tier needs a drive: a pseudo filesystem holds no files, and one in memory takes host memory."""
+    disk = resolved.profile.tiers.disk
+    if disk is None:
+        return
+    mount = mount_of(Path(os.path.realpath(nearest_existing(expanded(disk.directory)))))
+    where, hint = f"`{DIRECTORY_KEY}`: {mount.point} is a {mount.kind} filesystem", "use a directory on a drive"
+    if mount.kind in PSEUDO:
+        yield MachineProblem(_at(resolved, DIRECTORY_KEY, f"{where}, which cannot hold files", hint))
+    elif mount.kind in IN_MEMORY:
+        yield MachineProblem(_at(resolved, DIRECTORY_KEY, f"{where}, which uses host memory", hint), is_risk=True)
 
 
 def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iterator[MachineProblem]:
@@ -140,6 +161,19 @@ def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iter
     caches = list_caches(directory)
     has_room = missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked)
     yield MachineProblem(_at(resolved, key, message, hint), can_be_forced=True, is_risk=has_room)
+
+
+def order_problems(
+    resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, *, has_cache: bool = True
+) -> list[MachineProblem]:
+    """Each tier must be at least as large as the one above it."""
+    if isinstance(sizing, SizeUnknown) or not has_cache:
+        return []
+    hint = "raise the lower tier; without `--strict`, this is only a warning"
+    return [
+        MachineProblem(EnvironmentProblem(message, hint=hint), is_order=True)
+        for message in order_warnings(resolved, sizing)
+    ]
 
 
 def _port(resolved: ResolvedProfile, living: Sequence[EngineRun]) -> Iterator[MachineProblem]:

@@ -17,7 +17,7 @@ from kvbm.config.document import together
 from kvbm.config.values import count_of
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing
-from kvbm.sizing.model import text_facts
+from kvbm.sizing.families.facts import text_facts
 from kvbm_cli.engine.engines import copy_count, knows_block_tokens
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
@@ -143,9 +143,10 @@ def metrics_ports(resolved: ResolvedProfile) -> range:
 
 
 def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
-    """ProfileError if `max_model_len` exceeds the positions of the model or the tokens of G1."""
+    """ProfileError if the maximum length exceeds the positions of the model or the tokens of G1."""
     engine = resolved.profile.engine
-    key, length = "engine.arguments.max_model_len", count_of(engine.arguments.max_model_len)
+    name = engine.arguments.LENGTH
+    key, length = f"engine.arguments.{name}", count_of(getattr(engine.arguments, name))
     positions = text_facts(model_facts(engine.model, kind=engine.kind)).get("max_position_embeddings")
     limits = [(positions, "the model accepts", "")]
     if sizing.device is not None and knows_block_tokens(resolved.profile):
@@ -154,7 +155,7 @@ def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
         limits.append((holds, "G1 holds", f", or raise `{sizing.device.set_by}`"))
     for limit, holder, or_raise in limits:
         if length is not None and isinstance(limit, int) and length > limit:
-            message = f"`max_model_len` is {length} tokens, but {holder} at most {limit}"
+            message = f"`{name}` is {length} tokens, but {holder} at most {limit}"
             raise resolved.mistake(key, message, hint=f"lower `{key}`{or_raise}")
 
 

@@ -18,6 +18,7 @@ from kvbm.config.keys import keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.values import Section
 from kvbm.errors import UsageError
+from kvbm.types import MAX_SECONDS
 from kvbm_cli.package_data import workloads_directory
 
 
@@ -35,6 +36,7 @@ class Schedule(Section):
     interval_s: float | None = Field(
         default=None,
         gt=0,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         description="Seconds between two launches of an arm; by default computed from `target_utilisation`.",
     )
@@ -66,7 +68,7 @@ class Workload(Section):
     )
     schedule: Schedule = Field(default=Schedule(), description="Launch times of the requests.")
     request_timeout_s: float = Field(
-        default=60.0, gt=0, allow_inf_nan=False, description="Timeout of a request in seconds."
+        default=60.0, gt=0, le=MAX_SECONDS, allow_inf_nan=False, description="Timeout of a request in seconds."
     )
 
     def prompt_tokens(self, turn: int) -> int:

@@ -26,7 +26,8 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Content of run.json. Times are seconds since 1970; `memory_bytes` is host memory for blocks (G2)."""
+    """Content of run.json. Times are seconds since 1970; `memory_bytes` is host memory for blocks (G2). `metrics_url`
+    has the kvbm_* series; if it is empty, the server of the engine has them."""
 
     name: str
     profile: str
@@ -52,6 +53,7 @@ class RunFacts:
     ended_s: float | None = None
     exit_code: int | None = None
     message: str = ""
+    metrics_url: str = ""
     format: int = FORMAT
 
     @classmethod

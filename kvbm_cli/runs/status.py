@@ -133,7 +133,7 @@ def _probe(run: EngineRun) -> RunStatus:
     is_healthy = get(f"{run.facts.url}/health", timeout_s=PROBE_TIMEOUT_S).status == 200
     blocks: dict[str, dict[str, int]] = {}
     if is_healthy and not run.facts.is_baseline:
-        text = get(f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
+        text = get(run.facts.metrics_url or f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
         for tier, state, count in _BLOCKS.findall(text):
             states = blocks.setdefault(tier, {})
             states[state] = states.get(state, 0) + int(float(count))

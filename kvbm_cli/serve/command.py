@@ -19,9 +19,9 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.disaggregated.engines import log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
-from kvbm_cli.engine.engines import how_to_make_model, make_model, require_known_vllm, versions
+from kvbm_cli.engine.engines import how_to_make_model, make_model, require_known_engine, versions
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.profile.machine_problems import problems_here, require_none, reservation_problems, warn_of
+from kvbm_cli.profile.machine_problems import order_problems, problems_here, require_none, reservation_problems, warn_of
 from kvbm_cli.profile.preflight import check, require_log
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.runs.reservations import taken_ports
@@ -56,6 +56,7 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
             return background.wait()
     served = _checked(reference, overrides, options)
     has_cache = not options.is_baseline
+    require_none(order_problems(served.resolved, served.sizing, has_cache=has_cache), is_strict=options.is_strict)
     if options.is_dry_run:
         warn_of(problems_here(served.resolved, served.sizing, has_cache=has_cache))
         print_dry_run(served, served.plan(served.profile.server.port), as_json=options.as_json)
@@ -69,13 +70,22 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
         require_none(problems, is_forced=options.is_forced)
         plan = served.plan(_free_port(served.resolved, living), taken=tuple(taken_ports(living)))
         run = runs.create(served.run_name)
+        plan = plan.placed(run.path)
         try:
             _describe(run, served, plan, options)
         except BaseException:
             run.remove()
             raise
     heading, timeout_s = f"{plan_text(served, endpoint_of(plan))}\n", served.profile.transfer.init_timeout_s
-    return launch(plan, run, options, heading=heading, init_timeout_s=timeout_s, background=background)
+    return launch(
+        plan,
+        run,
+        options,
+        heading=heading,
+        sizing=served.sizing,
+        init_timeout_s=timeout_s,
+        background=background,
+    )
 
 
 def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) -> ServedProfile:
@@ -87,7 +97,7 @@ def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) ->
     if options.is_baseline:
         require_baseline(resolved, overrides)
     if options.is_dry_run and not options.is_forced:
-        require_known_vllm(resolved.profile)
+        require_known_engine(resolved.profile)
     return ServedProfile(resolved, check(resolved, has_cache=has_cache), options.is_baseline)
 
 
@@ -134,6 +144,7 @@ def _describe(
             engine=served.profile.engine.kind,
             model=endpoint.model,
             url=endpoint.base_url,
+            metrics_url=endpoint.metrics_url,
             ports=tuple(urlsplit(one.base_url).port or 0 for one in (endpoint, *named.values())),
             logs={**logs, "proxy" if named else "engine": str(log.absolute())},
             launcher=launcher,

@@ -26,6 +26,7 @@ from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.serve.display import ServeDisplay
 from kvbm_cli.serve.first_token import wait_first_token
 from kvbm_cli.serve.options import ServeOptions
+from kvbm_cli.serve.reported_sizes import difference_text
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import stopped_text
@@ -34,6 +35,7 @@ from kvbm_cli.terminal.show_error import warning_text
 from kvbm_cli.terminal.streams import BROKEN_PIPE
 
 if TYPE_CHECKING:
+    from kvbm.sizing import Sizing
     from kvbm_cli.disaggregated.engines import DisaggregatedEngines
     from kvbm_cli.disaggregated.plan import DisaggregatedPlan
     from kvbm_cli.serve.background import Background
@@ -49,11 +51,12 @@ def launch(
     options: ServeOptions,
     *,
     heading: str,
+    sizing: Sizing | Exception,
     init_timeout_s: float,
     background: Background | None,
 ) -> int:
     """Prints `heading`, runs the engine until it ends and records the result. Returns its exit code or raises
-    EngineError."""
+    EngineError. When the engine is ready, a difference between `sizing` and its log is printed."""
     log_path = options.log or run.log
     tails = _tails(run.logs) if options.streams_log else []
     with (
@@ -83,6 +86,8 @@ def launch(
             if refusal is not None:
                 text = f"the engine is healthy, but a completion of one token was refused: {refusal}"
                 display.note(warning_text(text))
+            if (difference := difference_text(sizing, run.logs.values())) is not None:
+                display.note(warning_text(difference))
             run.enter(RunState.HEALTHY)
             _print_ready(display, engine, run, _urls(plan), options)
             code = _watch(display, engine, run, signals, background)

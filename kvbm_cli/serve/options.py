@@ -13,6 +13,7 @@ class ServeOptions:
     port: str | None
     is_dry_run: bool
     is_forced: bool
+    is_strict: bool
     is_detached: bool
     is_baseline: bool
     is_quiet: bool

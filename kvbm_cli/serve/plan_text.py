@@ -15,6 +15,8 @@ from kvbm_cli.profile.size import as_data, block_line, tier_table
 from kvbm_cli.serve.served_profile import ServedProfile
 from kvbm_cli.terminal.console import print_data, print_json
 
+END = "END"  # ends the text of a file in a command
+
 
 def named_plans(plan: LaunchPlan | DisaggregatedPlan) -> dict[str, LaunchPlan]:
     """Returns the engines behind a proxy by name, empty without a proxy."""
@@ -36,11 +38,14 @@ def print_dry_run(served: ServedProfile, plan: LaunchPlan | DisaggregatedPlan, *
         return
     commands = [f"# {name}\n{_command(one)}" for name, one in {**named, "proxy": endpoint}.items()]
     first = [shlex.join(making)] if (making := how_to_make_model(served.profile)) else []
+    files = {name: text for one in (*named.values(), endpoint) for name, text in one.files.items()}
+    first += [_creation(name, text) for name, text in files.items()]
     print_data("\n\n".join([plan_text(served, endpoint), *first, *(commands if named else [_command(endpoint)])]))
 
 
 def _as_data(plan: LaunchPlan) -> dict[str, object]:
-    return {"url": plan.base_url, "argv": list(plan.argv), "environment": additions(plan)}
+    files = {"files": dict(plan.files)} if plan.files else {}
+    return {"url": plan.base_url, "argv": list(plan.argv), "environment": additions(plan), **files}
 
 
 def _sizes(served: ServedProfile) -> Mapping[str, object]:
@@ -54,6 +59,12 @@ def _command(plan: LaunchPlan) -> str:
     unset = [word for name in sorted(os.environ) if name.startswith(PREFIX) for word in ("-u", name)]
     assignments = [f"{name}={value}" for name, value in additions(plan).items()]
     return shlex.join(["env", *unset, *assignments, *plan.argv])
+
+
+def _creation(name: str, text: str) -> str:
+    """Returns the command that writes a file of the plan into the current directory."""
+    assert END not in text.splitlines(), "the text would end the command early"
+    return f"cat > {shlex.quote(name)} <<'{END}'\n{text}{END}"
 
 
 def plan_text(served: ServedProfile, launch_plan: LaunchPlan) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import UsageError
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports
-from kvbm_cli.disaggregated.plan import plan as disaggregated_plan
+from kvbm_cli.disaggregated.plan import plan as vllm_plan
+from kvbm_cli.disaggregated.trtllm_plan import trtllm_plan
 from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.engine.process import STOP_TIMEOUT_S
 from kvbm_cli.profile.machine_problems import memory_bytes
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvbm.sizing import SizeUnknown, Sizing
 
 BASELINE = "baseline"
+DISAGGREGATED = {"vllm": vllm_plan, "tensorrt-llm": trtllm_plan}
 START_TIMEOUT_KEY = "transfer.init_timeout_s"  # applies to every engine
 
 
@@ -43,8 +45,7 @@ class ServedProfile:
     @property
     def model(self) -> str:
         """Returns the name of the model in requests."""
-        name = self.profile.engine.arguments.served_model_name
-        return str((name[0] if isinstance(name, list) else name) or self.profile.engine.model)
+        return self.profile.engine.served_name
 
     @property
     def disk(self) -> DiskTierSection | None:
@@ -62,7 +63,7 @@ class ServedProfile:
     def plan(self, port: int, *, taken: Sequence[int] = ()) -> LaunchPlan | DisaggregatedPlan:
         """Returns how to start it on `port`. Engines behind a proxy get free ports that are not `taken`."""
         if self.profile.disaggregated.is_enabled:
-            return disaggregated_plan(
+            return DISAGGREGATED[self.profile.engine.kind](
                 self.profile, port=port, ports=(free for free in free_ports() if free not in (port, *taken))
             )
         return launch_plan(self.profile, connector=not self.is_baseline, port=port)

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 import typer
 
+from kvbm.types import MAX_SECONDS
 from kvbm_cli.terminal.show_error import show_error
 
-NUMBERS = {"SECONDS": "a number of seconds, such as `30`", "N": "a number of lines, such as `20`"}
+NUMBERS = {
+    "SECONDS": f"a number of seconds from 0 to {MAX_SECONDS}, such as `30`",
+    "N": "a number of lines, such as `20`",
+}
 INSTEAD = {"restart": "`kvbm stop`, then `kvbm serve`"}
 NEAR = 0.7
 

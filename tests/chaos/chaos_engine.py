@@ -336,14 +336,14 @@ class _Served:
     def _do_forget_memory(self) -> None:
         """What is on disk stays."""
         self._engine.forget_g1()
-        self._engine.engine._order(lambda: self._engine.leader._host.store.reset() or True)
+        self._engine.between_steps(lambda: self._engine.leader._host.store.reset() or True)
 
     def _do_check(self) -> None:
         """The bookkeeping is consistent, and no exception of kvbm was stopped on its way to the engine."""
         from bookkeeping import check_leader
 
         assert self._engine.leader.counters.faults == 0
-        self._engine.engine._order(lambda: check_leader(self._engine.leader) or True)
+        self._engine.between_steps(lambda: check_leader(self._engine.leader) or True)
 
     def _do_channel(self) -> int:
         """The descriptor of the channel to the disk process."""

@@ -23,6 +23,11 @@ WORKLOAD = Workload(
     schedule=Schedule(arms="interleaved", interval_s=0.12),
     request_timeout_s=5.0,
 )
+# With steady engines, a busy machine changes no verdict: it adds some 50 ms to a request, and times differ by 200 ms.
+STEADY_S = 0.75
+STEADY_WORKLOAD = WORKLOAD.model_copy(update={"schedule": Schedule(arms="interleaved", interval_s=STEADY_S)})
+STEADY_OPTIONS = {"base_ms": 100.0, "computed_token_ms": 0.5}
+SLOW_G2_TOKEN_MS = 1.0
 PATIENT = VerdictLimits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)
 SMALL_G1_BLOCKS = 60
 COMPUTED_TOKEN_MS = 0.1
@@ -57,6 +62,10 @@ class MockEngines:
         """Engines of two profiles, both with a block manager; `slower` are options of the reference."""
         kvbm = self.options["kvbm"]
         return MockEngines(**{measured: kvbm, reference: replace(kvbm, **(slower or {}))})
+
+    @classmethod
+    def steady(cls) -> MockEngines:
+        return cls(**{arm: replace(options, **STEADY_OPTIONS) for arm, options in cls().options.items()})
 
     def changed(self, arm: str, **changes: object) -> MockEngines:
         return MockEngines(**{**self.options, arm: replace(self.options[arm], **changes)})

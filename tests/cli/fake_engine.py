@@ -7,7 +7,7 @@ process of its own, `litters` also one that leaves the group, and makes files in
 never deletes, `mute` is healthy but gives no token, `refuses` answers 404 to a completion, `broken` answers 500, `busy`
 answers 503 twice before it gives one, `unhealthy` answers 503 with a phase, `full_disk` and others of LAST_WORDS end
 with such words, `noisy` prints control characters and then a line per millisecond, `slow_stop` takes two seconds to
-stop. Without it, a well-behaved engine.
+stop. Without it, a well-behaved engine. FAKE_SAYS is printed at the start.
 """
 
 import http.server
@@ -83,7 +83,7 @@ def make_noise() -> None:
 
 
 def main() -> None:
-    print("loading the weights", flush=True)
+    print("loading the weights", *filter(None, [os.environ.get("FAKE_SAYS")]), sep="\n", flush=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if MODE == "stubborn" else lambda *ignored: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN if MODE == "stubborn" else lambda *ignored: sys.exit(0))
     if MODE == "slow_stop":

@@ -22,7 +22,7 @@ engine:
   model: synthetic:tiny
 tiers:
   host:
-    capacity: 64MiB
+    capacity: 256MiB
 """
 VLLM = """\
 engine:
@@ -30,7 +30,7 @@ engine:
   model: synthetic:vllm-25m
 tiers:
   host:
-    capacity: 64MiB
+    capacity: 256MiB
 """
 
 
@@ -170,7 +170,7 @@ PROFILE = {
     "profile_unknown_name": Row("size --profile dmo"),
     "profile_file_without_its_path": Row("profile check mine", {"mine.yaml": MINE}),
     "profile_name_like_no_other": Row("serve --profile zzz"),
-    "profile_of_trtllm": Row("serve --profile trtllm"),
+    "profile_of_sglang": Row("serve --profile sglang"),
     "profile_is_a_list": Row("profile check mine.yaml", {"mine.yaml": "- engine\n- tiers\n"}),
     "profile_is_json_with_a_trailing_bracket": Row("profile check mine.yaml", {"mine.yaml": '{"engine": {}}}\n'}),
     "profile_tab": mine("\tport: 1\n"),
@@ -202,11 +202,11 @@ PROFILE = {
     ),
     "profile_no_tier": mine("", base="engine: {model: synthetic:tiny}\n"),
     "profile_tier_without_a_size": mine("  disk: {threads: 2}\n"),
-    "profile_size_without_a_unit": mine("", base=MINE.replace("64MiB", "64")),
-    "profile_size_with_an_unknown_unit": mine("", base=MINE.replace("64MiB", "64 Mbit")),
-    "profile_size_in_gigs": mine("", base=MINE.replace("64MiB", "1gigs")),
-    "profile_size_of_zero": mine("", base=MINE.replace("64MiB", "0GB")),
-    "profile_size_below_a_block": mine("", base=MINE.replace("64MiB", "1KB")),
+    "profile_size_without_a_unit": mine("", base=MINE.replace("256MiB", "64")),
+    "profile_size_with_an_unknown_unit": mine("", base=MINE.replace("256MiB", "64 Mbit")),
+    "profile_size_in_gigs": mine("", base=MINE.replace("256MiB", "1gigs")),
+    "profile_size_of_zero": mine("", base=MINE.replace("256MiB", "0GB")),
+    "profile_size_below_a_block": mine("", base=MINE.replace("256MiB", "1KB")),
     "profile_boolean_in_words": mine("offload: {generated: yes}\n"),
     "profile_number_in_quotes": mine("server: {port: '8000'}\n"),
     "profile_port_too_large": mine("server: {port: 80000}\n"),
@@ -219,7 +219,7 @@ PROFILE = {
     "profile_name_of_a_variable": engine("environment: {A-B: x}"),
     "profile_boolean_in_the_environment": engine("environment: {A: true}"),
     "profile_engine_nearly_right": mine("", base=VLLM.replace("kind: vllm", "kind: vlm")),
-    "profile_engine_not_built": mine("", base=VLLM.replace("kind: vllm", "kind: tensorrt-llm")),
+    "profile_engine_not_built": mine("", base=VLLM.replace("kind: vllm", "kind: sglang")),
     "profile_object_tier": mine("  object: {bucket: b}\n"),
     "profile_filters": mine("filters: {frequency: 2}\n"),
     "profile_priorities": mine("offload: {min_priority: 10}\n"),

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from bench_rig import COMPUTED_TOKEN_MS, PATIENT, SMALL_G1_BLOCKS, WORKLOAD, MockEngines
+from bench_rig import (
+    COMPUTED_TOKEN_MS,
+    PATIENT,
+    SLOW_G2_TOKEN_MS,
+    SMALL_G1_BLOCKS,
+    STEADY_WORKLOAD,
+    WORKLOAD,
+    MockEngines,
+)
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, ProfileError, UsageError
@@ -41,13 +49,14 @@ def summary_of(tmp_path):
     ("changes", "verdict", "exit_code"),
     [
         ({}, "faster", 0),
-        ({"g2_token_ms": 0.3}, "slower", 10),
+        ({"g2_token_ms": SLOW_G2_TOKEN_MS}, "slower", 10),
         ({"g2_blocks": 0}, "invalid", 11),
         ({"faults": {4: "wrong"}}, "wrong", 12),
     ],
 )
 def test_exit_code_and_json_say_the_verdict(tmp_path, capsys, changes, verdict, exit_code):
-    assert measure(tmp_path, MockEngines().changed("kvbm", **changes)) == exit_code
+    engines = MockEngines.steady().changed("kvbm", **changes)
+    assert measure(tmp_path, engines, workload=STEADY_WORKLOAD) == exit_code
     printed = json.loads(capsys.readouterr().out)
     assert printed == summary_of(tmp_path)
     assert printed["verdict"] == verdict
@@ -69,13 +78,13 @@ def test_a_gain_below_the_margin_is_the_same_and_ends_with_0(tmp_path, capsys):
 
 def test_the_page_fits_80_columns_and_says_verdict_load_and_where_the_files_are(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    measure(tmp_path, MockEngines(), as_json=False)
+    measure(tmp_path, MockEngines.steady(), as_json=False, workload=STEADY_WORKLOAD)
     page = capsys.readouterr().out
     lines = page.splitlines()
     assert max(len(line) for line in lines if "every request" not in line) <= 80
     text = " ".join(page.split())
     assert "faster: from turn 2 on, the first token comes" in text
-    assert "arms: interleaved, all engines at the same time, launches 0.04 s apart" in text
+    assert "arms: interleaved, all engines at the same time, launches 0.25 s apart" in text
     assert "geometric mean over pairs" in text
     assert "over the users of this run, which does not cover differences between runs" in text
     assert "baseline load: busy" in text
@@ -89,8 +98,8 @@ def test_the_page_fits_80_columns_and_says_verdict_load_and_where_the_files_are(
 
 def test_two_profiles_are_compared_under_their_names(tmp_path, capsys):
     small = resolve("demo", ["tiers.host.capacity=64MiB"])
-    engines = MockEngines().of_profiles("demo", "demo-2", {"g2_token_ms": 0.15})
-    assert measure(tmp_path, engines, other=small) == 0
+    engines = MockEngines.steady().of_profiles("demo", "demo-2", {"g2_token_ms": SLOW_G2_TOKEN_MS})
+    assert measure(tmp_path, engines, other=small, workload=STEADY_WORKLOAD) == 0
     summary = json.loads(capsys.readouterr().out)
     assert engines.started == ["recording", "demo-2", "demo", "floor"]
     assert summary["compared"] == {"measured": "demo", "reference": "demo-2"}

@@ -3,9 +3,9 @@ from __future__ import annotations
 import io
 import re
 import sys
-import time
 
 import pytest
+from test_process import eventually
 
 from kvbm_cli.bench.progress import BenchProgress, duration
 from kvbm_cli.bench.request_record import RequestRecord
@@ -27,6 +27,13 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *, columns: int = 120) -> Ter
     return terminal
 
 
+def wait_for_refreshes(terminal: Terminal) -> None:
+    """Return when the live line has been drawn twice more."""
+    for _ in range(2):
+        length = len(terminal.getvalue())
+        eventually(lambda length=length: len(terminal.getvalue()) > length)
+
+
 def test_elsewhere_than_on_a_terminal_a_phase_is_a_line(capsys):
     with BenchProgress() as progress:
         progress.phase("recording: starting the engine")
@@ -41,7 +48,7 @@ def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left(monk
         progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
         progress.request_ended(record(12.0))
         progress.request_ended(record(None, "HTTP 503"))
-        time.sleep(0.6)  # two refreshes of the live line
+        wait_for_refreshes(terminal)
     text = terminal.getvalue()
     assert "━  kvbm: 24 requests · 1 answered, 1 failed · first token 12 ms · 1 min" in text
     assert " left" in text
@@ -52,7 +59,7 @@ def test_the_bar_is_green_where_colours_are_wanted(monkeypatch):
     monkeypatch.delenv("NO_COLOR")
     with BenchProgress() as progress:
         progress.phase("kvbm: 24 requests", expected_s=0.6, remaining_s=0.6)
-        time.sleep(0.6)
+        eventually(lambda: "\033[32m━" in terminal.getvalue())
     assert "\033[32m━" in terminal.getvalue()
 
 
@@ -64,7 +71,7 @@ def test_the_live_line_never_wraps(width, monkeypatch):
         for _ in range(14):
             progress.request_ended(record(1234.0))
         progress.request_ended(record(None, "HTTP 503"))
-        time.sleep(0.6)  # two refreshes of the live line
+        wait_for_refreshes(terminal)
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", terminal.getvalue()).split("\r")
     assert max(len(line) for line in lines) < width
     last = next(line for line in reversed(lines) if line.strip())

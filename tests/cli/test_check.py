@@ -12,7 +12,7 @@ from terminal import Kvbm, kvbm_here, on_a_terminal, ways
 
 from kvbm.disk.directory import CacheFacts
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.profile.machine_problems import _disk_space, require_none
+from kvbm_cli.profile.machine_problems import _disk_space, _filesystem, require_none
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import size_of
 
@@ -140,6 +140,14 @@ def test_more_memory_than_there_is_gets_a_warning(home: Path, command: str) -> N
 
 DISKS = {
     "tiers.disk.directory=/dev/null/x": (2, "error: `tiers.disk.directory`: /dev/null is not a directory"),
+    "tiers.disk.directory=/proc/x": (
+        0,
+        "warning: `tiers.disk.directory`: /proc is a proc filesystem, which cannot hold",
+    ),
+    "tiers.disk.directory=/dev/shm/x": (
+        0,
+        "warning: `tiers.disk.directory`: /dev/shm is a tmpfs filesystem, which uses",
+    ),
     "tiers.disk.capacity=1KiB": (2, "error: a disk tier of 1KiB is too small: one block requires 128KiB"),
     "tiers.disk.capacity=900TiB": (0, "warning: `tiers.disk.capacity` requires 900.0 TiB, but ~/.cache/kvbm has only "),
 }
@@ -152,6 +160,18 @@ def test_a_disk_that_cannot_be_is_found_before_an_engine_starts(home: Path, over
     assert outcome.exit_code == exit_code
     assert outcome.stderr.startswith(message)
     assert f"\n  --set {override}\n" in outcome.stderr
+
+
+@pytest.mark.parametrize(("directory", "is_fatal"), [("/proc", True), ("/sys/a/b", True), ("/dev/shm", False)])
+def test_a_disk_tier_in_the_kernel_is_refused_and_one_in_memory_is_reported(directory: str, is_fatal: bool) -> None:
+    problems = list(_filesystem(resolve("demo-disk", [f"tiers.disk.directory={directory}"])))
+    assert [one.is_risk for one in problems] == [not is_fatal]
+    assert not any(one.can_be_forced for one in problems)
+
+
+def test_a_link_to_a_directory_in_memory_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/shm")
+    assert len(list(_filesystem(resolve("demo-disk", [f"tiers.disk.directory={tmp_path}/link/a"])))) == 1
 
 
 SPACE = (1 << 40, 1 << 30)  # of the file system and of it free, in bytes

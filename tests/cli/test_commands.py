@@ -182,7 +182,7 @@ def test_output_that_nobody_reads_ends_with_the_code_of_a_broken_pipe(home: Path
     with subprocess.Popen([*PROGRAM, "profile", "show", "demo"], cwd=home, stdout=subprocess.PIPE) as program:
         assert program.stdout is not None
         program.stdout.close()
-        assert program.wait(timeout=20) == 141
+        assert program.wait(timeout=60) == 141
 
 
 def test_closed_pipe_is_not_an_error(home: Path) -> None:

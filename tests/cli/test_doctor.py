@@ -17,10 +17,11 @@ from terminal import Kvbm, Outcome, assert_entry, assert_snapshot, stored_entrie
 
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
-from kvbm_cli.doctor.disk_probe import DiskReport, Mount, RecommendedSettings
+from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
 from kvbm_cli.doctor.probe_file import DirectIO, ProbeOutcome
 from kvbm_cli.doctor.quota import Quota
 from kvbm_cli.doctor.variable_remedy import with_variables
+from kvbm_cli.system.mounts import Mount
 from kvbm_cli.terminal import progress
 
 PROFILE = """\
@@ -326,7 +327,7 @@ def test_what_takes_long_is_named_on_stderr(
 
     def slow(directory: Path, *, on_phase: Callable[[str], None], **ignored: object) -> DiskReport:
         on_phase("random reads")
-        time.sleep(0.6)
+        time.sleep(2)  # a busy machine may show it late
         return GOOD
 
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", probe_disk=slow))
@@ -373,7 +374,7 @@ def test_interpreter_that_hangs_does_not_delay_a_quick_check(
     (tmp_path / "base.yaml").write_text("tiers: {host: {capacity: 64MiB}}\n")
     started = time.monotonic()
     outcome = run(capsys, str(profile), is_quick=True, machine=machine(tmp_path / "machine"))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "half of what the interpreter takes"
     assert "  skipped  the rest           the 20 s of --quick are over" in outcome.stdout
     assert outcome.exit_code == 0
 

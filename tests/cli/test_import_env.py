@@ -161,3 +161,36 @@ def test_file_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
     exit_code, _ = on_a_full_disk(sys.executable, "-c", script, directory=tmp_path)
     assert exit_code == 1
     assert list(tmp_path.iterdir()) == []
+
+
+TRTLLM = {"DYN_KVBM_CPU_CACHE_GB": "4", "DYN_KVBM_TRTLLM_ZMQ_PORT": "20081"}
+
+
+def test_variables_of_tensorrt_llm_give_a_profile_for_it(tmp_path: Path) -> None:
+    """NVIDIA documents them for TensorRT-LLM. The port has no effect, which the profile says."""
+    text = profile_text(TRTLLM)
+    assert "  kind: tensorrt-llm  # DYN_KVBM_TRTLLM_ZMQ_PORT is a variable for TensorRT-LLM\n" in text
+    assert "`DYN_KVBM_TRTLLM_ZMQ_PORT`: there is no consolidator: TensorRT-LLM's own events are not" in text
+    (tmp_path / "made.yaml").write_text(text)
+    assert load(str(tmp_path / "made.yaml"), directories=[]).profile.engine.kind == "tensorrt-llm"
+
+
+def test_priorities_require_the_engine_that_sends_them(tmp_path: Path) -> None:
+    variables = {"DYN_KVBM_CPU_CACHE_GB": "4", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "35"}
+    refused = kvbm_here("profile", "import-env", home=tmp_path, **variables)
+    assert (refused.exit_code, "but `vllm` sends none" in refused.stderr) == (2, True)
+    made = kvbm_here("profile", "import-env", "--engine", "tensorrt-llm", home=tmp_path, **variables)
+    assert "  min_priority: 35  # DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY=35\n" in made.stdout
+
+
+def test_disk_without_host_memory_is_refused_for_tensorrt_llm(tmp_path: Path) -> None:
+    variables = {"DYN_KVBM_DISK_CACHE_GB": "4"}
+    assert kvbm_here("profile", "import-env", home=tmp_path, **variables).exit_code == 0
+    refused = kvbm_here("profile", "import-env", "--engine", "tensorrt-llm", home=tmp_path, **variables)
+    assert refused.exit_code == 2
+    assert "only blocks in host memory, and the variables set a disk tier only" in refused.stderr
+
+
+def test_unknown_engine_is_a_usage_error(tmp_path: Path) -> None:
+    refused = kvbm_here("profile", "import-env", "--engine", "trt", home=tmp_path, **TRTLLM)
+    assert (refused.exit_code, refused.stderr.splitlines()[0]) == (2, "error: `--engine trt` is not a kind of engines")

@@ -125,7 +125,7 @@ def test_interrupt_of_a_detached_start_stops_it(home: Path, number: signal.Signa
         eventually(lambda: any(b"loading" in log.read_bytes() for log in home.glob(f"{RUNS}/*/engine.log")))
         family = psutil.Process(program.pid).children(recursive=True)
         program.send_signal(number)
-        assert program.wait(timeout=20) == 128 + number
+        assert program.wait(timeout=60) == 128 + number
     assert all(is_gone(process.pid) for process in family)
 
 
@@ -133,7 +133,7 @@ def test_engine_in_the_foreground_can_be_stopped_from_elsewhere(home: Path) -> N
     with serving(home) as program:
         assert [run["state"] for run in status(home)] == ["healthy"]
         outcome = kvbm("stop", "mine", "--json", home=home)
-        assert program.wait(timeout=20) == 0
+        assert program.wait(timeout=60) == 0
     (stopped,) = json.loads(outcome.stdout)
     assert {**stopped, "took_s": 0} == {
         "run": "mine-1",
@@ -150,7 +150,7 @@ def test_stops_at_the_same_time_do_not_kill(home: Path) -> None:
         command = [*PROGRAM, "stop"]
         stops = [subprocess.Popen(command, cwd=home, env=environment(home), text=True, stdout=-1) for _ in range(3)]
         told = [stop.communicate(timeout=60)[0] for stop in stops]
-        assert program.wait(timeout=20) == 0
+        assert program.wait(timeout=60) == 0
     assert [stop.returncode for stop in stops] == [0, 0, 0]
     assert not any("killed" in text for text in told)
 
@@ -164,8 +164,8 @@ def test_interrupt_in_the_foreground_ends_with_what_stop_says(home: Path, mode: 
             time.sleep(0.5)
         assert program.stderr is not None
         told = program.stderr.read().splitlines()
-        assert program.wait(timeout=20) == code
-    assert re.fullmatch(rf"mine-1 {how} after \d\.\d s", told[-1])
+        assert program.wait(timeout=60) == code
+    assert re.fullmatch(rf"mine-1 {how} after \d+\.\d s", told[-1])
 
 
 def test_stubborn_engine_is_killed_at_the_deadline_of_the_command_line(home: Path) -> None:
@@ -174,8 +174,8 @@ def test_stubborn_engine_is_killed_at_the_deadline_of_the_command_line(home: Pat
     began = time.monotonic()
     outcome = kvbm("stop", "--timeout", "1", home=home)
     assert outcome.exit_code == 3
-    assert re.search(r"mine-1 was killed after [1-9]\.", outcome.stdout)
-    assert time.monotonic() - began < 10
+    assert re.search(r"mine-1 was killed after [1-9]\d*\.", outcome.stdout)
+    assert time.monotonic() - began < 25, "the timeout of the profile, 30 s, was awaited"
     assert all(is_gone(process.pid) for process in processes)
 
 
@@ -239,7 +239,7 @@ def test_logs_are_followed_until_the_engine_ends(detached: Path) -> None:
         assert following.stdout.readline() == b"one more\n"
         kvbm("stop", home=detached)
         assert following.stdout.read() == b"and a half\n"
-        assert following.wait(timeout=10) == 0
+        assert following.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_port_of_a_starting_engine_is_taken_before_it_listens(home: Path) -> Non
             "hint: choose a free port with `--port 0`, or stop the other engine with `kvbm stop mine-1`\n"
         )
         kvbm("stop", "--all", home=home)
-        assert program.wait(timeout=20) == 128 + signal.SIGTERM
+        assert program.wait(timeout=60) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (2e5, "2 d")])

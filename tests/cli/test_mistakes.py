@@ -39,7 +39,7 @@ def test_mistake_in_a_process_of_its_own_says_the_same(name: str, tmp_path: Path
     begin = time.monotonic()
     with row.prepare(tmp_path):
         outcome = kvbm(*shlex.split(row.command), home=tmp_path, **row.variables)
-    assert time.monotonic() - begin < 10 * LIMIT_S, "waited for something"
+    assert time.monotonic() - begin < 25 * LIMIT_S, "waited for something"
     compare(name, outcome)
 
 

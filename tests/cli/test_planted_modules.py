@@ -21,7 +21,7 @@ from kvbm.disk.service.client import _start
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.engine.engines import _make_elsewhere
 from kvbm_cli.engine.process import EngineProcess
-from kvbm_cli.engine.python_probe import _probe
+from kvbm_cli.engine.python_probe import TRTLLM, VLLM, _probe
 
 # Python imports some of them in each of the programs below, before or after the first line of the program.
 NAMES = ("socket", "random", "json", "struct", "signal", "select", "pickle", "numpy", "torch", "ctypes", "kvbm")
@@ -150,7 +150,8 @@ def test_trial_of_disk_io_imports_nothing_from_the_working_directory(planted: Pa
 
 def test_probe_of_the_interpreter_imports_nothing_from_the_working_directory(planted: Path) -> None:
     with contextlib.chdir(planted):
-        _probe(sys.executable)
+        for package in (VLLM, TRTLLM):
+            _probe(sys.executable, package)
 
 
 def test_model_is_generated_without_the_working_directory(planted: Path, tmp_path: Path) -> None:

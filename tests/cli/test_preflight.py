@@ -19,7 +19,7 @@ from terminal import Outcome, filtered, kvbm_here
 from kvbm_cli.system.filesystem import missing_mount
 
 COMMANDS = ("profile check mine.yaml", "serve --dry-run -p mine.yaml", "serve -p mine.yaml", "bench -p mine.yaml")
-DISK = MINE + "  disk:\n    capacity: 64MiB\n    directory: ~/{}\nserver:\n  port: 0\n"
+DISK = MINE + "  disk:\n    capacity: 256MiB\n    directory: ~/{}\nserver:\n  port: 0\n"
 FREE = MINE + "server: {port: 0}\n"
 LINKS = linked(("loop", "loop"), ("broken", "absent"), ("link", "there"))
 
@@ -41,7 +41,7 @@ class Bad:
 
 
 BAD = {
-    "memory": Bad(FREE.replace("64MiB", "900TB"), ("`tiers.host.capacity` requires 818.5 TiB, but only ",)),
+    "memory": Bad(FREE.replace("256MiB", "900TB"), ("`tiers.host.capacity` requires 818.5 TiB, but only ",)),
     "disk space": Bad(
         MINE + "  disk:\n    capacity: 9PB\nserver: {port: 0}\n",
         ("`tiers.disk.capacity` requires 8.0 PiB, but ",),
@@ -87,7 +87,7 @@ BAD = {
         prepare=taken_port,
     ),
     "several": Bad(
-        FREE.replace("64MiB", "900TB") + "metrics: {serve: true, port: 18734}\n",
+        FREE.replace("256MiB", "900TB") + "metrics: {serve: true, port: 18734}\n",
         ("cannot listen on 127.0.0.1 port [PORT] for metrics", "`tiers.host.capacity` requires 818.5 TiB"),
         prepare=taken_port,
     ),

@@ -33,7 +33,7 @@ from kvbm_cli.engine.process import (
 from kvbm_cli.system.die_with_parent import CANNOT_RUN, command_line
 from kvbm_cli.system.guard_process import GUARD, GuardProcess
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 
 
 def fake_plan(mode: str = "", port: int | None = None) -> LaunchPlan:

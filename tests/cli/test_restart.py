@@ -39,7 +39,8 @@ def test_start_waits_for_an_engine_that_is_stopping(home: Path, shared: tuple[st
         eventually(lambda: states(home) == ["stopping"])
         with serving(home, *options) as second:
             assert second.url.startswith("http://")
-            assert first.wait(timeout=1) == 0, "the second has waited for it"
+            assert states(home) == ["healthy"], "the second has waited for the first"
+            assert first.wait(timeout=60) == 0
             second.send_signal(signal.SIGTERM)
             noted = second.stderr.read()
     assert f"waiting for `mine-1` to end, which uses the same {resource}\n" in noted

@@ -73,7 +73,14 @@ def test_dry_run_as_json_has_everything(home: Path) -> None:
     assert outcome.stderr == ""
     assert plan["profile"] == {"name": "mine", "path": "mine.yaml"}
     assert plan["block"] == {"tokens": 16, "bytes": 4 * 2 * 2 * 64 * 4 * 16, "ranks": 1}
-    assert plan["tiers"]["G2"] == {"blocks": 1024, "tokens": 16384, "sequences": None, "bytes": 64 * 2**20}
+    assert plan["tiers"]["G2"] == {
+        "blocks": 1024,
+        "tokens": 16384,
+        "sequences": None,
+        "bytes": 64 * 2**20,
+        "rank_bytes": 64 * 2**20,
+        "is_estimate": False,
+    }
     assert plan["argv"][1:3] == ["-m", "kvbm.embedded"]
 
 
@@ -81,7 +88,7 @@ def test_healthy_engine_is_announced_with_a_line_to_try(home: Path) -> None:
     with serving(home) as program:
         assert urllib.request.urlopen(f"{program.url}/health").status == 200
         program.send_signal(signal.SIGTERM)
-        assert program.wait(timeout=20) == 0
+        assert program.wait(timeout=60) == 0
         text = f"----- stdout -----\n{program.url}\n{program.stdout.read()}----- stderr -----\n{program.stderr.read()}"
     text = re.sub(r"^starting .*\n", "", filtered(text), flags=re.MULTILINE)
     assert_snapshot("serve", text)
@@ -90,7 +97,7 @@ def test_healthy_engine_is_announced_with_a_line_to_try(home: Path) -> None:
 def test_ready_as_json(home: Path) -> None:
     with serving(home, "--json") as program:
         program.send_signal(signal.SIGTERM)
-        program.wait(timeout=20)
+        program.wait(timeout=60)
         ready = json.loads(program.url + program.stdout.read())
     assert ready["model"] == f"{home}/model"
     assert set(ready) == {"run", "url", "model", "log"}
@@ -100,7 +107,7 @@ def test_ready_as_json(home: Path) -> None:
 def test_signal_reaches_the_engine_and_its_exit_code_is_ours(home: Path, number: signal.Signals) -> None:
     with serving(home) as program:
         program.send_signal(number)
-        assert program.wait(timeout=20) == 0
+        assert program.wait(timeout=60) == 0
 
 
 def test_second_interrupt_kills_an_engine_that_does_not_stop(home: Path) -> None:
@@ -110,7 +117,7 @@ def test_second_interrupt_kills_an_engine_that_does_not_stop(home: Path) -> None
         with pytest.raises(subprocess.TimeoutExpired):
             program.wait(timeout=0.5)
         program.send_signal(signal.SIGINT)
-        assert program.wait(timeout=20) == 128 + signal.SIGKILL
+        assert program.wait(timeout=60) == 128 + signal.SIGKILL
     assert all(is_gone(member.pid) for member in family)
 
 
@@ -125,7 +132,7 @@ def test_interrupt_during_the_start_is_not_a_failed_start(home: Path, mode: str,
             )
         )
         program.send_signal(number)
-        assert program.wait(timeout=20) == 128 + number
+        assert program.wait(timeout=60) == 128 + number
         assert program.stderr is not None
         assert "error:" not in program.stderr.read()
 
@@ -144,14 +151,14 @@ def test_engine_is_ready_when_it_has_given_a_first_token(home: Path, mode: str) 
     variables = ["--set", f"engine.environment.FAKE={mode}", "--set", "engine.environment.VLLM_API_KEY=secret"]
     with serving(home, *variables) as program:
         program.send_signal(signal.SIGTERM)
-        assert program.wait(timeout=20) == 0
+        assert program.wait(timeout=60) == 0
         assert "refused" not in program.stderr.read()
 
 
 def test_engine_that_takes_no_such_request_is_served_with_a_warning(home: Path) -> None:
     with serving(home, "--set", "engine.environment.FAKE=refuses") as program:
         program.send_signal(signal.SIGTERM)
-        assert program.wait(timeout=20) == 0
+        assert program.wait(timeout=60) == 0
         warning = "warning: the engine is healthy, but a completion of one token was refused: 404: asked for"
         assert warning in program.stderr.read()
 

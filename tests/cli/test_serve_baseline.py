@@ -95,7 +95,7 @@ def test_baseline_takes_no_memory_and_is_named_so(home: Path) -> None:
         assert "no cache" in kvbm_here("status", home=home).stdout
         assert "cache      none: this is the baseline" in kvbm_here("status", "mine-baseline-1", home=home).stdout
         assert kvbm("stop", "mine", home=home).exit_code == 0, "the name of the profile names it too"
-        assert program.wait(timeout=20) == 0
+        assert program.wait(timeout=60) == 0
 
 
 WRONG = {

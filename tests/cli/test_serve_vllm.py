@@ -14,7 +14,7 @@ from terminal import FAKE_ENGINE, PROGRAM, Kvbm, assert_snapshot, environment, k
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.engine.engines import make_model
-from kvbm_cli.engine.python_probe import _probe, _probe_once, find_vllm
+from kvbm_cli.engine.python_probe import VLLM, _probe, _probe_once, find_vllm
 
 FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
 QWEN3 = {
@@ -232,7 +232,7 @@ def test_interpreter_is_asked_without_importing_vllm(
     distribution(tmp_path, name, "0.31.2")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     held = {"distribution": name, "version": "0.31.2", "script": None, "has_kvbm": True, "rival": None}
-    assert _probe(sys.executable) == held
+    assert _probe(sys.executable, VLLM) == held
 
 
 def test_other_package_called_kvbm_is_not_taken_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,13 +240,13 @@ def test_other_package_called_kvbm_is_not_taken_for_this_one(tmp_path: Path, mon
     (tmp_path / "kvbm" / "vllm_integration").mkdir(parents=True)
     (tmp_path / "kvbm" / "__init__.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = _probe(sys.executable)
+    found = _probe(sys.executable, VLLM)
     assert found is not None
     assert found["has_kvbm"] is False
 
 
 def test_interpreter_without_vllm() -> None:
-    assert _probe(sys.executable) is None
+    assert _probe(sys.executable, VLLM) is None
 
 
 @pytest.mark.parametrize("python", ["/no/such/python", "/bin/true", "/bin/false", "/bin/echo"])

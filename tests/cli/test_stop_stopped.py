@@ -37,8 +37,8 @@ def test_stop_continues_a_stopped_process(home: Path, who: str) -> None:
         outcome = kvbm("stop", home=home)
         assert outcome.exit_code == 0, outcome
         assert outcome.stdout.startswith("mine-1 stopped after ")
-        assert time.monotonic() - started < 15, "neither deadline was awaited"
-        assert program.wait(timeout=10) == 0
+        assert time.monotonic() - started < 25, "neither deadline was awaited"
+        assert program.wait(timeout=60) == 0
         assert all(is_gone(process.pid) for process in processes.values())
 
 
@@ -63,7 +63,7 @@ def test_run_whose_directory_is_removed_is_found_again(home: Path) -> None:
         shutil.move(home / RUNS, home / "removed")  # all at once: the launcher may write while a tree is removed
         eventually(lambda: states(home) == ["healthy"])
         assert kvbm("stop", "mine-1", home=home).exit_code == 0
-        assert program.wait(timeout=10) == 0
+        assert program.wait(timeout=60) == 0
 
 
 def test_guard_is_replaced_although_the_log_cannot_be_written(home: Path) -> None:
@@ -75,7 +75,7 @@ def test_guard_is_replaced_although_the_log_cannot_be_written(home: Path) -> Non
         os.kill(guard, signal.SIGKILL)
         eventually(lambda: recorded_guard(home) != guard)
         assert kvbm("stop", home=home).exit_code == 0
-        assert program.wait(timeout=10) == 0
+        assert program.wait(timeout=60) == 0
 
 
 def test_detached_engine_is_ready_although_its_own_log_cannot_be_written(home: Path) -> None:
@@ -84,7 +84,7 @@ def test_detached_engine_is_ready_although_its_own_log_cannot_be_written(home: P
     with subprocess.Popen(command, cwd=home, env=environment(home), **streams) as program:  # type: ignore[call-overload]
         eventually(lambda: states(home) != [])
         (home / RUNS / "mine-1" / "kvbm.log").mkdir()
-        assert program.wait(timeout=20) == 0
+        assert program.wait(timeout=60) == 0
     assert states(home) == ["healthy"]
     assert kvbm("stop", home=home).exit_code == 0
 

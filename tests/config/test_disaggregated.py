@@ -116,9 +116,9 @@ def test_mistakes(tmp_path: Path, disaggregated: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_it_needs_vllm(tmp_path: Path) -> None:
+def test_it_needs_an_engine_that_transfers_blocks(tmp_path: Path) -> None:
     text = "engine: {model: synthetic:tiny}\ntiers: {host: {blocks: 1}}\ndisaggregated: {prefill: 1, decode: 1}\n"
-    with pytest.raises(ProfileError, match=r"`disaggregated` requires `engine\.kind: vllm`"):
+    with pytest.raises(ProfileError, match=r"`disaggregated` requires `engine\.kind` `vllm` or `tensorrt-llm`"):
         load_text(tmp_path, text)
 
 

@@ -38,7 +38,7 @@ WRONG = {
     "no model": "engine: {kind: vllm}\ntiers: {host: {blocks: 1}}\n",
     "no tier": "engine: {model: m}\n",
     "object tier": "extends: demo\ntiers: {object: {bucket: b}}\n",
-    "flag without a value": "extends: vllm\nengine: {arguments: {enforce_eager: null}}\n",
+    "flag without a value": "extends: vllm\nengine: {kind: vllm, arguments: {enforce_eager: null}}\n",
     "variable of a number": "extends: demo\nserver: {port: '${PORT}'}\n",
     "extends a number": "extends: 5\n",
 }

@@ -328,15 +328,15 @@ FILE_MISTAKES = {
     ),
     "engine that is none": (
         "engine: {kind: vlm, model: m}\ntiers: {host: {blocks: 1}}\n",
-        "`engine.kind` must be 'embedded' or 'vllm', not the text `vlm`\n"
+        "`engine.kind` must be 'embedded' or 'vllm' or 'tensorrt-llm', not the text `vlm`\n"
         "  FILE:1:16\n    |\n  1 | engine: {kind: vlm, model: m}\n    |                ^^^",
         "did you mean `vllm`?",
     ),
     "engine of a later version": (
-        "engine: {kind: tensorrt-llm, model: m}\ntiers: {host: {blocks: 1}}\n",
-        "engine kind `tensorrt-llm` is not supported in this version\n"
-        "  FILE:1:16\n    |\n  1 | engine: {kind: tensorrt-llm, model: m}\n    |                ^^^^^^^^^^^^",
-        "supported: `embedded` and `vllm`",
+        "engine: {kind: sglang, model: m}\ntiers: {host: {blocks: 1}}\n",
+        "engine kind `sglang` is not supported in this version\n"
+        "  FILE:1:16\n    |\n  1 | engine: {kind: sglang, model: m}\n    |                ^^^^^^",
+        "supported: `embedded` and `vllm` and `tensorrt-llm`",
     ),
     "disk without a size": (
         f"{BASE}  disk:\n    io: nixl\n",
@@ -461,9 +461,9 @@ UNREADABLE = {
     ),
     "missing file": ("DIR/no.yaml", "cannot read the profile `DIR/no.yaml`: no such file or directory", None),
     "engine of a later version": (
-        "trtllm",
-        "no profile is named `trtllm`: TensorRT-LLM is not supported in this version; "
-        "engines are `embedded` and `vllm`",
+        "sglang",
+        "no profile is named `sglang`: SGLang is not supported in this version; "
+        "engines are `embedded` and `vllm` and `tensorrt-llm`",
         "`kvbm profile list` lists the profiles",
     ),
     "endless file": ("/dev/zero", "cannot read the profile `/dev/zero`: it is larger than 128 KiB", None),
@@ -542,7 +542,7 @@ OVERRIDE_MISTAKES = {
     ),
     "engine.kind=sglang": (
         "engine kind `sglang` is not supported in this version\n  --set engine.kind=sglang\n                    ^^^^^^",
-        "supported: `embedded` and `vllm`",
+        "supported: `embedded` and `vllm` and `tensorrt-llm`",
     ),
 }
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbm.config.engine import VllmArguments
+from kvbm.config.engine import EmbeddedArguments
 from kvbm.config.layers import shipped
 from kvbm.config.load import load
 from kvbm.sizing import SizeUnknown, size
@@ -23,8 +23,8 @@ def test_shipped_profile_is_right(name: str) -> None:
     except SizeUnknown:
         assert "/" in profile.engine.model, "only a name on a hub may be unknown"
     else:
-        is_known = not isinstance(profile.engine.arguments, VllmArguments) or "/" not in profile.engine.model
-        assert (sizing.device is not None) == is_known, "vLLM determines G1 on a GPU at start-up"
+        is_known = isinstance(profile.engine.arguments, EmbeddedArguments) or "/" not in profile.engine.model
+        assert (sizing.device is not None) == is_known, "the engine determines G1 on a GPU at start-up"
         assert sizing.device is None or sizing.host.block_count > sizing.device.block_count
     if profile.bench.workload is not None and "/" not in profile.bench.workload:
         assert (workloads_directory() / f"{profile.bench.workload}.yaml").is_file()
@@ -36,6 +36,9 @@ SITUATIONS: dict[str, dict[str, object]] = {
     "demo-disk": {"engine.kind": "embedded", "tiers.disk.capacity": "1GiB"},
     "vllm": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk": None},
     "vllm-disk": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
+    "trtllm": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "100GB", "tiers.disk": None},
+    "trtllm-disk": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
+    "trtllm-pd-1p1d": {"engine.kind": "tensorrt-llm", "disaggregated.prefill": 1, "disaggregated.decode": 1},
     "vllm-large-ssd": {"tiers.disk.capacity": "8TB", "tiers.disk.io": "auto", "tiers.disk.reclaim": True},
     "vllm-lustre": {"tiers.disk.zerofill": True, "tiers.disk.allocator": "default", "tiers.disk.o_direct": True},
     "vllm-gpfs": {"tiers.disk.zerofill": False, "tiers.disk.allocator": "open-direct", "tiers.disk.o_direct": True},

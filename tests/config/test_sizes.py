@@ -1,10 +1,14 @@
+from collections.abc import Iterator
 from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbm.config.schema import Profile
 from kvbm.config.sizes import MAX_BYTES, UNITS, exact_size, format_size, parse_size
+from kvbm.types import MAX_SECONDS
+from kvbm_cli.profile.workload import Workload
 
 
 @pytest.mark.parametrize(
@@ -80,3 +84,23 @@ def test_sizes_are_shown_in_binary_units() -> None:
         "1.0 GiB",
         "5.0 TiB",
     ]
+
+
+def numbers(schema: object) -> Iterator[tuple[str, dict]]:
+    """Every key of a JSON schema that is a number with a fraction."""
+    if isinstance(schema, dict):
+        for name, value in schema.items():
+            parts = [value, *value.get("anyOf", [])] if isinstance(value, dict) else []
+            yield from ((name, part) for part in parts if part.get("type") == "number")
+            yield from numbers(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from numbers(value)
+
+
+@pytest.mark.parametrize("model", [Profile, Workload])
+def test_every_number_has_a_limit_that_the_system_calls_accept(model: type) -> None:
+    """An infinite or huge time limit would raise OverflowError in the middle of a start."""
+    found = list(numbers(model.model_json_schema()))
+    assert found
+    assert [name for name, part in found if part.get("maximum", part.get("exclusiveMaximum", 1e9)) > MAX_SECONDS] == []

@@ -1,5 +1,7 @@
 """Blocks of vLLM, against what vLLM 0.32 itself logged for the same models, and the rules one by one."""
 
+import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from kvbm.config.schema import Profile
 from kvbm.errors import ProfileError
 from kvbm.sizing import PAGE_BYTES, SizeUnknown, Sizing, size
+from kvbm.sizing.catalogue import catalogue
 
 QWEN3_81M = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -143,9 +146,8 @@ def test_a_window_without_a_list_of_layers() -> None:
     }
     assert sized(pattern).block_bytes == 65_536
     assert sized({**QWEN3_81M, "sliding_window": 4096, "use_sliding_window": False}).block_bytes == 1_572_864
-    assert (
-        sized({**QWEN3_81M, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}).block_bytes == 1_572_864
-    )
+    mistral = {**QWEN3_81M, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+    assert sized(mistral).block_bytes == 1_572_864
 
 
 def test_host_capacity_is_the_sum_over_the_ranks() -> None:
@@ -187,6 +189,37 @@ UNKNOWN = {
     "an architecture": ({**QWEN3_81M, "architectures": ["Qwen9ForCausalLM"]}, {}),
     "a fact that no reader knows": ({**QWEN3_81M, "kda_config": {"heads": 4}}, {}),
     "part of the layers": ({**QWEN3_81M, "attn_layer_indices": [0, 4]}, {}),
+    "a model type of another family": ({**QWEN3_81M, "model_type": "llama"}, {}),
+    "no model type": ({name: value for name, value in QWEN3_81M.items() if name != "model_type"}, {}),
+    "an encoder": ({**QWEN3_81M, "is_causal": False}, {}),
+    "heads of no width": ({**QWEN3_81M, "head_dim": 0}, {}),
+    "a block that a CPU does not take": (DEEPSEEK_V2_LIKE, {"block_size": 64}),
+    "a type of the cache that is ignored": (
+        {
+            **QWEN3_81M,
+            "architectures": ["FalconForCausalLM"],
+            "model_type": "falcon",
+            "hidden_size": 512,
+        },
+        {"kv_cache_dtype": "fp8"},
+    ),
+    "null for causal": ({**QWEN3_81M, "is_causal": None}, {}),
+    "attention in both directions": ({**GEMMA_LIKE, "use_bidirectional_attention": True}, {}),
+    "more shared layers than layers": ({**GEMMA_LIKE, "num_kv_shared_layers": 8}, {}),
+    "other names of KV heads": ({**QWEN3_81M, "num_kv_heads": 2}, {}),
+    "a pooling model": (QWEN3_81M, {"runner": "pooling"}),
+    "model classes of transformers": (QWEN3_81M, {"model_impl": "transformers"}),
+    "an unknown quantization": (
+        {**QWEN3_81M, "quantization_config": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "X"}}},
+        {},
+    ),
+    "8 bits for latent attention": (
+        {
+            **DEEPSEEK_V2_LIKE,
+            "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}},
+        },
+        {},
+    ),
     "type of the cache": (QWEN3_81M, {"kv_cache_dtype": "nvfp4"}),
 }
 
@@ -198,9 +231,90 @@ def test_what_only_vllm_knows_is_said_to_be_unknown(name: str) -> None:
         sized(facts, arguments)
 
 
+SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
+CHECKPOINTS = {
+    "compressed-tensors": {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}},
+    "an old name": {"compression_config": {"quant_method": "compressed_tensors", "kv_cache_scheme": SCHEME}},
+    "of the text model": {
+        "text_config": {
+            **QWEN3_81M,
+            "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME},
+        }
+    },
+    "ModelOpt": {"quantization_config": {"quant_method": "modelopt", "kv_cache_scheme": SCHEME}},
+    "ModelOpt in a file of its own": {
+        "quantization_config": {
+            "producer": {"name": "modelopt"},
+            "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_asks_for_a_cache_of_8_bits(name: str) -> None:
+    """As vLLM 0.32 decided for such models, with its own classes on a CPU."""
+    assert sized({**QWEN3_81M, **CHECKPOINTS[name]}).block_bytes == 786_432
+    assert sized({**QWEN3_81M, **CHECKPOINTS[name]}, {"kv_cache_dtype": "bfloat16"}).block_bytes == 1_572_864
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "modelopt", "awq", "fp8"])
+def test_a_quantized_checkpoint_without_a_scheme_has_a_cache_of_16_bits(method: str) -> None:
+    assert sized({**QWEN3_81M, "quantization_config": {"quant_method": method}}).block_bytes == 1_572_864
+    other = {"quant_method": "quark", "kv_cache_scheme": SCHEME}
+    assert sized({**QWEN3_81M, "quantization_config": other}).block_bytes == 1_572_864
+
+
+def test_facts_left_out_have_the_defaults_of_the_model_type() -> None:
+    small = {**QWEN3_81M, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    del small["num_key_value_heads"], small["head_dim"]
+    small |= {"hidden_size": 512, "num_attention_heads": 16}
+    assert sized(small).token_bytes == 0  # a window of 4096 tokens
+    assert sized(small).block_bytes == 12 * 128 * 8 * 2 * 32 * 2  # 8 KV heads
+    assert sized({**small, "num_key_value_heads": None}).block_bytes == 12 * 128 * 16 * 2 * 32 * 2
+    assert sized({**small, "sliding_window": None}).token_bytes == 12 * 8 * 2 * 32 * 2
+    remote = {**QWEN3_81M, "architectures": ["DeciLMForCausalLM"], "model_type": "nemotron-nas"}
+    with pytest.raises(SizeUnknown, match="block_configs"):
+        sized(remote)
+
+
+def test_facts_beside_the_text_model_do_not_count() -> None:
+    vision = {"architectures": ["Qwen3VLForConditionalGeneration"], "num_hidden_layers": 2, "head_dim": 8}
+    assert sized({**vision, "text_config": {**QWEN3_81M, "model_type": "qwen3_vl_text"}}).block_bytes == 1_572_864
+
+
+@pytest.mark.parametrize(
+    ("variable", "facts"),
+    [
+        ({"VLLM_MLA_DISABLE": "1"}, DEEPSEEK_V2_LIKE),
+        ({"VLLM_PP_LAYER_PARTITION": "5,6"}, QWEN3_81M),
+        ({"VLLM_PP_LAYER_PARTITION": "12"}, QWEN3_81M),
+    ],
+)
+def test_variables_that_change_the_cache(variable: dict[str, str], facts: dict[str, Any]) -> None:
+    with pytest.raises(SizeUnknown, match=next(iter(variable))):
+        sized(facts, {"pipeline_parallel_size": 2}, environment=variable)
+    assert sized(DEEPSEEK_V2_LIKE, environment={"VLLM_MLA_DISABLE": "0"}).block_bytes == 55_296
+
+
+def test_a_partition_of_the_pipeline() -> None:
+    arguments, partition = {"pipeline_parallel_size": 3}, {"VLLM_PP_LAYER_PARTITION": "2,7,3"}
+    assert sized(QWEN3_81M, arguments, environment=partition).block_bytes == 7 * 131_072
+
+
+def test_the_attention_backend_may_choose_the_block() -> None:
+    with pytest.raises(SizeUnknown, match="attention backend"):
+        sized(QWEN3_81M, {"attention_backend": "FLASHINFER"}, on_cpu=False)
+    assert sized(QWEN3_81M, {"attention_backend": "FLASHINFER", "block_size": 32}, on_cpu=False).block_tokens == 32
+
+
 def test_config_without_a_usable_fact_is_an_error() -> None:
     with pytest.raises(ProfileError, match="no valid `num_hidden_layers`"):
         sized({**QWEN3_81M, "num_hidden_layers": None})
+    remote = {**QWEN3_81M, "architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m3"}
+    del remote["num_key_value_heads"]
+    with pytest.raises(SizeUnknown, match="no `num_key_value_heads`"):
+        sized({**remote, "sparse_attention_config": {"sparse_index_dim": 128, "sparse_attention_freq": [1] * 12}})
 
 
 @given(
@@ -221,3 +335,20 @@ def test_stages_share_all_layers_and_slots_are_whole_pages(
     assert sizing.block_bytes == page_bytes * -(-(layers + stages) // stages)
     assert sizing.host.total_bytes >= 3 * page_bytes * (layers + stages) * tensor
     assert sizing.host.total_bytes % PAGE_BYTES == 0
+
+
+JUNK = (None, 0, -1, True, False, "8", 1.5, [], {}, [1], ["full_attention"], 2**70, [None] * 8, [[1]])
+SHARDS = {"tensor_parallel_size": st.sampled_from([1, 2, 3, 8]), "pipeline_parallel_size": st.sampled_from([1, 2, 5])}
+
+
+@given(st.data(), st.sampled_from(sorted(catalogue())), st.fixed_dictionaries(SHARDS))
+def test_a_broken_configuration_is_refused_or_sized(data: st.DataObject, model: str, shards: dict[str, int]) -> None:
+    facts = copy.deepcopy(dict(catalogue()[model]))
+    text = facts.get("text_config", facts)
+    assert isinstance(text, dict)
+    for name in data.draw(st.lists(st.sampled_from(sorted(text)), min_size=1, max_size=3)):
+        text[name] = data.draw(st.sampled_from(JUNK))
+    with contextlib.suppress(ProfileError, SizeUnknown):
+        sizing = sized(facts, shards)
+        assert sizing.block_bytes > 0
+        assert sizing.block_tokens > 0

@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_for
 
 from kvbm.disk.directory import InstanceLock, await_predecessor, list_caches
-from kvbm.disk.service import client
-from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
+from kvbm.disk.health import DiskCounters
+from kvbm.disk.service import client, messages
+from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient, UnresponsiveDisk
 from kvbm.disk.service.messages import HEADER
 from kvbm.disk.verify import holder
 from kvbm.errors import EnvironmentProblem
@@ -197,7 +199,7 @@ def test_blocks_of_a_process_that_does_not_answer_are_not_waited_for(tmp_path: P
         with stopped(rig):
             started = time.monotonic()
             assert rig.tier.recovered() is None
-            assert time.monotonic() - started < 1.5 * ANSWER_LIMIT_S
+            assert time.monotonic() - started < 5 * ANSWER_LIMIT_S
         assert rig.recovered() == {number: number for number in range(5)}
 
 
@@ -227,10 +229,10 @@ def test_problem_of_opening_is_the_leaders(tmp_path: Path) -> None:
     assert "`tiers.disk.directory`" in (raised.value.hint or "")
 
 
-def test_process_that_does_not_answer_while_it_opens_is_a_problem(
+def test_process_that_does_not_answer_while_it_opens_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "OPEN_LIMIT_S", 0.3)
+    monkeypatch.setattr(client, "BEAT_LIMIT_S", 0.3)
     start, started = client._start, []
 
     def start_and_stop(fd: int) -> subprocess.Popen[bytes]:
@@ -239,9 +241,76 @@ def test_process_that_does_not_answer_while_it_opens_is_a_problem(
         return started[0]
 
     monkeypatch.setattr(client, "_start", start_and_stop)
-    with pytest.raises(EnvironmentProblem, match=r"sent nothing for 0\.3 s"), opened(tmp_path):
+    with pytest.raises(UnresponsiveDisk, match=r"does not answer for 0\.3 s"), opened(tmp_path):
         pass
     assert has_ended(started[0].pid)
+
+
+SLOW_TO_OPEN = """\
+import sys
+
+if "kvbm.disk.service.server" in sys.orig_argv:
+    import time
+    from kvbm.disk.storage import DiskStorage
+
+    open_at_once = DiskStorage.open
+
+    def open_slowly(*arguments, **keys):
+        time.sleep(2)
+        return open_at_once(*arguments, **keys)
+
+    DiskStorage.open = open_slowly
+"""
+
+
+def test_process_sends_heartbeats_while_it_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TO_OPEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    receive, received = messages.DiskChannel.receive, []
+
+    def recording(channel):
+        received.extend(found := receive(channel))
+        return found
+
+    monkeypatch.setattr(messages.DiskChannel, "receive", recording)
+    with opened(tmp_path / "disk") as rig:
+        assert received.count(messages.Opening()) >= 2
+        assert all(rig.write([1], [1]).is_good)
+
+
+class Beats:
+    """A channel with a clock: a heartbeat arrives every `interval_s`, `count` times, and then the answer."""
+
+    def __init__(self, interval_s: float, count: int) -> None:
+        self.now = 0.0
+        self.left = iter([[messages.Opening()]] * count + [[messages.Opened(Path(), 1, "", DiskCounters())]])
+        self.interval_s = interval_s
+
+    def wait(self, timeout_s: float) -> None:
+        self.now += min(self.interval_s, timeout_s)
+
+    def flush(self) -> None: ...
+
+    def receive(self) -> list[object]:
+        return next(self.left)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("count", "opens"), [(25, True), (32, False)])
+def test_heartbeats_extend_the_time_to_open_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, count: int, opens: bool
+) -> None:
+    beats = Beats(interval_s=10, count=count)
+    monkeypatch.setattr(client, "time", beats)
+    opening = DiskClient(SimpleNamespace(pid=1), beats)  # type: ignore[arg-type]
+    client._OPEN.discard(opening)
+    if opens:
+        assert opening._wait_until_open(None).slot_count == 1
+    else:
+        with pytest.raises(UnresponsiveDisk, match="no progress for 300 s"):
+            opening._wait_until_open(None)
 
 
 def test_progress_of_taking_space_is_told(tmp_path: Path) -> None:
@@ -316,7 +385,7 @@ def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplo
             tickets = [rig.start_read([1], [1], [1]), rig.start_write([9], [9], [9])]
             assert rig.tier.is_on
             rig.wait_until(lambda: not rig.tier.is_on)
-            assert ANSWER_LIMIT_S <= time.monotonic() - started < 2 * ANSWER_LIMIT_S
+            assert ANSWER_LIMIT_S <= time.monotonic() - started < 5 * ANSWER_LIMIT_S
             assert not rig.ended.keys() & set(tickets), "their host slots are not free yet"
             assert rig.tier.counters.times_off == 1
         assert [rig.wait(ticket).is_good for ticket in tickets] == [(True,), (True,)]
@@ -378,7 +447,7 @@ def test_leader_never_waits_for_a_child_that_does_nothing(tmp_path: Path) -> Non
             for _ in range(1500):  # far more than a socket takes
                 rig.tier.forget(list(range(4096)))
                 assert rig.tier.poll() == []
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < LIMIT_S
             assert rig.tier._channel.has_more_to_send()
         finally:
             os.kill(rig.tier.pid, signal.SIGCONT)

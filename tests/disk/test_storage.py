@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 import shutil
+import threading
 import time
 
 import numpy as np
@@ -97,6 +98,15 @@ def test_clear_is_durable_when_it_returns(tmp_path):
         rig.write([9], [2])
     with opened(tmp_path) as rig:
         assert rig.recovered() == {9: 2}
+
+
+def test_the_owner_hears_of_a_durable_clear_at_once(tmp_path):
+    with opened(tmp_path) as rig:
+        has_heard = threading.Event()
+        rig.tier.on_result = has_heard.set
+        clear = rig.tier.begin_clear()
+        assert has_heard.wait(10)
+        assert clear.is_durable
 
 
 def test_clear_that_ends_persistence_leaves_nothing_for_the_next_start_however_this_one_ends(tmp_path):

@@ -13,9 +13,10 @@ import pytest
 
 from kvbm.disk.io.threads import IoRun, ThreadsIO
 from kvbm_cli.doctor import disk_probe as module
-from kvbm_cli.doctor.disk_probe import RecommendedSettings, mount_of, probe, recommend
+from kvbm_cli.doctor.disk_probe import RecommendedSettings, probe, recommend
 from kvbm_cli.doctor.probe_file import DirectIO, ProbeFile, ProbeOutcome
 from kvbm_cli.doctor.quota import limit_of
+from kvbm_cli.system.mounts import mount_of
 
 WORKS, UNSUPPORTED, FULL = ProbeOutcome(True), ProbeOutcome(False, "ENOTSUP"), ProbeOutcome(False, "ENOSPC")
 DIRECT, CACHED, REFUSED = (

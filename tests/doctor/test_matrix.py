@@ -275,7 +275,7 @@ def test_filesystem_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str
             "failure",
             "the filesystem does not respond: no answer within 5 s",
         )
-        assert taken_s < 20
+        assert taken_s < 60
 
 
 def ask_machine(python: str, program: str, arguments: Any = (), *, timeout_s: float) -> dict[str, Any]:

@@ -105,14 +105,18 @@ class KvbmEngine:
     def pool(self):
         return self.connector[0]._pool
 
+    def between_steps(self, run) -> bool:
+        """Run a function in the engine thread."""
+        return self.engine._order(run).result(WAIT_S)
+
     def forget_g1(self) -> None:
         """Empty the engine's own prefix cache, and only that."""
-        self.engine._order(lambda: self.pool.reset() or True)
+        self.between_steps(lambda: self.pool.reset() or True)
 
     def settle(self) -> None:
         """Wait until no transfer is pending: between two of the engine's steps, so that nothing is read half-way."""
         for _ in range(2000):
-            if not self.engine._order(self.connector[0].has_pending_work):
+            if not self.between_steps(self.connector[0].has_pending_work):
                 return
             threading.Event().wait(0.002)
         raise AssertionError("transfers do not end")

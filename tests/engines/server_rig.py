@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -111,8 +112,10 @@ class WrittenEngine:
         self.aborted.append(request_id)
         self._orders.put(lambda: self._finish(request_id, FinishReason.ABORT))
 
-    def reset_prefix_cache(self) -> bool:
-        return self.can_reset
+    def begin_reset(self) -> Future[bool]:
+        future: Future[bool] = Future()
+        future.set_result(self.can_reset)
+        return future
 
     def stats(self) -> Stats:
         return Stats()

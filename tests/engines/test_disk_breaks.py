@@ -20,11 +20,10 @@ import pytest
 from bookkeeping import check_leader
 from doctor.filesystems import Unavailable, mounted
 from kvbm_engine import assert_same, prompt, running
-from test_disk_in_engine import Faults, Steps, rest, wait_until
+from test_disk_in_engine import LONGEST_STEP_S, Faults, Steps, rest, wait_until
 
 BATCHES = (3, 6, 3)  # users before it breaks, while it is broken, and afterwards
 STALL_S = 30.0
-LONGEST_STEP_S = 1.5
 LIMIT_OF_A_ROUND_S = 8.0  # of nine chats, while the disk is off
 
 Mend = Callable[[], None]

@@ -22,6 +22,7 @@ from bookkeeping import check_leader
 from kvbm_engine import assert_same, prompt, running
 
 from kvbm.config import schema
+from kvbm.disk.service import client
 from kvbm.types import Tier
 
 ALWAYS = {"to_disk": "always"}
@@ -510,7 +511,7 @@ def test_a_disk_that_hangs_holds_up_no_step_and_no_other_request(written, expect
         assert_same([waiting.wait().said()], [expected[1]])
         assert waiting.last.num_external_tokens < LOADABLE, "it was computed, at least in part"
         wait_until(engine, lambda: not is_on(engine))
-        assert not engine.engine._order(lambda: engine.leader.has_pending()), "an engine can rest though its disk hangs"
+        assert not engine.between_steps(lambda: engine.leader.has_pending()), "an engine can rest though its disk hangs"
         time.sleep(max(0.0, hung_s + 3.0 - time.monotonic()))
         assert steps.longest_s < LONGEST_STEP_S, "a step waited for the disk"
         faults.order()
@@ -546,7 +547,7 @@ def kill_disk(engine):
 def forget_memory(engine):
     """What is on disk stays."""
     engine.forget_g1()
-    engine.engine._order(lambda: engine.leader._host.store.reset() or True)
+    engine.between_steps(lambda: engine.leader._host.store.reset() or True)
 
 
 def test_an_engine_whose_disk_process_is_killed_goes_on_and_has_its_disk_again(written, expected):
@@ -674,7 +675,7 @@ def test_a_stopped_disk_process_costs_one_deadline_and_no_block(written, expecte
                 engine.ask(prompt(seed, LENGTH))
                 assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
             deadline_s = time.monotonic() + 5
-            while engine.engine._order(lambda: engine.leader.has_pending()):
+            while engine.between_steps(lambda: engine.leader.has_pending()):
                 assert time.monotonic() < deadline_s, "the engine cannot rest meanwhile"
                 time.sleep(0.01)
         assert steps.longest_s < LONGEST_STEP_S, "a step waited for the process"
@@ -695,7 +696,7 @@ def test_a_reset_does_not_wait_for_a_stopped_disk_process(written):
     with engine_on(written) as engine:
         steps = Steps(engine)
         with stopped_disk(engine):
-            for limit_s in (3.0, 1.0, 1.0):
+            for limit_s in (5 * client.ANSWER_LIMIT_S, client.ANSWER_LIMIT_S, client.ANSWER_LIMIT_S):
                 started_s = time.monotonic()
                 assert not engine.engine.reset_prefix_cache(), "it is not durable yet"
                 assert time.monotonic() - started_s < limit_s
@@ -703,6 +704,29 @@ def test_a_reset_does_not_wait_for_a_stopped_disk_process(written):
         wait_until(engine, lambda: not engine.counters.disk_off)
         assert engine.counters.onboard_disk_blocks == 0
         assert steps.longest_s < LONGEST_STEP_S
+
+
+def test_an_engine_starts_without_a_disk_that_does_not_answer(written, monkeypatch, caplog):
+    start = client._start
+
+    def start_and_stop(fd):
+        process = start(fd)
+        os.kill(process.pid, signal.SIGSTOP)
+        return process
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "BEAT_LIMIT_S", 0.5)
+        patch.setattr(client, "_start", start_and_stop)
+        with engine_on(written) as engine:
+            assert "does not answer for 0.5 s; the engine runs without the disk tier" in caplog.text
+            engine.ask(prompt(2, LENGTH))
+            engine.settle()
+            engine.forget_g1()
+            assert engine.ask(prompt(2, LENGTH)).last.num_external_tokens == LOADABLE, "host memory is used"
+            assert engine.counters.disk_off == engine.counters.disk_times_off == 1
+            assert not engine.engine.reset_prefix_cache(), "the blocks on disk are still there"
+    with engine_on(written) as engine:
+        assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == LOADABLE
 
 
 def test_an_engine_ends_although_its_disk_process_is_stopped(written, expected):

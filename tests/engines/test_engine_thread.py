@@ -8,7 +8,7 @@ import pytest
 from engine_rig import prompts_of
 
 from kvbm.embedded.engine.config import EngineConfig
-from kvbm.embedded.engine.engine import Engine
+from kvbm.embedded.engine.engine import RESET_PAUSE, Engine
 from kvbm.embedded.engine.request import SamplingParams
 from kvbm.errors import EngineError, ProfileError
 
@@ -140,22 +140,98 @@ def test_a_reset_is_waited_for_and_reaches_the_connector():
 
 
 def test_a_request_is_served_while_others_order_without_a_pause():
-    """Each reset orders the next one before it ends, like many callers who repeat it."""
+    """Each abort orders the next one before it ends, like many callers who repeat it."""
     with Served() as served:
         engine, client = served.engine, served.submit(PROMPT, max_tokens=4)
-        reset, limit_s = engine.core.scheduler.reset_prefix_cache, time.monotonic() + WAIT_S / 6
+        abort, limit_s = engine.core.abort, time.monotonic() + WAIT_S / 6
 
-        def reset_again() -> bool:
+        def abort_again(request_id) -> bool:
             if not client.ended.is_set() and time.monotonic() < limit_s:
-                threading.Thread(target=engine.reset_prefix_cache).start()
-                while engine._orders.empty():
-                    time.sleep(0)
-            return reset()
+                engine.abort(request_id)
+            return abort(request_id)
 
-        engine.core.scheduler.reset_prefix_cache = reset_again
-        engine.reset_prefix_cache()
+        engine.core.abort = abort_again
+        engine.abort("unknown")
         client.wait()
         assert time.monotonic() < limit_s
+
+
+class SlowReset:
+    """Takes the place of the scheduler's reset: takes `lasts_s`, and waits until it may end."""
+
+    def __init__(self, engine, *, lasts_s=0.0):
+        self.count = 0
+        self.lasts_s = lasts_s
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        engine.core.scheduler.reset_prefix_cache = self
+
+    def __call__(self):
+        self.count += 1
+        self.has_begun.set()
+        assert self.may_end.wait(WAIT_S)
+        time.sleep(self.lasts_s)
+        return True
+
+
+def test_one_reset_answers_all_callers_who_wait_when_it_starts():
+    with Served() as served:
+        reset = SlowReset(served.engine)
+        first = served.engine.begin_reset()
+        assert reset.has_begun.wait(WAIT_S)
+        later = [served.engine.begin_reset() for _ in range(20)]
+        reset.may_end.set()
+        assert [one.result(WAIT_S) for one in (first, *later)] == [True] * 21
+        assert reset.count == 2, "the running one has not cleared what came after its start"
+
+
+def test_callers_who_repeat_a_slow_reset_leave_the_engine_most_of_its_time():
+    lasts_s = 0.05
+    with Served() as served:
+        reset = SlowReset(served.engine, lasts_s=lasts_s)
+        reset.may_end.set()
+        client = served.submit(PROMPT, max_tokens=200, ignore_eos=True)
+        assert client.started.wait(WAIT_S)
+
+        def repeat():
+            while not client.ended.is_set():
+                served.engine.reset_prefix_cache()
+
+        callers = [threading.Thread(target=repeat) for _ in range(4)]
+        began_s, began = time.monotonic(), reset.count
+        for caller in callers:
+            caller.start()
+        client.wait()
+        took_s, resets = time.monotonic() - began_s, reset.count - began
+        for caller in callers:
+            caller.join(WAIT_S)
+        assert 1 <= resets <= 2 + took_s / (lasts_s * RESET_PAUSE), "one before the first pause, one after the request"
+
+
+def test_a_reset_of_an_idle_engine_waits_for_no_pause():
+    with Served() as served:
+        reset = SlowReset(served.engine, lasts_s=0.2)
+        reset.may_end.set()
+        began_s = time.monotonic()
+        for _ in range(5):
+            assert served.engine.reset_prefix_cache()
+        assert time.monotonic() - began_s < 5 * reset.lasts_s * RESET_PAUSE
+        assert reset.count == 5
+
+
+def test_resets_that_wait_when_the_engine_dies_are_answered():
+    with Served() as served:
+        reset = SlowReset(served.engine)
+        first = served.engine.begin_reset()
+        assert reset.has_begun.wait(WAIT_S)
+        later = [served.engine.begin_reset() for _ in range(3)]
+        served.engine.core.scheduler.reset_prefix_cache = lambda: 1 / 0
+        reset.may_end.set()
+        assert first.result(WAIT_S)
+        for one in later:
+            with pytest.raises(EngineError, match="ZeroDivisionError"):
+                one.result(WAIT_S)
+        with pytest.raises(EngineError, match="is not running"):
+            served.engine.begin_reset()
 
 
 def test_the_thread_keeps_stepping_until_the_connector_has_nothing_under_way():

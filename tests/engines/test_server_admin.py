@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
-from server_rig import ADMIN_TOKEN, Client, WrittenEngine, serve
+from server_rig import ADMIN_TOKEN, COMPLETIONS, Client, WrittenEngine, serve
 
 from kvbm.config.launch_plan import ADMIN_HEADER
 from kvbm.embedded.http.admin import require_admin
@@ -34,7 +35,8 @@ REFUSED = {
 def test_refused_caller_does_not_reset_the_cache(headers: dict[str, str]) -> None:
     engine = WrittenEngine()
     resets: list[bool] = []
-    engine.reset_prefix_cache = lambda: resets.append(True) or True  # type: ignore[method-assign]
+    begin_reset = engine.begin_reset
+    engine.begin_reset = lambda: resets.append(True) or begin_reset()  # type: ignore[method-assign]
 
     async def use(client: Client) -> None:
         status, body = await client.post(RESET, headers)
@@ -84,3 +86,23 @@ def test_other_machine_is_refused_and_a_server_without_token_refuses_all(
         require_admin(request.clone(remote="::ffff:127.0.0.1"), ADMIN_TOKEN)
 
     asyncio.run(check())
+
+
+def test_resets_that_wait_hold_up_no_completion() -> None:
+    """A text is tokenized in a thread of the event loop's pool, which has few."""
+    engine = WrittenEngine()
+    resets = [Future[bool]() for _ in range(50)]
+    waiting = list(resets)
+    engine.begin_reset = waiting.pop  # type: ignore[method-assign]
+
+    async def use(client: Client) -> None:
+        callers = [asyncio.create_task(client.post(RESET, TOKEN)) for _ in resets]
+        while waiting:
+            await asyncio.sleep(0.01)
+        status, _ = await client.post(COMPLETIONS, prompt="Hello", max_tokens=2)
+        assert status == 200
+        for reset in resets:
+            reset.set_result(True)
+        assert await asyncio.gather(*callers) == [(200, {"reset": True})] * len(resets)
+
+    serve(engine, use)

@@ -187,6 +187,7 @@ def test_an_address_of_another_machine_is_named(capfd: pytest.CaptureFixture[str
         (["--model", "m", "--num-blocks", "many"], "argument --num-blocks: 'many' is not an integer of at least 1"),
         (["--model", "m", "--seed", "-1"], "argument --seed: '-1' is not an integer of at least 0"),
         (["--model", "m", "--drain-timeout", "nan"], "argument --drain-timeout: 'nan' is not a number of seconds"),
+        (["--model", "m", "--drain-timeout", "1e308"], "argument --drain-timeout: '1e308' is not a number of seconds"),
         (["--model", "m", "--wibble"], "unrecognized arguments: --wibble"),
         (["--model", "m", "--max-model", "5"], "unrecognized arguments: --max-model 5"),
         (["--model", "m", "--worker-process"], "--worker-process requires --connector"),

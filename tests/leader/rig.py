@@ -262,6 +262,7 @@ class Rig:
         trace=None,
         groups=(),
         gives_up_blocks=False,
+        accepts_failed_loads=True,
         **settings,
     ) -> None:
         self.g1 = G1(blocks, ranks)
@@ -273,7 +274,12 @@ class Rig:
             self.disk.shards = self.region.shards
             self.disk.slots_carry = self.region.slots_carry
         self.now_s = 0.0
-        traits = EngineTraits(block_tokens=16, groups=groups, gives_up_blocks=gives_up_blocks)
+        traits = EngineTraits(
+            block_tokens=16,
+            groups=groups,
+            gives_up_blocks=gives_up_blocks,
+            accepts_failed_loads=accepts_failed_loads,
+        )
         defaults = {"block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks, "batch_blocks": 4}
         self.leader = Leader(
             self.region,

@@ -120,6 +120,22 @@ MUTANTS = (
         fails="tests/engines/test_engine_thread.py -k without_a_pause",
     ),
     Mutant(
+        name="engine-resets-without-a-pause",
+        bug="callers who repeat resets of a slow disk take most of the engine's time",
+        file="kvbm/embedded/engine/engine.py",
+        old="RESET_PAUSE * (ended_s - began_s)",
+        new="0",
+        fails="tests/engines/test_engine_thread.py -k leave_the_engine",
+    ),
+    Mutant(
+        name="disk-process-reports-a-clear-late",
+        bug="the end of a clear is noticed only by the next poll, so that each reset takes 0.1 s",
+        file="kvbm/disk/index_thread.py",
+        old="            clear.on_durable()\n",
+        new="",
+        fails="tests/disk/test_storage.py",
+    ),
+    Mutant(
         name="reset-of-the-cache-without-a-token",
         bug="Every program on the machine can empty the cache of the embedded engine.",
         file="kvbm/embedded/http/admin.py",
@@ -155,8 +171,8 @@ MUTANTS = (
         name="log-open-to-all",
         bug="Every user of the machine can read the engine's log.",
         file="kvbm_cli/engine/process.py",
-        old="os.open(name, flags, 0o600)",
-        new="os.open(name, flags, 0o666)",
+        old='return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))',
+        new='return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o666))',
         fails="tests/cli/test_modes.py -k run_is_private",
     ),
 )

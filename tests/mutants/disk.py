@@ -346,4 +346,20 @@ MUTANTS = (
         new="for instance in reversed(_instances_of(home))]",
         fails="tests/disk/test_supervisor.py -k other_cache",
     ),
+    Mutant(
+        name="disk-process-opens-in-silence",
+        bug="a disk cache that takes long to open is taken for a process that does not answer",
+        file="kvbm/disk/service/server.py",
+        old="                send(messages.Opening())\n",
+        new="                continue\n",
+        fails="tests/disk/test_client.py -k heartbeats",
+    ),
+    Mutant(
+        name="leader-resets-a-disk-that-it-lacks",
+        bug="a reset reports success although the disk did not answer at start-up and keeps its blocks",
+        file="kvbm/leader/leader.py",
+        old="is_forgotten = not self._lacks_disk",
+        new="is_forgotten = True",
+        fails="tests/engines/test_disk_in_engine.py -k does_not_answer",
+    ),
 )

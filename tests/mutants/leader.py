@@ -278,4 +278,12 @@ MUTANTS = (
         new="",
         fails="tests/engines/test_boundary.py -k hangs",
     ),
+    Mutant(
+        name="leader-reads-the-wall-clock",
+        bug="a clock that is set ahead makes the ranks look silent and the reads late",
+        file="kvbm/leader/guarded.py",
+        old="        clock: Callable[[], float] = time.monotonic,\n",
+        new="        clock: Callable[[], float] = lambda: time.time(),\n",
+        fails="tests/engines/test_clock_changes.py",
+    ),
 )

@@ -35,12 +35,13 @@ import disk_tier
 import identity
 import leader
 import onboards
+import sizing
 import trtllm
 import worker
 from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-TABLES = (core, leader, onboards, disk, disk_tier, identity, device, worker, trtllm, cli)
+TABLES = (core, leader, onboards, disk, disk_tier, identity, device, worker, trtllm, sizing, cli)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them
 

@@ -132,4 +132,28 @@ MUTANTS = (
         new="        if True:\n            _, running.error",
         fails="tests/engines/test_boundary.py -k fence",
     ),
+    Mutant(
+        name="worker-process-waits-for-its-log",
+        bug="a worker process blocks when its stderr is a full pipe",
+        file="kvbm/embedded/worker_placement.py",
+        old="    use_queued_stderr()\n",
+        new="",
+        fails="tests/engines/test_full_log.py",
+    ),
+    Mutant(
+        name="disk-process-waits-for-its-log",
+        bug="a disk process blocks when its stderr is a full pipe",
+        file="kvbm/disk/service/server.py",
+        old="    use_queued_stderr()\n",
+        new="",
+        fails="tests/engines/test_full_log.py",
+    ),
+    Mutant(
+        name="log-queue-reports-no-drops",
+        bug="nothing in the log says that entries were dropped",
+        file="kvbm/host/log_queue.py",
+        old="                self._write(self._note(dropped))\n",
+        new="",
+        fails="tests/host/test_log_queue.py",
+    ),
 )

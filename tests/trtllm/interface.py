@@ -341,6 +341,17 @@ class Manager:
         return request.request_id not in self.finished_async_loading
 
 
+class LlmArguments(SimpleNamespace):
+    """TorchLlmArgs, a pydantic model: it can be written down."""
+
+    def model_dump(self) -> dict[str, Any]:
+        sections = {
+            "kv_cache_config": vars(self.kv_cache_config),
+            "parallel_config": vars(self.parallel_config.to_mapping()),
+        }
+        return {**vars(self), **sections}
+
+
 def arguments(version: Version, *, block_tokens: int, rank_count: int, **more: Any) -> Any:
     """Return the constructor's argument in the form of this version."""
     mapping = SimpleNamespace(
@@ -351,4 +362,4 @@ def arguments(version: Version, *, block_tokens: int, rank_count: int, **more: A
     cache = SimpleNamespace(tokens_per_block=block_tokens, max_attention_window=None, dtype="auto")
     parallel = SimpleNamespace(to_mapping=lambda: mapping)
     values = {"model": "", "max_beam_width": 1, "max_seq_len": 4096, "speculative_config": None, "lora_config": None}
-    return SimpleNamespace(**{**values, "kv_cache_config": cache, "parallel_config": parallel, **more})
+    return LlmArguments(**{**values, "kv_cache_config": cache, "parallel_config": parallel, **more})

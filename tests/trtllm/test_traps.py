@@ -153,12 +153,11 @@ def test_trap_4_only_whole_blocks_before_the_last_token_are_offered(open_engine,
     assert asks(engine, Script(3, PROMPT[:16])) == (12, True)
 
 
-@pytest.mark.parametrize("host", [None, {"blocks": 8}])
-def test_trap_5_with_a_disk_tier_the_start_fails(tmp_path, host):
-    """A block on disk cannot be promised, because its read may fail. So nothing would ever be read from disk."""
-    config = {"tiers": {"host": host, "disk": {"directory": str(tmp_path), "blocks": 8}}}
+def test_trap_5_with_a_disk_tier_and_no_host_memory_the_start_fails(tmp_path):
+    """A block on disk cannot be promised, because its read may fail. So nothing would ever be loaded."""
+    config = {"tiers": {"disk": {"directory": str(tmp_path), "blocks": 8}}}
     with (
-        pytest.raises(EnvironmentProblem, match="a disk tier does not work with TensorRT-LLM"),
+        pytest.raises(EnvironmentProblem, match="a disk tier without host memory does not work with TensorRT-LLM"),
         Engine(V1_2, config=config),
     ):
         pass

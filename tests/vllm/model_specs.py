@@ -1,13 +1,15 @@
 """What vLLM itself says of the KV cache of each model in the catalogue. Run as a script, it prints JSON.
 
+Arguments: a file of configurations by name, and the numbers of ranks, by default TENSOR_PARALLEL.
+
 vLLM's own model class is built on the meta device, which takes no memory, and asked for the spec of each layer; then
 vLLM's own functions form the groups. Experts and vocabulary are made small, because they do not change the cache. A
 model with an image part is built as its language model alone. The ranks of tensor parallelism are only claimed.
 
-    {model: {"1 LBNHC": {"block_tokens": 128, "bytes": 2097152, "groups": [[128, 32], ...]}, ...}}
+    {model: {"1 LBNHC": {"block_tokens": 128, "bytes": 2097152, "groups": [[128, 32, 0], ...]}, ...}}
 
-`groups` has the tokens, or "state", and the layers of each group. For a model that this build of vLLM cannot construct,
-there is the error instead.
+`groups` has of each group the tokens, or "state", the layers, and the length of the window. For a model that this
+build of vLLM cannot construct, there is the error instead.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +26,7 @@ from unittest.mock import MagicMock
 
 TENSOR_PARALLEL = (1, 2, 8)
 LAYOUTS = ("LBNHC", "BLHNC")
+MORE_ARGUMENTS = "MODEL_SPECS_ARGUMENTS"  # variable with arguments of vLLM, as JSON
 LANGUAGE_MODELS = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
     "Gemma4ForConditionalGeneration": ("Gemma4ForCausalLM", "gemma4_text"),
@@ -96,18 +100,19 @@ def specs_of(config: dict[str, Any], tensor_parallel: int) -> tuple[Any, dict[st
 
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        arguments = EngineArgs(
-            model=directory,
-            tokenizer=directory,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            enforce_eager=True,
-            max_model_len=2048,
-            dtype="bfloat16",
-            mamba_ssm_cache_dtype="float32",
-            enable_prefix_caching=True,
-        )
-        vllm_config = arguments.create_engine_config()
+        arguments: dict[str, Any] = {
+            "model": directory,
+            "tokenizer": directory,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "enforce_eager": True,
+            "max_model_len": 2048,
+            "dtype": "bfloat16",
+            "mamba_ssm_cache_dtype": "float32",
+            "enable_prefix_caching": True,
+            **json.loads(os.environ.get(MORE_ARGUMENTS, "{}")),
+        }
+        vllm_config = EngineArgs(**arguments).create_engine_config()
         with set_current_vllm_config(vllm_config):
             if not parallel_state.model_parallel_is_initialized():
                 where = f"file://{tempfile.mktemp()}"
@@ -124,7 +129,8 @@ def specs_of(config: dict[str, Any], tensor_parallel: int) -> tuple[Any, dict[st
 
 
 def _has_cache(layer: object) -> bool:
-    return hasattr(layer, "get_kv_cache_spec")
+    """vLLM's runner skips layers that share the cache of another one."""
+    return hasattr(layer, "get_kv_cache_spec") and not getattr(layer, "kv_sharing_target_layer_name", None)
 
 
 def groups_of(vllm_config: Any, specs: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -143,15 +149,20 @@ def groups_of(vllm_config: Any, specs: dict[str, Any], layout: str) -> dict[str,
 
 
 def _group(spec: Any, layers: int) -> list[object]:
-    return ["state" if hasattr(spec, "mamba_type") else spec.block_size, layers]
+    """Return the tokens, the layers, and how many tokens back they look; 0 for all."""
+    if hasattr(spec, "mamba_type"):
+        return ["state", layers, 0]
+    one = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+    reach = getattr(one, "sliding_window", None) or getattr(one, "attention_chunk_size", None) or 0
+    return [spec.block_size, layers, reach]
 
 
-def main(catalogue: Path) -> None:
+def main(catalogue: Path, tensor_parallel: Sequence[int]) -> None:
     prepare()
     models: dict[str, Any] = {}
     for name, config in json.loads(catalogue.read_text()).items():
         models[name] = {}
-        for ranks in TENSOR_PARALLEL:
+        for ranks in tensor_parallel:
             try:
                 vllm_config, specs = specs_of(language_model(config), ranks)
             except Exception as error:  # whatever this build of vLLM cannot construct; the test lists which ones
@@ -164,4 +175,5 @@ def main(catalogue: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
-    main(Path(sys.argv[1]))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    main(Path(sys.argv[1]), [int(ranks) for ranks in sys.argv[2:]] or TENSOR_PARALLEL)

@@ -12,8 +12,8 @@ from model_specs import LAYOUTS, TENSOR_PARALLEL
 from kvbm.config.engine import VllmArguments
 from kvbm.sizing import SizeUnknown
 from kvbm.sizing.catalogue import CATALOGUE_FILE, catalogue
-from kvbm.sizing.layer_specs import LayerKind
-from kvbm.sizing.vllm import plan_of
+from kvbm.sizing.families.layer_specs import LayerKind
+from kvbm.sizing.vllm import Setting, plan_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("catalogue")]
 
@@ -40,13 +40,15 @@ def truth() -> dict[str, dict[str, Any]]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def ours(facts: dict[str, Any], ranks: int, layout: str) -> dict[str, Any]:
+def ours(facts: dict[str, Any], ranks: int, layout: str, **more: Any) -> dict[str, Any]:
     """The same in our words: what a CPU build does in bfloat16, with states in float32 as model_specs.py fixes them."""
     facts = {name: value for name, value in facts.items() if name != "quantization_config"}
-    arguments = VllmArguments(tensor_parallel_size=ranks, max_model_len=2048, mamba_ssm_cache_dtype="float32")
-    plan = plan_of(arguments, facts, variables={"VLLM_KV_CACHE_LAYOUT": layout}, on_cpu=True)
+    given = {"tensor_parallel_size": ranks, "max_model_len": 2048, "mamba_ssm_cache_dtype": "float32", **more}
+    arguments = VllmArguments.model_validate(given)
+    plan = plan_of(arguments, facts, Setting({"VLLM_KV_CACHE_LAYOUT": layout}, on_cpu=True))
     groups = [
-        ["state" if group.kind is LayerKind.STATE else group.block_tokens, len(group.specs)] for group in plan.groups
+        ["state" if group.kind is LayerKind.STATE else group.block_tokens, len(group.specs), group.specs[0].reach]
+        for group in plan.groups
     ]
     block_bytes = max(group.bytes_on(plan.layers) for group in plan.groups)
     return {"block_tokens": plan.block_tokens, "bytes": block_bytes, "groups": sorted(groups, key=str)}

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.config import KVTransferConfig
-from vllm_server import CONNECTOR
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm_server import CONNECTOR, FAULTY_CONNECTOR
 
 from kvbm.errors import ProfileError
 from kvbm.vllm_integration import placement
@@ -17,6 +18,7 @@ from kvbm.vllm_integration import placement
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch
 OURS = CONNECTOR
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+MOONCAKE = {"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
@@ -50,6 +52,39 @@ def check(monkeypatch, config):
 )
 def test_it_runs_alone_in_pd_and_with_connectors_that_have_no_handshake(monkeypatch, config):
     check(monkeypatch, config)
+
+
+class ReportsFailures(ExampleConnector):
+    """Loads within a step, and reports what failed after it."""
+
+    def get_block_ids_with_load_errors(self):
+        return set()
+
+
+REPORTS_FAILURES = {
+    "kv_connector": "ReportsFailures",
+    "kv_connector_module_path": "test_placement",
+    "kv_role": "kv_both",
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        multi(OURS, REPORTS_FAILURES),
+        multi(REPORTS_FAILURES, OURS),
+        multi(multi(OURS), multi(EXAMPLE, REPORTS_FAILURES)),
+    ],
+)
+def test_a_connector_whose_loads_fail_after_the_step_is_refused(monkeypatch, config):
+    """kvbm would store what the step has computed from blocks that were not loaded."""
+    with pytest.raises(ProfileError, match="ReportsFailures cannot run with kvbm"):
+        check(monkeypatch, config)
+
+
+@pytest.mark.parametrize("child", [MOONCAKE, FAULTY_CONNECTOR])
+def test_a_connector_that_reports_failures_before_the_step_is_accepted(child):
+    assert not placement._may_fail_in_a_step(KVTransferConfig(**child))
 
 
 @pytest.mark.parametrize(

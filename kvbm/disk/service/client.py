@@ -33,12 +33,17 @@ from kvbm.types import SegmentInfo
 HOME = str(Path(__file__).parents[3])  # the child imports this package from here
 ANSWER_LIMIT_S = 2.0  # without progress; 4 beats
 REPLACE_AFTER_S = 60.0  # without any message
-OPEN_LIMIT_S = 300.0  # without any message while the storage is opened
+BEAT_LIMIT_S = 20.0  # without any message while the storage is opened; a busy machine starts a process in seconds
+OPEN_LIMIT_S = 300.0  # without any message but heartbeats
 GRACE_S = 1.0
 EXIT_S = 1.0
 FOUND_BATCH_BLOCKS = 1024
 
 log = logging.getLogger(__name__)
+
+
+class UnresponsiveDisk(EnvironmentProblem):
+    """The disk process, or the disk, does not answer while the storage is opened."""
 
 
 class DiskClient:
@@ -75,7 +80,7 @@ class DiskClient:
         progress: Callable[[int, int], None] | None = None,
         instance: Path | None = None,
     ) -> DiskClient:
-        """Start a process and open its storage. Raises EnvironmentProblem.
+        """Start a process and open its storage. Raises EnvironmentProblem, UnresponsiveDisk if it does not answer.
 
         `progress(done_bytes, total_bytes)` is called while space is allocated. `instance`: this one, or a new one if it
         is not available.
@@ -207,15 +212,17 @@ class DiskClient:
         self.is_alive = False
 
     def _wait_until_open(self, progress: Callable[[int, int], None] | None) -> messages.Opened:
-        self._heard_s = time.monotonic()
+        self._heard_s = moved_s = time.monotonic()
         while self.is_alive:
-            self._channel.wait(OPEN_LIMIT_S)
+            self._channel.wait(BEAT_LIMIT_S)
             received = self._messages()
-            if time.monotonic() - self._heard_s >= OPEN_LIMIT_S:
-                raise EnvironmentProblem(
-                    f"the disk process sent nothing for {OPEN_LIMIT_S:g} s while it opened the disk cache",
-                    hint="check the file system of `tiers.disk.directory`",
-                )
+            now = time.monotonic()
+            if any(not isinstance(message, messages.Opening) for message in received):
+                moved_s = now
+            if now - self._heard_s >= BEAT_LIMIT_S:
+                raise UnresponsiveDisk(f"disk process {self.pid} does not answer for {BEAT_LIMIT_S:g} s")
+            if now - moved_s >= OPEN_LIMIT_S:
+                raise UnresponsiveDisk(f"opening the disk cache has made no progress for {OPEN_LIMIT_S:g} s")
             for message in received:
                 match message:
                     case messages.SpaceTaken() if progress is not None:

@@ -1,7 +1,7 @@
 """DiskChannel: the socket between the leader and its disk process, and the messages on it.
 
     leader ──▶ Open, Recover, Read, Write, Forget, Clear, Close ──▶ child
-    leader ◀── SpaceTaken, Problem, Opened, FoundBlocks, Status, Cleared, Logged ◀── child
+    leader ◀── Opening, SpaceTaken, Problem, Opened, FoundBlocks, Status, Cleared, Logged ◀── child
 
 `send` and `receive` never block, so that an engine's step never does: what the socket does not accept is buffered and
 sent by a later call. Messages are pickled; both ends are the same program, and no other process has the socket.
@@ -54,6 +54,10 @@ class Open(NamedTuple):
     hash_bytes: int
     cores: frozenset[int]
     instance: Path | None
+
+
+class Opening(NamedTuple):
+    """Heartbeat while the storage is opened, sent every BEAT_S. It says nothing about progress."""
 
 
 class Recover(NamedTuple):

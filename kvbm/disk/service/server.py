@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from kvbm.disk.directory import await_predecessor
@@ -27,6 +28,7 @@ from kvbm.disk.service import messages
 from kvbm.disk.service.messages import ChannelClosed, DiskChannel
 from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.log_queue import use_queued_stderr
 from kvbm.host.region import Region
 
 BUSY_INTERVAL_S = 0.1  # between checks for I/O that hangs
@@ -45,9 +47,9 @@ class _Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.kept.append(messages.Logged(record.name, record.levelno, self.format(record)))
 
-    def send(self, channel: DiskChannel) -> None:
+    def send(self, send: Callable[[object], None]) -> None:
         while self.kept:
-            channel.send(self.kept.popleft())
+            send(self.kept.popleft())
 
 
 class _Child:
@@ -116,13 +118,14 @@ class _Child:
         if self._clears and all(clear.is_durable for clear in self._clears):
             self._clears.clear()
             self._channel.send(messages.Cleared())
-        self._log.send(self._channel)
+        self._log.send(self._channel.send)
 
 
 def main() -> int:
     """Return 0 after Close, 1 if the disk could not be opened. If the leader exits, the process exits at once."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the leader may still write blocks, and then sends Close
+    use_queued_stderr()
     log = _Log()
     logging.getLogger("kvbm").addHandler(log)
     logging.getLogger("kvbm").setLevel(logging.INFO)
@@ -132,19 +135,8 @@ def main() -> int:
         order = _receive_open(channel)
         os.sched_setaffinity(0, order.cores)
         try:
-            region = Region.map(order.segments)
-            if order.settings.persist and order.instance is None:
-                name = order.namespace.digest.hex()
-                await_predecessor(order.settings.directory, name, on_wait=partial(log.send, channel))
-            storage = DiskStorage.open(
-                order.settings,
-                order.namespace,
-                region.shards,
-                hash_bytes=order.hash_bytes,
-                slots_carry=region.slots_carry,
-                instance=order.instance,
-                progress=lambda done, total: channel.send(messages.SpaceTaken(done, total)),
-            )
+            with _beating(channel) as send:
+                storage = _open(order, send, log)
         except EnvironmentProblem as error:
             channel.send(messages.Problem(error.message, error.hint))
             _send_all(channel)
@@ -155,6 +147,46 @@ def main() -> int:
     except ChannelClosed:
         os._exit(0)
     return 0
+
+
+@contextmanager
+def _beating(channel: DiskChannel) -> Iterator[Callable[[object], None]]:
+    """Send heartbeats from a thread. Yields the function to send other messages with meanwhile."""
+    lock, has_ended = threading.Lock(), threading.Event()
+
+    def send(message: object) -> None:
+        with lock:
+            channel.send(message)
+
+    def beat() -> None:
+        with suppress(ChannelClosed):  # the other thread notices it
+            while not has_ended.wait(messages.BEAT_S):
+                send(messages.Opening())
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield send
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def _open(order: messages.Open, send: Callable[[object], None], log: _Log) -> DiskStorage:
+    """Raises EnvironmentProblem."""
+    region = Region.map(order.segments)
+    if order.settings.persist and order.instance is None:
+        name = order.namespace.digest.hex()
+        await_predecessor(order.settings.directory, name, on_wait=partial(log.send, send))
+    return DiskStorage.open(
+        order.settings,
+        order.namespace,
+        region.shards,
+        hash_bytes=order.hash_bytes,
+        slots_carry=region.slots_carry,
+        instance=order.instance,
+        progress=lambda done, total: send(messages.SpaceTaken(done, total)),
+    )
 
 
 def _receive_open(channel: DiskChannel) -> messages.Open:

@@ -1,6 +1,6 @@
 """Engine: a thread that owns model, scheduler, KV pool and connector, with a thread-safe interface.
 
-`submit`, `abort`, `reset_prefix_cache`, `stats` and `stop` may be called from any thread. Orders reach the engine
+`submit`, `abort`, `begin_reset`, `stats` and `stop` may be called from any thread. Orders reach the engine
 thread through one queue. Outputs go to each request's callback, which runs in the engine thread and must neither wait
 nor raise. Every submitted request gets exactly one output with a finish reason, also if the engine is stopped or dies.
 
@@ -16,9 +16,10 @@ import os
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +44,7 @@ IDLE_WAIT_S = 0.001
 BATCHED_TOKENS_CPU = 1024
 BATCHED_TOKENS_CUDA = 2048
 STOP_TIMEOUT_S = 30.0
+RESET_PAUSE = 5  # after a reset, a busy engine serves this many times as long before the next one
 
 log = logging.getLogger(__name__)
 
@@ -62,22 +64,19 @@ class EngineStats:
     failed_load_blocks: int
 
 
+def _running_future() -> Future[bool]:
+    """Return a future that its waiter cannot cancel: the engine thread sets its result."""
+    future: Future[bool] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A function to run between two steps, and the future of its result."""
+    """A function to run between two steps, None for a reset, and the future of its result."""
 
-    run: Callable[[], bool]
-    done: Future[bool]
-
-    def execute(self) -> None:
-        """Run the function. An error is set on the future, then ends the engine thread."""
-        try:
-            self.done.set_result(self.run())
-        except BaseException as error:
-            self.done.set_exception(
-                EngineError(f"the engine failed while executing this order: {type(error).__name__}: {error}")
-            )
-            raise
+    run: Callable[[], bool] | None
+    done: Future[bool] = field(default_factory=_running_future)
 
 
 class Engine:
@@ -104,6 +103,8 @@ class Engine:
         self.core = self._create_core()
         self._thread = threading.Thread(target=self._main, name="kvbm-engine", daemon=True)
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._resets: list[_Order] = []  # owned by the engine thread, as the next one
+        self._next_reset_s = 0.0
         self._lock = threading.Lock()  # guards the attributes below, which submitters and the engine thread share
         self._in_flight: dict[str, Request] = {}
         self._seeds = random.Random(config.seed)
@@ -168,15 +169,23 @@ class Engine:
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
             request = self.new_request(request_id, prompt_token_ids, params, self._forgetting(on_output), seed=seed)
             self._in_flight[request_id] = request
-            self._orders.put(_Order(lambda: self._add(request), Future()))
+            self._orders.put(_Order(lambda: self._add(request)))
 
     def abort(self, request_id: str) -> None:
         """End a request with finish reason "abort". Ignores a request that has ended."""
-        self._orders.put(_Order(lambda: self.core.abort(request_id), Future()))
+        self._orders.put(_Order(lambda: self.core.abort(request_id)))
+
+    def begin_reset(self) -> Future[bool]:
+        """Start to clear the prefix cache in G1 and in the connector. The future fails with EngineError if the engine
+        dies; so does this call if it has died.
+
+        One reset answers all callers who wait when it starts. Resets take a small part of a busy engine's time.
+        """
+        return self._order(None)
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache in G1 and in the connector, and wait for it. Raises EngineError if the engine dies."""
-        return self._order(self.core.scheduler.reset_prefix_cache)
+        return self.begin_reset().result()
 
     def stats(self) -> EngineStats:
         """Read counters without a lock: each number is correct, but they may differ by a step."""
@@ -199,7 +208,7 @@ class Engine:
         with self._lock:
             self._is_stopping = True
         if self._thread.is_alive():
-            self._orders.put(_Order(lambda: True, Future()))
+            self._orders.put(_Order(lambda: True))
             self._thread.join(STOP_TIMEOUT_S)
         with self._lock:
             is_mine = not self._is_shut_down and not self._thread.is_alive()
@@ -209,12 +218,12 @@ class Engine:
 
     # -- callers' side of an order -------------------------------------------------------------------------------------
 
-    def _order(self, run: Callable[[], bool]) -> bool:
-        order = _Order(run, Future())
+    def _order(self, run: Callable[[], bool] | None) -> Future[bool]:
+        order = _Order(run)
         with self._lock:
             self._require_running()
             self._orders.put(order)
-        return order.done.result()
+        return order.done
 
     def _require_running(self) -> None:
         if not self.is_healthy:
@@ -280,7 +289,8 @@ class Engine:
     def _serve(self) -> None:
         was_idle = False
         while not self._is_stopping:
-            self._take_orders(may_sleep=not self.core.has_work, was_idle=was_idle)
+            self._take_orders(may_sleep=not (self.core.has_work or self._resets), was_idle=was_idle)
+            self._reset_if_due()
             if self.core.has_work and not self._is_stopping:
                 was_idle = not self.core.step()
 
@@ -293,9 +303,25 @@ class Engine:
         with contextlib.suppress(queue.Empty):
             order = self._orders.get(timeout=timeout_s) if timeout_s != 0.0 else self._orders.get_nowait()
             queued = self._orders.qsize()
-            order.execute()
+            self._execute(order)
             for _ in range(queued):
-                self._orders.get_nowait().execute()
+                self._execute(self._orders.get_nowait())
+
+    def _execute(self, order: _Order) -> None:
+        if order.run is None:
+            self._resets.append(order)
+        else:
+            _fulfil([order], order.run)
+
+    def _reset_if_due(self) -> None:
+        """Answer all waiting resets with one. Callers who repeat them must not hold up requests."""
+        if not self._resets or (self.core.has_work and time.monotonic() < self._next_reset_s):
+            return
+        began_s = time.monotonic()
+        answered, self._resets = self._resets, []
+        _fulfil(answered, self.core.scheduler.reset_prefix_cache)
+        ended_s = time.monotonic()
+        self._next_reset_s = ended_s + RESET_PAUSE * (ended_s - began_s)
 
     def _add(self, request: Request) -> bool:
         self.core.add(request)
@@ -315,8 +341,9 @@ class Engine:
                 request.on_output(request.last_output(reason, error=failure))
         with contextlib.suppress(queue.Empty):
             while True:
-                order = self._orders.get_nowait()
-                order.done.set_exception(EngineError(failure or "the engine was stopped"))
+                self._resets.append(self._orders.get_nowait())
+        for order in self._resets:
+            order.done.set_exception(EngineError(failure or "the engine was stopped"))
 
     def _shut_down(self) -> None:
         if self._connector is not None:
@@ -324,6 +351,19 @@ class Engine:
             scheduler_connector.shutdown()
             worker_connector.shutdown()
         self.pool.close()
+
+
+def _fulfil(orders: list[_Order], run: Callable[[], bool]) -> None:
+    """Run the function, and answer these orders. An error is set on their futures, then ends the engine thread."""
+    try:
+        result = run()
+    except BaseException as error:
+        failure = EngineError(f"the engine failed while executing this order: {type(error).__name__}: {error}")
+        for order in orders:
+            order.done.set_exception(failure)
+        raise
+    for order in orders:
+        order.done.set_result(result)
 
 
 def _limits(config: EngineConfig, device: str) -> SchedulerLimits:

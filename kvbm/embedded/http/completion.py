@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -27,8 +28,8 @@ ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class ServedEngine(Protocol):
-    """The engine interface that the server uses. `stop` and `reset_prefix_cache` block until the engine thread has
-    finished them; all others may be called on the event loop. `failure` is the reason why an engine is not healthy.
+    """The engine interface that the server uses. `stop` blocks until the engine thread has ended; all others may be
+    called on the event loop. `failure` is the reason why an engine is not healthy.
     """
 
     @property
@@ -48,7 +49,7 @@ class ServedEngine(Protocol):
         on_output: Callable[[RequestOutput], None],
     ) -> None: ...
     def abort(self, request_id: str) -> None: ...
-    def reset_prefix_cache(self) -> bool: ...
+    def begin_reset(self) -> Future[bool]: ...
     def stop(self) -> None: ...
 
 

@@ -208,7 +208,7 @@ class _Endpoints:
         served = self._service.ready()
         _check_query(request, "reset_external", "true", "false")
         try:
-            is_reset = await asyncio.to_thread(served.engine.reset_prefix_cache)
+            is_reset = await asyncio.wrap_future(served.engine.begin_reset())
         except EngineError as error:
             raise RequestError(error.message, status=503, code="engine_failed") from error
         if not is_reset:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 
 from kvbm.errors import KvbmError, ProfileError
 
@@ -12,10 +15,9 @@ _CACHE_FACTS = re.compile(
     r"linear_attn|sparse_attention|^attn_layer_|attn_type_list|^mamba_|^ssm_|^kda_|^compress_|block_configs"
     r"|attention_chunk_size|^swa_|^hybrid_|use_cla|num_attention_groups|multi_query|^index_topk|indexer_types"
     r"|kv_shared_layers|global_head_dim|num_global|full_attention_interval|layers_block_type|^state_size"
-    r"|kv_lora_rank|sliding_window|layer_types|cla_share_factor|share_kv|attention_other_setting"
+    r"|kv_lora_rank|sliding_window|layer_types|cla_share_factor|share_kv|attention_other_setting|^rswa|dual_chunk|^n_head_kv|^num_kv_heads|hidden_size_per_head"
 )
-
-
+DEFAULTS_FILE = Path(__file__).with_name("defaults.json")
 _HARMLESS_FACTS = {"mlp_layer_types", "mamba_hidden_act", "ssm_multipliers"}
 
 
@@ -23,14 +25,29 @@ class SizeUnknown(KvbmError):
     """Not a mistake: only the engine knows the size of a block, after it has started."""
 
 
-class ModelFacts(Mapping[str, object]):
-    """The part of a configuration that describes the language model. It notes which facts were read."""
+@cache
+def family_defaults() -> Mapping[str, Mapping[str, object]]:
+    """Return the defaults of transformers' configuration classes, by model type. `null` follows from other facts."""
+    defaults: Mapping[str, Mapping[str, object]] = json.loads(DEFAULTS_FILE.read_bytes())
+    return defaults
 
-    def __init__(self, model_config: Mapping[str, object]) -> None:
-        text_config = model_config.get("text_config")
-        text = text_config if isinstance(text_config, Mapping) else {}
-        self._facts = {**model_config, **text} if text else model_config
+
+class ModelFacts(Mapping[str, object]):
+    """The facts of a language model: those given, and defaults for those left out. It notes which facts were read."""
+
+    def __init__(self, given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> None:
+        self._given, self._facts = given, {**(defaults or {}), **given}
         self._read: set[str] = set()
+
+    @classmethod
+    def of(cls, model_config: Mapping[str, object]) -> ModelFacts:
+        """Return the facts of the language model of a configuration, with the defaults of its model type."""
+        given = text_facts(model_config)
+        return cls(given, family_defaults().get(str(given.get("model_type"))))
+
+    @property
+    def model_type(self) -> str:
+        return str(self._facts.get("model_type"))
 
     def __getitem__(self, name: str) -> object:
         self._read.add(name)
@@ -43,7 +60,9 @@ class ModelFacts(Mapping[str, object]):
         return len(self._facts)
 
     def number(self, name: str, *, default: int | None = None) -> int:
-        """Return a positive whole number. ProfileError if the configuration has none of that name."""
+        """Return a positive whole number. ProfileError for anything else, SizeUnknown for a missing one."""
+        if default is None and name not in self:
+            raise SizeUnknown(f"the model's configuration has no `{name}`, and only the engine knows the default")
         return count(self, name, default=default)
 
     def numbers(self, *names: str, default: int) -> int:
@@ -59,23 +78,16 @@ class ModelFacts(Mapping[str, object]):
     def flag(self, name: str) -> bool:
         return bool(self.get(name))
 
-    def with_defaults(self, defaults: Mapping[str, object]) -> ModelFacts:
-        """Return these facts with defaults for those that are missing. What is read there counts as read here."""
-        facts = ModelFacts({})
-        facts._facts = {**defaults, **{name: value for name, value in self._facts.items() if value is not None}}
-        facts._read = self._read
-        return facts
-
     def section(self, name: str) -> ModelFacts:
-        """Return a section of the configuration. ProfileError if there is none."""
+        """Return a section of the configuration. SizeUnknown if there is none."""
         value = self.get(name)
         if not isinstance(value, Mapping):
-            raise ProfileError(f"the model's configuration has no section `{name}`")
+            raise SizeUnknown(f"the model's configuration has no section `{name}`")
         return ModelFacts(value)
 
     def require_known(self) -> None:
         """Refuse a fact about caches that nothing has read. SizeUnknown names it."""
-        for name, value in self._facts.items():
+        for name, value in self._given.items():
             if value and name not in self._read | _HARMLESS_FACTS and _CACHE_FACTS.search(name):
                 raise SizeUnknown(f"for a model with `{name}`, only the engine knows the size of a block")
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvbm.sizing.model import SizeUnknown
+from kvbm.sizing.families.facts import SizeUnknown
+
+FLOAT32_BYTES = 4
 
 
 class LayerKind(Enum):

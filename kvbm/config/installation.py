@@ -1,0 +1,39 @@
+"""Installation: an engine as it is installed in a Python interpreter, and comparison of versions. Imports no engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+Release = tuple[int, int]
+
+_RELEASE = re.compile(r"v?(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """`script` is the path of the engine's command, None if it does not work. `has_kvbm`: the interpreter has the
+    connector. `rival` is the version of NVIDIA's distribution `kvbm`, whose modules have the same names as ours."""
+
+    version: str
+    distribution: str
+    script: str | None
+    has_kvbm: bool
+    rival: str | None = None
+
+
+def release_of(version: str) -> Release | None:
+    """Return (major, minor) of a version, None if it does not start with them."""
+    match = _RELEASE.match(version)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def is_between(version: str, bounds: tuple[Release, Release]) -> bool:
+    """Whether a version belongs to one of the releases from the first to the second one."""
+    release = release_of(version)
+    return release is not None and bounds[0] <= release <= bounds[1]
+
+
+def shown(bounds: tuple[Release, Release]) -> str:
+    """`0.28 to 0.32`"""
+    return " to ".join(f"{major}.{minor}" for major, minor in bounds)

@@ -1,0 +1,71 @@
+"""The type of the KV cache that a quantized checkpoint asks for, as vLLM 0.32 reads it.
+
+    ModelOpt             `kv_cache_scheme` or `kv_cache_quant_algo`
+    compressed-tensors   any `kv_cache_scheme` means 8 bits
+
+vLLM ignores such settings of all other methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvbm.sizing.families.facts import SizeUnknown
+
+_MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
+_NAMES = ("kv_cache_scheme", "kv_cache_quant_algo")
+
+
+def cache_type_of(model_config: Mapping[str, object], *, has_plain_attention: bool) -> str | None:
+    """Return the type of the cache, None if it follows the model. SizeUnknown if only vLLM knows it.
+
+    `has_plain_attention`: all layers keep keys and values, with or without a window.
+    """
+    outer = _section(model_config, "quantization_config")
+    quantization = outer or _section(_section(model_config, "text_config"), "quantization_config")
+    quantization = quantization or _section(model_config, "compression_config")
+    if _is_modelopt(quantization):
+        return _type_of_modelopt(outer)
+    if _method(quantization) != "compressed-tensors" or quantization.get("kv_cache_scheme") is None:
+        return None
+    if not has_plain_attention:
+        raise SizeUnknown("with a `kv_cache_scheme` of compressed-tensors, only vLLM knows the size of a block")
+    return "fp8"
+
+
+def is_quantized(model_config: Mapping[str, object]) -> bool:
+    """Whether the checkpoint has a section about quantization."""
+    text = _section(model_config, "text_config")
+    names = ("quantization_config", "compression_config")
+    return any(facts.get(name) is not None for facts in (model_config, text) for name in names)
+
+
+def _section(facts: Mapping[str, object], name: str) -> Mapping[str, object]:
+    section = facts.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _method(quantization: Mapping[str, object]) -> str:
+    return str(quantization.get("quant_method") or "").lower().replace("_", "-")
+
+
+def _is_modelopt(quantization: Mapping[str, object]) -> bool:
+    """vLLM names the method itself if ModelOpt wrote the section, and refuses an algorithm that it does not know."""
+    inner = _section(quantization, "quantization")
+    algorithm = inner.get("quant_algo")
+    is_written_by_modelopt = _section(quantization, "producer").get("name") == "modelopt"
+    if (is_written_by_modelopt or "modelopt_quant_config" in inner) and algorithm is not None:
+        if str(algorithm).upper() not in _MODELOPT_ALGORITHMS:
+            raise SizeUnknown(f"vLLM does not know the quantization `{algorithm}` of this checkpoint")
+        return True
+    return _method(quantization).startswith("modelopt")
+
+
+def _type_of_modelopt(quantization: Mapping[str, object]) -> str | None:
+    inner = quantization.get("quantization")
+    sections = [inner, quantization] if isinstance(inner, Mapping) else [quantization]
+    scheme = next((section[name] for name in _NAMES for section in sections if section.get(name)), None)
+    if isinstance(scheme, Mapping):
+        bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
+        return "fp8_e4m3" if bits == 8 and scheme.get("dynamic") is False else "nvfp4" if bits == 4 else None
+    return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(str(scheme).lower())

@@ -1,0 +1,63 @@
+"""EngineKind: what the commands need to know about one kind of engines. engines.py has the table of all kinds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kvbm.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from kvbm.config.installation import Installation
+    from kvbm.config.launch_plan import LaunchPlan
+    from kvbm.config.schema import Profile
+
+
+class EngineKind(Protocol):
+    def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
+        """Does not require the engine to be installed."""
+
+    def installed(self, profile: Profile) -> Installation | None:
+        """Returns the engine in the interpreter of the profile, None if it is missing or part of kvbm. Raises
+        EnvironmentProblem if the interpreter does not work."""
+
+    def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
+        """Returns why the engine in the interpreter is not usable, with the cache or without, or not tested."""
+
+    def block_tokens(self, profile: Profile) -> int:
+        """Returns the tokens per block."""
+
+    def knows_block_tokens(self, profile: Profile) -> bool:
+        """Whether `block_tokens` is certain."""
+
+    def has_prefix_caching(self, profile: Profile) -> bool:
+        """Whether the engine reuses blocks of earlier prompts in G1."""
+
+    def runs_on_cpu(self, profile: Profile) -> bool:
+        """Whether the engine computes on a CPU, as far as that decides the size of its cache."""
+
+    def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
+        """Returns the profile with prefix caching enabled and at least `block_count` blocks in G1."""
+
+
+def with_arguments(profile: Profile, **changed: object) -> Profile:
+    """Returns the profile with other values of some of its engine's arguments."""
+    arguments = profile.engine.arguments.model_copy(update=changed)
+    return profile.model_copy(update={"engine": profile.engine.model_copy(update={"arguments": arguments})})
+
+
+def installation_problem(
+    python: str, title: str, found: Installation, *, is_known: bool, tested: str
+) -> EnvironmentProblem | None:
+    """Returns why this engine cannot be used with the cache, or is not tested with it. `title` names the engine."""
+    if found.rival is not None:
+        hint = f"run `{python} -m pip uninstall kvbm`, then reinstall kvbm-cli there with `--force-reinstall --no-deps`"
+        return EnvironmentProblem(
+            f"`{python}` has NVIDIA's kvbm {found.rival}, which replaces the modules of kvbm-cli", hint=hint
+        )
+    if not found.has_kvbm:
+        hint = f"{title} loads the connector from there: run `{python} -m pip install` with the path of this checkout"
+        return EnvironmentProblem(f"`{python}` has {title} {found.version}, but not kvbm-cli", hint=hint)
+    if not is_known:
+        message = f"`{python}` has {title} {found.version}; kvbm is tested with {tested}"
+        return EnvironmentProblem(message, hint="start it anyway with `kvbm serve --force`")
+    return None

@@ -1,0 +1,114 @@
+"""vLLM, for the commands: its launch plan with a local model, its installation, and its defaults."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from kvbm.config.engine import VllmArguments
+from kvbm.config.installation import shown
+from kvbm.errors import EnvironmentProblem
+from kvbm.sizing.vllm import default_block_tokens
+from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, VllmInstallation, is_known
+from kvbm_cli import make_model as models
+from kvbm_cli.engine.engine_kind import installation_problem, with_arguments
+from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX
+from kvbm_cli.engine.python_probe import find_vllm
+
+if TYPE_CHECKING:
+    from kvbm.config.launch_plan import LaunchPlan
+    from kvbm.config.schema import Profile
+
+
+class VllmKind:
+    """See EngineKind."""
+
+    def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
+        """Does not require `make_model` to have run either."""
+        from kvbm.vllm_integration import launch
+
+        return launch.plan(
+            _with_local_model(profile),
+            connector=connector,
+            port=port,
+            installation=vllm_of(profile),
+            environment=dict(os.environ),
+        )
+
+    def installed(self, profile: Profile) -> VllmInstallation | None:
+        return find_vllm(_python(profile))
+
+    def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
+        python = _python(profile)
+        try:
+            found = find_vllm(python)
+        except EnvironmentProblem as error:
+            return error
+        if found is None:
+            hint = f"run `{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has vLLM"
+            return EnvironmentProblem(f"`{python}` has no vLLM", hint=hint)
+        if not has_cache:
+            return None
+        return installation_problem(
+            python, "vLLM", found, is_known=is_known(found.version), tested=shown(CONTRACT_TESTED)
+        )
+
+    def block_tokens(self, profile: Profile) -> int:
+        """vLLM's default depends on the platform of its build."""
+        return default_block_tokens(_arguments(profile), on_cpu=self.runs_on_cpu(profile))
+
+    def knows_block_tokens(self, profile: Profile) -> bool:
+        """It is a guess if vLLM is not installed."""
+        return _arguments(profile).block_size is not None or vllm_of(profile) is not None
+
+    def has_prefix_caching(self, profile: Profile) -> bool:
+        return _arguments(profile).enable_prefix_caching is not False
+
+    def runs_on_cpu(self, profile: Profile) -> bool:
+        """Whether it is a CPU build; if vLLM is missing, whether the variables indicate it."""
+        installation = vllm_of(profile)
+        if installation is not None:
+            return installation.is_cpu
+        return "VLLM_CPU_KVCACHE_SPACE" in {**os.environ, **profile.engine.environment}
+
+    def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
+        blocks = max(block_count + 1, _arguments(profile).num_gpu_blocks_override or 0)
+        return with_arguments(profile, num_gpu_blocks_override=blocks, enable_prefix_caching=True)
+
+
+def vllm_of(profile: Profile) -> VllmInstallation | None:
+    """Returns vLLM in the interpreter of the profile's engine, None if it or the interpreter is missing."""
+    try:
+        return find_vllm(_python(profile))
+    except EnvironmentProblem:
+        return None
+
+
+def preset_of(profile: Profile) -> str | None:
+    """Returns the name of a model to generate, None for one that exists or that the engine generates itself."""
+    if profile.engine.kind != "vllm" or not profile.engine.model.startswith(SYNTHETIC_PREFIX):
+        return None
+    return profile.engine.model.removeprefix(SYNTHETIC_PREFIX)
+
+
+def _with_local_model(profile: Profile) -> Profile:
+    """Returns the profile with a directory in place of `synthetic:...`, served under the name in the profile."""
+    model, arguments = profile.engine.model, _arguments(profile)
+    preset = preset_of(profile)
+    if preset is None:
+        local, changed = os.path.expanduser(model) if model.startswith("~") else model, arguments
+    else:
+        local = str(models.directory_of(preset))
+        changed = arguments.model_copy(update={"served_model_name": arguments.served_model_name or model})
+    engine = profile.engine.model_copy(update={"model": local, "arguments": changed})
+    return profile.model_copy(update={"engine": engine})
+
+
+def _python(profile: Profile) -> str:
+    return profile.engine.python or sys.executable
+
+
+def _arguments(profile: Profile) -> VllmArguments:
+    assert isinstance(profile.engine.arguments, VllmArguments)
+    return profile.engine.arguments

@@ -1,0 +1,65 @@
+"""MeasuredSpeeds: how long tiers take to start and to fill on a machine, from what `kvbm doctor --json` measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm.config.files import read_at_most
+from kvbm.config.sizes import format_size
+from kvbm.errors import UsageError
+from kvbm.sizing import Sizing
+
+MAX_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeeds:
+    """Bytes per second; None if doctor did not measure it."""
+
+    allocation: float | None
+    disk_write: float | None
+
+    @classmethod
+    def read(cls, path: Path) -> MeasuredSpeeds:
+        """Reads a file that `kvbm doctor --json` wrote. UsageError if it is not one."""
+        try:
+            checks = json.loads(read_at_most(path, MAX_BYTES))["checks"]
+            facts = {check["name"]: check["facts"] for check in checks}
+        except OSError as error:
+            raise UsageError(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UsageError(f"`{path}` is not a result of doctor", hint=f"run `kvbm doctor --json > {path}`") from None
+        return cls(_rate(facts, "allocation rate", "bytes_per_s"), _rate(facts, "sequential", "write_bytes_per_s"))
+
+    def times(self, sizing: Sizing) -> Mapping[str, float | None]:
+        """Seconds to allocate G2 at start-up, and to fill G3 once. None if unknown."""
+        disk = sizing.disk.total_bytes if sizing.disk is not None else None
+        return {
+            "start_s": sizing.host.total_bytes / self.allocation if self.allocation else None,
+            "disk_fill_s": disk / self.disk_write if self.disk_write and disk is not None else None,
+        }
+
+    def lines(self, sizing: Sizing) -> Iterator[str]:
+        times = self.times(sizing)
+        if (start_s := times["start_s"]) is not None:
+            yield f"start-up: allocating G2 takes {_duration(start_s)}, at {_shown(self.allocation)}"
+        if (fill_s := times["disk_fill_s"]) is not None:
+            yield f"filling G3 once takes {_duration(fill_s)}, at {_shown(self.disk_write)}"
+
+
+def _rate(facts: Mapping[str, Mapping[str, object]], check: str, name: str) -> float | None:
+    rate = facts.get(check, {}).get(name)
+    return float(rate) if isinstance(rate, int | float) and rate > 0 else None
+
+
+def _shown(bytes_per_s: float | None) -> str:
+    return f"{format_size(int(bytes_per_s or 0))}/s"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,107 @@
+"""`kvbm size`: prints blocks, tokens and bytes of each tier, and the capacity that a number of users needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvbm.config.sizes import format_size
+from kvbm.sizing import Sizing
+from kvbm.sizing.catalogue import catalogue
+from kvbm_cli.profile.size import as_data, block_line, order_warnings, size_of, tier_table
+from kvbm_cli.profile.size_request import SizeRequest
+from kvbm_cli.terminal.console import print_data, print_json
+from kvbm_cli.terminal.show_error import show_warning
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+
+
+def show_size(request: SizeRequest, *, as_json: bool, is_strict: bool) -> int:
+    """Prints the sizes. Returns 1 if `is_strict` and a tier holds less than the one above it."""
+    demand, speeds, resolved = request.demand(), request.speeds(), request.resolve()
+    wanted, facts = request.wanted(resolved), request.facts()
+    sizing = size_of(resolved, wanted, facts=facts)
+    longest = None
+    if wanted.sequence_tokens is not None:
+        longest = size_of(resolved, replace(wanted, sequence_tokens=None), facts=facts)
+    needed = None
+    if demand is not None:
+        sequences, tokens = demand
+        needed = _needed(size_of(resolved, replace(wanted, sequence_tokens=tokens), facts=facts), sequences, tokens)
+    warnings = order_warnings(resolved, sizing)
+    if as_json:
+        times = speeds.times(sizing) if speeds is not None else None
+        longest_data = None if longest is None else as_data(longest)["sequence"]
+        more = {"longest_sequence": longest_data, "needed": needed, "times": times, "warnings": list(warnings)}
+        print_json({**as_data(sizing), **more})
+    else:
+        lines = _report(resolved, sizing, longest, needed)
+        print_data("\n".join([*lines, *(["", *speeds.lines(sizing)] if speeds is not None else [])]))
+        for warning in warnings:
+            show_warning(warning)
+    return 1 if is_strict and warnings else 0
+
+
+def show_catalogue(*, as_json: bool) -> None:
+    names = sorted(catalogue(), key=str.lower)
+    if as_json:
+        print_json(names)
+    else:
+        print_data("\n".join(names))
+
+
+def _report(
+    resolved: ResolvedProfile, sizing: Sizing, longest: Sizing | None, needed: Mapping[str, object] | None
+) -> list[str]:
+    """Returns the lines. `longest` has the sequences of maximum length, if those of `sizing` have another one."""
+    lines = [f"a token is {format_size(sizing.token_bytes)}, {block_line(sizing)}"]
+    lines += [f"note: {note}" for note in sizing.notes]
+    lines += ["", tier_table(resolved, sizing, has_ranks=True)]
+    for one in (longest, sizing):
+        if one is not None and one.sequence_blocks:
+            lines += ["", *_sequence_lines(one)]
+    if needed is not None:
+        lines += ["", *_needed_lines(needed)]
+    return [*lines, "", *_variable_lines(sizing)]
+
+
+def _sequence_lines(sizing: Sizing) -> list[str]:
+    size = format_size(sizing.host_bytes(sizing.sequence_blocks))
+    tiers = {"G1": sizing.device, "G2": sizing.host, "G3": sizing.disk}
+    counts = [f"{name} {tier.sequence_count:,}" for name, tier in tiers.items() if tier is not None]
+    blocks = f"{sizing.sequence_blocks:,} block{'s' * (sizing.sequence_blocks != 1)}"
+    return [
+        f"a sequence of {sizing.sequence_tokens:,} tokens is {blocks}, {size}",
+        f"sequences that fit: {', '.join(counts)}",
+    ]
+
+
+def _needed(sizing: Sizing, sequences: int, tokens: int) -> dict[str, object]:
+    """Returns the capacity that holds this many sequences of this length."""
+    blocks = sequences * sizing.sequence_blocks
+    size = sizing.host_bytes(blocks)
+    return {"sequences": sequences, "tokens": sequences * tokens, "blocks": blocks, "bytes": size}
+
+
+def _needed_lines(needed: Mapping[str, object]) -> list[str]:
+    blocks, size = int(str(needed["blocks"])), int(str(needed["bytes"]))
+    gigabytes = -(-size // 10**9)
+    sequences = int(str(needed["sequences"]))
+    return [
+        f"{int(str(needed['tokens'])):,} tokens in {sequences} sequence{'s' * (sequences != 1)} "
+        f"need {blocks:,} blocks, {format_size(size)}:",
+        f"  tiers.host.capacity: {gigabytes}GB  or DYN_KVBM_CPU_CACHE_GB={gigabytes}",
+        f"  tiers.disk.capacity: {gigabytes}GB  or DYN_KVBM_DISK_CACHE_GB={gigabytes}, if there is a disk tier",
+    ]
+
+
+def _variable_lines(sizing: Sizing) -> list[str]:
+    lines = [
+        "the same numbers of blocks as variables:",
+        f"  DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={sizing.host.block_count}",
+    ]
+    if sizing.disk is not None:
+        lines.append(f"  DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS={sizing.disk.block_count}")
+    return lines

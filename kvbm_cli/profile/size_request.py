@@ -1,0 +1,177 @@
+"""SizeRequest: what the options of `kvbm size` ask for, as a profile and as questions about it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbm.config.document import plain_scalar
+from kvbm.config.sizes import parse_size
+from kvbm.config.values import count_of, count_value
+from kvbm.errors import UsageError
+from kvbm.sizing import Wanted
+from kvbm.sizing.gpu import DEFAULT_UTILIZATION, GPUS, Gpu, MemoryEstimate
+from kvbm.sizing.vllm import LAYOUT_VARIABLE
+from kvbm_cli.engine.model_facts import MAX_CONFIG_BYTES, model_directory, read_config
+from kvbm_cli.profile.measured_speeds import MeasuredSpeeds
+from kvbm_cli.profile.resolve import resolve
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+
+BASE_PROFILES = {"vllm": "vllm", "sglang": "vllm", "tensorrt-llm": "trtllm"}
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+_KEYS = {
+    "--tp": "engine.arguments.tensor_parallel_size",
+    "--pp": "engine.arguments.pipeline_parallel_size",
+    "--kv-cache-dtype": "engine.arguments.kv_cache_dtype",
+    "--block-size": "engine.arguments.block_size",
+    "--host": "tiers.host.capacity",
+    "--disk": "tiers.disk.capacity",
+}
+_KEYS_OF_TENSORRT_LLM = {
+    "--kv-cache-dtype": "engine.arguments.kv_cache_config.dtype",
+    "--block-size": "engine.arguments.kv_cache_config.tokens_per_block",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRequest:
+    """`options` has the text of each option that was given, by its name with dashes."""
+
+    profile: str | None
+    model: str | None
+    overrides: Sequence[str]
+    options: Mapping[str, str]
+
+    def resolve(self) -> ResolvedProfile:
+        """A model without a profile has the settings of the shipped profile of its engine."""
+        if self.profile is None and self.model is None:
+            raise UsageError("`kvbm size` requires a model or a profile", hint="try `kvbm size Qwen/Qwen3-8B`")
+        engine = self.options.get("--engine", "vllm")
+        if engine not in BASE_PROFILES:
+            known = ", ".join(f"`{name}`" for name in BASE_PROFILES)
+            raise UsageError(f"`--engine` must be one of {known}, not `{engine}`")
+        if self.profile is not None and "--engine" in self.options:
+            raise UsageError("`--engine` and `--profile` cannot be combined: a profile names its engine")
+        nested = _KEYS_OF_TENSORRT_LLM if engine == "tensorrt-llm" else {}
+        given = [f"engine.model={self._model}"] if self._model is not None else []
+        if (layout := self.options.get("--layout")) is not None:
+            if engine != "vllm":
+                raise UsageError("`--layout` is known only for vLLM")
+            if layout.upper() not in LAYOUTS:
+                raise UsageError(f"`--layout` must be one of {', '.join(LAYOUTS)}, not `{layout}`")
+            given.append(f"engine.environment.{LAYOUT_VARIABLE}={layout.upper()}")
+        given += [f"{key}={self.options[name]}" for name, key in nested.items() if name in self.options]
+        direct = {name: key for name, key in _KEYS.items() if name in self.options and name not in nested}
+        options = {key: (name, self.options[name]) for name, key in direct.items()}
+        return resolve(self.profile or BASE_PROFILES[engine], [*given, *self.overrides], options)
+
+    @property
+    def _model(self) -> str | None:
+        """The model, or the directory of a `config.json`."""
+        path = None if self.model is None else Path(os.path.expanduser(self.model))
+        return str(path.parent) if path is not None and path.name == "config.json" and path.is_file() else self.model
+
+    def facts(self) -> Mapping[str, object] | None:
+        """The configuration in a file of another name, None if MODEL is not a file."""
+        path = None if self._model is None else Path(os.path.expanduser(self._model))
+        return read_config(path) if path is not None and path.is_file() else None
+
+    def wanted(self, resolved: ResolvedProfile) -> Wanted:
+        gpu = self._gpu()
+        return Wanted(
+            sequence_tokens=self.count("--length"),
+            memory=None if gpu is None else self._memory(gpu, resolved),
+            capability=gpu.capability if gpu is not None else None,
+            for_sglang=self.options.get("--engine") == "sglang",
+        )
+
+    def demand(self) -> tuple[int, int] | None:
+        """The number of sequences to hold, and the tokens of each; None without such options."""
+        per_user = [self.count(name) for name in ("--users", "--turns", "--turn-tokens")]
+        tokens = self.count("--tokens")
+        if tokens is not None and any(part is not None for part in per_user):
+            raise UsageError("use either `--tokens`, or `--users`, `--turns` and `--turn-tokens`")
+        if tokens is not None:
+            return 1, tokens
+        if all(part is None for part in per_user):
+            return None
+        users, turns, turn_tokens = per_user
+        if users is None or turns is None or turn_tokens is None:
+            raise UsageError("`--users`, `--turns` and `--turn-tokens` must be used together")
+        return users, turns * turn_tokens
+
+    def speeds(self) -> MeasuredSpeeds | None:
+        """The speeds in the file of `--doctor`, None without the option."""
+        name = self.options.get("--doctor")
+        return None if name is None else MeasuredSpeeds.read(Path(name))
+
+    def count(self, option: str) -> int | None:
+        """The whole number of an option, None if it was not given; `2M` is 2 million. UsageError names the option."""
+        if (text := self.options.get(option)) is None:
+            return None
+        try:
+            counted = count_value(plain_scalar(text))
+        except ValueError:
+            counted = None
+        value = count_of(counted) if isinstance(counted, int | str) else None
+        if value is None or value < 1:
+            raise UsageError(
+                f"`{option}` must be a whole number of at least 1, not `{text}`", hint=f"for example `{option} 200`"
+            )
+        return value
+
+    def _size(self, option: str) -> int | None:
+        if (text := self.options.get(option)) is None:
+            return None
+        try:
+            return parse_size(text)
+        except ValueError as error:
+            raise UsageError(f"`{option}` {error}") from None
+
+    def _gpu(self) -> Gpu | None:
+        """The GPU of `--gpu` with the memory of `--gpu-memory`, None without both."""
+        name, memory_bytes = self.options.get("--gpu"), self._size("--gpu-memory")
+        if name is None:
+            return None if memory_bytes is None else Gpu(memory_bytes, None)
+        if name.lower() not in GPUS:
+            raise UsageError(
+                f"`--gpu` must be one of {', '.join(GPUS)}, not `{name}`",
+                hint="for another GPU, give its memory: `--gpu-memory 48GiB`",
+            )
+        gpu = GPUS[name.lower()]
+        return gpu if memory_bytes is None else Gpu(memory_bytes, gpu.capability)
+
+    def _memory(self, gpu: Gpu, resolved: ResolvedProfile) -> MemoryEstimate:
+        engine = resolved.profile.engine
+        if engine.kind != "vllm" or self.options.get("--engine") == "sglang":
+            raise UsageError("`--gpu` and `--gpu-memory` are known only for vLLM")
+        weights = self._size("--weights")
+        if weights is None:
+            weights = _weight_bytes(engine.model)
+        if weights is None:
+            raise UsageError(
+                f"`--gpu` requires the size of the weights, and those of `{engine.model}` are not on this machine",
+                hint="add it, for example `--weights 16GB`",
+            )
+        utilization = (engine.arguments.model_extra or {}).get("gpu_memory_utilization", DEFAULT_UTILIZATION)
+        return MemoryEstimate(gpu.memory_bytes, weights, float(utilization))
+
+
+def _weight_bytes(model: str) -> int | None:
+    """Bytes of the weights of a model on this machine: of its index, or of its files. None if there are none."""
+    directory = model_directory(model)
+    if directory is None:
+        return None
+    index = directory / "model.safetensors.index.json"
+    if index.is_file() and index.stat().st_size <= MAX_CONFIG_BYTES:
+        try:
+            return int(json.loads(index.read_bytes())["metadata"]["total_size"])
+        except (ValueError, KeyError, TypeError):
+            return None
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) or None

@@ -1,0 +1,72 @@
+"""`kvbm serve` compares the sizes that it printed with those that the started engine reports in its log."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from terminal import FAKE_ENGINE
+from test_serve import serving
+
+from kvbm_cli.serve.reported_sizes import ReportedSizes, difference_text
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
+PROFILE = f"""\
+engine:
+  kind: vllm
+  model: ./model
+  python: {FAKE_ENGINE.with_name("fake_vllm.py")}
+  arguments: {{max_model_len: 4096, num_gpu_blocks_override: 40}}
+tiers:
+  host: {{capacity: 2GiB}}
+server: {{port: 0}}
+"""
+CONNECTOR = "(Worker pid=7) INFO 11-22 [w.py:9] kvbm: rank 0 allocated {} blocks of {} bytes in host memory (2.13 GB)"
+ENGINE = "(EngineCore pid=6) INFO 11-22 [k.py:1] GPU KV cache size: {} tokens"
+AS_COMPUTED = "\n".join((CONNECTOR.format(113, 18_874_368), ENGINE.format("5,120")))
+OTHERS = "\n".join((CONNECTOR.format(226, 9_437_184), ENGINE.format("4,992")))
+DIFFERENT = (
+    "warning: the engine reports other sizes than computed: 9,437,184 bytes in a block, not 18,874,368; "
+    "226 blocks in G2, not 113; 4,992 tokens in G1, not 5,120"
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "mine.yaml").write_text(PROFILE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("says", "expected"), [("", ""), (AS_COMPUTED, ""), (OTHERS, DIFFERENT)])
+def test_a_difference_is_one_line(home: Path, says: str, expected: str) -> None:
+    with serving(home, "--set", f"engine.environment.FAKE_SAYS={json.dumps(says)}") as program:
+        program.send_signal(signal.SIGTERM)
+        program.wait(timeout=20)
+        lines = program.stderr.read().splitlines()
+    assert [line for line in lines if "other sizes" in line] == ([expected] if expected else [])
+
+
+def test_the_last_engine_in_a_log_counts() -> None:
+    assert ReportedSizes.of(f"{OTHERS}\n{AS_COMPUTED}") == ReportedSizes(18_874_368, 113, 5120)
+    assert ReportedSizes.of("") == ReportedSizes(None, None, None)
+
+
+def test_the_largest_block_and_the_fewest_blocks_of_all_ranks_count() -> None:
+    ranks = (CONNECTOR.format(100, 4096), CONNECTOR.format(90, 8192).replace("rank 0", "rank 1"))
+    assert ReportedSizes.of("\n".join(ranks)) == ReportedSizes(8192, 90, None)
+
+
+def test_unknown_sizes_are_not_compared(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(OTHERS)
+    assert difference_text(ValueError("unknown"), [log]) is None

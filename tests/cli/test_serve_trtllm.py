@@ -1,0 +1,200 @@
+"""TensorRT-LLM in front of the command: the plan, what its interpreter must hold, and a start of a stand-in."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_trtllm import installation, wrapper
+from terminal import Kvbm, assert_snapshot, kvbm, ways
+from test_manage import status
+from test_process import eventually, is_gone
+from test_serve import RUNS, serving
+from test_serve_vllm import QWEN3
+
+from kvbm_cli.engine.process import choose_port
+from kvbm_cli.engine.python_probe import TRTLLM, _probe
+
+PROFILE = """\
+engine:
+  kind: tensorrt-llm
+  model: ./qwen
+  python: ./bin/python
+  arguments:
+    max_seq_len: 4096
+    cuda_graph_config: null
+    kv_cache_config:
+      free_gpu_memory_fraction: 0.8
+tiers:
+  host:
+    capacity: 2GiB
+server:
+  port: auto
+"""
+OUTPUTS = {
+    "trtllm_dry_run": "serve --profile trtllm --dry-run --set tiers.host.capacity=1GiB",
+    "trtllm_baseline_dry_run": "serve --profile trtllm --dry-run --baseline",
+    "trtllm_size": "size --profile ./mine.yaml",
+    "trtllm_profile_show": "profile show ./mine.yaml --set engine.python=python3",
+    "trtllm_mistakes": (
+        "profile check ./mine.yaml --set engine.arguments.max_beam_width=4 "
+        "--set engine.arguments.kv_cache_config.enable_partial_reuse=true "
+        "--set engine.arguments.scheduler_config.capacity_scheduler_policy=MAX_UTILIZATION"
+    ),
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A working directory with a model, an interpreter and a profile of TensorRT-LLM."""
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text(json.dumps(QWEN3))
+    wrapper(tmp_path / "bin")
+    (tmp_path / "mine.yaml").write_text(PROFILE)
+    return tmp_path
+
+
+def held(home: Path, **changed: object) -> dict[str, str]:
+    """What the interpreter holds, as a variable."""
+    return {"FAKE_TRTLLM": installation(home / "bin", **changed)}
+
+
+@pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
+def test_output(home: Path, name: str, way: Kvbm) -> None:
+    command = OUTPUTS[name]
+    assert_snapshot(name, way(*command.split(), home=home, **held(home)).text(f"kvbm {command}"))
+
+
+HELD = {
+    "nothing": (None, "`[PYTHON]` has no TensorRT-LLM", "run `kvbm` in an environment that has it"),
+    "no connectors": (
+        {"version": "1.0.0", "has_interface": False},
+        "`[PYTHON]` has TensorRT-LLM 1.0.0, which has no interface for KV cache connectors",
+        "install TensorRT-LLM 1.1 or later; `kvbm serve --baseline` starts this version without the cache",
+    ),
+    "no kvbm": (
+        {"has_kvbm": False},
+        "`[PYTHON]` has TensorRT-LLM 1.2.0, but not kvbm-cli",
+        "TensorRT-LLM loads the connector from there: run `[PYTHON] -m pip install`",
+    ),
+    "NVIDIA's kvbm": (
+        {"rival": "1.6.1"},
+        "`[PYTHON]` has NVIDIA's kvbm 1.6.1, which replaces the modules of kvbm-cli",
+        "run `[PYTHON] -m pip uninstall kvbm`",
+    ),
+    "too new": (
+        {"version": "1.5.0"},
+        "`[PYTHON]` has TensorRT-LLM 1.5.0; kvbm is tested with the interfaces of 1.1 to 1.4",
+        "start it anyway with `kvbm serve --force`",
+    ),
+}
+
+
+@pytest.mark.parametrize("found", HELD)
+def test_serve_and_doctor_say_what_the_interpreter_lacks(home: Path, found: str) -> None:
+    changed, message, hint = HELD[found]
+    message, hint = (text.replace("[PYTHON]", str(home / "bin" / "python")) for text in (message, hint))
+    variables = {"FAKE_TRTLLM": "null"} if changed is None else held(home, **changed)
+    outcome = kvbm("serve", "-p", "./mine.yaml", home=home, **variables)
+    assert (outcome.exit_code, outcome.stdout) == (1, "")
+    assert outcome.stderr.startswith(f"error: {message}\n\nhint: {hint}")
+    tried = kvbm("serve", "-p", "./mine.yaml", "--dry-run", home=home, **variables)
+    assert (tried.exit_code, tried.stderr) == (0, f"warning: {message}\n")
+    examined = kvbm("doctor", "-p", "./mine.yaml", "--quick", "--json", home=home, **variables)
+    (version,) = [one for one in json.loads(examined.stdout)["checks"] if one["name"] == "version"]
+    assert (version["state"], version["finding"]) == ("failure", message)
+
+
+def test_baseline_needs_no_connector_in_the_interpreter(home: Path) -> None:
+    variables = held(home, has_kvbm=False, has_interface=False, version="1.0.0")
+    outcome = kvbm("serve", "-p", "./mine.yaml", "--baseline", "--dry-run", home=home, **variables)
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+
+
+def test_doctor_names_the_version_and_the_command(home: Path) -> None:
+    examined = kvbm("doctor", "-p", "./mine.yaml", "--quick", "--json", home=home, **held(home))
+    found = {one["name"]: one for one in json.loads(examined.stdout)["checks"]}
+    assert found["version"]["state"] == "ok"
+    assert found["version"]["finding"].startswith("TensorRT-LLM 1.2.0 (not run; ")
+    assert found["command"]["finding"] == str(home / "bin" / "trtllm-serve")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--baseline",)])
+def test_serve_starts_it_and_stop_stops_it(home: Path, arguments: tuple[str, ...]) -> None:
+    with serving(home, *arguments) as program:
+        eventually(lambda: status(home)[0]["state"] == "healthy")
+        (run,) = status(home)
+        directory = home / RUNS / str(run["run"])
+        file = directory / "trtllm.yaml"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        options = yaml.safe_load(file.read_text())
+        assert ("kv_connector_config" in options) == (not arguments)
+        assert options["cuda_graph_config"] is None
+        log = (directory / "engine.log").read_text()
+        assert f"options {json.dumps(options)}" in log
+        assert ('tiers {"host":{"capacity":"2GiB"' in log) == (not arguments)
+        recorded = yaml.safe_load((directory / "profile.yaml").read_text())
+        assert recorded["engine"]["arguments"]["cuda_graph_config"] is None
+        assert (run["engine"], run["model"]) == ("tensorrt-llm", "qwen")
+        assert run["versions"]["tensorrt_llm"] == "1.2.0"
+        pid = int(str(run["pid"]))
+        assert kvbm("stop", "mine", home=home).exit_code == 0
+        assert program.wait(timeout=20) == 0
+        eventually(lambda: is_gone(pid))
+
+
+def test_status_reads_the_metrics_of_the_connector(home: Path) -> None:
+    """The server of TensorRT-LLM has none of kvbm's."""
+    with serving(home, "--set", "metrics.serve=true", "--set", f"metrics.port={choose_port('127.0.0.1', 0)}"):
+        eventually(lambda: status(home)[0]["state"] == "healthy")
+        assert status(home)[0]["blocks"] == {"host": {"free": 3, "evictable": 7}}
+
+
+def test_start_without_a_command_uses_the_module(home: Path) -> None:
+    plan = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home, **held(home, script=None))
+    assert json.loads(plan.stdout)["argv"][:3] == [str(home / "bin" / "python"), "-m", "tensorrt_llm.commands.serve"]
+
+
+def test_printed_commands_start_the_same_engine(home: Path) -> None:
+    """The dry run is a script: it writes the file and starts the command."""
+    text = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--port", "1", home=home).stdout
+    script = text[text.index("cat > ") :].replace(str(home / "bin" / "trtllm-serve"), "echo")
+    done = subprocess.run(["sh", "-c", script], cwd=home, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{home}/qwen --backend pytorch --host 127.0.0.1 --port 1 --extra_llm_api_options")
+    assert yaml.safe_load((home / "trtllm.yaml").read_text())["max_seq_len"] == 4096
+
+
+def test_failed_start_shows_what_the_engine_said(home: Path) -> None:
+    outcome = kvbm("serve", "-p", "./mine.yaml", "--set", "engine.arguments.max_sequence_length=7", home=home)
+    assert outcome.exit_code == 1
+    assert "extra inputs are not permitted: ['max_sequence_length']" in outcome.stderr
+
+
+def test_bench_says_what_the_server_lacks(home: Path) -> None:
+    outcome = kvbm("bench", "-p", "./mine.yaml", home=home)
+    assert outcome.exit_code == 2
+    assert outcome.stderr.startswith("error: `kvbm bench` cannot measure TensorRT-LLM")
+
+
+@pytest.mark.parametrize("interface", ["connectors/kv_cache_connector.py", "kv_cache_connector.py", None])
+def test_interpreter_is_asked_without_importing_tensorrt_llm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: str | None
+) -> None:
+    package = tmp_path / "tensorrt_llm"
+    executor = package / "_torch" / "pyexecutor"
+    (executor / "connectors").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('imported')\n")
+    if interface is not None:
+        (executor / interface).write_text("")
+    metadata = tmp_path / "tensorrt_llm-1.2.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 1.2.0\n")
+    (metadata / "RECORD").write_text("tensorrt_llm/__init__.py,,\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    expected = {"distribution": "tensorrt_llm", "version": "1.2.0", "script": None, "has_kvbm": True, "rival": None}
+    assert _probe(sys.executable, TRTLLM) == {**expected, "has_interface": interface is not None}

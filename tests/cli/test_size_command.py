@@ -1,0 +1,214 @@
+"""Inputs and outputs of `kvbm size`, and the order of the tiers in `size`, `profile check` and `serve`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from terminal import Outcome, kvbm_here
+
+LLAMA_3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "max_position_embeddings": 65536,
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def model(home: Path) -> Path:
+    directory = home / "llama"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    return directory
+
+
+def size(home: Path, *arguments: object) -> Any:
+    outcome = kvbm_here("size", *map(str, arguments), "--json", home=home)
+    assert outcome.exit_code == 0, outcome.stderr
+    return json.loads(outcome.stdout)
+
+
+def refused(home: Path, *arguments: object) -> Outcome:
+    outcome = kvbm_here("size", *map(str, arguments), home=home)
+    assert outcome.exit_code in (1, 2)
+    return outcome
+
+
+def test_a_block_of_llama_3_8b_is_2_mib(home: Path, model: Path) -> None:
+    for name in (model, model / "config.json", "meta-llama/Meta-Llama-3-8B"):
+        assert size(home, name, "--block-size", 16)["block"] == {"tokens": 16, "bytes": 2 * 2**20, "ranks": 1}
+
+
+def test_a_configuration_in_a_file_of_another_name(home: Path) -> None:
+    file = home / "llama.json"
+    file.write_text(json.dumps(LLAMA_3_8B))
+    assert size(home, file)["token_bytes"] == 131_072
+    file.write_text("[]")
+    assert "is not a model configuration" in refused(home, file).stderr
+
+
+def test_quantization_in_a_file_of_its_own(home: Path, model: Path) -> None:
+    quantization = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+    }
+    (model / "hf_quant_config.json").write_text(json.dumps(quantization))
+    assert size(home, model)["token_bytes"] == 65_536
+    (model / "config.json").write_text(json.dumps({**LLAMA_3_8B, "quantization_config": {"quant_method": "fp8"}}))
+    assert size(home, model)["token_bytes"] == 131_072
+
+
+def test_each_engine_has_its_own_block(home: Path, model: Path) -> None:
+    assert size(home, model, "--engine", "vllm")["block"]["tokens"] == 16
+    assert size(home, model, "--engine", "sglang", "--tp", 4)["block"] == {"tokens": 1, "bytes": 32_768, "ranks": 4}
+    page = size(home, model, "--engine", "sglang", "--block-size", 64, "--kv-cache-dtype", "fp8_e4m3")
+    assert page["block"] == {"tokens": 64, "bytes": 64 * 65_536, "ranks": 1}
+    assert "`--engine` must be one of" in refused(home, model, "--engine", "llama.cpp").stderr
+
+
+def test_a_block_of_tensorrt_llm_has_32_tokens(home: Path, model: Path) -> None:
+    command = (model, "--engine", "tensorrt-llm")
+    assert size(home, *command, "--tp", 2)["block"] == {"tokens": 32, "bytes": 2 * 2**20, "ranks": 2}
+    given = size(home, *command, "--block-size", 64, "--kv-cache-dtype", "fp8")
+    assert given["block"] == {"tokens": 64, "bytes": 4 * 2**20, "ranks": 1}
+    assert "only for vLLM" in refused(home, *command, "--layout", "BLHNC").stderr
+    (model / "config.json").write_text(json.dumps({**LLAMA_3_8B, "dtype": "float32"}))
+    assert "the model is in 32 bits" in refused(home, *command).stderr
+
+
+@pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
+def test_a_quantized_checkpoint_of_another_engine_is_refused(home: Path, model: Path, engine: str) -> None:
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    for facts in ({**LLAMA_3_8B, **quantized}, {"text_config": quantized, **LLAMA_3_8B}):
+        (model / "config.json").write_text(json.dumps(facts))
+        assert "is quanti" in refused(home, model, "--engine", engine).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("google/gemma-3-27b-it", [], "layers that do not keep every token"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", [], "layers that do not keep every token"),
+        ("nvidia/Kimi-K2.6-NVFP4", [], "the checkpoint is quantized"),
+        ("Qwen/Qwen3-8B", ["--pp", "2"], "pipeline stages"),
+        ("Qwen/Qwen3-8B", ["--set", "engine.arguments.swap_space=4"], "`swap_space` of vLLM"),
+        ("Qwen/Qwen3-8B", ["--kv-cache-dtype", "int8"], "kv_cache_dtype: int8"),
+    ],
+)
+def test_what_only_sglang_knows_is_refused(home: Path, name: str, options: list[str], reason: str) -> None:
+    assert reason in refused(home, name, "--engine", "sglang", *options).stderr
+
+
+def test_sequences_of_a_given_and_of_the_maximum_length(home: Path, model: Path) -> None:
+    text = kvbm_here("size", str(model), "--host", "100GB", "--length", "1000", home=home).stdout
+    assert "a sequence of 32,768 tokens is 2,048 blocks, 4.0 GiB\nsequences that fit: G2 23\n" in text
+    assert "a sequence of 1,000 tokens is 63 blocks, 126.0 MiB\nsequences that fit: G2 756\n" in text
+    found = size(home, model, "--length", 1000)
+    assert found["sequence"] == {"tokens": 1000, "blocks": 63}
+    assert found["longest_sequence"] == {"tokens": 32768, "blocks": 2048}
+
+
+def test_the_layout_changes_the_groups(home: Path) -> None:
+    assert size(home, "XiaomiMiMo/MiMo-V2-Flash")["block"]["bytes"] == 737_280
+    assert size(home, "XiaomiMiMo/MiMo-V2-Flash", "--layout", "blhnc")["block"]["bytes"] == 368_640
+    assert "`--layout` must be one of" in refused(home, "Qwen/Qwen3-8B", "--layout", "NHD").stderr
+
+
+def test_the_estimate_of_g1_is_said_to_be_one(home: Path) -> None:
+    found = size(home, "Qwen/Qwen3-8B", "--gpu-memory", "80GiB", "--weights", "16GiB", "--tp", 2)
+    left = int(80 * 2**30 * 0.92) - 8 * 2**30 - 2 * 2**30
+    rank_block = 16 * 147_456 // 2
+    assert found["tiers"]["G1"]["blocks"] == left // rank_block
+    assert found["tiers"]["G1"]["is_estimate"]
+    assert found["tiers"]["G1"]["rank_bytes"] == left // rank_block * rank_block
+    assert found["tiers"]["G1"]["bytes"] == 2 * found["tiers"]["G1"]["rank_bytes"]
+    assert found["notes"] == [
+        "G1 is an estimate: 0.92 x 80.0 GiB of GPU memory - 16.0 GiB of weights / 2 ranks - 2.0 GiB for activations "
+        "= 63.6 GiB on each rank"
+    ]
+
+
+def test_weights_are_read_from_the_files_of_the_model(home: Path, model: Path) -> None:
+    assert "`--gpu` requires the size of the weights" in refused(home, model, "--gpu", "h100").stderr
+    (model / "model.safetensors").write_bytes(bytes(1000))
+    assert "1000 B of weights" in size(home, model, "--gpu", "h100")["notes"][0]
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 16 * 2**30}}))
+    assert "16.0 GiB of weights" in size(home, model, "--gpu", "h100")["notes"][0]
+    assert "no GPU memory for blocks" in refused(home, model, "--gpu", "l4", "--weights", "30GB").stderr
+    assert "`--gpu` must be one of" in refused(home, model, "--gpu", "rtx").stderr
+    assert "only for vLLM" in refused(home, model, "--gpu", "h100", "--engine", "sglang").stderr
+
+
+def test_a_set_number_of_blocks_is_no_estimate(home: Path, model: Path) -> None:
+    options = ("--gpu", "h100", "--weights", "16GB", "--set", "engine.arguments.num_gpu_blocks_override=100")
+    found = size(home, model, *options)
+    assert (found["tiers"]["G1"]["blocks"], found["tiers"]["G1"]["is_estimate"]) == (100, False)
+
+
+def test_a_gpu_that_changes_the_cache(home: Path) -> None:
+    assert "8 bits by default" in refused(home, "zai-org/GLM-5", "--gpu", "b200", "--weights", "90GB").stderr
+    assert len(size(home, "zai-org/GLM-5", "--gpu", "h200", "--weights", "90GB")["notes"]) == 2
+
+
+def test_times_come_from_the_measurements_of_doctor(home: Path) -> None:
+    checks = [
+        {"name": "allocation rate", "facts": {"bytes_per_s": 2e9}},
+        {"name": "sequential", "facts": {"write_bytes_per_s": 1e9, "read_bytes_per_s": 3e9}},
+    ]
+    file = home / "doctor.json"
+    file.write_text(json.dumps({"checks": checks}))
+    found = size(home, "Qwen/Qwen3-8B", "--disk", "1TB", "--doctor", file)
+    assert found["times"]["start_s"] == pytest.approx(50, rel=0.01)
+    assert found["times"]["disk_fill_s"] == pytest.approx(1000, rel=0.01)
+    text = kvbm_here("size", "Qwen/Qwen3-8B", "--disk", "1TB", "--doctor", str(file), home=home).stdout
+    assert "filling G3 once takes 17 min, at 953.7 MiB/s" in text
+    file.write_text(json.dumps({"checks": []}))
+    assert size(home, "Qwen/Qwen3-8B", "--doctor", file)["times"] == {"start_s": None, "disk_fill_s": None}
+    for broken in ("{}", "x", '{"checks": [1]}'):
+        file.write_text(broken)
+        assert "is not a result of doctor" in refused(home, "Qwen/Qwen3-8B", "--doctor", file).stderr
+    assert "cannot read" in refused(home, "Qwen/Qwen3-8B", "--doctor", home / "none").stderr
+
+
+SMALL = ("--set", "tiers.host.blocks=4096", "--set", "engine.arguments.num_blocks=8192")
+WARNING = "G2 holds 65,536 tokens, fewer than the 131,072 of G1, and adds little"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("size", "-p", "demo"), ("profile", "check", "demo"), ("serve", "-p", "demo", "--dry-run")],
+    ids=["size", "check", "serve"],
+)
+def test_a_tier_smaller_than_the_one_above_it_is_a_warning_and_an_error_if_strict(
+    home: Path, command: tuple[str, ...]
+) -> None:
+    warned = kvbm_here(*command, *SMALL, home=home)
+    assert (warned.exit_code, WARNING in warned.stderr) == (0, True)
+    strict = kvbm_here(*command, *SMALL, "--strict", home=home)
+    assert (strict.exit_code, WARNING in strict.stderr) == (1, True)
+    enough = kvbm_here(*command, "--set", "tiers.host.blocks=8192", *SMALL[2:], "--strict", home=home)
+    assert (enough.exit_code, "adds little" in enough.stderr) == (0, False)
+
+
+def test_serve_refuses_with_strict_before_it_starts_anything(home: Path) -> None:
+    refusal = kvbm_here("serve", "-p", "demo", *SMALL, "--strict", home=home)
+    assert refusal.exit_code == 1
+    assert refusal.stderr.startswith(f"error: {WARNING}")
+
+
+def test_the_buffer_of_a_disk_tier_without_a_host_tier_is_no_tier(home: Path) -> None:
+    profile = home / "disk.yaml"
+    profile.write_text(
+        "engine: {model: 'synthetic:tiny', arguments: {num_blocks: 8192}}\n"
+        "tiers: {disk: {directory: /tmp, blocks: 16384}}\n"
+    )
+    assert size(home, "-p", profile)["warnings"] == []

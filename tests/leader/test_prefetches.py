@@ -1,0 +1,160 @@
+"""Reads ahead of a promise, for an engine that accepts no failed load: every step of them, with a disk in memory."""
+
+from __future__ import annotations
+
+import pytest
+from rig import FakeDisk, Rig, chain
+
+from kvbm.leader import prefetches
+from kvbm.leader.settings import DiskPolicy
+
+
+class EagerDisk(FakeDisk):
+    """Its transfers have ended when somebody looks."""
+
+    def poll(self):
+        self.run_all()
+        return super().poll()
+
+
+def make(disk=32, *, slots=8):
+    policy = DiskPolicy(to_disk="always", batch_blocks=2)
+    return Rig(slots=slots, blocks=32, fake_disk=disk, disk=policy, accepts_failed_loads=False)
+
+
+@pytest.fixture
+def rig():
+    rig = make()
+    yield rig
+    rig.close()
+
+
+def settled(rig, steps=8):
+    for _ in range(steps):
+        rig.step()
+
+
+def only_on_disk(rig, name="a", length=4):
+    """Blocks that have left host memory."""
+    hashes = rig.fill(name, length)
+    settled(rig)
+    for other in ("x", "y"):
+        rig.fill(other, 4)
+        settled(rig)
+    assert len(rig.leader._host.store.missing(hashes)) == length
+    return hashes
+
+
+def looked_up(rig, hashes, request_id="r"):
+    """How many blocks a request is promised that then ends."""
+    found = rig.leader.match(request_id, hashes, 0)
+    rig.leader.finish(request_id, hashes)
+    return found
+
+
+def test_a_lookup_queues_what_is_on_disk_only_and_a_later_one_finds_it(rig):
+    hashes = only_on_disk(rig)
+    assert looked_up(rig, hashes) == 0
+    assert not rig.disk.waiting, "the lookup itself starts no read"
+    settled(rig)
+    assert looked_up(rig, hashes, "again") == 4
+    assert rig.leader.blocks()["G2"]["pinned"] == 0
+
+
+def test_blocks_that_were_read_are_loaded_like_any_other(rig):
+    hashes = only_on_disk(rig)
+    looked_up(rig, hashes)
+    settled(rig)
+    blocks = rig.load("again", hashes)
+    (result,) = rig.step()
+    assert (result.failed_block_ids, len(blocks)) == ((), 4)
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
+
+
+@pytest.mark.parametrize("fault", ["fail", "fail-all", "damage"])
+def test_a_read_that_fails_is_no_promise(rig, fault):
+    hashes = only_on_disk(rig)
+    looked_up(rig, hashes)
+    rig.order()
+    while rig.disk.run("read", fault):
+        pass
+    rig.settle()
+    assert looked_up(rig, hashes, "again") == (1 if fault == "fail" else 0)
+    assert rig.leader.counters.disk_failed_blocks > 0
+
+
+def test_each_block_is_queued_once_and_no_more_than_host_memory_holds(rig):
+    hashes = only_on_disk(rig, length=4)
+    for request in range(5):
+        looked_up(rig, hashes, f"r{request}")
+    rig.order()
+    assert sorted(name for order in rig.disk.waiting for name in order.hashes) == sorted(hashes)
+    reads = rig.leader._prefetches
+    reads.want(chain("many", 30), b"")
+    assert len(reads._queued) == rig.leader._host.capacity_blocks == 8
+
+
+def test_a_disk_that_is_off_is_not_read(rig):
+    hashes = only_on_disk(rig)
+    looked_up(rig, hashes)
+    rig.disk.end()
+    settled(rig)
+    assert looked_up(rig, hashes, "again") == 0
+    rig.disk.begin_again()
+    settled(rig)
+    assert looked_up(rig, hashes, "later") == 0
+    settled(rig)
+    assert looked_up(rig, hashes, "last") == 4
+
+
+def test_a_reset_forgets_what_is_queued_and_what_is_being_read(rig):
+    hashes = only_on_disk(rig)
+    looked_up(rig, hashes)
+    rig.order()
+    rig.leader._prefetches.want(chain("more", 4), b"")
+    rig.leader.reset()
+    rig.disk.run_all()
+    rig.settle()
+    settled(rig)
+    assert looked_up(rig, hashes, "again") == 0
+    assert not rig.leader._prefetches._queued
+    assert rig.leader.blocks()["G2"] == {"free": 8, "moving": 0, "pinned": 0, "evictable": 0}
+
+
+def test_blocks_have_the_tenant_of_the_request_that_looked_for_them(rig):
+    hashes = only_on_disk(rig)
+    rig.leader.match("r@alice", hashes, 0)
+    settled(rig)
+    tier = rig.leader._disk
+    slots = rig.leader._host.store.pin(hashes)
+    assert {tier._tenants[slot] for slot in slots.slots} == {b"alice"}
+    slots.release()
+
+
+def restarted(rig, disk):
+    disk.kept = rig.disk.kept
+    rig.close()
+    return make(disk)
+
+
+def test_a_start_reads_ahead_what_host_memory_has_room_for():
+    rig = make()
+    for name in "abc":
+        rig.fill(name, 4)
+        settled(rig)
+    again = restarted(rig, EagerDisk(32))
+    assert again.leader.blocks()["G2"]["evictable"] == 8
+    assert again.leader.counters.evicted_blocks == 0
+    again.close()
+
+
+def test_a_start_does_not_wait_for_a_slow_disk(monkeypatch):
+    rig = make()
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    monkeypatch.setattr(prefetches, "WARM_S", 0.0)
+    again = restarted(rig, FakeDisk(32))
+    assert looked_up(again, hashes) == 0
+    settled(again)
+    assert looked_up(again, hashes, "again") == 4, "later steps continue"
+    again.close()

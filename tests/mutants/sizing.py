@@ -1,0 +1,64 @@
+"""Bugs around the sizes of blocks: wrong numbers of a configuration, and comparisons that never differ."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="sizing-takes-null-for-the-default",
+        bug="`num_key_value_heads: null` counts as missing, and has the default of the family",
+        file="kvbm/sizing/families/facts.py",
+        old="{**(defaults or {}), **given}",
+        new="{**(defaults or {}), **{name: value for name, value in given.items() if value is not None}}",
+        fails="tests/config/test_sizing_vllm.py -k left_out",
+    ),
+    Mutant(
+        name="sizing-trusts-any-model-type",
+        bug="a configuration of another family is read with the reader of its architecture",
+        file="kvbm/sizing/families/__init__.py",
+        old="    if facts.model_type not in model_types:\n",
+        new="    if False:\n",
+        fails="tests/config/test_sizing_vllm.py -k said_to_be_unknown",
+    ),
+    Mutant(
+        name="sizing-ignores-compressed-tensors",
+        bug="a checkpoint of compressed-tensors with an 8-bit cache has a size of 16 bits",
+        file="kvbm/sizing/checkpoint.py",
+        old='    return "fp8"\n',
+        new="    return None\n",
+        fails="tests/config/test_sizing_vllm.py -k asks_for",
+    ),
+    Mutant(
+        name="sizing-adds-facts-beside-the-text-model",
+        bug="facts of the outer configuration replace those of the language model",
+        file="kvbm/sizing/families/facts.py",
+        old="        given = text_facts(model_config)\n",
+        new="        given = {**text_facts(model_config), **model_config}\n",
+        fails="tests/config/test_sizing_vllm.py -k beside",
+    ),
+    Mutant(
+        name="sizing-strict-only-warns",
+        bug="`serve --strict` starts an engine whose host tier is smaller than G1",
+        file="kvbm_cli/profile/machine_problems.py",
+        old=" or (self.is_order and not is_strict)",
+        new=" or self.is_order",
+        fails="tests/cli/test_size_command.py -k strict",
+    ),
+    Mutant(
+        name="sizing-compares-nothing",
+        bug="sizes that the engine reports are compared with themselves",
+        file="kvbm_cli/serve/reported_sizes.py",
+        old='("bytes in a block", self.block_bytes, sizing.block_bytes)',
+        new='("bytes in a block", self.block_bytes, self.block_bytes)',
+        fails="tests/cli/test_reported_sizes.py -k one_line",
+    ),
+    Mutant(
+        name="sizing-forgets-the-activations",
+        bug="the estimate of G1 leaves no memory for activations",
+        file="kvbm/sizing/gpu.py",
+        old=" - self.weight_bytes // ranks - ACTIVATION_BYTES",
+        new=" - self.weight_bytes // ranks",
+        fails="tests/cli/test_size_command.py -k estimate",
+    ),
+)
