@@ -126,6 +126,22 @@ MUTANTS = (
         fails="tests/identity/test_identity_of_vllm.py -k selects_the_weight_files",
     ),
     Mutant(
+        name="identity-of-vllm-ignores-variables",
+        bug="blocks of one quantised reduction are loaded after a start with another one",
+        file="kvbm/vllm_integration/identity.py",
+        old='if name.startswith("VLLM_") and not OTHER_VARIABLES.search(name)',
+        new='if name.startswith("VLLM_ATTENTION") and not OTHER_VARIABLES.search(name)',
+        fails="tests/identity/test_identity_of_vllm.py -k can_change_the_kv",
+    ),
+    Mutant(
+        name="identity-of-vllm-ignores-versions-of-plugins",
+        bug="blocks of a model class in a plugin are loaded after an upgrade of the plugin",
+        file="kvbm/vllm_integration/identity.py",
+        old="{point.group} {point.value} {distribution.version}",
+        new="{point.group} {point.value}",
+        fails="tests/identity/test_identity_of_vllm.py -k plugins_count",
+    ),
+    Mutant(
         name="adapter-in-place-is-cached",
         bug="an adapter whose files vLLM reads with every request is cached",
         file="kvbm/vllm_integration/adapters.py",
