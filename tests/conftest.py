@@ -1,5 +1,5 @@
 """Setup of all tests: modules next to this file are importable, torch computes in one thread, and whole folders run in
-two worker processes (pytest-xdist).
+three worker processes (pytest-xdist).
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis  # its plugin would load it at the end of a run, where Python 3.11 may fail to compile it
 import pytest
 
-WORKERS = 2
+WORKERS = 3  # on two cores, because many tests wait for programs
 WITH_DEADLINES = ("cli", "doctor")  # folders whose tests start programs and limit their time
 os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, here and in every child process
 hypothesis.settings.register_profile("no_clock", deadline=None)  # an example is not wrong because a machine is busy

@@ -230,6 +230,10 @@ def test_resets_that_wait_when_the_engine_dies_are_answered():
         for one in later:
             with pytest.raises(EngineError, match="ZeroDivisionError"):
                 one.result(WAIT_S)
+        end_s = time.monotonic() + WAIT_S
+        while served.engine.is_healthy:  # its thread ends after it has answered them
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
         with pytest.raises(EngineError, match="is not running"):
             served.engine.begin_reset()
 
