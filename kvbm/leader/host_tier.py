@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvbm.host.region import Region
     from kvbm.metrics import Counters
 
-CHECK_STEPS, CHECKED_SLOTS = 16, 32  # one check of many slots costs little more than that of a few
+CHECK_STEPS, CHECKED_SLOTS = 256, 128  # one check of many slots costs less than many of a few
 
 log = logging.getLogger(__name__)
 
