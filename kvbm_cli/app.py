@@ -262,7 +262,7 @@ def size(
     turns: Annotated[Text, _option("--turns", "N", "Turns of each conversation.")] = None,
     turn_tokens: Annotated[Text, _option("--turn-tokens", "TOKENS", "Tokens of each turn, with the answer.")] = None,
     doctor_: Annotated[Path | None, _option("--doctor", "FILE", "Result of `kvbm doctor --json`.", FILES)] = None,
-    list_: Annotated[bool, _flag("--list", "List the models whose size is known without a download.")] = False,
+    list_: Annotated[bool, _flag("--list", "List the models that require no download.")] = False,
     strict: StrictOption = False,
     json: JsonOption = False,
 ) -> int:

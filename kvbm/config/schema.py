@@ -316,7 +316,7 @@ class Profile(Section):
     def _has_host_memory(cls, tiers: Tiers, info: ValidationInfo) -> Tiers:
         engine = info.data.get("engine")
         if engine is not None and engine.kind == "tensorrt-llm" and tiers.host is None:
-            message = "is required with `tensorrt-llm`, which can be promised only blocks in host memory"
+            message = "is required with `tensorrt-llm`, because TensorRT-LLM loads blocks only from host memory"
             raise WrongKey("host", message)
         return tiers
 

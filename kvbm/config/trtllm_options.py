@@ -80,7 +80,7 @@ _WEIGHTS = "the weights can change in memory, which TensorRT-LLM does not report
 LIMITS = (
     Limit("backend", "pytorch", "only this backend loads a connector"),
     Limit("max_beam_width", 1, "the hash of a block covers only the first beam"),
-    Limit("speculative_config", None, "TensorRT-LLM has no speculative decoding with a connector"),
+    Limit("speculative_config", None, "TensorRT-LLM cannot combine it with a connector"),
     Limit("pipeline_parallel_size", 1, _RANKS),
     Limit("context_parallel_size", 1, _RANKS),
     Limit("enable_attention_dp", False, _RANKS),
@@ -92,7 +92,7 @@ LIMITS = (
         "with another policy, a request may lose its blocks during a copy",
     ),
     Limit("kv_cache_config.enable_block_reuse", True, "without it, the engine looks for no cached prefix"),
-    Limit("kv_cache_config.enable_partial_reuse", False, "behind part of a block, no block can be loaded"),
+    Limit("kv_cache_config.enable_partial_reuse", False, "after a hit of part of a block, kvbm loads nothing"),
     Limit("kv_cache_config.host_cache_size", 0, "`tiers.host` replaces TensorRT-LLM's own host memory"),
 )
 _COUNTS = ("kv_cache_config.tokens_per_block", "kv_cache_config.max_tokens")  # kvbm computes sizes from them

@@ -43,7 +43,9 @@ def device(
         raise SizeUnknown("with pipeline stages, only SGLang knows the size of a block")
     specs = layer_specs(model_config, Ranks(tensor, cache_bytes=_cache_bytes(arguments, model_config)))
     if not {spec.kind for spec in specs} <= _KNOWN_KINDS:
-        raise SizeUnknown("this model has layers that do not keep every token, so only SGLang knows its pools")
+        raise SizeUnknown(
+            "this model has layers that do not keep every token, so only SGLang knows the size of its blocks"
+        )
     is_latent = any(spec.kind is LayerKind.LATENT for spec in specs)
     token_bytes = sum(spec.token_bytes for spec in specs)
     page = arguments.block_size or PAGE_TOKENS

@@ -51,12 +51,14 @@ def specs(arguments: TrtllmArguments, model_config: Mapping[str, object]) -> Seq
         Ranks(tensor_parallel=arguments.tensor_parallel_size or 1, cache_bytes=_cache_bytes(arguments, model_config)),
     )
     if any(spec.kind not in _KNOWN_KINDS for spec in found):
-        raise SizeUnknown("this model has layers that do not keep every token, so only TensorRT-LLM knows its blocks")
+        raise SizeUnknown(
+            "this model has layers that do not keep every token, so only TensorRT-LLM knows the size of its blocks"
+        )
     return found
 
 
 def _cache_bytes(arguments: TrtllmArguments, model_config: Mapping[str, object]) -> int:
-    """Bytes of one element. `auto` follows a quantised checkpoint, or else the type of the model."""
+    """Bytes of one element. `auto` follows a quantized checkpoint, or else the type of the model."""
     named = arguments.cache.get("dtype", "auto")
     if named != "auto":
         if named not in _CACHE_BYTES:
@@ -64,7 +66,7 @@ def _cache_bytes(arguments: TrtllmArguments, model_config: Mapping[str, object])
         return _CACHE_BYTES[named]
     if is_quantized(model_config):
         raise SizeUnknown(
-            "the checkpoint is quantised, so only TensorRT-LLM knows the data type of its KV cache",
+            "the checkpoint is quantized, so only TensorRT-LLM knows the data type of its KV cache",
             hint="set `engine.arguments.kv_cache_config.dtype`, for example to `fp8`",
         )
     facts = ModelFacts.of(model_config)

@@ -4,7 +4,7 @@ Imports no TensorRT-LLM and reads no environment. kvbm adds the following option
 without the connector:
 
     kv_cache_config.enable_block_reuse         true: the engine looks for cached prefixes
-    kv_cache_config.enable_partial_reuse       false: behind part of a block, kvbm can load nothing
+    kv_cache_config.enable_partial_reuse       false: after a hit of part of a block, kvbm loads nothing
     scheduler_config.capacity_scheduler_policy GUARANTEED_NO_EVICT: a request keeps its blocks until it ends
 
 With the connector, the file also has `kv_connector_config`, and CONFIG_VARIABLE has the connector's configuration:

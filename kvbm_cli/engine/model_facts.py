@@ -64,11 +64,14 @@ def _of_hub(model: str, kind: str) -> Mapping[str, object]:
     if model in catalogue():
         return catalogue()[model]
     if not _HUB_NAME.fullmatch(model):
-        synthetic = ", or `synthetic:vllm-81m`, which requires no download" if kind == "vllm" else ""
-        raise _no_directory(model, f"use a local directory, a name on Hugging Face{synthetic}")
+        if kind == "vllm":
+            hint = "use a local directory, a name on Hugging Face, or `synthetic:vllm-81m`, which requires no download"
+        else:
+            hint = "use a local directory or a name on Hugging Face"
+        raise _no_directory(model, hint)
     raise SizeUnknown(
         f"`{model}` is not on this machine yet, so the size of its blocks is unknown",
-        hint="`kvbm size --list` lists the models whose size is known without a download; for other models, download "
+        hint="`kvbm size --list` lists the models that require no download; for other models, download "
         "`config.json` and give its directory, or start the model once: the engine downloads it",
     )
 

@@ -74,7 +74,7 @@ def profile_text(environment: Mapping[str, str], *, model: str | None = None, en
     kind, reason = (engine, "") if engine is not None else _engine_kind(model or MODEL, environment)
     config = resolve_connector({}, environment, engine=kind, warns=False)
     if kind == "tensorrt-llm" and config.tiers.host is None:
-        message = "TensorRT-LLM can be promised only blocks in host memory, and the variables set a disk tier only"
+        message = "TensorRT-LLM loads blocks only from host memory, but the variables set only a disk tier"
         raise ProfileError(message, hint="set `DYN_KVBM_CPU_CACHE_GB` too")
     document, warnings = read_variables(environment)
     warnings += drop_unused(document)

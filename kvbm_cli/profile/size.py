@@ -26,7 +26,8 @@ def order_warnings(resolved: ResolvedProfile, sizing: Sizing) -> tuple[str, ...]
     tiers = [("G1", sizing.device), ("G2", host), ("G3", sizing.disk)]
     present = [(name, tier) for name, tier in tiers if tier is not None]
     return tuple(
-        f"{below} holds {lower.token_count:,} tokens, fewer than the {upper.token_count:,} of {above}, and adds little"
+        f"{below} holds {lower.token_count:,} tokens, fewer than the {upper.token_count:,} of {above}, "
+        "so it adds little"
         for (above, upper), (below, lower) in pairwise(present)
         if lower.token_count < upper.token_count
     )

@@ -62,7 +62,7 @@ class SizeRequest:
         given = [f"engine.model={self._model}"] if self._model is not None else []
         if (layout := self.options.get("--layout")) is not None:
             if engine != "vllm":
-                raise UsageError("`--layout` is known only for vLLM")
+                raise UsageError("`--layout` is supported only with vLLM")
             if layout.upper() not in LAYOUTS:
                 raise UsageError(f"`--layout` must be one of {', '.join(LAYOUTS)}, not `{layout}`")
             given.append(f"engine.environment.{LAYOUT_VARIABLE}={layout.upper()}")
@@ -150,7 +150,7 @@ class SizeRequest:
     def _memory(self, gpu: Gpu, resolved: ResolvedProfile) -> MemoryEstimate:
         engine = resolved.profile.engine
         if engine.kind != "vllm" or self.options.get("--engine") == "sglang":
-            raise UsageError("`--gpu` and `--gpu-memory` are known only for vLLM")
+            raise UsageError("`--gpu` and `--gpu-memory` are supported only with vLLM")
         weights = self._size("--weights")
         if weights is None:
             weights = _weight_bytes(engine.model)

@@ -50,7 +50,8 @@ def difference_text(sizing: Sizing | Exception, logs: Iterable[Path]) -> str | N
     if isinstance(sizing, Exception):
         return None
     found = [one for log in logs for one in ReportedSizes.of(_end_of(log)).differences(sizing)]
-    return f"the engine reports other sizes than computed: {'; '.join(dict.fromkeys(found))}" if found else None
+    differences = "; ".join(dict.fromkeys(found))
+    return f"the engine reports sizes that differ from the computed ones: {differences}" if found else None
 
 
 def _end_of(log: Path) -> str:

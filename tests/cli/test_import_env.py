@@ -188,7 +188,7 @@ def test_disk_without_host_memory_is_refused_for_tensorrt_llm(tmp_path: Path) ->
     assert kvbm_here("profile", "import-env", home=tmp_path, **variables).exit_code == 0
     refused = kvbm_here("profile", "import-env", "--engine", "tensorrt-llm", home=tmp_path, **variables)
     assert refused.exit_code == 2
-    assert "only blocks in host memory, and the variables set a disk tier only" in refused.stderr
+    assert "only from host memory, but the variables set only a disk tier" in refused.stderr
 
 
 def test_unknown_engine_is_a_usage_error(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ ENGINE = "(EngineCore pid=6) INFO 11-22 [k.py:1] GPU KV cache size: {} tokens"
 AS_COMPUTED = "\n".join((CONNECTOR.format(113, 18_874_368), ENGINE.format("5,120")))
 OTHERS = "\n".join((CONNECTOR.format(226, 9_437_184), ENGINE.format("4,992")))
 DIFFERENT = (
-    "warning: the engine reports other sizes than computed: 9,437,184 bytes in a block, not 18,874,368; "
+    "warning: the engine reports sizes that differ from the computed ones: 9,437,184 bytes in a block, not 18,874,368; "
     "226 blocks in G2, not 113; 4,992 tokens in G1, not 5,120"
 )
 
@@ -53,7 +53,7 @@ def test_a_difference_is_one_line(home: Path, says: str, expected: str) -> None:
         program.send_signal(signal.SIGTERM)
         program.wait(timeout=20)
         lines = program.stderr.read().splitlines()
-    assert [line for line in lines if "other sizes" in line] == ([expected] if expected else [])
+    assert [line for line in lines if "the engine reports sizes" in line] == ([expected] if expected else [])
 
 
 def test_the_last_engine_in_a_log_counts() -> None:

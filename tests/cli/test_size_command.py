@@ -80,7 +80,7 @@ def test_a_block_of_tensorrt_llm_has_32_tokens(home: Path, model: Path) -> None:
     assert size(home, *command, "--tp", 2)["block"] == {"tokens": 32, "bytes": 2 * 2**20, "ranks": 2}
     given = size(home, *command, "--block-size", 64, "--kv-cache-dtype", "fp8")
     assert given["block"] == {"tokens": 64, "bytes": 4 * 2**20, "ranks": 1}
-    assert "only for vLLM" in refused(home, *command, "--layout", "BLHNC").stderr
+    assert "only with vLLM" in refused(home, *command, "--layout", "BLHNC").stderr
     (model / "config.json").write_text(json.dumps({**LLAMA_3_8B, "dtype": "float32"}))
     assert "the model is in 32 bits" in refused(home, *command).stderr
 
@@ -145,7 +145,7 @@ def test_weights_are_read_from_the_files_of_the_model(home: Path, model: Path) -
     assert "16.0 GiB of weights" in size(home, model, "--gpu", "h100")["notes"][0]
     assert "no GPU memory for blocks" in refused(home, model, "--gpu", "l4", "--weights", "30GB").stderr
     assert "`--gpu` must be one of" in refused(home, model, "--gpu", "rtx").stderr
-    assert "only for vLLM" in refused(home, model, "--gpu", "h100", "--engine", "sglang").stderr
+    assert "only with vLLM" in refused(home, model, "--gpu", "h100", "--engine", "sglang").stderr
 
 
 def test_a_set_number_of_blocks_is_no_estimate(home: Path, model: Path) -> None:
@@ -180,7 +180,7 @@ def test_times_come_from_the_measurements_of_doctor(home: Path) -> None:
 
 
 SMALL = ("--set", "tiers.host.blocks=4096", "--set", "engine.arguments.num_blocks=8192")
-WARNING = "G2 holds 65,536 tokens, fewer than the 131,072 of G1, and adds little"
+WARNING = "G2 holds 65,536 tokens, fewer than the 131,072 of G1, so it adds little"
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ MISTAKES = {
         "remove it",
     ),
     "speculative_config: {decoding_type: MTP}": (
-        "`engine.arguments.speculative_config` is not supported: TensorRT-LLM has no speculative decoding with a "
-        "connector",
+        "`engine.arguments.speculative_config` is not supported: TensorRT-LLM cannot combine it with a connector",
         "5:5",
         "remove it",
     ),
@@ -35,8 +34,8 @@ MISTAKES = {
         "remove it",
     ),
     "kv_cache_config: {enable_partial_reuse: true}": (
-        "`engine.arguments.kv_cache_config.enable_partial_reuse` must be `false`, not `true`: behind part of a block, "
-        "no block can be loaded",
+        "`engine.arguments.kv_cache_config.enable_partial_reuse` must be `false`, not `true`: after a hit of part of "
+        "a block, kvbm loads nothing",
         "5:45",
         "remove it",
     ),
@@ -155,7 +154,7 @@ def test_disk_tier_requires_host_memory(tmp_path: Path) -> None:
     with pytest.raises(ProfileError) as caught:
         load_text(tmp_path, f"{HEAD}    max_seq_len: 1\n{disk}")
     assert caught.value.message.startswith(
-        "`tiers.host` is required with `tensorrt-llm`, which can be promised only blocks in host memory"
+        "`tiers.host` is required with `tensorrt-llm`, because TensorRT-LLM loads blocks only from host memory"
     )
     load_text(tmp_path, f"{HEAD}    max_seq_len: 1\n{disk}  host: {{blocks: 1}}\n")
 

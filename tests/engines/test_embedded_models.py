@@ -123,7 +123,7 @@ def test_the_namespace_changes_with_everything_that_changes_the_bytes(copy):
         ),
         ({"model_type": "gemma3"}, "the nearest supported type is `gemma3_text`"),
         ({"model_type": "t5"}, "is a `t5` model"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized weights"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
     ],
 )

@@ -45,7 +45,7 @@ def require_supported(directory: Path, facts: Mapping[str, object]) -> None:
             hint=_RUNS,
         )
     if facts.get("quantization_config"):
-        raise ProfileError(f"`{directory}` has quantised weights, which the embedded engine does not support")
+        raise ProfileError(f"`{directory}` has quantized weights, which the embedded engine does not support")
     layer_types = facts.get("layer_types")
     unknown = sorted({str(entry) for entry in layer_types} - LAYER_TYPES) if isinstance(layer_types, list) else []
     if unknown:
