@@ -88,9 +88,10 @@ def test_blocks_from_the_block_manager_equal_generate(model, kv_layout):
         model.require_equal(results)
         found = [r.last.num_external_tokens for r in results]
         stored = [(n - 1) // BLOCK * BLOCK for n in LENGTHS]
-        if connector[0].leader.counters.offload_failed_blocks:  # a copy that a busy machine delays by 2000 steps
+        counters = connector[0].leader.counters
+        if counters.offload_failed_blocks or counters.offload_skipped_blocks:  # copies that a busy machine delays
             assert sum(found) > 0
             assert all(one <= most for one, most in zip(found, stored, strict=True))
         else:
-            assert found == stored
+            assert found == stored, counters
         assert sum(r.last.num_cached_tokens for r in results) == 0
