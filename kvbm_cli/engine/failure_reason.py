@@ -30,7 +30,7 @@ def oom_kills() -> int:
     return int(found[1]) if found else 0
 
 
-def reason_of(lines: Sequence[str], exit_code: int, *, oom_kill_count: int = 0) -> FailureReason | None:
+def failure_reason_of(lines: Sequence[str], exit_code: int, *, oom_kill_count: int = 0) -> FailureReason | None:
     """Returns the reason, None if it is not certain. `lines` are the last ones of the log, `oom_kill_count` counts OOM
     kills during the run."""
     if oom_kill_count and exit_code != 0:

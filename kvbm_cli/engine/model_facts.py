@@ -18,7 +18,7 @@ from pathlib import Path
 from kvbm.config.files import read_at_most
 from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
-from kvbm.errors import ProfileError
+from kvbm.errors import ProfileError, reason_of
 from kvbm.sizing import SizeUnknown
 from kvbm.sizing.catalogue import catalogue
 from kvbm_cli.make_model import MODELS
@@ -111,7 +111,7 @@ def _no_directory(model: str, hint: str) -> ProfileError:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return ProfileError(f"`engine.model`: there is no directory `{model}`", hint=hint)
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
     except ValueError as error:  # a NUL character
         reason = str(error)
     return ProfileError(f"`engine.model`: cannot use `{model}`: {reason}", hint=hint)
@@ -134,7 +134,7 @@ def read_config(path: Path) -> Mapping[str, object]:
     try:
         facts = json.loads(read_at_most(path, MAX_CONFIG_BYTES))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
         raise ProfileError(f"`engine.model`: cannot read `{path}`: {reason}", hint=_CONTENTS) from None
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"`engine.model`: `{path}` is not JSON: {error}", hint=_CONTENTS) from None

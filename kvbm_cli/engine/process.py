@@ -30,9 +30,9 @@ from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import ADMIN_VARIABLE, LaunchPlan
 from kvbm.config.variables import PREFIX
-from kvbm.errors import EngineError, EnvironmentProblem
+from kvbm.errors import EngineError, EnvironmentProblem, reason_of
 from kvbm_cli.engine.engine_log import EngineLog
-from kvbm_cli.engine.failure_reason import oom_kills, reason_of
+from kvbm_cli.engine.failure_reason import failure_reason_of, oom_kills
 from kvbm_cli.engine.python_probe import SAFE_PATH
 from kvbm_cli.engine.readiness import Readiness
 from kvbm_cli.system import die_with_parent
@@ -175,7 +175,7 @@ class EngineProcess:
         """Returns the error for an engine that exited unexpectedly."""
         code = self.poll()
         assert code is not None, "the engine is still running"
-        reason = reason_of(self._log.lines(), code, oom_kill_count=oom_kills() - self._oom_kills_before)
+        reason = failure_reason_of(self._log.lines(), code, oom_kill_count=oom_kills() - self._oom_kills_before)
         reason_line = f"\n  {reason.text}" if reason is not None else ""
         reported = () if reason is None else (f"error: {reason.text}", f"hint: {reason.hint}")
         tail = self._log.tail(without=reported)
@@ -287,7 +287,7 @@ def _bound_port(host: str, port: int) -> int:
         except OSError as error:
             where = f"{host} port {port}" if port else host
             hint = "choose a free port with `--port 0`" if error.errno in _PORT_ERRORS else OWN_ADDRESS
-            reason = (error.strerror or str(error)).lower()
+            reason = reason_of(error)
             raise EnvironmentProblem(f"cannot listen on {where}: {reason}", hint=hint) from None
         return int(probe.getsockname()[1])
 
@@ -299,7 +299,7 @@ def _make_tmpdir(plan: LaunchPlan) -> EngineTmpdir:
     try:
         return EngineTmpdir(parent)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
         raise EnvironmentProblem(f"cannot create a temporary directory in `{parent}`: {reason}") from None
 
 
@@ -320,7 +320,7 @@ def _write_files(plan: LaunchPlan) -> None:
             with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write(text)
         except OSError as error:
-            raise EnvironmentProblem(f"cannot write `{path}`: {(error.strerror or str(error)).lower()}") from None
+            raise EnvironmentProblem(f"cannot write `{path}`: {reason_of(error)}") from None
 
 
 def _log_or_nothing(path: Path) -> BinaryIO:
@@ -338,6 +338,4 @@ def _open_log(path: Path) -> BinaryIO:
             raise OSError(errno.EINVAL, "not a regular file")
         return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))  # it may hold prompts
     except OSError as error:
-        raise EnvironmentProblem(
-            f"cannot write the engine's log `{path}`: {(error.strerror or str(error)).lower()}"
-        ) from None
+        raise EnvironmentProblem(f"cannot write the engine's log `{path}`: {reason_of(error)}") from None

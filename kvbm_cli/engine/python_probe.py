@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm.trtllm_integration.versions import INTERFACE_FILES, TrtllmInstallation
 from kvbm.vllm_integration.versions import VllmInstallation
 
@@ -103,7 +103,7 @@ def _probe(python: str, package: ProbedPackage) -> dict[str, Any] | None:
     try:
         status, out = _run(python, package)
     except OSError as error:
-        raise _not_working(python, (error.strerror or str(error)).lower()) from None
+        raise _not_working(python, reason_of(error)) from None
     except subprocess.TimeoutExpired:
         raise EnvironmentProblem(
             f"`{python}` did not answer within {PROBE_TIMEOUT_S} s, so its {package.title} is unknown",

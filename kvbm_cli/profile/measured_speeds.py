@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvbm.config.files import read_at_most
 from kvbm.config.sizes import format_size
-from kvbm.errors import UsageError
+from kvbm.errors import UsageError, reason_of
 from kvbm.sizing import Sizing
 
 MAX_BYTES = 16 << 20
@@ -29,7 +29,7 @@ class MeasuredSpeeds:
             checks = json.loads(read_at_most(path, MAX_BYTES))["checks"]
             facts = {check["name"]: check["facts"] for check in checks}
         except OSError as error:
-            raise UsageError(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
+            raise UsageError(f"cannot read `{path}`: {reason_of(error)}") from None
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(f"`{path}` is not a result of doctor", hint=f"run `kvbm doctor --json > {path}`") from None
         return cls(_rate(facts, "allocation rate", "bytes_per_s"), _rate(facts, "sequential", "write_bytes_per_s"))

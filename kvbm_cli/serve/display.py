@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm_cli.runs.log_tail import LogTail, shown_line
 from kvbm_cli.terminal.console import WIDTH, columns
 from kvbm_cli.terminal.printable import without_commands
@@ -88,7 +88,7 @@ class ServeDisplay:
         if isinstance(failure, BrokenPipeError):
             raise failure
         if failure is not None:
-            reason = (failure.strerror or str(failure)).lower()
+            reason = reason_of(failure)
             raise EnvironmentProblem(f"cannot write to standard output: {reason}")
 
     def _put(self, descriptor: int, text: str) -> None:

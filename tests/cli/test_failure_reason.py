@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbm_cli.engine import failure_reason
-from kvbm_cli.engine.failure_reason import oom_kills, reason_of
+from kvbm_cli.engine.failure_reason import failure_reason_of, oom_kills
 
 WORDS = {
     "OSError: [Errno 98] Address already in use": "its port is in use",
@@ -40,18 +40,18 @@ WORDS = {
 @pytest.mark.parametrize("line", WORDS)
 def test_last_words_tell(line: str) -> None:
     lines = ["loading the weights", line, "RuntimeError: Engine core initialization failed. See root cause above."]
-    reason = reason_of(lines, 1)
+    reason = failure_reason_of(lines, 1)
     assert reason is not None
     assert reason.text == WORDS[line]
 
 
 def test_own_error_comes_with_its_hint() -> None:
-    reason = reason_of(["error: no room: 3 of 5 GiB", "  caused by: x", "", "hint: lower it"], 1)
+    reason = failure_reason_of(["error: no room: 3 of 5 GiB", "  caused by: x", "", "hint: lower it"], 1)
     assert reason == failure_reason.FailureReason("no room: 3 of 5 GiB", "lower it")
 
 
 def test_the_latest_word_counts() -> None:
-    reason = reason_of(["MemoryError", "OSError: [Errno 28] No space left on device"], 1)
+    reason = failure_reason_of(["MemoryError", "OSError: [Errno 28] No space left on device"], 1)
     assert reason is not None
     assert reason.text == "a disk is full"
 
@@ -61,14 +61,14 @@ def test_the_latest_word_counts() -> None:
     [(137, "killed by SIGKILL, by a user or by the kernel's OOM killer"), (139, "killed by SIGSEGV")],
 )
 def test_signal_is_a_reason(code: int, text: str) -> None:
-    reason = reason_of(["loading"], code)
+    reason = failure_reason_of(["loading"], code)
     assert reason is not None
     assert reason.text == text
 
 
 @pytest.mark.parametrize("code", [0, 1, 9, 128, 255])
 def test_nothing_is_made_up(code: int) -> None:
-    assert reason_of(["loading the weights", "ImportError may be ignored here"], code) is None
+    assert failure_reason_of(["loading the weights", "ImportError may be ignored here"], code) is None
 
 
 def test_kill_for_want_of_memory_is_known_by_the_kernels_counter(
@@ -78,7 +78,7 @@ def test_kill_for_want_of_memory_is_known_by_the_kernels_counter(
     assert oom_kills() == 0
     (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 3\n")
     assert oom_kills() == 3
-    reason = reason_of(["MemoryError"], 1, oom_kill_count=1)
+    reason = failure_reason_of(["MemoryError"], 1, oom_kill_count=1)
     assert reason is not None
     assert reason.text == "out of memory: the kernel's OOM killer killed a process"
-    assert reason_of([], 0, oom_kill_count=1) is None
+    assert failure_reason_of([], 0, oom_kill_count=1) is None
