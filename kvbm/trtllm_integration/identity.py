@@ -12,11 +12,11 @@ import json
 import os
 from collections.abc import Mapping
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kvbm.identity.fingerprint import fingerprint, process_start_ns
+from kvbm.identity.versions import version_of
 
 DISTRIBUTIONS = ("tensorrt_llm", "torch", "transformers")
 LOAD_FORMATS = frozenset({"auto", "AUTO", "LoadFormat.AUTO", "0"})  # that read the files in the directory of the model
@@ -40,7 +40,7 @@ def identity(arguments: Any) -> tuple[dict[str, object], str]:
     """Return values that JSON can represent, and why blocks must not outlive the engine, empty if they may."""
     facts: dict[str, object] = {
         "engine": "tensorrt-llm",
-        "versions": [_version(name) for name in DISTRIBUTIONS],
+        "versions": [version_of(name) for name in DISTRIBUTIONS],
         "model": str(getattr(arguments, "model", "")),
         "device": _device(),
     }
@@ -53,13 +53,6 @@ def identity(arguments: Any) -> tuple[dict[str, object], str]:
     if str(getattr(arguments, "orchestrator_type", None) or "") == "ray":
         return facts, "with `orchestrator_type: ray`, the weights in memory can change"
     return facts, ""
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _content(arguments: Any) -> str:

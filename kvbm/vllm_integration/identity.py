@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.identity.content import digest_file
 from kvbm.identity.fingerprint import fingerprint, process_start_ns
+from kvbm.identity.versions import version_of
 from kvbm.vllm_integration.weight_updates import reports_weight_updates
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
     facts: dict[str, object] = {
         "engine": "vllm",
         "version": str(getattr(vllm, "__version__", "")),
-        "versions": [_version(name) for name in DISTRIBUTIONS],
+        "versions": [version_of(name) for name in DISTRIBUTIONS],
         "model": str(model.model),
         "weights": weights,
         "configuration": configuration,
@@ -87,13 +88,6 @@ def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
 
 def _digest(config: Any) -> str:
     return "" if config is None else str(config.compute_hash())
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _configuration(hf_config: Any) -> str:
