@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.errors import EnvironmentProblem
@@ -37,6 +38,11 @@ class EngineKind(Protocol):
 
     def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
         """Returns the profile with prefix caching enabled and at least `block_count` blocks in G1."""
+
+
+def python_of(profile: Profile) -> str:
+    """Returns the interpreter that runs the engine."""
+    return profile.engine.python or sys.executable
 
 
 def with_arguments(profile: Profile, **changed: object) -> Profile:

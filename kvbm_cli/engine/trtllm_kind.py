@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from kvbm.config.trtllm_options import DEFAULT_BLOCK_TOKENS
 from kvbm.errors import EnvironmentProblem
 from kvbm.trtllm_integration import launch
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED, TrtllmInstallation, is_known
-from kvbm_cli.engine.engine_kind import installation_problem, with_arguments
+from kvbm_cli.engine.engine_kind import installation_problem, python_of, with_arguments
 from kvbm_cli.engine.python_probe import find_trtllm
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class TrtllmKind:
         )
 
     def installed(self, profile: Profile) -> TrtllmInstallation | None:
-        return find_trtllm(_python(profile))
+        return find_trtllm(python_of(profile))
 
     def _installation(self, profile: Profile) -> TrtllmInstallation | None:
         try:
@@ -67,7 +66,7 @@ class TrtllmKind:
             return None
 
     def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
-        python = _python(profile)
+        python = python_of(profile)
         try:
             found = self.installed(profile)
         except EnvironmentProblem as error:
@@ -106,12 +105,8 @@ class TrtllmKind:
 def _with_local_model(profile: Profile) -> Profile:
     """Returns the profile with the path of a local model, without `~`."""
     model = profile.engine.model
-    engine = profile.engine.model_copy(update={"model": os.path.expanduser(model) if model[0] == "~" else model})
+    engine = profile.engine.model_copy(update={"model": os.path.expanduser(model)})
     return profile.model_copy(update={"engine": engine})
-
-
-def _python(profile: Profile) -> str:
-    return profile.engine.python or sys.executable
 
 
 def _arguments(profile: Profile) -> TrtllmArguments:

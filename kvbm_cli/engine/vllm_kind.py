@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from kvbm.config.engine import VllmArguments
@@ -12,7 +11,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.sizing.vllm import default_block_tokens
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, VllmInstallation, is_known
 from kvbm_cli import make_model as models
-from kvbm_cli.engine.engine_kind import installation_problem, with_arguments
+from kvbm_cli.engine.engine_kind import installation_problem, python_of, with_arguments
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX
 from kvbm_cli.engine.python_probe import find_vllm
 
@@ -37,10 +36,10 @@ class VllmKind:
         )
 
     def installed(self, profile: Profile) -> VllmInstallation | None:
-        return find_vllm(_python(profile))
+        return find_vllm(python_of(profile))
 
     def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
-        python = _python(profile)
+        python = python_of(profile)
         try:
             found = find_vllm(python)
         except EnvironmentProblem as error:
@@ -80,7 +79,7 @@ class VllmKind:
 def vllm_of(profile: Profile) -> VllmInstallation | None:
     """Returns vLLM in the interpreter of the profile's engine, None if it or the interpreter is missing."""
     try:
-        return find_vllm(_python(profile))
+        return find_vllm(python_of(profile))
     except EnvironmentProblem:
         return None
 
@@ -97,16 +96,12 @@ def _with_local_model(profile: Profile) -> Profile:
     model, arguments = profile.engine.model, _arguments(profile)
     preset = preset_of(profile)
     if preset is None:
-        local, changed = os.path.expanduser(model) if model.startswith("~") else model, arguments
+        local, changed = os.path.expanduser(model), arguments
     else:
         local = str(models.directory_of(preset))
         changed = arguments.model_copy(update={"served_model_name": arguments.served_model_name or model})
     engine = profile.engine.model_copy(update={"model": local, "arguments": changed})
     return profile.model_copy(update={"engine": engine})
-
-
-def _python(profile: Profile) -> str:
-    return profile.engine.python or sys.executable
 
 
 def _arguments(profile: Profile) -> VllmArguments:
