@@ -5,20 +5,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from model_configs import QWEN3
 from terminal import FAKE_ENGINE
 from test_serve import serving
 
 from kvbm_cli.serve.reported_sizes import ReportedSizes, difference_text
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-}
 PROFILE = f"""\
 engine:
   kind: vllm

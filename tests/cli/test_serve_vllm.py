@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from model_configs import QWEN3
 from terminal import FAKE_ENGINE, PROGRAM, Kvbm, assert_snapshot, environment, kvbm, kvbm_here, ways
 
 from kvbm.config.schema import Profile
@@ -17,15 +18,6 @@ from kvbm_cli.engine.engines import make_model
 from kvbm_cli.engine.python_probe import VLLM, _probe, _probe_once, find_vllm
 
 FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-}
 PROFILE = f"""\
 engine:
   kind: vllm

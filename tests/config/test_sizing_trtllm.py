@@ -3,19 +3,11 @@
 from typing import Any
 
 import pytest
+from model_configs import QWEN3
 
 from kvbm.config.schema import Profile
 from kvbm.sizing import SizeUnknown, check_model, size
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-}
 WINDOWED = {
     **QWEN3,
     "architectures": ["Gemma3ForCausalLM"],
