@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvbm.errors import EngineError
+from kvbm_cli.bench.analysis.statistics import percentile
 from kvbm_cli.bench.client import DriveResult, Target, drive, open_session, send
 from kvbm_cli.bench.comparison import AGAINST_BASELINE, BASELINE, RECORDING, Comparison
 from kvbm_cli.bench.control import Control, MetricsDelta, ScrapedMetrics
 from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan, PlannedRequest, RecordedAnswer, Script, request_body
-from kvbm_cli.bench.statistics import percentile
 from kvbm_cli.profile.workload import Workload
 
 SMALLEST_INTERVAL_S = 0.05

@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvbm_cli.bench.analysis.paired import PairedRatio, paired_ratio
+from kvbm_cli.bench.analysis.statistics import busy_share, percentile
 from kvbm_cli.bench.comparison import FLOOR, Comparison
 from kvbm_cli.bench.experiment import ArmResult, Experiment
 from kvbm_cli.bench.outputs import compare_outputs
 from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan
-from kvbm_cli.bench.statistics import PairedRatio, busy_share, paired_ratio, spread
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Verdict, VerdictLimits, judge
 
 FORMAT = 1
@@ -39,7 +40,7 @@ def summarise(
     results = {name: experiment.arms[name] for name in comparison.arms}
     arms = {name: _arm(plan, result) for name, result in results.items()}
     outputs = {name: compare_outputs(plan, result.records) for name, result in results.items()}
-    ratio = paired_ratio(_pairs(results[reference].records, results[measured].records))
+    ratio = paired_ratio({1: _pairs(results[reference].records, results[measured].records)})
     p50 = {name: arm["ttft_ms"]["p50"] for name, arm in arms.items()}
     transfers = {name: _transfers(arms[name]) for name in comparison.arms_with_kvbm}
     evidence = Evidence(
@@ -126,13 +127,13 @@ def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
     by_usage = _tokens(answered)
     by_metrics = arm.metrics.prompt_tokens_by_source() if arm.metrics else None
     queue_wait_ms = arm.metrics.queue_wait_ms() if arm.metrics else None
-    ttft_all = spread(_values(record.ttft_ms for record in answered))
+    ttft_all = _spread(_values(record.ttft_ms for record in answered))
     return {
         "requests": len(records),
         "errors": len(records) - len(answered),
         **_times(later),
         "ttft_ms_all_turns": ttft_all,
-        "ttft_ms_from_launch": spread(_values(record.ttft_from_launch_ms for record in later)),
+        "ttft_ms_from_launch": _spread(_values(record.ttft_from_launch_ms for record in later)),
         "prompt_tokens": by_usage if None not in by_usage.values() else by_metrics or by_usage,
         "prompt_tokens_by_usage": by_usage,
         "prompt_tokens_by_metrics": by_metrics,
@@ -145,7 +146,7 @@ def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
         "queue_wait_ms": queue_wait_ms,
         "queue_share_of_ttft": _quotient(queue_wait_ms, ttft_all["mean"]),
         "client": {
-            "lateness_ms": spread(_values(record.lateness_ms for record in records)),
+            "lateness_ms": _spread(_values(record.lateness_ms for record in records)),
             "cpu_share": arm.client_cpu_share,
         },
         "engine": {**_engine(arm), "startup_s": arm.startup_s, "ended_early": arm.engine_ended},
@@ -169,14 +170,20 @@ def _turn(turn: int, records: list[RequestRecord]) -> dict[str, Any]:
 
 def _times(records: Sequence[RequestRecord]) -> dict[str, Any]:
     return {
-        "ttft_ms": spread(_values(record.ttft_ms for record in records)),
-        "itl_ms": spread([gap for record in records for gap in record.token_gaps_ms]),
-        "end_to_end_ms": spread(_values(record.end_to_end_ms for record in records)),
+        "ttft_ms": _spread(_values(record.ttft_ms for record in records)),
+        "itl_ms": _spread([gap for record in records for gap in record.token_gaps_ms]),
+        "end_to_end_ms": _spread(_values(record.end_to_end_ms for record in records)),
     }
 
 
 def _values(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    """p50, p90, p99 and the mean, each `None` without values. Few values give p99 close to the maximum."""
+    percentiles = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
+    return {**percentiles, "mean": sum(values) / len(values) if values else None}
 
 
 def _tokens(records: Sequence[RequestRecord]) -> dict[str, int | None]:
@@ -246,9 +253,9 @@ def _ratio(ratio: PairedRatio | None) -> dict[str, Any] | None:
         return None
     return {
         "geometric_mean": ratio.ratio,
-        "interval_95": [ratio.low, ratio.high] if ratio.user_count > 1 else None,
-        "pairs": ratio.pair_count,
-        "users": ratio.user_count,
+        "interval_95": [ratio.low, ratio.high] if ratio.session_count > 1 else None,
+        "pairs": ratio.request_count,
+        "users": ratio.session_count,
     }
 
 

@@ -13,8 +13,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvbm_cli.bench.analysis.paired import PairedRatio, direction
 from kvbm_cli.bench.comparison import AGAINST_BASELINE, Comparison
-from kvbm_cli.bench.statistics import PairedRatio
 
 
 class Verdict(enum.StrEnum):
@@ -235,21 +235,8 @@ def _other_engine(evidence: Evidence) -> str:
 
 
 def _compare(evidence: Evidence, limits: VerdictLimits) -> Verdict:
-    ratio = evidence.ratio
-    assert ratio is not None
-    medians = _quotient(evidence)
-    if ratio.low > 1 and min(ratio.ratio, medians) > 1 + limits.margin:
-        return Verdict.FASTER
-    if ratio.high < 1 and max(ratio.ratio, medians) < 1 / (1 + limits.margin):
-        return Verdict.SLOWER
-    return Verdict.SAME
-
-
-def _quotient(evidence: Evidence) -> float:
-    """The quotient of the medians, which a few slow requests do not change."""
-    assert evidence.reference_ttft_ms is not None
-    assert evidence.measured_ttft_ms is not None
-    return evidence.reference_ttft_ms / evidence.measured_ttft_ms
+    assert evidence.ratio is not None
+    return Verdict(direction(evidence.ratio, limits.margin))
 
 
 def _sentence(verdict: Verdict, evidence: Evidence) -> str:
@@ -269,6 +256,12 @@ def _sentence(verdict: Verdict, evidence: Evidence) -> str:
     outputs = "" if any(evidence.different_answers.values()) else ", same outputs"
     return (
         f"from turn 2 on, the first token comes {times} {where}{outputs} (geometric mean over pairs of equal requests; "
-        f"95% interval {interval} over the users of this run, which does not cover differences between runs); the "
-        f"medians are {evidence.measured_ttft_ms:.0f} ms and {evidence.reference_ttft_ms:.0f} ms"
+        f"95% interval {interval} {_scope(ratio)}); the medians are {evidence.measured_ttft_ms:.0f} ms and "
+        f"{evidence.reference_ttft_ms:.0f} ms"
     )
+
+
+def _scope(ratio: PairedRatio) -> str:
+    if ratio.covers_runs:
+        return f"over {ratio.run_count} runs and their {ratio.session_count} users"
+    return "over the users of this run, which does not cover differences between runs"
