@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvbm_cli.bench.analysis.correctness import Answer, OutputDifference, compare_answers
 from kvbm_cli.bench.analysis.paired import PairedRatio, paired_ratio
 from kvbm_cli.bench.analysis.statistics import busy_share, percentile
 from kvbm_cli.bench.comparison import FLOOR, Comparison
 from kvbm_cli.bench.experiment import ArmResult, Experiment
-from kvbm_cli.bench.outputs import compare_outputs
 from kvbm_cli.bench.request_record import RequestRecord
 from kvbm_cli.bench.schedule import Plan
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Verdict, VerdictLimits, judge
@@ -39,7 +39,7 @@ def summarise(
     measured, reference = comparison.measured, comparison.reference
     results = {name: experiment.arms[name] for name in comparison.arms}
     arms = {name: _arm(plan, result) for name, result in results.items()}
-    outputs = {name: compare_outputs(plan, result.records) for name, result in results.items()}
+    outputs = {name: _compare_outputs(plan, result.records) for name, result in results.items()}
     ratio = paired_ratio({1: _pairs(results[reference].records, results[measured].records)})
     p50 = {name: arm["ttft_ms"]["p50"] for name, arm in arms.items()}
     transfers = {name: _transfers(arms[name]) for name in comparison.arms_with_kvbm}
@@ -48,7 +48,7 @@ def summarise(
         request_count=len(plan.requests),
         compared_count=outputs[measured].compared_count,
         errors={name: arm["errors"] for name, arm in arms.items()},
-        different_answers={name: len(difference.answers) for name, difference in outputs.items()},
+        different_answers={name: difference.different_count for name, difference in outputs.items()},
         logprob_differences={name: difference.logprob for name, difference in outputs.items()},
         reference_ttft_ms=p50[reference],
         measured_ttft_ms=p50[measured],
@@ -73,7 +73,9 @@ def summarise(
         "share_of_possible_gain": share,
         "share_of_possible_gain_is_noise": share is not None and share > 1,
         "outputs_equal": _are_equal(evidence, judgement),
-        "different_answers": {name: [list(key) for key in difference.answers] for name, difference in outputs.items()},
+        "different_answers": {
+            name: [list(one.key) for one in difference.differences] for name, difference in outputs.items()
+        },
         "largest_logprob_difference": {name: difference.logprob for name, difference in outputs.items()},
         "transfers": transfers[measured],
         "arms": arms,
@@ -85,6 +87,14 @@ def summarise(
     rounded = _rounded(result)
     assert isinstance(rounded, dict)
     return rounded
+
+
+def _compare_outputs(plan: Plan, records: Sequence[RequestRecord]) -> OutputDifference:
+    """Compare all complete answers of an arm with the recorded ones."""
+    return compare_answers(
+        {request.key: Answer(request.answer.token_ids, request.answer.logprobs) for request in plan.requests},
+        {record.key: Answer(tuple(record.token_ids), tuple(record.logprobs)) for record in records if record.is_ok},
+    )
 
 
 def _are_equal(evidence: Evidence, judgement: Judgement) -> bool:
