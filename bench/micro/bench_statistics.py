@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from kvbm_cli.bench.analysis.paired import PairedRatio, direction, is_tight, paired_ratio
+from kvbm_cli.bench.analysis.resampling import compare_percentiles, share_of_possible_gain
 
+Samples = dict[int, dict[int, list[float]]]
 Pairs = dict[int, dict[int, list[tuple[float, float]]]]
 
 
@@ -42,24 +44,29 @@ class Case:
     slow_share: float = 0.0
 
 
-def simulate(case: Case, seed: int) -> Pairs:
-    """Times of both arms, in ms, by run and session. Base times differ between requests by a factor of about 5."""
+def simulate_arms(case: Case, speedups: Sequence[float], seed: int) -> list[Samples]:
+    """Times of several arms, in ms, by run and session. Base times differ between requests by a factor of about 5.
+
+    `case.effect_deviation` is the deviation of the effect of sessions on the second arm.
+    """
     random = np.random.default_rng([seed, 20261123])
     shape = (case.sessions, case.turns)
     base = 200 * np.exp(random.normal(0, 0.3, (case.sessions, 1)) + random.normal(0, 0.3, shape))
     effect = random.normal(0, case.effect_deviation, (case.sessions, 1))
-    pairs: Pairs = {}
+    arms: list[Samples] = [{} for _ in speedups]
     for run in range(1, case.runs + 1):
-        arms = []
-        for speedup in (0.0, math.log(case.speedup)):
+        for position, speedup in enumerate(speedups):
             logs = random.normal(0, case.run_deviation) + random.normal(0, case.session_deviation, (case.sessions, 1))
-            arms.append(base * np.exp(logs - speedup * np.ones(shape)) * noise(case, random, shape))
-        arms[1] = arms[1] * np.exp(-effect)
-        pairs[run] = {
-            session: list(zip(arms[0][session].tolist(), arms[1][session].tolist(), strict=True))
-            for session in range(case.sessions)
-        }
-    return pairs
+            logs = logs - math.log(speedup) - (effect if position == 1 else 0)
+            times = base * np.exp(logs) * noise(case, random, shape)
+            arms[position][run] = {session: times[session].tolist() for session in range(case.sessions)}
+    return arms
+
+
+def simulate(case: Case, seed: int) -> Pairs:
+    """The reference and an arm that is `case.speedup` times as fast, as pairs of equal requests."""
+    reference, measured = simulate_arms(case, (1.0, case.speedup), seed)
+    return _zipped(reference, measured)
 
 
 def noise(case: Case, random: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
@@ -113,7 +120,7 @@ def row(case: Case, repetitions: int) -> dict[str, object]:
     }
 
 
-def _share(flags: Iterator[bool]) -> float:
+def _share(flags: Iterable[bool]) -> float:
     values = list(flags)
     return round(sum(values) / len(values), 4)
 
@@ -129,39 +136,90 @@ def cases() -> Iterator[Case]:
         yield Case(speedup, slow_share=0.03)
 
 
+def percentile_row(case: Case, repetitions: int) -> dict[str, object]:
+    """Coverage of the intervals of differences of percentiles between equal arms, and of the share of possible gain.
+
+    The measured arm is twice as fast, the floor four times, so the share is 2/3.
+    """
+    held: dict[str, list[bool]] = {name: [] for name in ("p50", "p90", "p95", "p99", "share_of_possible_gain")}
+    for seed in range(repetitions):
+        arms = simulate_arms(case, (1.0, 2.0, 4.0, 1.0), seed)
+        ratio = paired_ratio(_zipped(arms[0], arms[1]))
+        assert ratio is not None
+        found = compare_percentiles(arms[0], arms[3], run_deviation=ratio.run_deviation, draws=400)
+        for percent, one in found.items():
+            if one is not None and one.difference.low is not None and one.difference.high is not None:
+                held[f"p{percent}"].append(one.difference.low <= 0 <= one.difference.high)
+        share = share_of_possible_gain(*arms[:3], run_deviation=ratio.run_deviation, draws=400)
+        assert share is not None
+        assert share.low is not None
+        assert share.high is not None
+        held["share_of_possible_gain"].append(share.low <= 2 / 3 <= share.high)
+    coverage = {name: _coverage(flags) for name, flags in held.items()}
+    return {**asdict(case), "repetitions": repetitions, "coverage": coverage}
+
+
+def _coverage(flags: Sequence[bool]) -> float | None:
+    return _share(flags) if flags else None
+
+
+def _zipped(reference: Samples, measured: Samples) -> Pairs:
+    return {
+        run: {session: list(zip(times, measured[run][session], strict=True)) for session, times in sessions.items()}
+        for run, sessions in reference.items()
+    }
+
+
+def print_row(one: dict[str, object], case: Case) -> None:
+    other = f"  effect sd {case.effect_deviation}" if case.effect_deviation else ""
+    other += f"  slow {case.slow_share}" if case.slow_share else ""
+    print(
+        f"{case.speedup:8.2f} {case.runs:4} {case.sessions:8} x {case.turns:<5} {case.run_deviation:7.0%}"
+        f" {one['coverage']:9.3f} {one['coverage_of_plain_bootstrap']:11.3f} {one['half_width']:12.3f}"
+        f" {one['faster']:8.3f} {one['slower']:7.3f}{other}",
+        flush=True,
+    )
+
+
+def stop_row(deviation: float, repetitions: int) -> dict[str, object]:
+    """Early stopping with little noise of requests, so that most experiments end before the last pair."""
+    case = Case(run_deviation=deviation, request_deviation=0.1)
+    found = [stopped_early(case, seed) for seed in range(repetitions)]
+    return {
+        **asdict(case),
+        "repetitions": repetitions,
+        "coverage": _share(ratio.low <= 1 <= ratio.high for ratio in found),
+        "mean_runs": round(float(np.mean([ratio.run_count for ratio in found])), 2),
+        "false_alarms": _share(direction(ratio).value != "same" for ratio in found),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=1000)
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     arguments = parser.parse_args()
-    rows = []
+    rows, stops, percentiles = [], [], []
     print("speed-up runs sessions x turns  run sd  coverage  (bootstrap)  half width  faster  slower")
     for case in cases():
-        one = row(case, arguments.repetitions)
-        rows.append(one)
+        rows.append(row(case, arguments.repetitions))
+        print_row(rows[-1], case)
+    for deviation in (0.0, 0.01, 0.02, 0.03):
+        stops.append(stop_row(deviation, arguments.repetitions))
+        one = stops[-1]
         print(
-            f"{case.speedup:8.2f} {case.runs:4} {case.sessions:8} x {case.turns:<5} {case.run_deviation:7.0%}"
-            f" {one['coverage']:9.3f} {one['coverage_of_plain_bootstrap']:11.3f} {one['half_width']:12.3f}"
-            f" {one['faster']:8.3f} {one['slower']:7.3f}"
-            + (f"  effect sd {case.effect_deviation}" if case.effect_deviation else "")
-            + (f"  slow {case.slow_share}" if case.slow_share else ""),
+            f"early stop, run sd {deviation:.0%}: coverage {one['coverage']}, runs {one['mean_runs']}, "
+            f"false alarms {one['false_alarms']}",
             flush=True,
         )
-    stops = []
-    for deviation in (0.0, 0.01, 0.02, 0.03):
-        case = Case(run_deviation=deviation, request_deviation=0.1)
-        found = [stopped_early(case, seed) for seed in range(arguments.repetitions)]
-        stop = {
-            "run_deviation": deviation,
-            "request_deviation": case.request_deviation,
-            "coverage": _share(ratio.low <= 1 <= ratio.high for ratio in found),
-            "mean_runs": round(float(np.mean([ratio.run_count for ratio in found])), 2),
-            "false_alarms": _share(direction(ratio).value != "same" for ratio in found),
-        }
-        stops.append(stop)
-        print("early stop:", stop, flush=True)
+    for sessions, runs, deviation in ((12, 1, 0.0), (12, 1, 0.02), (12, 3, 0.0), (12, 3, 0.02), (40, 3, 0.02)):
+        case = Case(sessions=sessions, runs=runs, run_deviation=deviation)
+        percentiles.append(percentile_row(case, max(1, arguments.repetitions // 4)))
+        print(f"{sessions} sessions, {runs} runs, run sd {deviation:.0%}:", percentiles[-1]["coverage"], flush=True)
     if arguments.output:
-        arguments.output.write_text(json.dumps({"rows": rows, "early_stop": stops}, indent=1) + "\n")
+        result = {"rows": rows, "early_stop": stops, "percentiles": percentiles}
+        about = {"benchmark": "bench_statistics", "command": "python bench/micro/bench_statistics.py"}
+        arguments.output.write_text(json.dumps({**about, **result}, indent=1) + "\n")
     return 0
 
 

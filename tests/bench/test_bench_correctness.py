@@ -157,7 +157,7 @@ def test_judgement_has_all_counts():
 
 
 def diverging(seed: int, *, wrong_share: float = 0.0) -> tuple[OutputDifference, OutputDifference]:
-    """Three pairs of 40 requests. A tenth of the requests is close to a tie and differs half of the time, in all arms."""
+    """Three pairs of 40 requests. A tenth of the requests is close to a tie: each run has either of two answers."""
     generator = random.Random(seed)
     runs: dict[str, dict[tuple[int, ...], Answer]] = {"baseline": {}, "kvbm": {}}
     for arm, answers in runs.items():
