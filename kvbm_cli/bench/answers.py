@@ -42,14 +42,15 @@ class ArmAnswers:
             "requests_that_differ": [list(one.key) for one in self.difference.differences[:100]],
         }
         if self.judgement is not None:
+            evidence = self.judgement.evidence
             found |= {
                 "verdict": self.judgement.verdict.value,
                 "reason": self.judgement.reason,
-                "control": self.judgement.control,
-                "control_compared": self.judgement.control_compared_count,
-                "control_different": self.judgement.control_different_count,
-                "control_logprob": self.judgement.control_logprob,
-                "p_value": self.judgement.p_value,
+                "control": evidence.control_name,
+                "control_compared": evidence.control.compared_count if evidence.control else 0,
+                "control_different": evidence.control.different_count if evidence.control else 0,
+                "control_logprob": evidence.control_logprob,
+                "p_value": evidence.p_value,
             }
         return found
 
@@ -118,7 +119,7 @@ class _Source:
 
 def _source(results: Results, cell: CellResult) -> _Source:
     if cell.plan is not None and all(request.answer for request in cell.plan.requests):
-        recorded = {
+        recorded: dict[Key, Answer] = {
             (one.session, one.turn): Answer(one.answer.token_ids or None, one.answer.logprobs, one.answer.text or None)
             for one in cell.plan.requests
             if one.answer is not None
@@ -151,7 +152,7 @@ def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]
     if source.recorded is not None:
         return {run.run: compare_answers(source.recorded, _answers(run)) for run in runs}
     if not runs and len(results.plan["references"]) > 0:
-        runs = [run for run in cell.of_arm(results.plan["references"][0])]
+        runs = list(cell.of_arm(results.plan["references"][0]))
     return {
         f"{one.run} and {other.run}": compare_answers(_answers(one), _answers(other))
         for position, one in enumerate(runs)

@@ -23,10 +23,10 @@ from kvbm_cli.bench.dry_run import show_plan
 from kvbm_cli.bench.experiment import Setup, run_experiment
 from kvbm_cli.bench.machine import machine, versions
 from kvbm_cli.bench.progress import BenchProgress
-from kvbm_cli.bench.report import WIDTH, show
-from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
 from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.records.run_directory import SUMMARY, RunDirectory, cannot_write
+from kvbm_cli.bench.report import WIDTH, show
+from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
 from kvbm_cli.bench.summary import interrupted_summary, summarise
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.engine.engines import engine_version, make_model
@@ -118,7 +118,10 @@ def measure(
     engines: Engines | None = None,
     limits: VerdictLimits | None = None,
 ) -> int:
-    """Measure, write and print the result; returns the exit code of the verdict. `engines` and `limits` are for tests."""
+    """Measure, write and print the result; returns the exit code of the verdict.
+
+    `engines` and `limits` are for tests.
+    """
     surroundings = _surroundings(setup.comparison)
     with _interruptible():
         try:

@@ -23,13 +23,14 @@ from typing import Any, Protocol
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.arms import Engines, Room, RunningEngine, running_server
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.client.drive import DriveResult, Target, drive
+from kvbm_cli.bench.client.drive import DriveResult, drive
+from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Comparison, RunGroup, groups
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.run_directory import PLAN, REQUESTS, RUNS, RunDirectory
 from kvbm_cli.bench.server_metrics.sampler import Sampler
-from kvbm_cli.bench.server_metrics.summary import ServerSummary, summarise_run
+from kvbm_cli.bench.server_metrics.server_summary import ServerSummary, summarise
 from kvbm_cli.bench.workload.plan import Plan
 
 FORMAT = 2
@@ -232,7 +233,7 @@ class _Experiment:
                 for number, (name, engine) in enumerate(engines.items())
             ]
             result = asyncio.run(drive(plan, targets, on_record=self._keep_record))
-        return result, {name: summarise_run(path) for name, path in files.items()}
+        return result, {name: summarise(path) for name, path in files.items()}
 
     def _keep_record(self, record: RequestRecord) -> None:
         self._directory.append(REQUESTS, record.to_json())

@@ -1,4 +1,4 @@
-"""Results: the runs of an experiment, read from the files of its directory. Everything that is printed follows from it."""
+"""Results: the runs of an experiment, read from the files of its directory; all that is printed follows from them."""
 
 from __future__ import annotations
 
