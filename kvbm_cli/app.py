@@ -269,7 +269,7 @@ def bench(
 
     if context.invoked_subcommand is not None:
         return 0
-    request = body.Request(
+    request = body.BenchRequest(
         profile=profile,
         overrides=set_ or (),
         compare=compare or (),

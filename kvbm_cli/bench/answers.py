@@ -104,7 +104,7 @@ def has_counters(runs: Sequence[RunResult]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _AnswerSource:
     """Answers of the recording, or of the runs of one arm by pair."""
 
     recorded: Answers | None
@@ -117,16 +117,16 @@ class _Source:
         return self.by_pair.get(run.pair) or (next(iter(self.by_pair.values()), {}) if self.by_pair else {})
 
 
-def _source(results: Results, cell: CellResult) -> _Source:
+def _source(results: Results, cell: CellResult) -> _AnswerSource:
     if cell.plan is not None and all(request.answer for request in cell.plan.requests):
         recorded: dict[Key, Answer] = {
             (one.session, one.turn): Answer(one.answer.token_ids or None, one.answer.logprobs, one.answer.text or None)
             for one in cell.plan.requests
             if one.answer is not None
         }
-        return _Source(recorded, {})
+        return _AnswerSource(recorded, {})
     arm = _first_without_kvbm(results, cell)
-    return _Source(None, {run.pair: _answers(run) for run in cell.of_arm(arm)} if arm else {})
+    return _AnswerSource(None, {run.pair: _answers(run) for run in cell.of_arm(arm)} if arm else {})
 
 
 def _first_without_kvbm(results: Results, cell: CellResult) -> str | None:

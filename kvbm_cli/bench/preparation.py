@@ -43,7 +43,7 @@ class Capabilities:
 
 
 def capabilities_of(engines: Sequence[RunningEngine], *, are_launched: bool, seed: int) -> Capabilities:
-    """Engines that kvbm launches have everything; other servers are asked. EngineError if the models differ."""
+    """OpenArm that kvbm launches have everything; other servers are asked. EngineError if the models differ."""
     models = {engine.model for engine in engines}
     if len(models) > 1:
         raise EngineError(
