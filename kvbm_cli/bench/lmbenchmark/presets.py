@@ -179,12 +179,16 @@ def preset(name: str, *, sizes: Sizes = "documented") -> LmbenchmarkParameters:
 
 @dataclass(frozen=True, slots=True)
 class ShareGptParameters:
-    """One run of the ShareGPT program: requests at a constant rate from a prepared file (see `sharegpt`)."""
+    """One run of the ShareGPT program: requests at a constant rate from a prepared file (see `sharegpt`).
+
+    `pause_s` is the time between the warm-up and the main run.
+    """
 
     run_file: str
     warm_up_file: str | None = None
     qps: float = 1.34
     duration_s: float | None = None
+    pause_s: float = PAUSE_AFTER_RUN_S
     is_chat: bool = False
     name: str = "lmbenchmark-sharegpt"
     output_name: str = "{key}_output_{qps}.csv"
@@ -199,7 +203,7 @@ class ShareGptParameters:
 
 @dataclass(frozen=True, slots=True)
 class AgenticParameters:
-    """One run of the agentic program: one trace file per user. The intervals are those of LMBenchmark's example."""
+    """One run of the agentic program: one trace file per user. LMBenchmark's example has the same intervals."""
 
     trace_files: tuple[str, ...]
     agents: int
