@@ -139,7 +139,7 @@ def test_long_script_with_its_warm_up_and_two_rates(tmp_path):
     variables = {"NUM_USERS_WARMUP": "5", "NUM_USERS": "3", "NUM_ROUNDS": "3", "TEST_DURATION": "3", "ANSWER_LEN": "7"}
     behaviour = Behaviour(first_token_s=0.02)
     theirs, _ = recorded(
-        lambda server: run_program(["bash", script, "m", server.url, tmp_path / "key", "2.2", "3.7"], **variables),
+        lambda server: run_program(["bash", script, "m", server.url, tmp_path / "key", "2.25", "4.07"], **variables),
         behaviour,
     )
     parameters = replace(
@@ -151,7 +151,7 @@ def test_long_script_with_its_warm_up_and_two_rates(tmp_path):
         warm_up_users=5,
         user_id_step=5,
     )
-    runs = parameters.at_rates([2.2, 3.7])
+    runs = parameters.at_rates([2.25, 4.07])
     ours, results = recorded(lambda server: [run_ours(one, server) for one in runs], behaviour)
     for one, result in zip(runs, results, strict=True):
         assert_same_table(Path(one.output_file(str(tmp_path / "key"))).read_text(), result.csv)
