@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from recording_server import Behaviour, RecordingServer
 
+from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.lmbenchmark.driver import run_faithful
 from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
 from kvbm_cli.bench.lmbenchmark.result_csv import SHAREGPT_COLUMNS
@@ -44,9 +45,9 @@ def run_program(command, *, is_chat=False, **variables):
     return done.stdout
 
 
-def run_ours(parameters, server, records=None):
-    on_record = (lambda record: None) if records is None else records.append
-    return asyncio.run(run_faithful(parameters, base_url=server.url, model="m", on_record=on_record))
+def run_ours(parameters, server):
+    target = Target("cell.1.kvbm", "kvbm", "cell", 1, server.url)
+    return asyncio.run(run_faithful(parameters, target, model="m", on_record=lambda record: None))
 
 
 def recorded(run, behaviour):

@@ -6,13 +6,12 @@ the CSV file. Cancellation ends all requests. The pause between two rates (`pres
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.lmbenchmark.agentic import run_agentic
 from kvbm_cli.bench.lmbenchmark.exchange import connect
 from kvbm_cli.bench.lmbenchmark.multi_round import run_multi_round
 from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, LmbenchmarkParameters, ShareGptParameters
-from kvbm_cli.bench.lmbenchmark.records import Record
+from kvbm_cli.bench.lmbenchmark.record_writer import OnRecord
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
 from kvbm_cli.bench.lmbenchmark.sharegpt import run_sharegpt
 
@@ -20,15 +19,10 @@ FaithfulParameters = LmbenchmarkParameters | ShareGptParameters | AgenticParamet
 
 
 async def run_faithful(
-    parameters: FaithfulParameters,
-    *,
-    base_url: str,
-    model: str,
-    on_record: Callable[[Record], None],
-    api_key: str | None = None,
+    parameters: FaithfulParameters, target: Target, *, model: str, on_record: OnRecord
 ) -> FaithfulResult:
     """Raises UsageError for unreadable files, EnvironmentProblem if the server answers no request of the warm-up."""
-    async with connect(base_url, model, api_key) as server:
+    async with connect(target, model) as server:
         try:
             if isinstance(parameters, LmbenchmarkParameters):
                 return await run_multi_round(server, parameters, on_record)

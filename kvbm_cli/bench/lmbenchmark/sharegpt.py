@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.lmbenchmark import prompts
-from kvbm_cli.bench.lmbenchmark.exchange import ApiServer, Exchange
+from kvbm_cli.bench.lmbenchmark.exchange import ProgramRequest, ProgramServer, RunClock
 from kvbm_cli.bench.lmbenchmark.presets import ShareGptParameters
-from kvbm_cli.bench.lmbenchmark.records import Record, RecordWriter
+from kvbm_cli.bench.lmbenchmark.record_writer import OnRecord, RecordWriter
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult, notes_on, require_an_answer
 from kvbm_cli.bench.lmbenchmark.result_csv import MeasuredAnswer, sharegpt_csv
 
@@ -33,80 +34,67 @@ class PreparedTranscript:
     turn: int
 
 
-async def run_sharegpt(
-    server: ApiServer, parameters: ShareGptParameters, on_record: Callable[[Record], None]
-) -> FaithfulResult:
+async def run_sharegpt(server: ProgramServer, parameters: ShareGptParameters, on_record: OnRecord) -> FaithfulResult:
     warm_up, main = read_transcripts(parameters.warm_up_file, parameters.run_file)
-    writer = RecordWriter(len({one.session for one in (*warm_up, *main)}), on_record)
-    warm_up_exchanges: list[Exchange] = []
-    answers: list[MeasuredAnswer] = []
-
-    def take_warm_up(transcript: PreparedTranscript, intended_s: float) -> Callable[[Exchange], None]:
-        writer.warmed(transcript.session)
-        return warm_up_exchanges.append
-
-    def take(transcript: PreparedTranscript, intended_s: float) -> Callable[[Exchange], None]:
-        record = writer.launched(transcript.session, transcript.turn)
-
-        def ended(exchange: Exchange) -> None:
-            if exchange.error is None:
-                answers.append(exchange.measured())
-            writer.ended(record, exchange, intended_s)
-
-        return ended
-
+    writer = RecordWriter(server.target, len({one.session for one in (*warm_up, *main)}), on_record)
     if warm_up:
-        await _replay(server, parameters, warm_up, take_warm_up)
-        require_an_answer(warm_up_exchanges)
+        await TranscriptReplay(server, parameters, writer, is_warm_up=True).run(warm_up)
+        require_an_answer(writer.warm_up)
         await asyncio.sleep(parameters.pause_s)
-    started_s = server.clock.now()
-    writer.start(started_s)
-    await _replay(server, parameters, main, take)
+    replay = TranscriptReplay(server, parameters, writer)
+    await replay.run(main)
     return FaithfulResult(
-        records=tuple(writer.records),
-        csv=sharegpt_csv(answers),
-        notes=notes_on(writer.records, warm_up_exchanges),
-        started_unix_s=started_s,
-        duration_s=server.clock.now() - started_s,
-        warm_up_requests=len(warm_up_exchanges),
+        records=tuple(writer.main),
+        csv=sharegpt_csv(replay.answers),
+        notes=notes_on(writer.main, writer.warm_up),
+        started_unix_s=replay.clock.start_unix_s,
+        duration_s=replay.clock.now_ms() / 1e3,
+        warm_up_requests=len(writer.warm_up),
     )
 
 
-async def _replay(
-    server: ApiServer,
-    parameters: ShareGptParameters,
-    transcripts: Sequence[PreparedTranscript],
-    on_launch: Callable[[PreparedTranscript, float], Callable[[Exchange], None]],
-) -> None:
-    """Launch the n-th request n / qps after the start, then wait for all answers."""
-    clock = server.clock
-    start_s = clock.now()
-    async with asyncio.TaskGroup() as tasks:
-        for position, transcript in enumerate(transcripts):
-            intended_s = start_s + position / parameters.qps
-            await asyncio.sleep(intended_s - clock.now())
-            if parameters.duration_s is not None and clock.now() - start_s > parameters.duration_s:
-                break
-            tasks.create_task(_send(server, parameters, transcript, on_launch(transcript, intended_s)))
+class TranscriptReplay:
+    """One run of the program."""
 
+    def __init__(
+        self, server: ProgramServer, parameters: ShareGptParameters, writer: RecordWriter, *, is_warm_up: bool = False
+    ) -> None:
+        self.answers: list[MeasuredAnswer] = []
+        self.clock = RunClock()
+        self._server = server
+        self._parameters = parameters
+        self._writer = writer
+        self._is_warm_up = is_warm_up
 
-async def _send(
-    server: ApiServer,
-    parameters: ShareGptParameters,
-    transcript: PreparedTranscript,
-    on_end: Callable[[Exchange], None],
-) -> None:
-    exchange = Exchange(server.clock.now())
-    # The rate in front of the text keeps runs with other rates from finding each other's blocks.
-    message = {"role": "user", "content": f"{float(parameters.qps)} {transcript.text}"}
-    tokens = transcript.answer_tokens
-    if parameters.is_chat:
-        path, body = prompts.CHAT_PATH, prompts.chat_body(server.model, [message], tokens, temperature=0)
-    else:
+    async def run(self, transcripts: Sequence[PreparedTranscript]) -> None:
+        """Launch the n-th request n / qps after the start, then wait for all answers."""
+        clock = self.clock = RunClock()
+        longest_ms = math.inf if self._parameters.duration_s is None else self._parameters.duration_s * 1e3
+        async with asyncio.TaskGroup() as tasks:
+            for position, transcript in enumerate(transcripts):
+                intended_ms = position / self._parameters.qps * 1e3
+                await asyncio.sleep((intended_ms - clock.now_ms()) / 1e3)
+                if clock.now_ms() > longest_ms:
+                    break
+                tasks.create_task(self._send(transcript, intended_ms))
+
+    async def _send(self, transcript: PreparedTranscript, intended_ms: float) -> None:
+        record = self._writer.launched(transcript.session, transcript.turn, is_warm_up=self._is_warm_up)
+        record.intended_ms = intended_ms
+        request = ProgramRequest(record, self.clock, self.clock.now_ms())
+        await self._server.post(request, *self._path_and_body(transcript))
+        if request.is_ok:
+            self.answers.append(request.measured())
+        self._writer.ended(request)
+
+    def _path_and_body(self, transcript: PreparedTranscript) -> tuple[str, bytes]:
+        # The rate in front of the text keeps runs with other rates from finding each other's blocks.
+        message = {"role": "user", "content": f"{float(self._parameters.qps)} {transcript.text}"}
+        model, tokens = self._server.model, transcript.answer_tokens
+        if self._parameters.is_chat:
+            return prompts.CHAT_PATH, prompts.chat_body(model, [message], tokens, temperature=0)
         prompt = prompts.joined([message], ends_with_assistant=False)
-        path, body = prompts.COMPLETIONS_PATH, prompts.completions_body(server.model, prompt, tokens, temperature=0)
-    await server.post(exchange, path, body)
-    on_end(exchange)
+        return prompts.COMPLETIONS_PATH, prompts.completions_body(model, prompt, tokens, temperature=0)
 
 
 def read_transcripts(
