@@ -42,7 +42,7 @@ class ScriptedRequest:
     """`turn` counts from 1 in its session. `after` are indices of requests that must have ended, `delay_s` before.
 
     `at_s` is a launch time that the workload fixes, as a trace does. `body` is a whole body that the workload fixes,
-    without the model; it then replaces the parts.
+    without the model; it then replaces the parts. `extra` are further fields of the body.
     """
 
     session: int
@@ -55,6 +55,7 @@ class ScriptedRequest:
     path: str = "/v1/completions"
     body: tuple[tuple[str, object], ...] | None = None
     phase: Phase = Phase.COLD
+    extra: tuple[tuple[str, object], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
