@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm_cli.bench.trace.analysis import SharedPrefix, analyse, notes
+from kvbm_cli.bench.trace.analysis import CommonPrefix, analyse, notes
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.trace_request import TraceFormat, Turns
 
@@ -54,7 +54,7 @@ def test_numbers_of_a_small_trace(tmp_path):
     assert (found.prompt.mean, found.prompt.p50, found.prompt.max) == (pytest.approx(23 / 3), 9, 10)
     assert (found.answer.mean, found.answer.max) == (4, 5)
     assert (found.unique_blocks, found.unique_tokens, found.block_uses, found.repeated_block_uses) == (5, 15, 7, 2)
-    assert found.shared == (SharedPrefix(tokens=8, requests=2),)
+    assert found.shared == (CommonPrefix(tokens=8, requests=2),)
     assert found.curve.ideal == 8 / 23
     # The request at 1500 ms is between the other two, so its 4 tokens are newer than blocks 1 and 2; block 3 is older.
     assert found.curve.distances == [4 + 4, 4 + 4 + 4]

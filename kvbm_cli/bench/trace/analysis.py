@@ -44,7 +44,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefix:
+class CommonPrefix:
     """The longest prefix that `requests` requests have in common."""
 
     tokens: int
@@ -68,7 +68,7 @@ class TraceAnalysis:
     unique_tokens: int
     block_uses: int
     repeated_block_uses: int
-    shared: tuple[SharedPrefix, ...]
+    shared: tuple[CommonPrefix, ...]
     curve: HitCurve | None
     ignored: Mapping[str, int]
 
@@ -76,7 +76,7 @@ class TraceAnalysis:
 def analyse(path: Path, form: TraceFormat, *, report: Report = lambda phase: None) -> TraceAnalysis:
     """Reads the file once, then computes. `report` is called with what is being done."""
     reader = TraceReader(path, form)
-    trace = _Trace(Sessions(path, form), form)
+    trace = _CollectedTrace(Sessions(path, form), form)
     for number, request in enumerate(reader):
         trace.add(request)
         if number % REPORT_EVERY == 0:
@@ -86,7 +86,7 @@ def analyse(path: Path, form: TraceFormat, *, report: Report = lambda phase: Non
 
 
 @dataclass(slots=True)
-class _Trace:
+class _CollectedTrace:
     """What is kept of the requests while the file is read."""
 
     sessions: Sessions
@@ -160,14 +160,14 @@ class _Trace:
         )
 
 
-def _most_shared(tree: PrefixTree, counts: array[int]) -> tuple[SharedPrefix, ...]:
+def _most_shared(tree: PrefixTree, counts: array[int]) -> tuple[CommonPrefix, ...]:
     """The prefixes of most requests. A prefix counts only at its full length, where fewer requests continue it."""
     continued = array("q", bytes(8 * len(tree)))
     for node in range(1, len(tree)):
         continued[tree.parent[node]] = max(continued[tree.parent[node]], counts[node])
     ends = [node for node in range(1, len(tree)) if 1 < counts[node] > continued[node]]
     ends.sort(key=lambda node: (-counts[node], -tree.depth_tokens[node]))
-    return tuple(SharedPrefix(tree.depth_tokens[node], counts[node]) for node in ends[:LONGEST_PREFIX_TABLE])
+    return tuple(CommonPrefix(tree.depth_tokens[node], counts[node]) for node in ends[:LONGEST_PREFIX_TABLE])
 
 
 def has_sessions(analysis: TraceAnalysis) -> bool:
