@@ -21,7 +21,7 @@ from kvbm_cli.bench.analysis.correctness import (
     judge_outputs,
     pooled,
 )
-from kvbm_cli.bench.results import CellResult, Results, RunResult
+from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 
 ONBOARDED_BLOCKS = ("kvbm_onboard_blocks_h2d", "kvbm_onboard_blocks_d2d")
 Answers = Mapping[Key, Answer]

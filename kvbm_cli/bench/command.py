@@ -25,8 +25,8 @@ from kvbm_cli.bench.machine import machine, versions
 from kvbm_cli.bench.progress import BenchProgress
 from kvbm_cli.bench.report import WIDTH, show
 from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
-from kvbm_cli.bench.results import Results
-from kvbm_cli.bench.run_directory import SUMMARY, RunDirectory, cannot_write
+from kvbm_cli.bench.records.results import Results
+from kvbm_cli.bench.records.run_directory import SUMMARY, RunDirectory, cannot_write
 from kvbm_cli.bench.summary import interrupted_summary, summarise
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.engine.engines import engine_version, make_model

@@ -26,8 +26,8 @@ from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.client.drive import DriveResult, Target, drive
 from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Comparison, RunGroup, groups
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
-from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.run_directory import PLAN, REQUESTS, RUNS, RunDirectory
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.records.run_directory import PLAN, REQUESTS, RUNS, RunDirectory
 from kvbm_cli.bench.server_metrics.sampler import Sampler
 from kvbm_cli.bench.server_metrics.summary import ServerSummary, summarise_run
 from kvbm_cli.bench.workload.plan import Plan

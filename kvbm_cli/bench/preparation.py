@@ -17,7 +17,7 @@ from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.client.request import open_session, send
 from kvbm_cli.bench.comparison import RECORDING
 from kvbm_cli.bench.control import Control
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.scripts import script_of
 from kvbm_cli.bench.statistics import percentile
 from kvbm_cli.bench.workload.content import Content, TextWriter, TokenWriter, Writer

@@ -13,8 +13,8 @@ from kvbm_cli.bench.analysis.goodput import RequestTimes, Slo, goodput
 from kvbm_cli.bench.analysis.statistics import spread
 from kvbm_cli.bench.answers import answers_of
 from kvbm_cli.bench.compared import Compared, compare, utilisation_of
-from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.results import CellResult, Results, RunResult
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 from kvbm_cli.bench.rounding import rounded
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, VerdictLimits, worst_of
 from kvbm_cli.bench.workload.script import Phase

@@ -11,7 +11,7 @@ from typing import Any
 from kvbm_cli.bench.client.health import ClientHealth, HealthMonitor, ProcessHealth
 from kvbm_cli.bench.client.launcher import Launcher, Part
 from kvbm_cli.bench.client.request import Target, open_session
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan
 
 OnRecord = Callable[[RequestRecord], None]

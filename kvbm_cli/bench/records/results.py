@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.run_directory import PLAN, RunDirectory
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.records.run_directory import PLAN, RunDirectory
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.bench.workload.script import Phase
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.system.filesystem import write_atomically
 
 DEFAULT_PARENT = Path("kvbm-runs")
