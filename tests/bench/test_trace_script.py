@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.errors import ProfileError
+from kvbm_cli.bench.scripts import script_of as script_of_workload
 from kvbm_cli.bench.trace.analysis import analyse
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.to_script import trace_script
@@ -14,6 +15,7 @@ from kvbm_cli.bench.trace.trace_request import TraceFormat, Turns
 from kvbm_cli.bench.workload.content import TextWriter, TokenWriter
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer
 from kvbm_cli.bench.workload.script import Phase
+from kvbm_cli.workload.load import load_workload
 
 HEAD = Path(__file__).parent / "data/mooncake-conversation-head.jsonl.gz"
 
@@ -125,14 +127,13 @@ def test_whole_prompts_are_not_joined(tmp_path):
 
 
 def test_text_is_tokenized_or_sent_as_it_is(tmp_path):
-    text = "one prompt of more than sixteen characters"
+    text = "one prompt of more than sixty-four characters, which requests share in pieces"
     lines = [{"text_input": text + " a"}, {"text_input": text + " b"}]
-    first, second = planned(script_of(tmp_path, *lines, tokenize=tokenize))
+    first, second = planned(script_of(tmp_path, *lines))
     assert (first.prompt, first.phase) == (tokenize(text + " a"), Phase.COLD)
     assert second.phase is not Phase.COLD
     script = script_of(tmp_path, *lines, writer=TextWriter(4.0))
     assert planned(script, has_token_ids=False)[0].prompt == text + " a"
-    assert script.working_set_tokens is None
 
 
 def test_messages_are_a_fixed_body(tmp_path):
@@ -171,3 +172,14 @@ def test_a_trace_without_times_is_a_closed_loop(tmp_path):
     assert [(one.session, one.turn, one.at_s, one.after) for one in script.requests] == [
         *((0, 1, None, ()), (1, 1, None, ()), (0, 2, None, (0,)), (1, 2, None, (1,)))
     ]
+
+
+def test_a_workload_of_kind_trace_is_built_from_its_file(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"length": 33, "hash_ids": [1, 2, 3]}\n{"length": -1}\n')
+    (tmp_path / "w.yaml").write_text(
+        "name: w\nkind: trace\nfile: t.jsonl\nblock_tokens: 16\nrequests: 1\nlength_scale: 0.5\n"
+        "columns: {input_length: length}\n"
+    )
+    script = script_of_workload(load_workload(str(tmp_path / "w.yaml")), WRITER, seed=0)
+    assert [len(part) for part in script.requests[0].parts] == [8, 8, 1]
+    assert len(script.requests) == 1

@@ -22,7 +22,7 @@ from kvbm.errors import ProfileError
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.sessions import Placement, Sessions
 from kvbm_cli.bench.trace.trace_request import TraceFormat, TraceRequest
-from kvbm_cli.bench.workload.content import Content, Tokenize, Writer
+from kvbm_cli.bench.workload.content import Content, Writer
 from kvbm_cli.bench.workload.script import AnswerOf, Part, Script, ScriptedRequest, length_of
 
 PIECE_TOKENS, PIECE_CHARACTERS = 16, 64
@@ -38,15 +38,14 @@ def trace_script(
     writer: Writer,
     *,
     seed: int,
-    tokenize: Tokenize | None = None,
     length_scale: float = 1.0,
     request_limit: int | None = None,
 ) -> Script:
     """The first `request_limit` lines as a script. `length_scale` multiplies the tokens of blocks and answers.
 
-    `tokenize` is for lines with `text_input`; without it, their prompts are text. ProfileError for a wrong line.
+    ProfileError for a wrong line.
     """
-    contents = _Contents(writer, tokenize, seed, length_scale)
+    contents = _Contents(writer, seed, length_scale)
     builder = _Builder(path, contents, Sessions(path, form), form.block_tokens)
     return builder.script(islice(TraceReader(path, form), request_limit))
 
@@ -56,7 +55,6 @@ class _Contents:
     """Writes content and keeps each piece as one object, so that equal prefixes are the same objects."""
 
     writer: Writer
-    tokenize: Tokenize | None
     seed: int
     length_scale: float
     pieces: dict[object, Content] = field(default_factory=dict)
@@ -78,9 +76,8 @@ class _Contents:
             yield self.pieces[one, length]
 
     def text(self, text: str) -> Iterator[Content]:
-        if self.tokenize is None:
-            return self.cut(text, PIECE_CHARACTERS)
-        return self.cut(tuple(self.tokenize(text)), PIECE_TOKENS)
+        content = self.writer.encoded(text)
+        return self.cut(content, PIECE_CHARACTERS if isinstance(content, str) else PIECE_TOKENS)
 
     def cut(self, content: Content, length: int) -> Iterator[Content]:
         for start in range(0, len(content), length):
@@ -109,11 +106,8 @@ class _Builder:
             if self.sessions.repeats_answers(request):
                 histories[placed.session] = (*one.parts, AnswerOf(index, one.answer_tokens or 0))
             scripted.append(one)
-        has_lengths = all(request.input_tokens is not None for request, _ in lines)
         warmup = self.contents.unique("warm-up", lines[0][0].input_tokens or DEFAULT_WARMUP_TOKENS)
-        return Script.of(
-            scripted, warmup=warmup, working_set_tokens=_distinct_tokens(scripted) if has_lengths else None
-        )
+        return Script.of(scripted, warmup=warmup, working_set_tokens=_distinct_tokens(scripted))
 
     def _scripted(
         self,

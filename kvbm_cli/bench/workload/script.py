@@ -97,8 +97,8 @@ def _with_phases(
     """`reused` has the tokens of each prompt that were sent before, and that were not."""
     sent = 0
     for request, (old, new) in zip(requests, reused, strict=True):
-        if request.body is not None:
-            yield request  # its builder set the phase: a fixed body has no parts
+        if request.body is not None and not request.parts:
+            yield request  # its builder set the phase
             continue
         phase = Phase.COLD if old < new else Phase.FILL if 2 * sent < token_count else Phase.STEADY
         sent += new
