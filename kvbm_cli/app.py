@@ -252,9 +252,7 @@ def bench(
     ] = None,
     pairs: Annotated[
         int | None,
-        _option(
-            "--pairs", "N", "How often each arm runs [default: 3 in turn, 1 interleaved].", min=1, max=100
-        ),
+        _option("--pairs", "N", "How often each arm runs [default: 3 in turn, 1 interleaved].", min=1, max=100),
     ] = None,
     dry_run: Annotated[bool, _flag("--dry-run", "Print what would run, its duration and its memory.")] = False,
     output: Annotated[
@@ -271,7 +269,7 @@ def bench(
     from kvbm_cli.bench import command as body
     from kvbm_cli.bench.cells import Overrides
 
-    request = body.Request(
+    request = body.BenchRequest(
         profile=profile,
         overrides=set_ or (),
         compare=compare or (),
