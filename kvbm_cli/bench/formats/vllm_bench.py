@@ -1,0 +1,168 @@
+"""The JSON object of `vllm bench serve --save-result --save-detailed`, vLLM 0.32, from our records.
+
+Values follow vLLM's definitions, so that a reader that computes them again from the lists gets the same: latencies run
+from the launch to the last token, TPOT divides by the tokens minus one, percentiles interpolate linearly, standard
+deviations are those of the population. `client_queue_time` is the launch minus the intended launch. Lists have one
+entry per request, failed ones included. With several runs, `duration` is the sum of their times under load, and the two
+maxima are the largest of any run. vLLM writes 0 for statistics without a value, and so does this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from kvbm_cli.bench.formats.measured import Measured, Record, launch_ms, output_tokens, total_of
+
+PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+
+
+def vllm_bench_result(measured: Measured, percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
+    """The whole object; keys of vLLM in its order, then lists and facts whose names begin with `kvbm_`."""
+    requests, succeeded, duration_s = measured.requests, measured.succeeded, measured.duration_s
+    input_tokens = total_of(succeeded, "prompt_tokens")
+    tokens = sum(output_tokens(record) for record in succeeded)
+    return {
+        **_head(measured),
+        "duration": duration_s,
+        "completed": len(succeeded),
+        "failed": len(requests) - len(succeeded),
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": tokens,
+        "request_throughput": len(succeeded) / duration_s,
+        "request_goodput": _good(measured) / duration_s if measured.slo_ms else None,
+        "output_throughput": tokens / duration_s,
+        "total_token_throughput": None if input_tokens is None else (input_tokens + tokens) / duration_s,
+        **_lists(measured),
+        "max_output_tokens_per_s": max((_most_tokens_per_s(records) for records in _runs(measured)), default=0.0),
+        "max_concurrent_requests": max((_most_in_flight(records) for records in _runs(measured)), default=0),
+        "rtfx": 0.0,
+        **_statistics(succeeded, percentiles),
+        **measured.facts(),
+    }
+
+
+def _head(measured: Measured) -> dict[str, Any]:
+    concurrency = measured.concurrency
+    return {
+        "date": datetime.fromtimestamp(measured.started_unix_s, UTC).strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": "openai",
+        "backend": "openai",
+        "label": measured.arm,
+        "model_id": measured.model,
+        "tokenizer_id": measured.model,
+        "num_prompts": len(measured.requests),
+        "request_rate": "inf" if concurrency else measured.offered_rate or "inf",
+        "burstiness": None,  # of vLLM's random arrivals; ours have fixed times
+        "max_concurrency": concurrency,
+    }
+
+
+def _lists(measured: Measured) -> dict[str, list[Any]]:
+    requests = measured.requests
+    origin = measured.started_unix_s
+    ours = ("run", "pair", "session", "turn", "phase", "cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens")
+    return {
+        "input_lens": [record.get("prompt_tokens") for record in requests],
+        "output_lens": [output_tokens(record) if record["status"] == "ok" else 0 for record in requests],
+        "ttfts": [ttft_s(record) if record["status"] == "ok" else 0.0 for record in requests],
+        "itls": [gaps_s(record) if record["status"] == "ok" else [] for record in requests],
+        "latencies": [latency_s(record) if record["status"] == "ok" else 0.0 for record in requests],
+        "start_times": [measured.unix_s(record, launch_ms(record)) - origin for record in requests],
+        "queue_times": [queue_s(record) for record in requests],
+        "generated_texts": [record.get("text") or "" for record in requests],
+        "errors": ["" if record["status"] == "ok" else record.get("error") or "unknown" for record in requests],
+        **{f"kvbm_{name}s": [record.get(name) for record in requests] for name in ours},
+    }
+
+
+def ttft_s(record: Record) -> float:
+    """From the launch. 0 if no token arrived, as vLLM reports it."""
+    first = record.get("first_token_ms")
+    return 0.0 if first is None else (float(first) - launch_ms(record)) / 1e3
+
+
+def latency_s(record: Record) -> float:
+    """From the launch to the last token."""
+    last = record.get("last_token_ms")
+    return 0.0 if last is None else (float(last) - launch_ms(record)) / 1e3
+
+
+def queue_s(record: Record) -> float:
+    return (launch_ms(record) - float(record["intended_ms"])) / 1e3
+
+
+def gaps_s(record: Record) -> list[float]:
+    return [gap / 1e3 for gap in record.get("token_gaps_ms") or ()]
+
+
+def tpot_s(record: Record) -> float | None:
+    """`None` for an answer of one token."""
+    later = output_tokens(record) - 1
+    return (latency_s(record) - ttft_s(record)) / later if later > 0 else None
+
+
+def _runs(measured: Measured) -> list[list[Record]]:
+    """The successful requests of each run that has any."""
+    runs = ([one for one in measured.records[run["run"]] if one["status"] == "ok"] for run in measured.runs)
+    return [records for records in runs if records]
+
+
+def _good(measured: Measured) -> int:
+    limits_s = {name: limit / 1e3 for name, limit in measured.slo_ms.items()}
+    values = {"ttft": ttft_s, "tpot": lambda record: tpot_s(record) or 0.0, "e2e": latency_s}
+    return sum(all(values[name](record) <= limit for name, limit in limits_s.items()) for record in measured.succeeded)
+
+
+def _statistics(succeeded: list[Record], percentiles: Sequence[float]) -> dict[str, float]:
+    tpots = [tpot for record in succeeded if (tpot := tpot_s(record)) is not None]
+    seconds = {
+        "ttft": [ttft_s(record) for record in succeeded],
+        "tpot": tpots,
+        "itl": [gap for record in succeeded for gap in gaps_s(record)],
+        "e2el": [latency_s(record) for record in succeeded],
+        "client_queue_time": [queue_s(record) for record in succeeded],
+        "e2el_including_client_queue": [latency_s(record) + queue_s(record) for record in succeeded],
+    }
+    return {key: value for name, values in seconds.items() for key, value in _describe(name, values, percentiles)}
+
+
+def _describe(name: str, values_s: list[float], percentiles: Sequence[float]) -> Iterable[tuple[str, float]]:
+    import numpy as np
+
+    values = np.asarray(values_s or [0.0]) * 1e3
+    yield f"mean_{name}_ms", float(values.mean())
+    yield f"median_{name}_ms", float(np.median(values))
+    yield f"std_{name}_ms", float(values.std())
+    for percent in percentiles:
+        yield f"p{percent:g}_{name}_ms", float(np.percentile(values, percent))
+
+
+def _most_tokens_per_s(records: list[Record]) -> float:
+    """Most tokens that arrived within one second; seconds count from the first launch."""
+    import numpy as np
+
+    origin_ms = min(launch_ms(record) for record in records)
+    arrivals = [
+        (float(record["first_token_ms"]) - origin_ms + np.cumsum([0.0, *record.get("token_gaps_ms", ())])) / 1e3
+        for record in records
+        if record.get("first_token_ms") is not None
+    ]
+    return float(np.bincount(np.concatenate(arrivals).astype(int)).max()) if arrivals else 0.0
+
+
+def _most_in_flight(records: list[Record]) -> int:
+    """Most requests of which a part falls into the same second, which is what vLLM calls concurrent."""
+    origin_ms = min(launch_ms(record) for record in records)
+    changes: dict[int, int] = {}
+    for record in records:
+        start_s = (launch_ms(record) - origin_ms) / 1e3
+        changes[int(start_s)] = changes.get(int(start_s), 0) + 1
+        after = int(start_s + latency_s(record)) + 1
+        changes[after] = changes.get(after, 0) - 1
+    most = current = 0
+    for second in sorted(changes):
+        current += changes[second]
+        most = max(most, current)
+    return most

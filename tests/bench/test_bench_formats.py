@@ -1,0 +1,359 @@
+"""Files in the formats of other tools: compared key by key, and value by value, with what the tools wrote themselves.
+
+The raw timings of a tool's own file become our records; the aggregates that our functions compute from them must be the
+aggregates in that file. tests/bench/data/README.md says how the files were made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm_cli.bench.formats.aiperf import aiperf_records, aiperf_summary
+from kvbm_cli.bench.formats.exports import write_exports
+from kvbm_cli.bench.formats.lmbenchmark_csv import LMBENCHMARK_COLUMNS
+from kvbm_cli.bench.formats.measured import Measured
+from kvbm_cli.bench.formats.vllm_bench import vllm_bench_result
+
+DATA = Path(__file__).parent / "data"
+RUN = "chat-x1.2.1.kvbm"
+
+
+def measured(records: list[dict[str, Any]], duration_s: float, **fields: Any) -> Measured:
+    run = {"run": RUN, "arm": "kvbm", "cell": "chat-x1.2", "started_unix_s": 1795397950.0, "duration_s": duration_s}
+    return Measured("kvbm", "chat-x1.2", (run,), {RUN: tuple({"run": RUN, **one} for one in records)}, **fields)
+
+
+def timings(launch: float, intended: float, ttft: float, latency: float, gaps: list[float]) -> dict[str, Any]:
+    stamps = {"first_token_ms": launch + ttft, "first_text_ms": launch + ttft, "last_token_ms": launch + latency}
+    return {"launched_ms": launch, "intended_ms": intended, "token_gaps_ms": gaps, "first_chunk_tokens": 1, **stamps}
+
+
+# vLLM
+
+
+def vllm_file() -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((DATA / "vllm-bench-0.32.json").read_text())
+    return result
+
+
+def from_vllm(file: dict[str, Any]) -> Measured:
+    records: list[dict[str, Any]] = []
+    for index in range(file["num_prompts"]):
+        launch = (file["start_times"][index] - file["start_times"][0]) * 1e3
+        gaps = [gap * 1e3 for gap in file["itls"][index]]
+        queue, ttft, latency = (file[name][index] * 1e3 for name in ("queue_times", "ttfts", "latencies"))
+        error = file["errors"][index]
+        tokens = {"prompt_tokens": file["input_lens"][index], "output_tokens": file["output_lens"][index]}
+        status = {"index": index, "status": "error" if error else "ok", "error": error or None, "session": index}
+        records.append({**timings(launch, launch - queue, ttft, latency, gaps), **tokens, **status})
+    schedule = {"concurrency": file["max_concurrency"]}
+    workload = {"name": "chat", "schedule": schedule}
+    return measured(records, file["duration"], workload=workload, slo_ms={"ttft": 100.0}, pressure=1.2)
+
+
+# The configuration of vLLM's client, not a result. Our launches are not random: no burstiness.
+VLLM_CONFIGURATION = {
+    *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id"),
+    *("request_rate", "burstiness", "workload", "pressure"),
+}
+
+
+def test_every_key_of_vllm_is_in_our_file_in_the_same_type() -> None:
+    theirs, ours = vllm_file(), vllm_bench_result(from_vllm(vllm_file()))
+    metadata = {"workload", "pressure"}  # free keys that the command line named
+    assert [key for key in theirs if key not in ours] == sorted(metadata, reverse=True)
+    assert [key for key in ours if key not in theirs and not key.startswith("kvbm_")] == []
+    different = {key for key in theirs.keys() - metadata if type(theirs[key]) is not type(ours[key])}
+    assert different == {"label", "burstiness", "request_rate"}
+    assert (theirs["label"], ours["burstiness"], ours["request_rate"]) == (None, None, "inf")
+    assert all(not isinstance(ours[key], dict) for key in ours)  # vLLM's plots make a table of the keys
+
+
+def test_aggregates_are_those_that_vllm_computes_from_the_same_timings() -> None:
+    theirs, ours = vllm_file(), vllm_bench_result(from_vllm(vllm_file()))
+    compared = theirs.keys() - VLLM_CONFIGURATION - {"generated_texts", "start_times"}
+    assert len(compared) > 60
+    for key in sorted(compared):
+        if isinstance(theirs[key], list) and theirs[key] and isinstance(theirs[key][0], list):
+            flat = [[value for part in one[key] for value in part] for one in (theirs, ours)]
+            assert flat[1] == pytest.approx(flat[0]), key
+        else:
+            assert ours[key] == (theirs[key] if isinstance(theirs[key], str) else pytest.approx(theirs[key])), key
+    starts = [start - theirs["start_times"][0] for start in theirs["start_times"]]
+    assert ours["start_times"] == pytest.approx(starts, abs=1e-6)
+
+
+def test_percentiles_of_the_vllm_file_can_be_chosen() -> None:
+    result = vllm_bench_result(from_vllm(vllm_file()), percentiles=(25.0, 99.9))
+    assert {key for key in result if key.startswith("p") and key.endswith("_ttft_ms")} == {
+        "p25_ttft_ms",
+        "p99.9_ttft_ms",
+    }
+
+
+# aiperf
+
+
+def aiperf_file() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    lines = (DATA / "aiperf-0.13.0-records.jsonl").read_text().splitlines()
+    return json.loads((DATA / "aiperf-0.13.0-summary.json").read_text()), [json.loads(line) for line in lines]
+
+
+def from_aiperf() -> Measured:
+    summary, lines = aiperf_file()
+    start, end = (datetime.fromisoformat(summary[name]) for name in ("start_time", "end_time"))
+    origin = min(line["metadata"]["credit_issued_ns"] for line in lines)
+    records = []
+    for index, line in enumerate(lines):
+        metadata, metrics = line["metadata"], {name: one["value"] for name, one in line["metrics"].items()}
+        launch, intended, ended = (
+            (metadata[name] - origin) / 1e6 for name in ("request_start_ns", "credit_issued_ns", "request_end_ns")
+        )
+        error = line.get("error")
+        times = {"launched_ms": launch, "intended_ms": intended}
+        if not error:
+            ttft, latency = metrics["time_to_first_token"], metrics["request_latency"]
+            times = timings(launch, intended, ttft, latency, metrics.get("inter_chunk_latency", []))
+        records.append(
+            {
+                **times,
+                "end_ms": ended,
+                "prompt_tokens": metrics.get("usage_prompt_tokens"),
+                "output_tokens": metrics.get("usage_completion_tokens"),
+                "cached_tokens": metrics.get("usage_prompt_cache_read_tokens"),
+                "index": index,
+                "session": metadata["session_num"],
+                "turn": metadata["turn_index"] + 1,
+                "status": "error" if error else "ok",
+                "error": error["message"] if error else None,
+                "http_status": error["code"] if error else 200,
+            }
+        )
+    return measured(records, (end - start).total_seconds(), slo_ms={"ttft": 100.0}, seed=1)
+
+
+# What our records do not have: stamps of the connection, the requested length, the reason of a refusal; and estimates
+# of load over time, for which aiperf spreads the tokens of a request evenly over its time.
+NOT_WRITTEN = ("http_req_", "osl_mismatch_", "context_overflow_count", "effective_", "active_", "tokens_in_flight")
+PERCENTILES = [f"p{percent}" for percent in (1, 5, 10, 25, 50, 75, 90, 95, 99)]
+
+
+def is_written(name: str) -> bool:
+    return name == "effective_latency" or not name.startswith(NOT_WRITTEN)
+
+
+def test_every_key_of_aiperf_is_in_our_summary_in_the_same_type_and_unit() -> None:
+    theirs, ours = aiperf_file()[0], aiperf_summary(from_aiperf())
+    for key in filter(is_written, theirs):
+        assert type(ours[key]) is type(theirs[key]), key
+        if isinstance(theirs[key], dict) and "unit" in theirs[key]:
+            assert ours[key]["unit"] == theirs[key]["unit"], key
+            assert ours[key].keys() == theirs[key].keys(), key
+    assert {key for key in ours if key not in theirs} == {"metadata"}
+    assert ours["run_info"].keys() == theirs["run_info"].keys()
+    assert ours["error_summary"][0].keys() == theirs["error_summary"][0].keys()
+    assert ours["error_summary"][0]["error_details"]["type"] == "Service Unavailable"  # the mock's reason is "x"
+
+
+def test_metrics_are_those_that_aiperf_computes_from_the_same_timings() -> None:
+    theirs, ours = aiperf_file()[0], aiperf_summary(from_aiperf())
+    metrics = [key for key in filter(is_written, theirs) if isinstance(theirs[key], dict) and "unit" in theirs[key]]
+    assert len(metrics) > 40
+    for key in metrics:
+        # aiperf estimates percentiles of lists with a digest
+        loose = PERCENTILES if key == "inter_chunk_latency" else []
+        for statistic, value in theirs[key].items():
+            tolerance = 0.15 if statistic in loose else 1e-5
+            expected = value if statistic == "unit" else pytest.approx(value, rel=tolerance, abs=1e-9)
+            assert ours[key][statistic] == expected, (key, statistic)
+
+
+def test_lines_have_the_fields_of_aiperf() -> None:
+    theirs, ours = aiperf_file()[1], [json.loads(json.dumps(line)) for line in aiperf_records(from_aiperf())]
+    for their, our in zip(theirs, ours, strict=True):
+        metadata = their["metadata"].keys() - {"request_ack_ns"}  # the time of the response's head is not recorded
+        assert metadata <= our["metadata"].keys()
+        assert all(type(our["metadata"][name]) is type(their["metadata"][name]) for name in metadata)
+        assert our.keys() == their.keys()
+        metrics = set(filter(is_written, their["metrics"]))
+        assert our["metrics"].keys() == metrics
+        for name in metrics:
+            assert our["metrics"][name]["unit"] == their["metrics"][name]["unit"]
+            assert our["metrics"][name]["value"] == pytest.approx(their["metrics"][name]["value"], rel=1e-6), name
+        if "error" in their:
+            assert our["error"].keys() == their["error"].keys()
+
+
+# Our own runs
+
+
+def our_record(run: str, index: int, **changes: Any) -> dict[str, Any]:
+    arm = run.rsplit(".", 1)[1]
+    launch = 1000.0 * index + 2
+    record = {
+        "run": run,
+        "arm": arm,
+        "cell": "chat-x1.2",
+        "pair": 1,
+        "index": index,
+        "session": index % 2,
+        "turn": index // 2 + 1,
+        "phase": "steady",
+        "status": "ok",
+        "error": None,
+        "http_status": 200,
+        **timings(launch, launch - 2, 50.0, 60.0, [6.0, 4.0]),
+        "end_ms": launch + 61,
+        "prompt_tokens": 100,
+        "output_tokens": 3,
+        "cached_tokens": 64,
+        "g1_tokens": 16,
+        "g2_tokens": 48,
+        "g3_tokens": 0,
+        "computed_tokens": 36,
+        "token_ids": [1, 2, 3],
+        "text": None,
+        "tpot_ms": 5.0,
+        "ttft_ms": 52.0,
+    }
+    return record | changes
+
+
+FAILED = {"status": "error", "error": "HTTP 503", "http_status": 503, "token_gaps_ms": [], "output_tokens": None}
+NO_TIMES = {"first_token_ms": None, "first_text_ms": None, "last_token_ms": None, "first_chunk_tokens": 0}
+
+
+def run_directory(path: Path) -> Path:
+    runs = [
+        {"run": f"chat-x1.2.{pair}.{arm}", "arm": arm, "cell": "chat-x1.2", "pair": pair, "duration_s": 4.0}
+        | {"started_unix_s": 1795397950.0 + 100 * pair, "engine": {"block_size": 16, "g1_blocks": 64}}
+        for pair in (1, 2)
+        for arm in ("baseline", "kvbm")
+    ]
+    records = [our_record(run["run"], index) for run in runs for index in range(4)]
+    records += [our_record("chat-x1.2.1.kvbm", 4, **FAILED, **NO_TIMES)]
+    records += [our_record("chat-x1.2.3.kvbm", 0)]  # of a run that did not complete
+    records += [our_record("chat-x1.2.2.kvbm", 0, prompt_tokens=500)]  # the run was repeated
+    for name, lines in (("runs", runs), ("requests", records)):
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "plan.json").write_text(json.dumps({"model": "/data/models/small", "seed": 7}))
+    cell = {"name": "chat-x1.2", "workload": {"name": "chat", "slo": "ttft:500,tpot:5"}, "pressure": 1.2}
+    (path / "summary.json").write_text(json.dumps({"cells": [cell]}))
+    return path
+
+
+def test_exports_are_written_per_arm_and_cell(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    files = write_exports(directory)
+    assert sorted(str(file.relative_to(directory)) for file in files) == sorted(
+        str(file.relative_to(directory)) for file in directory.rglob("exports/**/*") if file.is_file()
+    )
+    folder = directory / "exports/kvbm/chat-x1.2"
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "chat-x1.2.1.kvbm_output_1.csv",
+        "chat-x1.2.2.kvbm_output_1.csv",
+        "profile_export.jsonl",
+        "profile_export_aiperf.json",
+        "vllm-bench.json",
+    ]
+    assert "/data/models" not in "".join(file.read_text() for file in files)
+
+
+def test_runs_of_a_cell_are_pooled_in_the_vllm_file(tmp_path: Path) -> None:
+    write_exports(run_directory(tmp_path))
+    result = json.loads((tmp_path / "exports/kvbm/chat-x1.2/vllm-bench.json").read_text())
+    assert (result["completed"], result["failed"], result["duration"]) == (8, 1, 8.0)
+    assert result["request_throughput"] == 1.0
+    assert result["total_input_tokens"] == 7 * 100 + 500
+    assert result["errors"] == ["", "", "", "", "HTTP 503", "", "", "", ""]
+    assert result["request_goodput"] == 1.0
+    assert result["mean_client_queue_time_ms"] == pytest.approx(2.0)
+    assert result["start_times"][5] == pytest.approx(100.002)
+    assert result["max_concurrent_requests"] == 1
+    assert (result["model_id"], result["kvbm_pressure"], result["kvbm_arm"]) == ("small", 1.2, "kvbm")
+    assert (result["kvbm_prompt_tokens_g2"], result["kvbm_g1_blocks"]) == (8 * 48, 64)
+    assert result["kvbm_phases"] == ["steady"] * 9
+    assert result["request_rate"] == pytest.approx(1.0)
+
+
+def test_tokens_by_tier_are_metrics_in_the_aiperf_files(tmp_path: Path) -> None:
+    write_exports(run_directory(tmp_path))
+    folder = tmp_path / "exports/kvbm/chat-x1.2"
+    summary = json.loads((folder / "profile_export_aiperf.json").read_text())
+    assert summary["kvbm_g2_tokens"]["sum"] == 8 * 48
+    assert summary["good_request_fraction"]["avg"] == pytest.approx(8 / 9)
+    assert summary["metadata"]["variation_label"] == "chat-x1.2/kvbm"
+    lines = [json.loads(line) for line in (folder / "profile_export.jsonl").read_text().splitlines()]
+    assert lines[0]["metrics"]["kvbm_g1_tokens"] == {"value": 16, "unit": "tokens"}
+    assert lines[5]["metadata"]["request_start_ns"] - lines[0]["metadata"]["request_start_ns"] == 100_000_000_000
+
+
+def test_csv_begins_with_the_columns_of_lmbenchmark(tmp_path: Path) -> None:
+    write_exports(run_directory(tmp_path))
+    file = tmp_path / "exports/kvbm/chat-x1.2/chat-x1.2.1.kvbm_output_1.csv"
+    head, *rows = (line.split(",") for line in file.read_text().splitlines())
+    assert tuple(head[:8]) == LMBENCHMARK_COLUMNS
+    assert len(rows) == 4  # the failed request has no row
+    first = dict(zip(head, rows[0], strict=True))
+    assert [first[name] for name in ("prompt_tokens", "generation_tokens", "user_id", "question_id")] == [
+        *("100", "3", "0", "1"),
+    ]
+    assert float(first["ttft"]) == pytest.approx(0.050)
+    assert float(first["generation_time"]) == pytest.approx(0.011)
+    assert float(first["launch_time"]) == pytest.approx(1795398050.002, abs=1e-6)
+    assert float(first["finish_time"]) - float(first["launch_time"]) == pytest.approx(0.061, abs=1e-6)
+    assert (first["g2_tokens"], first["itl_p50"], first["tpot"]) == ("48", "0.005", "0.005")
+    assert [row[5] for row in rows] == ["1", "2", "1", "2"]
+
+
+def test_unknown_token_counts_stay_unknown(tmp_path: Path) -> None:
+    unknown = {"prompt_tokens": None, "output_tokens": None, "cached_tokens": None, "g1_tokens": None}
+    records = [our_record(RUN, index, **unknown) for index in range(2)]
+    one = measured(records, 2.0)
+    result = vllm_bench_result(one)
+    assert (result["total_input_tokens"], result["total_token_throughput"]) == (None, None)
+    assert result["total_output_tokens"] == 6  # counted by the chunks
+    assert "kvbm_prompt_tokens_g1" not in result
+    assert "total_isl" not in aiperf_summary(one)
+
+
+def test_an_arm_without_a_successful_request_has_files(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    records = [our_record("chat-x1.2.1.kvbm", 0, **FAILED, **NO_TIMES)]
+    (directory / "requests.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_exports(directory)
+    folder = directory / "exports/kvbm/chat-x1.2"
+    result = json.loads((folder / "vllm-bench.json").read_text())
+    assert (result["completed"], result["failed"], result["mean_ttft_ms"]) == (0, 1, 0.0)
+    summary = json.loads((folder / "profile_export_aiperf.json").read_text())
+    assert summary["request_error_rate"]["avg"] == 100.0
+    assert all(math.isfinite(value) for value in summary["effective_latency"].values() if isinstance(value, float))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("requests.jsonl", "{}\n{", "requests.jsonl, line 1: no `run` in '{}'"),
+        ("requests.jsonl", '{"run": "a"', "requests.jsonl, line 1: not JSON"),
+        ("runs.jsonl", '{"run": "a", "arm": "kvbm"}', "runs.jsonl, line 1: no `cell`"),
+        ("plan.json", "[1]", "plan.json: a JSON object is required"),
+    ],
+)
+def test_a_malformed_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    directory = run_directory(tmp_path)
+    (directory / name).write_text(text)
+    with pytest.raises(UsageError) as refused:
+        write_exports(directory)
+    assert message in str(refused.value)
+
+
+def test_a_directory_without_runs_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"cannot read .*runs\.jsonl"):
+        write_exports(tmp_path)
