@@ -33,6 +33,7 @@ class Measured:
     records: Mapping[str, tuple[Record, ...]]
     model: str = "unknown"
     seed: int | None = None
+    kvbm_version: str | None = None
     pressure: float | None = None
     workload: Mapping[str, Any] = field(default_factory=dict)
     slo_ms: Mapping[str, float] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class Measured:
         """Our own facts, under names that no other tool uses. Only what is known; values are no containers."""
         engine = self.runs[0].get("engine") or {}
         given = {
+            "version": self.kvbm_version,
             "arm": self.arm,
             "cell": self.cell,
             "workload": self.workload.get("name", self.cell),
@@ -122,9 +124,9 @@ def read(directory: Path) -> list[Measured]:
     for record in _lines(directory / "requests.jsonl", ("run", "index", "status", "intended_ms")):
         records[record["run"]][record["index"]] = record
     plan = _object(directory / "plan.json")
-    cells = {cell["name"]: cell for cell in _object(directory / "summary.json").get("cells", ())}
+    summary = _object(directory / "summary.json")
     return [
-        _measured(arm, cell, tuple(chosen.values()), records, plan, cells.get(cell, {}))
+        _measured(arm, cell, tuple(chosen.values()), records, plan, summary)
         for (arm, cell), chosen in sorted(runs_of.items())
     ]
 
@@ -138,7 +140,8 @@ def _measured(
     summary: Mapping[str, Any],
 ) -> Measured:
     chosen = {run["run"]: tuple(one for _, one in sorted(records.get(run["run"], {}).items())) for run in runs}
-    workload = summary.get("workload") or {}
+    known: Mapping[str, Any] = next((one for one in summary.get("cells", ()) if one["name"] == cell), {})
+    workload = known.get("workload") or {}
     return Measured(
         arm,
         cell,
@@ -146,7 +149,8 @@ def _measured(
         chosen,
         model=_model(plan),
         seed=plan.get("seed"),
-        pressure=summary.get("pressure"),
+        kvbm_version=(summary.get("versions") or {}).get("kvbm"),
+        pressure=known.get("pressure"),
         workload=workload,
         slo_ms=limits(workload.get("slo")),
     )

@@ -2,7 +2,7 @@
 
 Values follow vLLM's definitions, so that a reader that computes them again from the lists gets the same: latencies run
 from the launch to the last token, TPOT divides by the tokens minus one, percentiles interpolate linearly, standard
-deviations are those of the population. `client_queue_time` is the launch minus the intended launch. Lists have one
+deviations are of the population. `client_queue_time` is the launch minus the intended launch. Lists have one
 entry per request, failed ones included. With several runs, `duration` is the sum of their times under load, and the two
 maxima are the largest of any run. vLLM writes 0 for statistics without a value, and so does this module.
 """
@@ -62,7 +62,8 @@ def _head(measured: Measured) -> dict[str, Any]:
 def _lists(measured: Measured) -> dict[str, list[Any]]:
     requests = measured.requests
     origin = measured.started_unix_s
-    ours = ("run", "pair", "session", "turn", "phase", "cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens")
+    tokens = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens")
+    names = {"run": "runs_of_requests", "pair": "pairs", "session": "sessions", "turn": "turns", "phase": "phases"}
     return {
         "input_lens": [record.get("prompt_tokens") for record in requests],
         "output_lens": [output_tokens(record) if record["status"] == "ok" else 0 for record in requests],
@@ -73,7 +74,7 @@ def _lists(measured: Measured) -> dict[str, list[Any]]:
         "queue_times": [queue_s(record) for record in requests],
         "generated_texts": [record.get("text") or "" for record in requests],
         "errors": ["" if record["status"] == "ok" else record.get("error") or "unknown" for record in requests],
-        **{f"kvbm_{name}s": [record.get(name) for record in requests] for name in ours},
+        **{f"kvbm_{names.get(key, key)}": [record.get(key) for record in requests] for key in (*names, *tokens)},
     }
 
 
