@@ -1,0 +1,310 @@
+"""What each chart of a cell shows: its title, its data, its description in words and the same numbers as a table.
+
+A function returns `None` if the run has no data for its chart. Times are in ms, rounded to 0.01.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_cli.bench.html.markup import Markup, element, table
+from kvbm_cli.bench.html.numbers import count, milliseconds, percent
+from kvbm_cli.bench.html.run_data import TIERS, RequestPoint, RunData
+from kvbm_cli.bench.html.series import distribution, quantiles, rates, thinned
+
+SOURCES = {
+    "g1": "G1, device memory",
+    "g2": "G2, host memory",
+    "g3": "G3, disk",
+    "cached": "cached, tier unknown",
+    "computed": "computed",
+}
+QUARTILES = (0.25, 0.5, 0.75)
+WHISKERS = (0.05, 0.25, 0.5, 0.75, 0.95)
+TIMELINE_POINTS = 600
+STEADY = "steady"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`data` goes to the script that draws `kind`. `description` replaces the chart for readers who do not see it."""
+
+    kind: str
+    title: str
+    note: str
+    description: str
+    legend: Markup
+    data: dict[str, Any]
+    table: Markup
+
+
+@dataclass(frozen=True, slots=True)
+class CellView:
+    """One cell with its answered requests, and the arms by which colours are chosen."""
+
+    run_data: RunData
+    cell: dict[str, Any]
+    arms: list[str]
+    answered: list[RequestPoint]
+
+    @classmethod
+    def of(cls, run_data: RunData, cell: dict[str, Any]) -> CellView:
+        own = [point for point in run_data.points if point.cell == cell["name"] and point.ttft_ms is not None]
+        return cls(run_data, cell, run_data.arms(), [point for point in own if point.is_ok])
+
+    @property
+    def primary(self) -> list[RequestPoint]:
+        """The requests that the verdict is about: those in steady state, or all if there are none."""
+        return [point for point in self.answered if point.phase == STEADY] or self.answered
+
+    @property
+    def primary_name(self) -> str:
+        """Which requests `primary` are, for notes."""
+        return "requests in steady state" if any(p.phase == STEADY for p in self.answered) else "answered requests"
+
+    def by_arm(self, points: Iterable[RequestPoint]) -> dict[str, list[RequestPoint]]:
+        """The points of every arm that has some, in the order of the arms."""
+        found: dict[str, list[RequestPoint]] = {arm: [] for arm in self.arms}
+        for point in points:
+            found[point.arm].append(point)
+        return {arm: own for arm, own in found.items() if own}
+
+    def number_of(self, arm: str) -> int:
+        return self.arms.index(arm)
+
+
+def figures_of(view: CellView) -> list[Figure]:
+    makers: tuple[Callable[[CellView], Figure | None], ...] = (by_turn, by_source, ecdf, timeline)
+    return [figure for make in makers if view.answered and (figure := make(view)) is not None]
+
+
+def arm_legend(view: CellView, arms: Iterable[str]) -> Markup:
+    return legend_of((f"arm-{view.number_of(arm) % 6}", arm) for arm in arms)
+
+
+def source_legend(sources: Iterable[str]) -> Markup:
+    return legend_of((f"tier-{source}", SOURCES[source]) for source in sources)
+
+
+def legend_of(entries: Iterable[tuple[str, str]]) -> Markup:
+    keys = [element("li", element("span", class_=f"key {style}", aria_hidden="true"), name) for style, name in entries]
+    return element("ul", keys, class_="legend")
+
+
+def times(points: Iterable[RequestPoint]) -> list[float]:
+    return [point.ttft_ms for point in points if point.ttft_ms is not None]
+
+
+def rounded(values: Iterable[float]) -> list[float]:
+    return [round(value, 2) for value in values]
+
+
+def by_turn(view: CellView) -> Figure | None:
+    """Median and quartiles of TTFT per turn and arm; every phase counts."""
+    turns = sorted({point.turn for point in view.answered})
+    if len(turns) < 2:
+        return None
+    found: dict[str, list[list[float]]] = {}
+    rows = []
+    for arm, own in view.by_arm(view.answered).items():
+        found[arm] = []
+        for turn in turns:
+            values = times(point for point in own if point.turn == turn)
+            if values:
+                low, median, high = rounded(quantiles(values, QUARTILES))
+                found[arm].append([turn, low, median, high])
+                rows.append((arm, str(turn), *map(milliseconds, (low, median, high)), count(len(values))))
+    ends = [
+        f"{arm} from {milliseconds(lines[0][2])} ms at turn {lines[0][0]} to {milliseconds(lines[-1][2])} ms at turn "
+        f"{lines[-1][0]}"
+        for arm, lines in found.items()
+    ]
+    title = "Time to first token by turn, in ms"
+    return Figure(
+        kind="turns",
+        title=title,
+        note=f"Median and quartiles of all {count(len(view.answered))} answered requests.",
+        description=f"Line chart. Median time to first token: {'; '.join(ends)}.",
+        legend=arm_legend(view, found),
+        data={"arms": [{"arm": view.number_of(arm), "points": lines} for arm, lines in found.items()]},
+        table=table(title, ("Arm", "Turn", "Lower quartile", "Median", "Upper quartile", "Requests"), rows),
+    )
+
+
+def source_of(point: RequestPoint) -> str | None:
+    """The source of most of the prompt's tokens. `None` if the server reports no source."""
+    tokens = dict(point.tokens)
+    if not tokens.keys() & set(TIERS[:3]) and point.cached_tokens is not None:
+        tokens["cached"] = point.cached_tokens
+    return max(tokens, key=lambda tier: tokens[tier]) if len(tokens) > 1 else None
+
+
+def by_source(view: CellView) -> Figure | None:
+    """TTFT of requests whose prompts came mostly from one source."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for arm, own in view.by_arm(view.answered).items():
+        for point in own:
+            source = source_of(point)
+            if source is not None and point.ttft_ms is not None:
+                groups.setdefault(arm, {}).setdefault(source, []).append(point.ttft_ms)
+    sources = [source for source in SOURCES if any(source in own for own in groups.values())]
+    if not sources:
+        return None
+    boxes = {arm: {source: rounded(quantiles(v, WHISKERS)) for source, v in own.items()} for arm, own in groups.items()}
+    medians = [
+        f"{SOURCES[source]}: "
+        + ", ".join(f"{arm} {milliseconds(own[source][2])} ms" for arm, own in boxes.items() if source in own)
+        for source in sources
+    ]
+    title = "Time to first token by source of the prompt, in ms"
+    return Figure(
+        kind="sources",
+        title=title,
+        note="A request counts for the source of most of its prompt tokens. "
+        "Box: quartiles and median; whiskers: 5% to 95%.",
+        description=f"Box plot on a logarithmic axis. Medians by source: {'; '.join(medians)}.",
+        legend=arm_legend(view, groups),
+        data={
+            "sources": [SOURCES[source].partition(",")[0] for source in sources],
+            "arms": [
+                {"arm": view.number_of(arm), "boxes": [own.get(source) for source in sources]}
+                for arm, own in boxes.items()
+            ],
+        },
+        table=table(
+            title,
+            ("Source", "Arm", "5%", "Lower quartile", "Median", "Upper quartile", "95%", "Requests"),
+            [
+                (SOURCES[source], arm, *map(milliseconds, own[source]), count(len(groups[arm][source])))
+                for source in sources
+                for arm, own in boxes.items()
+                if source in own
+            ],
+        ),
+    )
+
+
+def ecdf(view: CellView) -> Figure | None:
+    """Which share of the requests had their first token within which time."""
+    lines = {arm: distribution(times(own)) for arm, own in view.by_arm(view.primary).items()}
+    shares = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
+    found = {arm: quantiles(times(own), shares) for arm, own in view.by_arm(view.primary).items()}
+    halves = [f"{arm} {milliseconds(values[3])} ms" for arm, values in found.items()]
+    title = "Share of requests with their first token within a time, in ms"
+    return Figure(
+        kind="ecdf",
+        title=title,
+        note=f"Empirical distribution over {view.primary_name}. A line further left is faster.",
+        description=f"Step chart on a logarithmic axis. Half of the requests were within: {', '.join(halves)}.",
+        legend=arm_legend(view, lines),
+        data={
+            "arms": [
+                {"arm": view.number_of(arm), "points": [[round(x, 2), round(y, 4)] for x, y in points]}
+                for arm, points in lines.items()
+            ]
+        },
+        table=table(
+            title,
+            ("Arm", *(percent(share) or "" for share in shares), "Requests"),
+            [(arm, *map(milliseconds, values), count(len(lines_of(view, arm)))) for arm, values in found.items()],
+        ),
+    )
+
+
+def lines_of(view: CellView, arm: str) -> list[RequestPoint]:
+    return view.by_arm(view.primary)[arm]
+
+
+def timeline(view: CellView) -> Figure | None:
+    """TTFT over the time of one pair, with the sources of prompt tokens and the evictions of one arm below."""
+    pair = min(point.pair for point in view.answered)
+    own = view.by_arm(point for point in view.answered if point.pair == pair)
+    points = {arm: _launches(found) for arm, found in own.items()}
+    if not any(points.values()):
+        return None
+    arm = _arm_with_samples(view, pair, list(own))
+    server = None if arm is None else _server(view.run_data.samples[_run_of(view, pair, arm)])
+    sources = [tier for tier in TIERS if server and server["tokens"][tier]]
+    title = "Time to first token over the run, in ms"
+    note = f"Pair {pair}; one mark per request"
+    if server is not None:
+        title += ", with the server's prompt tokens by source and evictions per second"
+        note += f"; counters of arm {arm}"
+    return Figure(
+        kind="timeline",
+        title=title,
+        note=f"{note}.",
+        description=_timeline_in_words(points, arm, server),
+        legend=Markup(
+            arm_legend(view, points) + (source_legend([*sources]) if sources else "") + _evictions_key(server)
+        ),
+        data={
+            "arms": [
+                {"arm": view.number_of(name), "points": [rounded(point) for point in thinned(found, TIMELINE_POINTS)]}
+                for name, found in points.items()
+            ],
+            "sources": sources,
+            "server": server,
+        },
+        table=_timeline_table(title, points, arm, server),
+    )
+
+
+def _evictions_key(server: dict[str, Any] | None) -> Markup:
+    return legend_of([("evictions", "evictions")]) if server and server["evictions"] else Markup("")
+
+
+def _launches(points: Sequence[RequestPoint]) -> list[tuple[float, float]]:
+    known = [(p.launched_ms / 1e3, p.ttft_ms) for p in points if p.launched_ms is not None and p.ttft_ms is not None]
+    return sorted(known)
+
+
+def _run_of(view: CellView, pair: int, arm: str) -> str:
+    return next(p.run for p in view.answered if p.pair == pair and p.arm == arm)
+
+
+def _arm_with_samples(view: CellView, pair: int, arms: list[str]) -> str | None:
+    """The arm under test, or the first that has samples of its server."""
+    with_samples = [arm for arm in arms if _run_of(view, pair, arm) in view.run_data.samples]
+    kinds = {arm: view.run_data.summary["arms"].get(arm) for arm in with_samples}
+    tested = [arm for arm, is_ in kinds.items() if isinstance(is_, dict) and is_.get("kind") in ("kvbm", "profile")]
+    return next(iter([*tested, *with_samples]), None)
+
+
+def _server(samples: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    tokens = {tier: [rounded(point) for point in rates(samples, "prompt_tokens", tier)] for tier in TIERS}
+    evictions = [rounded(point) for point in rates(samples, "evictions")]
+    return {"tokens": tokens, "evictions": evictions} if evictions or any(tokens.values()) else None
+
+
+def _timeline_in_words(
+    points: dict[str, list[tuple[float, float]]], arm: str | None, server: dict[str, Any] | None
+) -> str:
+    spans = [f"{name}: {count(len(found))} requests" for name, found in points.items()]
+    text = f"Scatter chart of time to first token by launch time. {'; '.join(spans)}."
+    return text if server is None else f"{text} Below: prompt tokens per second by source, and evictions, of arm {arm}."
+
+
+def _timeline_table(
+    title: str, points: dict[str, list[tuple[float, float]]], arm: str | None, server: dict[str, Any] | None
+) -> Markup:
+    """Medians in ten equal parts of the time."""
+    end = max(x for found in points.values() for x, _ in found)
+    width = end / 10 or 1.0
+    tokens = server["tokens"] if server else {}
+    tiers = [tier for tier in TIERS if tokens.get(tier)]
+    rows = []
+    for part in range(10):
+        own = {a: [y for x, y in found if part == min(9, int(x / width))] for a, found in points.items()}
+        medians = [milliseconds(quantiles(values, (0.5,))[0]) if values else None for values in own.values()]
+        means = [_mean_between(tokens[tier], part * width, (part + 1) * width) for tier in tiers]
+        rows.append((f"{part * width:.0f} to {(part + 1) * width:.0f} s", *medians, *map(count, means)))
+    heads = [f"{name}, median ms" for name in points]
+    return table(title, ("Time", *heads, *(f"{arm}, {SOURCES[t].partition(',')[0]} tokens/s" for t in tiers)), rows)
+
+
+def _mean_between(line: Sequence[Sequence[float]], start: float, end: float) -> float | None:
+    own = [rate for time, rate in line if start < time <= end]
+    return sum(own) / len(own) if own else None
