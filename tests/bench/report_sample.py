@@ -87,19 +87,38 @@ def _records(
         first = intended + late + from_launch
         rows.append(
             {
-                **{"run": f"{cell}.{pair}.{arm}", "arm": arm, "cell": cell, "pair": pair, "index": index},
-                **{"session": session, "turn": turn, "status": "ok", "error": None, "http_status": 200},
+                "run": f"{cell}.{pair}.{arm}",
+                "arm": arm,
+                "cell": cell,
+                "pair": pair,
+                "index": index,
+                "session": session,
+                "turn": turn,
+                "status": "ok",
+                "error": None,
+                "http_status": 200,
                 "phase": "cold" if turn == 1 else "fill" if turn == 2 else "steady",
-                **{"intended_ms": round(intended, 3), "launched_ms": round(intended + late, 3)},
-                **{"first_token_ms": round(first, 3), "first_text_ms": round(first, 3)},
-                **{"last_token_ms": round(first + sum(gaps), 3), "end_ms": round(first + sum(gaps) + 0.5, 3)},
-                **{"token_gaps_ms": [round(gap, 3) for gap in gaps], "first_chunk_tokens": 1, "output_tokens": 16},
-                **{"prompt_tokens": prompt, "cached_tokens": prompt - tokens["computed"]},
+                "intended_ms": round(intended, 3),
+                "launched_ms": round(intended + late, 3),
+                "first_token_ms": round(first, 3),
+                "first_text_ms": round(first, 3),
+                "last_token_ms": round(first + sum(gaps), 3),
+                "end_ms": round(first + sum(gaps) + 0.5, 3),
+                "token_gaps_ms": [round(gap, 3) for gap in gaps],
+                "first_chunk_tokens": 1,
+                "output_tokens": 16,
+                "prompt_tokens": prompt,
+                "cached_tokens": prompt - tokens["computed"],
                 **{f"{tier}_tokens": tokens[tier] for tier in ("g1", "g2", "g3", "computed")},
-                **{"token_ids": list(range(16)), "logprobs": [-0.5] * 16, "text": None, "finish_reason": "length"},
-                **{"ttft_ms": round(late + from_launch, 3), "ttft_from_launch_ms": round(from_launch, 3)},
+                "token_ids": list(range(16)),
+                "logprobs": [-0.5] * 16,
+                "text": None,
+                "finish_reason": "length",
+                "ttft_ms": round(late + from_launch, 3),
+                "ttft_from_launch_ms": round(from_launch, 3),
                 "end_to_end_ms": round(late + from_launch + sum(gaps) + 0.5, 3),
-                **{"lateness_ms": round(late, 3), "tpot_ms": round(sum(gaps) / 15, 3)},
+                "lateness_ms": round(late, 3),
+                "tpot_ms": round(sum(gaps) / 15, 3),
             }
         )
     return rows
@@ -135,9 +154,12 @@ def _samples(rows: list[dict[str, Any]], arm: str) -> list[dict[str, Any]]:
                 "offload": {"bytes": offloaded, "blocks": offloaded // 19200, "seconds": len(done) * 0.02},
                 "disk": {"read_bytes": tokens["g3"] * 1200, "written_bytes": offloaded // 2},
                 "evictions": max(0, (tokens["computed"] - 20000) // BLOCK) if arm != "floor" else 0,
-                **{"running": 1, "waiting": 0, "kv_usage": min(1.0, tokens["computed"] / 30000)},
+                "running": 1,
+                "waiting": 0,
+                "kv_usage": min(1.0, tokens["computed"] / 30000),
                 "rss_bytes": int((1.1 + (0.9 if kvbm else 0.0)) * 2**30) + second * 40960,
-                **{"cpu_s": round(second * 1.3 + len(done) * 0.05, 2), "gpu": []},
+                "cpu_s": round(second * 1.3 + len(done) * 0.05, 2),
+                "gpu": [],
             }
         )
     return samples
@@ -147,8 +169,14 @@ def _run(
     cell: str, arm: str, pair: int, position: int, rows: list[dict[str, Any]], samples: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
     return {
-        **{"run": f"{cell}.{pair}.{arm}", "arm": arm, "cell": cell, "pair": pair, "position": position},
-        **{"started_unix_s": 1_790_000_000.0 + pair * 1000 + position * 100, "startup_s": 4.2, "engine_ended": False},
+        "run": f"{cell}.{pair}.{arm}",
+        "arm": arm,
+        "cell": cell,
+        "pair": pair,
+        "position": position,
+        "started_unix_s": 1_790_000_000.0 + pair * 1000 + position * 100,
+        "startup_s": 4.2,
+        "engine_ended": False,
         "duration_s": round(max(row["end_ms"] for row in rows) / 1000, 3),
         "client": {"cpu_share": 0.11, "loop_lag_p99_ms": 1.4, "lateness_p99_ms": 2.1, "workers": 1},
         "engine": {"block_size": BLOCK, "g1_blocks": 1200 if arm != "floor" else 9000},
@@ -159,10 +187,15 @@ def _run(
 def _server(samples: list[dict[str, Any]]) -> dict[str, Any]:
     last = samples[-1]
     return {
+        "samples": len(samples),
         "prompt_tokens": last["prompt_tokens"],
-        **{"onboard": last["onboard"], "offload": last["offload"], "disk": last["disk"]},
-        **{"evictions": last["evictions"], "cpu_s": last["cpu_s"]},
-        **{"rss_bytes_peak": max(sample["rss_bytes"] for sample in samples), "energy_j": None},
+        "disk": last["disk"],
+        "evictions": last["evictions"],
+        "cpu_s": last["cpu_s"],
+        "energy_j": None,
+        "gpu": [],
+        "caveats": [],
+        "peaks": {"rss_bytes": max(sample["rss_bytes"] for sample in samples)},
     }
 
 
@@ -193,12 +226,18 @@ def _tokens(rows: list[dict[str, Any]]) -> dict[str, int]:
 def _arm(rows: list[dict[str, Any]], run: dict[str, Any], turns: int) -> dict[str, Any]:
     steady = [row for row in rows if row["phase"] == "steady"]
     return {
-        **{"requests": len(rows), "errors": 0, **_times(steady)},
+        "requests": len(rows),
+        "errors": 0,
+        **_times(steady),
         "phases": {phase: _times([row for row in rows if row["phase"] == phase]) for phase in PHASES},
         "turns": [
             {
-                **{"turn": turn, "requests": len(own), "errors": 0, "ttft_ms": _times(own)["ttft_ms"]},
-                **{"itl_ms": _times(own)["itl_ms"], "prompt_tokens": _tokens(own)},
+                "turn": turn,
+                "requests": len(own),
+                "errors": 0,
+                "ttft_ms": _times(own)["ttft_ms"],
+                "itl_ms": _times(own)["itl_ms"],
+                "prompt_tokens": _tokens(own),
             }
             for turn in range(1, turns + 1)
             for own in [[row for row in rows if row["turn"] == turn]]
@@ -206,9 +245,21 @@ def _arm(rows: list[dict[str, Any]], run: dict[str, Any], turns: int) -> dict[st
         "prompt_tokens": _tokens(rows),
         "throughput": {"requests_per_s": 1.1, "prompt_tokens_per_s": 2912.4, "output_tokens_per_s": 17.7},
         "goodput": {"slo": {"ttft_ms": 500}, "share": 0.82, "requests_per_s": 0.9},
-        **{"utilisation": 0.61, "queue_wait_ms": 8.7, "duration_s": run["duration_s"], "engine": run["engine"]},
+        "utilisation": 0.61,
+        "queue_wait_ms": 8.7,
+        "duration_s": run["duration_s"],
+        "engine": run["engine"],
         "client": {"lateness_ms": _spread([row["lateness_ms"] for row in rows]), "cpu_share": 0.11},
         "server": run["server"],
+        "ttft_model": {
+            "base_ms": 43.1,
+            "load_ms": 2.2,
+            "computed_ms_per_token": PREFILL_MS_PER_TOKEN,
+            "explained": 0.94,
+            "g2_ms_per_token": LOAD_MS_PER_TOKEN,
+            "g3_ms_per_token": None,
+            "request_count": len(rows),
+        },
     }
 
 
@@ -227,10 +278,14 @@ def _cell(
     by_arm = {arm: [row for row in rows if row["arm"] == arm] for arm in arms}
     last_run = {run["arm"]: run for run in runs if run["cell"] == name}
     return {
-        **{"name": name, "pressure": pressure, "working_set_tokens": 43_200, "g1_tokens": 19_200},
+        "name": name,
+        "pressure": pressure,
+        "working_set_tokens": 43_200,
+        "g1_tokens": 19_200,
         "workload": {"name": workload, "kind": "conversations", "sessions": sessions, "turns": turns},
         "plan": {"digest": "9f1c0a7e", "requests": sessions * turns, "duration_s": 65.0, "schedule": "fixed, 1.1/s"},
-        **{"pairs_done": pairs, "stopped_early": False},
+        "pairs_done": pairs,
+        "stopped_early": False,
         "arms": {arm: _arm(by_arm[arm], last_run[arm], turns) for arm in arms},
         "comparisons": [_comparison(by_arm, arm, "baseline", pairs) for arm in arms if arm not in ("baseline", "floor")]
         if "baseline" in arms
@@ -249,13 +304,16 @@ def _comparison(by_arm: dict[str, list[dict[str, Any]]], measured: str, referenc
     paired = {"geometric_mean": round(ratio, 3), "interval_95": [round(ratio * (1 - half), 3), round(ratio * 1.075, 3)]}
     times = {arm: _spread([row["ttft_ms"] for row in rows]) for arm, rows in steady.items()}
     return {
-        **{"measured": measured, "reference": reference, "verdict": "faster" if ratio > 1.05 else "same"},
+        "measured": measured,
+        "reference": reference,
+        "verdict": "faster" if ratio > 1.05 else "same",
         "explanation": f"in steady state, the first token comes {ratio:.1f} times faster with {measured}, same outputs",
         "ttft_speedup": round(times[reference]["p50"] / times[measured]["p50"], 3),
         "ttft_speedup_paired": {**paired, "pairs": len(logs), "sessions": 12, "runs": pairs},
         "ttft_percentiles": {
             name: {
-                **{"measured": times[measured][name], "reference": times[reference][name]},
+                "measured": times[measured][name],
+                "reference": times[reference][name],
                 "difference": round(times[measured][name] - times[reference][name], 2),
                 "interval_95": [round((times[measured][name] - times[reference][name]) * k, 2) for k in (1.12, 0.88)],
             }
@@ -277,7 +335,11 @@ def _summary(cells: list[dict[str, Any]], arms: tuple[str, ...]) -> dict[str, An
     best = found[-1] if found else {}
     kinds = {"baseline": "baseline", "kvbm": "kvbm", "floor": "floor"}
     return {
-        **{"format": 2, "complete": True, "verdict": best.get("verdict", "invalid"), "reasons": [], "hint": None},
+        "format": 2,
+        "complete": True,
+        "verdict": best.get("verdict", "invalid"),
+        "reasons": [],
+        "hint": None,
         "explanation": best.get("explanation", "one arm alone cannot be compared"),
         "headline": {
             "compared": {"measured": best["measured"], "reference": best["reference"]},
@@ -293,8 +355,12 @@ def _summary(cells: list[dict[str, Any]], arms: tuple[str, ...]) -> dict[str, An
             "p99 requires 368 samples: it is not reported",
         ],
         "machine": {
-            **{"platform": "Linux-6.1-x86_64", "processor": "AMD EPYC 7B13", "cpu_count": 2, "memory": "16265012 kB"},
-            **{"load_average": 0.4, "time_unix_s": 1_790_000_000.0},
+            "platform": "Linux-6.1-x86_64",
+            "processor": "AMD EPYC 7B13",
+            "cpu_count": 2,
+            "memory": "16265012 kB",
+            "load_average": 0.4,
+            "time_unix_s": 1_790_000_000.0,
         },
         "versions": {"python": "3.11.7", "kvbm-cli": "0.1.0", "torch": "2.13.0", "vllm": None},
         "profile": {"name": "demo", "engine": {"kind": "embedded", "model": "tiny-llama-81m"}},

@@ -24,6 +24,7 @@ SOURCES = {
 QUARTILES = (0.25, 0.5, 0.75)
 WHISKERS = (0.05, 0.25, 0.5, 0.75, 0.95)
 TIMELINE_POINTS = 600
+ARM_STYLES = 6
 STEADY = "steady"
 
 
@@ -76,12 +77,13 @@ class CellView:
 
 
 def figures_of(view: CellView) -> list[Figure]:
-    makers: tuple[Callable[[CellView], Figure | None], ...] = (by_turn, by_source, ecdf, timeline)
+    """The figures of the requests, in the order of the page."""
+    makers: tuple[Callable[[CellView], Figure | None], ...] = (by_turn, by_source, ecdf)
     return [figure for make in makers if view.answered and (figure := make(view)) is not None]
 
 
-def arm_legend(view: CellView, arms: Iterable[str]) -> Markup:
-    return legend_of((f"arm-{view.number_of(arm) % 6}", arm) for arm in arms)
+def arm_legend(view: CellView, arms: Iterable[str], shape: str = "line") -> Markup:
+    return legend_of((f"{shape} arm-{view.number_of(arm) % ARM_STYLES}", arm) for arm in arms)
 
 
 def source_legend(sources: Iterable[str]) -> Markup:
@@ -129,7 +131,7 @@ def by_turn(view: CellView) -> Figure | None:
         description=f"Line chart. Median time to first token: {'; '.join(ends)}.",
         legend=arm_legend(view, found),
         data={"arms": [{"arm": view.number_of(arm), "points": lines} for arm, lines in found.items()]},
-        table=table(title, ("Arm", "Turn", "Lower quartile", "Median", "Upper quartile", "Requests"), rows),
+        table=table(title, ("Arm", "Turn", "Lower quartile", "Median", "Upper quartile", "Requests"), rows, names=2),
     )
 
 
@@ -165,7 +167,7 @@ def by_source(view: CellView) -> Figure | None:
         note="A request counts for the source of most of its prompt tokens. "
         "Box: quartiles and median; whiskers: 5% to 95%.",
         description=f"Box plot on a logarithmic axis. Medians by source: {'; '.join(medians)}.",
-        legend=arm_legend(view, groups),
+        legend=arm_legend(view, groups, "box"),
         data={
             "sources": [SOURCES[source].partition(",")[0] for source in sources],
             "arms": [
@@ -182,16 +184,18 @@ def by_source(view: CellView) -> Figure | None:
                 for arm, own in boxes.items()
                 if source in own
             ],
+            names=2,
         ),
     )
 
 
 def ecdf(view: CellView) -> Figure | None:
     """Which share of the requests had their first token within which time."""
-    lines = {arm: distribution(times(own)) for arm, own in view.by_arm(view.primary).items()}
+    values = {arm: times(own) for arm, own in view.by_arm(view.primary).items()}
+    lines = {arm: distribution(own) for arm, own in values.items()}
     shares = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
-    found = {arm: quantiles(times(own), shares) for arm, own in view.by_arm(view.primary).items()}
-    halves = [f"{arm} {milliseconds(values[3])} ms" for arm, values in found.items()]
+    found = {arm: quantiles(own, shares) for arm, own in values.items()}
+    halves = [f"{arm} {milliseconds(times_ms[3])} ms" for arm, times_ms in found.items()]
     title = "Share of requests with their first token within a time, in ms"
     return Figure(
         kind="ecdf",
@@ -208,13 +212,9 @@ def ecdf(view: CellView) -> Figure | None:
         table=table(
             title,
             ("Arm", *(percent(share) or "" for share in shares), "Requests"),
-            [(arm, *map(milliseconds, values), count(len(lines_of(view, arm)))) for arm, values in found.items()],
+            [(arm, *map(milliseconds, times_ms), count(len(values[arm]))) for arm, times_ms in found.items()],
         ),
     )
-
-
-def lines_of(view: CellView, arm: str) -> list[RequestPoint]:
-    return view.by_arm(view.primary)[arm]
 
 
 def timeline(view: CellView) -> Figure | None:
@@ -238,7 +238,7 @@ def timeline(view: CellView) -> Figure | None:
         note=f"{note}.",
         description=_timeline_in_words(points, arm, server),
         legend=Markup(
-            arm_legend(view, points) + (source_legend([*sources]) if sources else "") + _evictions_key(server)
+            arm_legend(view, points, "mark") + (source_legend([*sources]) if sources else "") + _evictions_key(server)
         ),
         data={
             "arms": [
@@ -253,7 +253,7 @@ def timeline(view: CellView) -> Figure | None:
 
 
 def _evictions_key(server: dict[str, Any] | None) -> Markup:
-    return legend_of([("evictions", "evictions")]) if server and server["evictions"] else Markup("")
+    return legend_of([("line evictions", "evictions")]) if server and server["evictions"] else Markup("")
 
 
 def _launches(points: Sequence[RequestPoint]) -> list[tuple[float, float]]:

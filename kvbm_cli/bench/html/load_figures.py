@@ -6,18 +6,29 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from kvbm_cli.bench.html.figures import CellView, Figure, legend_of
+from kvbm_cli.bench.html.figures import ARM_STYLES, CellView, Figure, legend_of
 from kvbm_cli.bench.html.markup import Markup, table
-from kvbm_cli.bench.html.numbers import at, decimal, interval, listing, mapping, milliseconds, number, ratio, size
+from kvbm_cli.bench.html.numbers import (
+    at,
+    count,
+    decimal,
+    interval,
+    listing,
+    mapping,
+    milliseconds,
+    number,
+    percent,
+    ratio,
+    size,
+)
 from kvbm_cli.bench.html.run_data import RequestPoint, RunData
-from kvbm_cli.bench.html.series import increase, peak
 
 PARTS = ("client late", "queue", "first token", "generation")
 
 
 def ladder(run_data: RunData) -> Figure | None:
     """The paired ratio of every comparison over the pressure; `None` with fewer than two pressures."""
-    lines: dict[str, list[list[float]]] = {}
+    lines: dict[tuple[str, str], list[list[float]]] = {}
     rows = []
     for cell in run_data.cells():
         pressure = number(cell.get("pressure"))
@@ -28,10 +39,11 @@ def ladder(run_data: RunData) -> Figure | None:
                 continue
             name = f"{found.get('measured')} against {found.get('reference')}, {workload_name(cell)}"
             low, high = (number(end) or mean for end in ends) if len(ends) == 2 else (mean, mean)
-            lines.setdefault(name, []).append([pressure, low, mean, high])
-            rows.append((name, decimal(pressure), ratio(mean), interval(ends), str(found.get("verdict"))))
+            lines.setdefault((str(found.get("measured")), name), []).append([pressure, low, mean, high])
+            rows.append((name, str(found.get("verdict")), decimal(pressure), ratio(mean), interval(ends)))
     if max((len(points) for points in lines.values()), default=0) < 2:
         return None
+    styles = _styles(run_data.arms(), [measured for measured, _ in lines])
     title = "Speed-up of the time to first token by pressure"
     return Figure(
         kind="ladder",
@@ -41,13 +53,20 @@ def ladder(run_data: RunData) -> Figure | None:
         description="Line chart. "
         + "; ".join(
             f"{name}: " + ", ".join(f"{ratio(mean)} at pressure {decimal(p)}" for p, _, mean, _ in points)
-            for name, points in lines.items()
+            for (_, name), points in lines.items()
         )
         + ".",
-        legend=legend_of((f"arm-{index % 6}", name) for index, name in enumerate(lines)),
-        data={"lines": [{"arm": index, "points": sorted(points)} for index, points in enumerate(lines.values())]},
-        table=table(title, ("Comparison", "Pressure", "Speed-up", "95% interval", "Verdict"), rows),
+        legend=legend_of((f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)),
+        data={"lines": [{"arm": a, "points": sorted(p)} for a, p in zip(styles, lines.values(), strict=True)]},
+        table=table(title, ("Comparison", "Verdict", "Pressure", "Speed-up", "95% interval"), rows, names=2),
     )
+
+
+def _styles(arms: list[str], measured: list[str]) -> list[int]:
+    """The style of every line: that of its arm, or its own number if an arm has several lines."""
+    if len(set(measured)) < len(measured) or not set(measured) <= set(arms):
+        return list(range(len(measured)))
+    return [arms.index(arm) for arm in measured]
 
 
 def workload_name(cell: dict[str, Any]) -> str:
@@ -63,7 +82,9 @@ def parts_of_time(view: CellView) -> Figure | None:
         return None
     has_queue = any(parts[1] is not None for parts in known.values())
     names = [name for name in PARTS if has_queue or name != "queue"]
-    rows = {arm: [part for name, part in zip(PARTS, parts, strict=True) if name in names] for arm, parts in known.items()}
+    rows = {
+        arm: [part for name, part in zip(PARTS, parts, strict=True) if name in names] for arm, parts in known.items()
+    }
     title = "Where the time of a request goes, mean in ms"
     queue = "" if has_queue else " The server reports no queue time, so the first token includes it."
     return Figure(
@@ -72,7 +93,8 @@ def parts_of_time(view: CellView) -> Figure | None:
         note=f"Mean over all answered requests.{queue}",
         description="Stacked bar chart. "
         + "; ".join(
-            f"{arm}: " + ", ".join(f"{name} {milliseconds(part) or 'unknown'} ms" for name, part in zip(names, parts, strict=True))
+            f"{arm}: "
+            + ", ".join(f"{name} {milliseconds(part) or 'unknown'} ms" for name, part in zip(names, parts, strict=True))
             for arm, parts in rows.items()
         )
         + ".",
@@ -101,45 +123,54 @@ def _parts(view: CellView, arm: str, points: Sequence[RequestPoint]) -> list[flo
     return [None if part is None else round(part, 2) for part in known]
 
 
+def time_models(cell: dict[str, Any]) -> Markup | None:
+    """The linear model of TTFT over prompt tokens by source, of the arms that have one."""
+    rows = []
+    for arm, own in mapping(cell.get("arms")).items():
+        model = mapping(at(own, "ttft_model"))
+        if number(model.get("computed_ms_per_token")) is not None:
+            rows.append(
+                (
+                    arm,
+                    *(milliseconds(model.get(name)) for name in ("base_ms", "load_ms")),
+                    *(_microseconds(model.get(f"{source}_ms_per_token")) for source in ("computed", "g2", "g3")),
+                    percent(model.get("explained")),
+                    count(model.get("request_count")),
+                )
+            )
+    header = ("Arm", "Fixed, ms", "Any load, ms", "Computed token, µs", "G2 token, µs", "G3 token, µs")
+    caption = "Linear model of the time to first token"
+    return table(caption, (*header, "Variance explained", "Requests"), rows) if rows else None
+
+
+def _microseconds(per_token_ms: Any) -> str | None:
+    amount = number(per_token_ms)
+    return None if amount is None else decimal(amount * 1e3)
+
+
 def costs(view: CellView) -> Markup | None:
-    """What every arm used, from the samples of its servers; `None` if there are none."""
+    """What the engine's processes used in all runs of every arm; `None` if no server was sampled."""
     rows = []
     for arm in view.arms:
-        runs = [r["run"] for r in view.run_data.runs if r["arm"] == arm and r["cell"] == view.cell["name"]]
-        samples = [view.run_data.samples[run] for run in runs if run in view.run_data.samples]
-        if samples:
-            answered = sum(point.run in runs for point in view.answered)
-            rows.append((arm, *_cost(samples, answered)))
-    title = "Cost of the engine's process, by arm"
+        runs = [run for run in view.run_data.runs if run["arm"] == arm and run["cell"] == view.cell["name"]]
+        servers = [server for run in runs if (server := mapping(run.get("server")))]
+        if servers:
+            names = {run["run"] for run in runs}
+            rows.append((arm, *_cost(servers, sum(point.run in names for point in view.answered))))
     header = ("Arm", "Host memory, peak", "SSD written per 1,000 requests", "CPU seconds per 1,000 requests")
-    return table(title, (*header, "GPU energy, J per 1,000 requests"), rows) if rows else None
+    caption = "Cost of the engine's processes"
+    return table(caption, (*header, "GPU energy, J per 1,000 requests"), rows) if rows else None
 
 
-def _cost(samples: Sequence[Sequence[dict[str, Any]]], answered: int) -> tuple[str | None, ...]:
-    peaks = [found for one in samples if (found := peak(one, "rss_bytes")) is not None]
-
+def _cost(servers: Sequence[dict[str, Any]], answered: int) -> tuple[str | None, ...]:
     def per_thousand(*path: str) -> float | None:
-        known = [increase(one, *path) for one in samples]
-        amounts = [amount for amount in known if amount is not None]
-        return sum(amounts) * 1e3 / answered if answered and len(amounts) == len(known) else None
+        amounts = [amount for server in servers if (amount := number(at(server, *path))) is not None]
+        return sum(amounts) * 1e3 / answered if answered and len(amounts) == len(servers) else None
 
-    energy = [_energy(one) for one in samples]
-    known_energy = [joules for joules in energy if joules is not None]
-    has_energy = answered and len(known_energy) == len(energy)
+    peaks = [peak for server in servers if (peak := number(at(server, "peaks", "rss_bytes"))) is not None]
     return (
         size(max(peaks, default=None)),
         size(per_thousand("disk", "written_bytes")),
         decimal(per_thousand("cpu_s")),
-        decimal(sum(known_energy) * 1e3 / answered) if has_energy else None,
+        decimal(per_thousand("energy_j")),
     )
-
-
-def _energy(samples: Sequence[dict[str, Any]]) -> float | None:
-    """Joules of all GPUs from the first to the last sample."""
-    ends = [
-        sum(joules) if joules and None not in joules else None
-        for sample in (samples[0], samples[-1])
-        for joules in [[number(mapping(gpu).get("energy_j")) for gpu in listing(sample.get("gpu"))]]
-    ]
-    first, last = ends
-    return None if first is None or last is None else last - first

@@ -53,17 +53,34 @@ def _attribute(name: str, value: str | int | bool | None) -> str:
     return f" {name}" if value is True else f' {name}="{text(str(value))}"'
 
 
-def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str | None]]) -> Markup:
-    """A table in a box that scrolls. The first column names the row; the others are numbers, `None` is shown as a dash."""
-    head = element("thead", element("tr", [element("th", title, scope="col") for title in header]))
-    body = element("tbody", [_row(row) for row in rows])
+def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str | None]], *, names: int = 1) -> Markup:
+    """A table in a box that scrolls. The first column names the row; the first `names` columns are text, the others are
+    numbers. `None` is shown as a dash."""
+    titles = [element("th", title, scope="col", class_=_align(i, names)) for i, title in enumerate(header)]
+    head = element("thead", element("tr", titles))
+    body = element("tbody", [_row(row, names) for row in rows])
     content = element("table", element("caption", caption), head, body)
     return element("div", content, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 
-def _row(row: Sequence[str | None]) -> Markup:
-    cells = [element("td", "–" if value is None else value) for value in row[1:]]
-    return element("tr", element("th", row[0] or "–", scope="row"), cells)
+def _row(row: Sequence[str | None], names: int) -> Markup:
+    cells = [
+        element("td", "–" if value is None else value, class_=_align(column, names))
+        for column, value in enumerate(row[1:], start=1)
+    ]
+    return element("tr", element("th", row[0] or "–", scope="row", class_="name"), cells)
+
+
+def _align(column: int, names: int) -> str | None:
+    return "name" if column < names else None
+
+
+def prose(sentence: str) -> Markup:
+    """A sentence whose `code` is in backticks."""
+    parts = sentence.split("`")
+    if len(parts) % 2 == 0:
+        return text(sentence)
+    return join([element("code", part) if index % 2 else text(part) for index, part in enumerate(parts)])
 
 
 def facts(pairs: Iterable[tuple[str, Child]], **attributes: str) -> Markup:

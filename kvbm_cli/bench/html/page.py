@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbm_cli.bench.html import sections
-from kvbm_cli.bench.html.figures import CellView, Figure, figures_of
-from kvbm_cli.bench.html.load_figures import costs, ladder, parts_of_time
+from kvbm_cli.bench.html.figures import CellView, Figure, figures_of, timeline
+from kvbm_cli.bench.html.load_figures import costs, ladder, parts_of_time, time_models
 from kvbm_cli.bench.html.markup import Markup, element, join, json_for_script
 from kvbm_cli.bench.html.run_data import RunData
 
@@ -115,18 +115,17 @@ def _cells(run_data: RunData, figures: FigureList) -> Markup:
 
 def _cell(view: CellView, index: int, figures: FigureList) -> Markup:
     cell = view.cell
-    drawn = [figures.add(figure) for figure in figures_of(view)]
-    cost = costs(view)
+    drawn = [figures.add(figure) for figure in (*figures_of(view), parts_of_time(view), timeline(view))]
     return element(
         "section",
         element("h2", cell["name"]),
         sections.comparisons(cell),
         sections.latencies(cell),
-        element("div", drawn, class_="figures") if drawn else element("p", "The run has no answered request."),
-        figures.add(parts_of_time(view)),
+        element("div", drawn, class_="figures") if view.answered else element("p", "No request was answered."),
         sections.prompt_sources(cell),
         sections.load(cell),
-        cost,
+        time_models(cell),
+        costs(view),
         element("h3", "Plan"),
         sections.plan(cell) or element("p", "The summary has no plan of this workload."),
         class_="cell",
@@ -142,6 +141,6 @@ def _about(run_data: RunData) -> Markup:
         element("section", element("h2", "How to reproduce"), sections.reproduce(run_data)),
         element(
             "footer",
-            "Charts: Apache ECharts 6.1.0, Apache License 2.0, The Apache Software Foundation. This file needs no network.",
+            "Charts: Apache ECharts 6.1.0, The Apache Software Foundation, Apache License 2.0. This file requires no network.",
         ),
     )

@@ -48,10 +48,10 @@
   const lineStyle = (arm) => ({ color: armColour(arm), width: 2, type: DASHES[arm % 3] });
   const tick = (value) => short(Number(value.toPrecision(6)));
   const edges = (values) => {
-    // Ends of a logarithmic axis: the nearest 1, 2 or 5 times a power of ten.
+    // Ends of a logarithmic axis: the nearest steps of the axis outside the values.
     const steps = (value, pick) => {
       const power = 10 ** Math.floor(Math.log10(value));
-      return pick([1, 2, 5, 10].map((factor) => factor * power));
+      return pick([1, 1.5, 2, 3, 4, 5, 7, 10].map((factor) => factor * power));
     };
     const low = Math.max(Math.min(...values), 1e-3), high = Math.max(Math.max(...values), low * 1.01);
     return {
@@ -63,12 +63,12 @@
     const { min, max } = edges(values);
     const all = [];
     for (let power = Math.floor(Math.log10(min)); power <= Math.ceil(Math.log10(max)); power++)
-      for (const factor of [1, 2, 5]) {
+      for (const factor of max / min <= 12 ? [1, 1.5, 2, 3, 4, 5, 7] : max / min <= 200 ? [1, 2, 5] : [1, 3]) {
         const value = Number((factor * 10 ** power).toPrecision(6));
         if (value >= min * 0.999 && value <= max * 1.001) all.push(value);
       }
     const logs = all.map((value) => Math.log10(value));
-    const few = all.length > 10 ? logs.filter((_, i) => /^1/.test(all[i].toExponential())) : logs;
+    const few = all.length > 12 ? logs.filter((_, i) => /^1/.test(all[i].toExponential())) : logs;
     return make("value", name, {
       min: Math.log10(min), max: Math.log10(max), scale: true,
       axisLabel: { color: colour("muted"), fontSize: 12, customValues: few, formatter: (log) => tick(10 ** log) },
@@ -100,7 +100,6 @@
 
   const options = {
     turns(chart) {
-      const values = chart.arms.flatMap((arm) => arm.points.flatMap((p) => p.slice(1)));
       const turns = [...new Set(chart.arms.flatMap((arm) => arm.points.map((p) => p[0])))];
       const middle = (chart.arms.length - 1) / 2;
       const first = Math.min(...turns), last = Math.max(...turns);
@@ -110,7 +109,6 @@
         yAxis: upwards("value", "ms", { min: 0, axisLabel: { color: colour("muted"), formatter: tick } }),
         tooltip: { ...base({}).tooltip, trigger: "item", formatter: (at) => { const p = chart.arms[Math.floor(at.seriesIndex / 2)].points[at.dataIndex]; return rows(`${at.seriesName}, turn ${p[0]}`, [["lower quartile", `${digits(p[1])} ms`], ["median", `${digits(p[2])} ms`], ["upper quartile", `${digits(p[3])} ms`]]); } },
         series: chart.arms.flatMap((arm, index) => withBars(arm.arm, data.arms[arm.arm], arm.points, (p) => p[0] + (index - middle) * apart, (v) => v)),
-        _values: values,
       });
     },
     sources(chart) {
@@ -121,7 +119,7 @@
         tooltip: { ...base({}).tooltip, trigger: "item", formatter: (at) => { const box = chart.arms[at.seriesIndex].boxes[at.dataIndex]; return box ? rows(`${at.seriesName}, ${chart.sources[at.dataIndex]}`, ["5%", "lower quartile", "median", "upper quartile", "95%"].map((name, i) => [name, `${digits(box[i])} ms`])) : ""; } },
         series: chart.arms.map((arm) => ({
           type: "boxplot", name: data.arms[arm.arm], boxWidth: [8, 36], data: arm.boxes.map((box) => (box ? box.map(log) : ["-", "-", "-", "-", "-"])),
-          itemStyle: { color: echarts.color.modifyAlpha(armColour(arm.arm), 0.22), borderColor: armColour(arm.arm), borderWidth: 1.5, borderType: DASHES[arm.arm % 3] },
+          itemStyle: { color: echarts.color.modifyAlpha(armColour(arm.arm), 0.22), borderColor: armColour(arm.arm), borderWidth: 1.5 },
         })),
       });
     },
@@ -175,7 +173,6 @@
       return base({ grid: grids, xAxis: times, yAxis: ys.map((y, i) => ({ ...y, gridIndex: i })), series, tooltip: { ...base({}).tooltip, trigger: "item" } });
     },
     ladder(chart) {
-      const values = [1, ...chart.lines.flatMap((line) => line.points.flatMap((p) => p.slice(1)))];
       const pressures = chart.lines.flatMap((line) => line.points.map((p) => p[0]));
       const margin = (Math.max(...pressures) - Math.min(...pressures) || 1) * 0.08;
       const all = [...new Set(pressures)].sort((a, b) => a - b);
@@ -183,7 +180,7 @@
       series[0].markLine = { silent: true, symbol: "none", label: { show: false }, lineStyle: { color: colour("muted"), type: "solid" }, data: [{ yAxis: 1 }] };
       return base({
         xAxis: across("value", "pressure (working set / G1)", { min: Math.min(...pressures) - margin, max: Math.max(...pressures) + margin, axisLabel: { color: colour("muted"), customValues: all, formatter: (v) => `${Number(v.toPrecision(4))}` }, axisTick: { customValues: all, lineStyle: { color: colour("muted") } } }),
-        yAxis: upwards("value", "times faster", { min: Math.min(1, ...values) < 0.9 ? 0 : 0.5, max: Math.ceil(Math.max(...values) * 2.2) / 2, axisLabel: { color: colour("muted"), formatter: (v) => `${v}×` } }),
+        yAxis: upwards("value", "times faster", { min: 0, axisLabel: { color: colour("muted"), formatter: (v) => `${v}×` } }),
         tooltip: { ...base({}).tooltip, trigger: "item", formatter: (at) => { const p = chart.lines[Math.floor(at.seriesIndex / 2)].points[at.dataIndex]; return rows(`pressure ${p[0]}`, [["speed-up", digits(p[2])], ["95% interval", `${digits(p[1])} to ${digits(p[3])}`]]); } },
         series,
       });
@@ -210,9 +207,7 @@
     const chart = data.charts[Number(box.dataset.chart)];
     const kept = drawn.get(box) ?? echarts.init(box, null, { renderer: "svg" });
     drawn.set(box, kept);
-    const option = options[chart.kind](chart, box);
-    delete option._values;
-    kept.setOption(option, true);
+    kept.setOption(options[chart.kind](chart, box), true);
     kept.getZr().flush();
   }
   const isShown = (box) => box.getClientRects().length > 0;
@@ -244,14 +239,12 @@
   function onPaper() {
     if (root.classList.contains("light")) return;
     root.classList.add("light");
-    document.querySelectorAll("details").forEach((one) => (one.open = true));
     document.querySelectorAll(".cell[hidden]").forEach((cell) => { cell.dataset.wasHidden = ""; cell.hidden = false; });
     boxes.forEach((box) => { box.style.width = `${PRINT_WIDTH}px`; draw(box); drawn.get(box).resize({ width: PRINT_WIDTH }); draw(box); });
   }
   function onScreen() {
     if (!root.classList.contains("light")) return;
     root.classList.remove("light");
-    document.querySelectorAll("details").forEach((one) => (one.open = false));
     document.querySelectorAll("[data-was-hidden]").forEach((cell) => { cell.hidden = true; delete cell.dataset.wasHidden; });
     boxes.forEach((box) => { box.style.width = ""; });
     drawn.forEach((chart, box) => { if (isShown(box)) { chart.resize({ width: "auto" }); draw(box); } });

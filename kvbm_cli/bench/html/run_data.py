@@ -96,7 +96,9 @@ def _summary(file: Path) -> dict[str, Any]:
         )
     content = {"cells": [], "arms": {}, **content}
     if not isinstance(content["arms"], dict):
-        raise UsageError(f"`{file}`: `arms` is {_shown(content['arms'])}; an object by the names of the arms is required")
+        raise UsageError(
+            f"`{file}`: `arms` is {_shown(content['arms'])}; an object by the names of the arms is required"
+        )
     for cell in listing(content["cells"]) or [content["cells"]] * (content["cells"] != []):
         if not isinstance(cell, dict) or not isinstance(cell.get("name"), str):
             raise UsageError(f"`{file}`: `cells` has {_shown(cell)}; an object with a `name` is required")

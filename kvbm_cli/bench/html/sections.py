@@ -6,7 +6,7 @@ import shlex
 import time
 from typing import Any
 
-from kvbm_cli.bench.html.markup import Markup, bullets, element, facts, join, table, text
+from kvbm_cli.bench.html.markup import Markup, bullets, element, facts, join, prose, table, text
 from kvbm_cli.bench.html.numbers import (
     at,
     count,
@@ -50,13 +50,16 @@ def header(run_data: RunData) -> Markup:
         "header",
         element("p", "kvbm bench", class_="kicker"),
         badge,
-        element("h1", sentence_case(sentence)),
+        element("h1", prose(sentence_case(sentence))),
         element("p", " · ".join(detail for detail in details if detail), class_="muted"),
     )
 
 
 def sentence_case(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:] + ("" if sentence.endswith((".", "!", "?")) else ".")
+    """Starts with a capital letter, unless the first word is a name such as `kvbm` or `p99`, and ends with a stop."""
+    first = sentence.partition(" ")[0].rstrip(",:;")
+    start = sentence[:1].upper() if first.isalpha() and first != "kvbm" else sentence[:1]
+    return start + sentence[1:] + ("" if sentence.endswith((".", "!", "?")) else ".")
 
 
 def compared(summary: dict[str, Any]) -> str | None:
@@ -75,18 +78,18 @@ def key_numbers(run_data: RunData) -> Markup:
     if len(run_data.summary["cells"]) == 1:
         found += _medians(run_data.summary["cells"][0], mapping(summary.get("headline")))
     gains = bullets(found, class_="plain") if found else element("p", "The run has no result.")
-    notes = [sentence_case(note) for note in [*_caveats(run_data), *run_data.notes]] or [NO_CAVEATS]
-    reasons = [sentence_case(reason) for reason in strings(summary.get("reasons"))]
+    notes = [prose(sentence_case(note)) for note in [*_caveats(run_data), *run_data.notes]] or [text(NO_CAVEATS)]
+    reasons = [prose(sentence_case(reason)) for reason in strings(summary.get("reasons"))]
     hint = string(summary.get("hint"))
     return element(
         "section",
         join(element("h2", "Why the result cannot be used"), bullets(reasons, class_="plain")) if reasons else None,
-        element("p", f"What to do: {hint}") if hint else None,
+        element("p", "What to do: ", prose(hint)) if hint else None,
         element("h2", "Results"),
         gains,
         element("h2", "Caveats"),
         bullets(notes, class_="plain"),
-        class_="key",
+        class_="results",
     )
 
 
@@ -99,7 +102,9 @@ def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
     found: list[Markup] = []
     if mean := ratio(paired.get("geometric_mean")):
         ends = interval(paired.get("interval_95"))
-        sizes = [f"{count(paired.get(name))} {name}" for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
+        sizes = [
+            f"{count(paired.get(name))} {name}" for name in ("pairs", "sessions", "runs") if count(paired.get(name))
+        ]
         counted = f"; {', '.join(sizes)}" if sizes else ""
         found.append(
             _fact(f"{mean}×", f"speed-up of the time to first token, geometric mean of pairs ({_ends(ends)}{counted})")
@@ -165,12 +170,11 @@ def overview(run_data: RunData) -> Markup | None:
                 )
             )
     header = ("Workload", "Comparison", "Verdict", "Speed-up", "95% interval", "Pairs of runs")
-    return table("Results of all workloads", header, rows)
+    return table("Results by workload", header, rows, names=3)
 
 
 def _verdict(found: dict[str, Any]) -> str | None:
-    verdict = string(found.get("verdict"))
-    return None if verdict is None else VERDICTS.get(verdict, verdict)
+    return string(found.get("verdict"))
 
 
 def anchor(index: int) -> str:
@@ -185,7 +189,7 @@ def comparisons(cell: dict[str, Any]) -> list[Markup]:
 def _comparison(found: dict[str, Any]) -> Markup:
     names = f"{found.get('measured')} against {found.get('reference')}"
     why = [
-        f"{item['text']} (profile key {item['key']})" if string(item.get("key")) else item["text"]
+        f"{item['text']} (profile key `{item['key']}`)" if string(item.get("key")) else item["text"]
         for item in listing(found.get("why_not"))
         if isinstance(item, dict) and isinstance(item.get("text"), str)
     ]
@@ -203,9 +207,14 @@ def _comparison(found: dict[str, Any]) -> Markup:
     heads = ("Percentile", str(found.get("reference")), str(found.get("measured")), "Difference", "95% interval")
     return join(
         element("h3", f"{names}: {_verdict(found) or 'no verdict'}"),
-        element("p", sentence_case(sentence)) if (sentence := string(found.get("explanation"))) else None,
+        element("p", prose(sentence_case(sentence))) if (sentence := string(found.get("explanation"))) else None,
         facts(_evidence(found)),
-        join(element("p", "Causes of a small gain, most likely first:"), bullets(map(sentence_case, why))) if why else None,
+        join(
+            element("p", "Causes of a small gain, most likely first:"),
+            bullets(prose(sentence_case(cause)) for cause in why),
+        )
+        if why
+        else None,
         table(caption, heads, rows) if rows else None,
     )
 
@@ -216,7 +225,10 @@ def _evidence(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("Speed-up", with_interval(ratio(paired.get("geometric_mean")), interval(paired.get("interval_95")))),
         ("Noise", with_interval(ratio(noise.get("ratio")), interval(noise.get("interval_95")))),
-        ("Share of the possible gain", with_interval(percent(share.get("value")), interval(share.get("interval_95"), percent))),
+        (
+            "Share of the possible gain",
+            with_interval(percent(share.get("value")), interval(share.get("interval_95"), percent)),
+        ),
         ("Answers compared", count(outputs.get("compared"))),
         ("Different answers", count(outputs.get("different"))),
         ("Different answers without kvbm", count(outputs.get("different_without_kvbm"))),
@@ -264,7 +276,7 @@ def prompt_sources(cell: dict[str, Any]) -> Markup | None:
         if whole:
             rows.append((arm, _bar(known, whole), *(_part(tokens[tier], whole) for tier in TIERS)))
     caption = "Prompt tokens by source"
-    return table(caption, ("Arm", "Share", "G1", "G2", "G3", "Computed"), rows) if rows else None
+    return table(caption, ("Arm", "Share", "G1", "G2", "G3", "Computed"), rows, names=2) if rows else None
 
 
 def _bar(amounts: dict[str, float], whole: float) -> Markup:
@@ -325,7 +337,7 @@ def arms(run_data: RunData) -> Markup | None:
         (name, string(at(arm, "kind")), string(at(arm, "profile")) or string(at(arm, "url")))
         for name, arm in run_data.summary["arms"].items()
     ]
-    return table("Arms", ("Arm", "Kind", "Profile or address"), rows) if rows else None
+    return table("Arms", ("Arm", "Kind", "Profile or address"), rows, names=3) if rows else None
 
 
 def order(run_data: RunData) -> Markup | None:
@@ -341,7 +353,14 @@ def order(run_data: RunData) -> Markup | None:
         )
         for run in run_data.runs
     ]
-    header = ("Run", "Position in its pair", "Start of the engine, s", "Duration, s", "Client CPU", "Engine ended early")
+    header = (
+        "Run",
+        "Position in its pair",
+        "Start of the engine, s",
+        "Duration, s",
+        "Client CPU",
+        "Engine ended early",
+    )
     return table("Runs, in order of completion", header, rows) if rows else None
 
 
@@ -353,7 +372,7 @@ def machine(summary: dict[str, Any]) -> Markup:
 
 def _values(data: Any) -> list[tuple[str, str]]:
     return [
-        (name.replace("_", " "), _day(number(value)) or "" if name == "time_unix_s" else str(value))
+        ("measured at", _day(number(value)) or "") if name == "time_unix_s" else (name.replace("_", " "), str(value))
         for name, value in mapping(data).items()
         if isinstance(value, (str, int, float)) and not isinstance(value, bool)
     ]
@@ -368,7 +387,10 @@ def reproduce(run_data: RunData) -> Markup:
     for arm, what in summary["arms"].items():
         kind = at(what, "kind")
         if kind in ("baseline", "profile", "url"):
-            command += ["--compare", string(at(what, "url")) or string(at(what, "profile") if kind == "profile" else arm) or arm]
+            command += [
+                "--compare",
+                string(at(what, "url")) or string(at(what, "profile") if kind == "profile" else arm) or arm,
+            ]
     cells = summary["cells"]
     for flag, values in (
         ("--workload", [string(at(cell, "workload", "name")) for cell in cells]),
@@ -382,8 +404,8 @@ def reproduce(run_data: RunData) -> Markup:
         element("pre", element("code", " ".join(map(shlex.quote, command)))),
         element(
             "p",
-            "plan.json and cells/ in the directory of the run have every token and launch time; requests.jsonl has every "
-            "request. An equal plan has an equal digest.",
+            "In the directory of the run, plan.json and cells/ have every token and launch time, and requests.jsonl has "
+            "every request. Equal plans have equal digests.",
         ),
         bullets(digests) if digests else None,
     )

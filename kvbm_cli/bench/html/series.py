@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from kvbm_cli.bench.html.numbers import at, number
@@ -26,7 +27,7 @@ def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
 
 
 def distribution(values: Sequence[float], limit: int = ECDF_POINTS) -> list[Point]:
-    """(value, share of values up to it), ascending, with at most `limit` points, among them the smallest and largest."""
+    """(value, share of values up to it), ascending, at most `limit` points, with the smallest and the largest."""
     ordered = sorted(values)
     last = len(ordered) - 1
     ranks = range(len(ordered)) if last < limit else (round(step * last / (limit - 1)) for step in range(limit))
@@ -58,27 +59,27 @@ def _triangle(first: Point, second: Point, third: Point) -> float:
 def rates(samples: Sequence[dict[str, Any]], *path: str, limit: int = RATE_POINTS) -> list[tuple[float, float]]:
     """(seconds since the start, increase per second until then) of a counter, over at most `limit` equal spans.
 
-    A counter that falls was restarted: that span counts as 0. Samples without the counter are left out.
+    A counter that falls was restarted: that span counts as 0. Series appear on a page with their first event, so a
+    counter is 0 in the samples before, unless they have an `error`. Other samples without the counter are left out.
     """
-    known = [
-        (time / 1e3, value)
-        for sample in samples
-        if (time := number(sample.get("t_ms"))) is not None and (value := number(at(sample, *path))) is not None
-    ]
+    known = _known(samples, path)
     step = max(1, -(-(len(known) - 1) // limit))
     chosen = known[::step] + known[-1:] * bool((len(known) - 1) % step)
     return [
         (end, max(0.0, value - previous) / (end - start))
-        for (start, previous), (end, value) in zip(chosen, chosen[1:], strict=False)
+        for (start, previous), (end, value) in pairwise(chosen)
         if end > start
     ]
 
 
-def increase(samples: Sequence[dict[str, Any]], *path: str) -> float | None:
-    """The last known value of a counter minus the first. `None` if fewer than two samples have it."""
-    known = [value for sample in samples if (value := number(at(sample, *path))) is not None]
-    return known[-1] - known[0] if len(known) > 1 else None
-
-
-def peak(samples: Sequence[dict[str, Any]], *path: str) -> float | None:
-    return max((value for sample in samples if (value := number(at(sample, *path))) is not None), default=None)
+def _known(samples: Sequence[dict[str, Any]], path: Sequence[str]) -> list[Point]:
+    """(seconds, value) of a counter."""
+    times = [number(sample.get("t_ms")) for sample in samples]
+    values = [number(at(sample, *path)) for sample in samples]
+    first = next((index for index, value in enumerate(values) if value is not None), len(values))
+    filled = [
+        0.0 if index < first < len(values) and not samples[index].get("error") else value
+        for index, value in enumerate(values)
+    ]
+    pairs = zip(times, filled, strict=True)
+    return [(time / 1e3, value) for time, value in pairs if time is not None and value is not None]
