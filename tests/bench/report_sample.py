@@ -28,6 +28,7 @@ def write_sample(
     sessions: int = 12,
     turns: int = 6,
     pairs: int = 3,
+    answer_tokens: int = 16,
     server_metrics: bool = True,
     seed: int = 1,
 ) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def write_sample(
         for pair in range(1, pairs + 1):
             order = arms if pair % 2 else tuple(reversed(arms))
             for position, arm in enumerate(order, start=1):
-                made = _records(source, name, arm, pair, pressure or 1.5, sessions, turns)
+                made = _records(source, name, arm, pair, pressure or 1.5, sessions, turns, answer_tokens)
                 samples = _samples(made, arm)
                 run = f"{name}.{pair}.{arm}"
                 if server_metrics:
@@ -70,7 +71,7 @@ def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _records(
-    source: random.Random, cell: str, arm: str, pair: int, pressure: float, sessions: int, turns: int
+    source: random.Random, cell: str, arm: str, pair: int, pressure: float, sessions: int, turns: int, answer: int
 ) -> list[dict[str, Any]]:
     rows = []
     for index in range(sessions * turns):
@@ -83,7 +84,7 @@ def _records(
         late, queue = abs(source.gauss(0.4, 0.4)), max(0.0, source.gauss(9, 6))
         from_launch = work * math.exp(source.gauss(0, 0.09)) + queue
         intended = index * 900.0 + source.uniform(0, 90)
-        gaps = [STEP_MS * math.exp(source.gauss(0, 0.12)) for _ in range(15)]
+        gaps = [STEP_MS * math.exp(source.gauss(0, 0.12)) for _ in range(answer - 1)]
         first = intended + late + from_launch
         rows.append(
             {
@@ -106,19 +107,19 @@ def _records(
                 "end_ms": round(first + sum(gaps) + 0.5, 3),
                 "token_gaps_ms": [round(gap, 3) for gap in gaps],
                 "first_chunk_tokens": 1,
-                "output_tokens": 16,
+                "output_tokens": answer,
                 "prompt_tokens": prompt,
                 "cached_tokens": prompt - tokens["computed"],
                 **{f"{tier}_tokens": tokens[tier] for tier in ("g1", "g2", "g3", "computed")},
-                "token_ids": list(range(16)),
-                "logprobs": [-0.5] * 16,
+                "token_ids": list(range(answer)),
+                "logprobs": [-0.5] * answer,
                 "text": None,
                 "finish_reason": "length",
                 "ttft_ms": round(late + from_launch, 3),
                 "ttft_from_launch_ms": round(from_launch, 3),
                 "end_to_end_ms": round(late + from_launch + sum(gaps) + 0.5, 3),
                 "lateness_ms": round(late, 3),
-                "tpot_ms": round(sum(gaps) / 15, 3),
+                "tpot_ms": round(sum(gaps) / len(gaps), 3),
             }
         )
     return rows
@@ -142,23 +143,26 @@ def _samples(rows: list[dict[str, Any]], arm: str) -> list[dict[str, Any]]:
     kvbm = arm not in ("baseline", "floor")
     end_s = int(max(row["end_ms"] for row in rows) / 1000) + 2
     samples = []
+    waiting = sorted(rows, key=lambda row: row["first_token_ms"], reverse=True)
+    tokens, done = dict.fromkeys(("g1", "g2", "g3", "computed"), 0), 0
     for second in range(end_s):
-        done = [row for row in rows if row["first_token_ms"] <= second * 1000]
-        tokens = {tier: sum(row[f"{tier}_tokens"] for row in done) for tier in ("g1", "g2", "g3", "computed")}
+        while waiting and waiting[-1]["first_token_ms"] <= second * 1000:
+            row, done = waiting.pop(), done + 1
+            tokens = {tier: amount + row[f"{tier}_tokens"] for tier, amount in tokens.items()}
         offloaded = tokens["computed"] * 1200 if kvbm else 0
         samples.append(
             {
                 "t_ms": second * 1000.0,
                 "prompt_tokens": tokens,
-                "onboard": {"bytes": tokens["g2"] * 1200, "blocks": tokens["g2"] // BLOCK, "seconds": len(done) * 0.01},
-                "offload": {"bytes": offloaded, "blocks": offloaded // 19200, "seconds": len(done) * 0.02},
+                "onboard": {"bytes": tokens["g2"] * 1200, "blocks": tokens["g2"] // BLOCK, "seconds": done * 0.01},
+                "offload": {"bytes": offloaded, "blocks": offloaded // 19200, "seconds": done * 0.02},
                 "disk": {"read_bytes": tokens["g3"] * 1200, "written_bytes": offloaded // 2},
                 "evictions": max(0, (tokens["computed"] - 20000) // BLOCK) if arm != "floor" else 0,
                 "running": 1,
                 "waiting": 0,
                 "kv_usage": min(1.0, tokens["computed"] / 30000),
                 "rss_bytes": int((1.1 + (0.9 if kvbm else 0.0)) * 2**30) + second * 40960,
-                "cpu_s": round(second * 1.3 + len(done) * 0.05, 2),
+                "cpu_s": round(second * 1.3 + done * 0.05, 2),
                 "gpu": [],
             }
         )

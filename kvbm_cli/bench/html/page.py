@@ -11,13 +11,16 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from kvbm_cli.bench.html import sections
-from kvbm_cli.bench.html.figures import CellView, Figure, figures_of, timeline
+from kvbm_cli.bench.html import about, cell_tables, opening
+from kvbm_cli.bench.html.figures import CellView, Figure, figures_of
 from kvbm_cli.bench.html.load_figures import costs, ladder, parts_of_time, time_models
 from kvbm_cli.bench.html.markup import Markup, element, join, json_for_script
 from kvbm_cli.bench.html.run_data import RunData
+from kvbm_cli.bench.html.timeline import timeline
+from kvbm_cli.bench.html.wording import anchor
 
 FOLDER = Path(__file__).resolve().parent
+WITHOUT_SCRIPTS = "The charts of this report require scripts. All numbers are also in the tables below."
 LIBRARY = FOLDER / "vendor" / "echarts.min.js"
 
 
@@ -48,15 +51,14 @@ def page(run_data: RunData) -> str:
     figures = FigureList()
     body = element(
         "main",
-        sections.header(run_data),
-        _no_script(),
-        sections.key_numbers(run_data),
+        opening.header(run_data),
+        element("p", WITHOUT_SCRIPTS, class_="notice"),
+        opening.key_numbers(run_data),
         _overview(run_data, figures),
         _cells(run_data, figures),
         _about(run_data),
     )
-    scripts = [LIBRARY.read_text(encoding="utf-8"), (FOLDER / "report.js").read_text(encoding="utf-8")]
-    style = (FOLDER / "report.css").read_text(encoding="utf-8")
+    scripts, style = page_files()
     data = {"arms": run_data.arms(), "charts": figures.charts}
     head = element(
         "head",
@@ -64,7 +66,7 @@ def page(run_data: RunData) -> str:
         element("meta", http_equiv="Content-Security-Policy", content=policy(scripts, style)),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
-        element("title", sections.title(run_data)),
+        element("title", opening.title(run_data)),
         element("style", Markup(style)),
     )
     last = join(
@@ -72,6 +74,13 @@ def page(run_data: RunData) -> str:
         [element("script", Markup(script)) for script in scripts],
     )
     return f"<!DOCTYPE html>\n{element('html', head, element('body', body, last), lang='en')}\n"
+
+
+def page_files() -> tuple[list[str], str]:
+    """The scripts of the page, in the order in which they run, and its style sheet."""
+    files = (LIBRARY, FOLDER / "report.js", FOLDER / "report.css")
+    library, script, style = (file.read_text(encoding="utf-8") for file in files)
+    return [library, script], style
 
 
 def policy(scripts: list[str], style: str) -> str:
@@ -94,13 +103,8 @@ def _hash(content: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def _no_script() -> Markup:
-    text = "The charts of this report require scripts. All numbers are also in the tables below."
-    return element("noscript", element("p", text, class_="notice"))
-
-
 def _overview(run_data: RunData, figures: FigureList) -> Markup | None:
-    found = sections.overview(run_data)
+    found = opening.overview(run_data)
     if found is None:
         return None
     return element("section", element("h2", "All workloads"), found, figures.add(ladder(run_data)))
@@ -119,28 +123,29 @@ def _cell(view: CellView, index: int, figures: FigureList) -> Markup:
     return element(
         "section",
         element("h2", cell["name"]),
-        sections.comparisons(cell),
-        sections.latencies(cell),
+        cell_tables.comparisons(cell),
+        cell_tables.latencies(cell),
         element("div", drawn, class_="figures") if view.answered else element("p", "No request was answered."),
-        sections.prompt_sources(cell),
-        sections.load(cell),
+        cell_tables.prompt_sources(cell),
+        cell_tables.load(cell),
         time_models(cell),
         costs(view),
         element("h3", "Plan"),
-        sections.plan(cell) or element("p", "The summary has no plan of this workload."),
+        cell_tables.plan(cell) or element("p", "The summary has no plan of this workload."),
         class_="cell",
-        id=sections.anchor(index),
+        id=anchor(index),
         data_name=cell["name"],
     )
 
 
 def _about(run_data: RunData) -> Markup:
     return join(
-        element("section", element("h2", "Arms and runs"), sections.arms(run_data), sections.order(run_data)),
-        element("section", element("h2", "Machine and versions"), sections.machine(run_data.summary)),
-        element("section", element("h2", "How to reproduce"), sections.reproduce(run_data)),
+        element("section", element("h2", "Arms and runs"), about.arms(run_data), about.order(run_data)),
+        element("section", element("h2", "Machine and versions"), about.machine(run_data.summary)),
+        element("section", element("h2", "How to reproduce"), about.reproduce(run_data)),
         element(
             "footer",
-            "Charts: Apache ECharts 6.1.0, The Apache Software Foundation, Apache License 2.0. This file requires no network.",
+            "Charts: Apache ECharts 6.1.0, The Apache Software Foundation, Apache License 2.0. "
+            "This file requires no network.",
         ),
     )

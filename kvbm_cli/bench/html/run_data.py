@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
-from kvbm_cli.bench.html.numbers import listing, number
+from kvbm_cli.bench.html.numbers import number
 
 FORMAT = 2
 TIERS = ("g1", "g2", "g3", "computed")
@@ -99,7 +99,9 @@ def _summary(file: Path) -> dict[str, Any]:
         raise UsageError(
             f"`{file}`: `arms` is {_shown(content['arms'])}; an object by the names of the arms is required"
         )
-    for cell in listing(content["cells"]) or [content["cells"]] * (content["cells"] != []):
+    if not isinstance(content["cells"], list):
+        raise UsageError(f"`{file}`: `cells` is {_shown(content['cells'])}; a list is required")
+    for cell in content["cells"]:
         if not isinstance(cell, dict) or not isinstance(cell.get("name"), str):
             raise UsageError(f"`{file}`: `cells` has {_shown(cell)}; an object with a `name` is required")
     return content
@@ -163,7 +165,7 @@ def _lines(file: Path, notes: list[str], *, is_optional: bool = False) -> Iterat
     """The objects of a file with one on each line, with line numbers."""
     if not file.exists():
         if not is_optional:
-            notes.append(f"{file.name} is missing, so the report has no charts of it")
+            notes.append(f"{file.name} is missing: the report has no data of it")
         return
     lines = _text(file).split("\n")
     for line, content in enumerate(lines, start=1):
