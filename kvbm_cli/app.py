@@ -17,7 +17,7 @@ from kvbm.errors import KvbmError
 from kvbm.types import MAX_SECONDS
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.terminal import streams
-from kvbm_cli.terminal.command_line import Command
+from kvbm_cli.terminal.command_line import Command, CommandGroup
 from kvbm_cli.terminal.show_error import show_kvbm_error
 from kvbm_cli.terminal.usage_error import show_usage_error
 
@@ -207,37 +207,81 @@ def logs(
     show_logs(run, follow=follow, line_count=lines)
 
 
-@app.command(cls=Command)
+bench_app = typer.Typer(
+    cls=CommandGroup, invoke_without_command=True, rich_markup_mode=None, subcommand_metavar="[COMMAND]"
+)
+app.add_typer(bench_app, name="bench")
+
+COMPARE_HELP = (
+    "Compare with `baseline`, the engine without kvbm; with a profile; with the engine of a profile without kvbm; or "
+    "with a running server, as URL or NAME=URL. May be repeated. Without --profile, the first server is measured."
+)
+
+
+@bench_app.callback()
 def bench(
-    profile: ProfileOption,
+    context: typer.Context,
+    profile: Annotated[str | None, _profile_option()] = None,
     set_: SetOption = None,
     compare: Annotated[
-        str,
-        _option(
-            "--compare",
-            "NAME|PATH",
-            "Compare with `baseline`, the engine without kvbm, or with a profile; --set does not apply to it.",
-            _completed_by("compared"),
-        ),
-    ] = "baseline",
+        list[str] | None,
+        _option("--compare", "baseline|PROFILE|baseline:PROFILE|URL", COMPARE_HELP, _completed_by("compared")),
+    ] = None,
     workload: Annotated[
-        str | None,
+        list[str] | None,
         _option(
             "--workload",
             "NAME|PATH",
-            "Name of a shipped workload, or path to a workload file.",
+            "Name of a shipped workload, or path to a workload file. May be repeated.",
             _completed_by("workloads"),
         ),
     ] = None,
+    pressure: Annotated[
+        Text, _option("--pressure", "X,Y,...", "Scale the working set to these multiples of G1, such as `0.8,1.2,2,4`.")
+    ] = None,
+    rate: Annotated[
+        float | None, _option("--rate", "N", "Requests per second of an arm, at fixed times.", min=1e-6, max=1e6)
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        _option("--concurrency", "N", "Sessions in flight; each waits for its answers.", min=1, max=100_000),
+    ] = None,
+    duration: Annotated[
+        float | None,
+        _option("--duration", "SECONDS", "Launch no request after this time of a run.", min=1e-3, max=MAX_SECONDS),
+    ] = None,
+    pairs: Annotated[
+        int | None,
+        _option("--pairs", "N", "How often each arm runs [default: 3 in turn, 1 interleaved].", min=1, max=100),
+    ] = None,
+    dry_run: Annotated[bool, _flag("--dry-run", "Print what would run, its duration and its memory.")] = False,
     output: Annotated[
-        Path | None, _option("--output", "DIR", "Directory for the request records and the summary.", FILES)
+        Path | None, _option("--output", "DIR", "New directory for the records and the report.", FILES)
+    ] = None,
+    resume: Annotated[
+        Path | None, _option("--resume", "DIR", "Continue the interrupted run in this directory.", FILES)
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure an engine with and without kvbm. With `--compare PROFILE`, compare two profiles."""
+    """Measure an engine with and without kvbm, or compare profiles and running servers."""
     from kvbm_cli.bench import command as body
+    from kvbm_cli.bench.cells import Overrides
 
-    return body.bench(profile, set_ or [], compare=compare, workload=workload, output=output, as_json=json)
+    if context.invoked_subcommand is not None:
+        return 0
+    request = body.BenchRequest(
+        profile=profile,
+        overrides=set_ or (),
+        compare=compare or (),
+        workloads=workload or (),
+        pressure=pressure,
+        schedule=Overrides(rate, concurrency, duration, pairs),
+        output=output,
+        resume=resume,
+        is_dry_run=dry_run,
+        as_json=json,
+    )
+    return body.bench(request)
 
 
 @app.command(cls=Command)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mock_engine import MockEngine, Options
 
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.verdict import VerdictLimits
 from kvbm_cli.profile.workload import Schedule, Workload
 
