@@ -56,7 +56,7 @@ def test_each_rate_has_its_own_user_ids_and_file():
 
 def test_scaled_words_are_labelled():
     one = preset("lmbenchmark-long").scaled(0.01)
-    assert (one.sizes, one.system_words, one.history_words, one.answer_tokens) == ("scaled", 10, 200, 100)
+    assert (one.sizes, one.system_words, one.history_words, one.answer_tokens) == ("custom", 10, 200, 100)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,8 @@ def test_scaled_words_are_labelled():
         (lambda: replace(preset("lmbenchmark-long"), duration_s=float("inf")), "duration_s is inf"),
         (lambda: preset("lmbenchmark-long").scaled(0), "factor of words is 0"),
         (lambda: ShareGptParameters("run.json", qps=-1), "qps is -1"),
-        (lambda: AgenticParameters((), agents=1), "at least one trace file"),
-        (lambda: AgenticParameters(("a",), agents=0), "agents is 0"),
-        (lambda: AgenticParameters(("a",), agents=1, new_user_interval_s=-1), "new_user_interval_s is -1"),
+        (lambda: AgenticParameters(()), "at least one trace file"),
+        (lambda: AgenticParameters(("a",), new_user_interval_s=-1), "new_user_interval_s is -1"),
     ],
 )
 def test_impossible_parameters_are_refused(make, message):
