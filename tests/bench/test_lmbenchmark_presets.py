@@ -1,11 +1,13 @@
 """The presets equal the arguments of LMBenchmark's scripts (commit 26d02bd)."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
+from kvbm_cli.bench.lmbenchmark.presets import PRESETS, AgenticParameters, ShareGptParameters, preset
 
 
 @pytest.mark.parametrize(
@@ -77,3 +79,21 @@ def test_scaled_words_are_labelled():
 def test_impossible_parameters_are_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def test_page_lists_all_presets():
+    page = Path(__file__).parents[2] / "docs" / "reference" / "lmbenchmark.md"
+    rows = re.findall(r"^\| `(\S+)` \| ((?:documented|as-shipped).*) \|$", page.read_text(), re.MULTILINE)
+    listed = {}
+    for scenario, cells in rows:
+        sizes, *numbers, file = cells.split(" | ")
+        for one in sizes.split(", "):
+            listed[f"lmbenchmark-{scenario}", one] = (*map(float, numbers), file)
+    assert listed == {
+        key: (
+            *(one.users, one.rounds, one.system_words, one.history_words, one.answer_tokens),
+            *(one.qps, one.duration_s, one.warm_up_users),
+            f"`{one.output_name.format(key='KEY', qps='QPS')}`",
+        )
+        for key, one in PRESETS.items()
+    }
