@@ -13,21 +13,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client_rig import planned
 
-from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.errors import UsageError
+from kvbm_cli.bench.analysis.goodput import Slo
 from kvbm_cli.bench.formats.aiperf import aiperf_records, aiperf_summary
 from kvbm_cli.bench.formats.exports import write_exports
 from kvbm_cli.bench.formats.lmbenchmark_csv import LMBENCHMARK_COLUMNS
 from kvbm_cli.bench.formats.measured import Measured
 from kvbm_cli.bench.formats.vllm_bench import vllm_bench_result
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.records.results import CellResult, RunResult
+from kvbm_cli.bench.workload.plan import Launches, Plan
 
 DATA = Path(__file__).parent / "data"
 RUN = "chat-x1.2.1.kvbm"
 
 
-def measured(records: list[dict[str, Any]], duration_s: float, **fields: Any) -> Measured:
-    run = {"run": RUN, "arm": "kvbm", "cell": "chat-x1.2", "started_unix_s": 1795397950.0, "duration_s": duration_s}
-    return Measured("kvbm", "chat-x1.2", (run,), {RUN: tuple({"run": RUN, **one} for one in records)}, **fields)
+CELL = {"name": "chat-x1.2", "pressure": 1.2, "g1_tokens": 1024, "workload": {"name": "chat", "slo": "ttft:500,tpot:5"}}
+
+
+def plan(concurrency: int | None = None, model: str = "mock") -> Plan:
+    return Plan((planned(fields={"model": model}),), Launches(concurrency=concurrency), 60.0, 100, 100, planned())
+
+
+def record(**changes: Any) -> RequestRecord:
+    """Of the run RUN, unless `changes` say otherwise."""
+    place = {"run": RUN, "arm": "kvbm", "cell": "chat-x1.2", "pair": 1, "turn": 1, "phase": "steady"}
+    return RequestRecord(**(place | changes))
+
+
+def measured(records: list[RequestRecord], duration_s: float, concurrency: int | None = None) -> Measured:
+    facts = {"started_unix_s": 1795397950.0, "duration_s": duration_s}
+    run = RunResult(RUN, "kvbm", 1, facts, tuple(records))
+    cell = CellResult(CELL, plan(concurrency), "digest", (run,))
+    return Measured("kvbm", cell, (run,), 1, Slo.parse("ttft:100"))
 
 
 def timings(launch: float, intended: float, ttft: float, latency: float, gaps: list[float]) -> dict[str, Any]:
@@ -44,18 +64,15 @@ def vllm_file() -> dict[str, Any]:
 
 
 def from_vllm(file: dict[str, Any]) -> Measured:
-    records: list[dict[str, Any]] = []
+    records = []
     for index in range(file["num_prompts"]):
         launch = (file["start_times"][index] - file["start_times"][0]) * 1e3
         gaps = [gap * 1e3 for gap in file["itls"][index]]
         queue, ttft, latency = (file[name][index] * 1e3 for name in ("queue_times", "ttfts", "latencies"))
-        error = file["errors"][index]
         tokens = {"prompt_tokens": file["input_lens"][index], "output_tokens": file["output_lens"][index]}
-        status = {"index": index, "status": "error" if error else "ok", "error": error or None, "session": index}
-        records.append({**timings(launch, launch - queue, ttft, latency, gaps), **tokens, **status})
-    schedule = {"concurrency": file["max_concurrency"]}
-    workload = {"name": "chat", "schedule": schedule}
-    return measured(records, file["duration"], workload=workload, slo_ms={"ttft": 100.0}, pressure=1.2)
+        times = timings(launch, launch - queue, ttft, latency, gaps)
+        records.append(record(**times, **tokens, index=index, session=index, error=file["errors"][index] or None))
+    return measured(records, file["duration"], file["max_concurrency"])
 
 
 # The configuration of vLLM's client, not a result. Our launches are not random: no burstiness.
@@ -121,22 +138,15 @@ def from_aiperf() -> Measured:
         if not error:
             ttft, latency = metrics["time_to_first_token"], metrics["request_latency"]
             times = timings(launch, intended, ttft, latency, metrics.get("inter_chunk_latency", []))
-        records.append(
-            {
-                **times,
-                "end_ms": ended,
-                "prompt_tokens": metrics.get("usage_prompt_tokens"),
-                "output_tokens": metrics.get("usage_completion_tokens"),
-                "cached_tokens": metrics.get("usage_prompt_cache_read_tokens"),
-                "index": index,
-                "session": metadata["session_num"],
-                "turn": metadata["turn_index"] + 1,
-                "status": "error" if error else "ok",
-                "error": error["message"] if error else None,
-                "http_status": error["code"] if error else 200,
-            }
-        )
-    return measured(records, (end - start).total_seconds(), slo_ms={"ttft": 100.0}, seed=1)
+        tokens = {
+            "prompt_tokens": metrics.get("usage_prompt_tokens"),
+            "output_tokens": metrics.get("usage_completion_tokens"),
+            "cached_tokens": metrics.get("usage_prompt_cache_read_tokens"),
+        }
+        failure = {"error": error["message"], "http_status": error["code"]} if error else {"http_status": 200}
+        place = {"index": index, "session": metadata["session_num"], "turn": metadata["turn_index"] + 1}
+        records.append(record(**times, **tokens, **failure, **place, end_ms=ended))
+    return measured(records, (end - start).total_seconds())
 
 
 # What our records do not have: stamps of the connection, the requested length, the reason of a refusal; and estimates
@@ -155,7 +165,7 @@ def test_every_key_of_aiperf_is_in_our_summary_in_the_same_type_and_unit() -> No
         if isinstance(theirs[key], dict) and "unit" in theirs[key]:
             assert ours[key]["unit"] == theirs[key]["unit"], key
             assert ours[key].keys() == theirs[key].keys(), key
-    assert {key for key in ours if key not in theirs} == {"metadata"}
+    assert {key for key in ours if key not in theirs and not key.startswith("kvbm_")} == {"metadata"}
     assert ours["run_info"].keys() == theirs["run_info"].keys()
     assert ours["error_summary"][0].keys() == theirs["error_summary"][0].keys()
     assert ours["error_summary"][0]["error_details"]["type"] == "Service Unavailable"  # the mock's reason is "x"
@@ -181,7 +191,7 @@ def test_lines_have_the_fields_of_aiperf() -> None:
         assert all(type(our["metadata"][name]) is type(their["metadata"][name]) for name in metadata)
         assert our.keys() == their.keys()
         metrics = set(filter(is_written, their["metrics"]))
-        assert our["metrics"].keys() == metrics
+        assert {name for name in our["metrics"] if not name.startswith("kvbm_")} == metrics
         for name in metrics:
             assert our["metrics"][name]["unit"] == their["metrics"][name]["unit"]
             assert our["metrics"][name]["value"] == pytest.approx(their["metrics"][name]["value"], rel=1e-6), name
@@ -192,58 +202,43 @@ def test_lines_have_the_fields_of_aiperf() -> None:
 # Our own runs
 
 
-def our_record(run: str, index: int, **changes: Any) -> dict[str, Any]:
-    arm = run.rsplit(".", 1)[1]
+def our_record(run: str, index: int, **changes: Any) -> RequestRecord:
     launch = 1000.0 * index + 2
-    record = {
-        "run": run,
-        "arm": arm,
-        "cell": "chat-x1.2",
-        "pair": 1,
-        "index": index,
-        "session": index % 2,
-        "turn": index // 2 + 1,
-        "phase": "steady",
-        "status": "ok",
-        "error": None,
-        "http_status": 200,
-        **timings(launch, launch - 2, 50.0, 60.0, [6.0, 4.0]),
-        "end_ms": launch + 61,
-        "prompt_tokens": 100,
-        "output_tokens": 3,
-        "cached_tokens": 64,
-        "g1_tokens": 16,
-        "g2_tokens": 48,
-        "g3_tokens": 0,
-        "computed_tokens": 36,
-        "token_ids": [1, 2, 3],
-        "text": None,
-        "tpot_ms": 5.0,
-        "ttft_ms": 52.0,
-    }
-    return record | changes
+    times = timings(launch, launch - 2, 50.0, 60.0, [6.0, 4.0])
+    place = {"run": run, "arm": run.rsplit(".", 1)[1], "index": index, "session": index % 2, "turn": index // 2 + 1}
+    tokens = {"prompt_tokens": 100, "output_tokens": 3, "cached_tokens": 64, "token_ids": [1, 2, 3]}
+    tiers = {"g1_tokens": 16, "g2_tokens": 48, "g3_tokens": 0}
+    return record(**(times | place | tokens | tiers | {"end_ms": launch + 61, "http_status": 200} | changes))
 
 
-FAILED = {"status": "error", "error": "HTTP 503", "http_status": 503, "token_gaps_ms": [], "output_tokens": None}
 NO_TIMES = {"first_token_ms": None, "first_text_ms": None, "last_token_ms": None, "first_chunk_tokens": 0}
+FAILED = {"error": "HTTP 503", "http_status": 503, "token_gaps_ms": [], "output_tokens": None, **NO_TIMES}
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_requests(directory: Path, records: list[RequestRecord]) -> None:
+    write_lines(directory / "requests.jsonl", [record.to_json() for record in records])
 
 
 def run_directory(path: Path) -> Path:
+    """Two pairs of two arms, and a third pair that did not end."""
     runs = [
         {"run": f"chat-x1.2.{pair}.{arm}", "arm": arm, "cell": "chat-x1.2", "pair": pair, "duration_s": 4.0}
-        | {"started_unix_s": 1795397950.0 + 100 * pair, "engine": {"block_size": 16, "g1_blocks": 64}}
-        for pair in (1, 2)
+        | {"started_unix_s": 1795397950.0 + 100 * pair}
+        for pair in (2, 1)
         for arm in ("baseline", "kvbm")
     ]
-    records = [our_record(run["run"], index) for run in runs for index in range(4)]
-    records += [our_record("chat-x1.2.1.kvbm", 4, **FAILED, **NO_TIMES)]
-    records += [our_record("chat-x1.2.3.kvbm", 0)]  # of a run that did not complete
-    records += [our_record("chat-x1.2.2.kvbm", 0, prompt_tokens=500)]  # the run was repeated
-    for name, lines in (("runs", runs), ("requests", records)):
-        (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (path / "plan.json").write_text(json.dumps({"model": "/data/models/small", "seed": 7}))
-    cell = {"name": "chat-x1.2", "workload": {"name": "chat", "slo": "ttft:500,tpot:5"}, "pressure": 1.2}
-    (path / "summary.json").write_text(json.dumps({"cells": [cell], "versions": {"kvbm": "0.1"}}))
+    records = [our_record(str(run["run"]), index) for run in runs for index in range(4)]
+    records += [our_record("chat-x1.2.1.kvbm", 4, **FAILED), our_record("chat-x1.2.3.kvbm", 0)]
+    write_lines(path / "runs.jsonl", runs)
+    write_requests(path, records)
+    (path / "plan.json").write_text(json.dumps({"arms": {}, "cells": [CELL], "seed": 7}))
+    folder = path / "cells/chat-x1.2"
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps(plan(model="/data/models/small").to_json()))
     return path
 
 
@@ -269,15 +264,14 @@ def test_runs_of_a_cell_are_pooled_in_the_vllm_file(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "exports/kvbm/chat-x1.2/vllm-bench.json").read_text())
     assert (result["completed"], result["failed"], result["duration"]) == (8, 1, 8.0)
     assert result["request_throughput"] == 1.0
-    assert result["total_input_tokens"] == 7 * 100 + 500
+    assert result["total_input_tokens"] == 8 * 100
     assert result["errors"] == ["", "", "", "", "HTTP 503", "", "", "", ""]
     assert result["request_goodput"] == 1.0
     assert result["mean_client_queue_time_ms"] == pytest.approx(2.0)
     assert result["start_times"][5] == pytest.approx(100.002)
     assert result["max_concurrent_requests"] == 1
     assert (result["model_id"], result["kvbm_pressure"], result["kvbm_arm"]) == ("small", 1.2, "kvbm")
-    assert result["kvbm_version"] == "0.1"
-    assert (result["kvbm_prompt_tokens_g2"], result["kvbm_g1_blocks"]) == (8 * 48, 64)
+    assert (result["kvbm_prompt_tokens_g2"], result["kvbm_g1_capacity_tokens"]) == (8 * 48, 1024)
     assert result["kvbm_phases"] == ["steady"] * 9
     assert result["request_rate"] == pytest.approx(1.0)
 
@@ -325,8 +319,7 @@ def test_unknown_token_counts_stay_unknown(tmp_path: Path) -> None:
 
 def test_an_arm_without_a_successful_request_has_files(tmp_path: Path) -> None:
     directory = run_directory(tmp_path)
-    records = [our_record("chat-x1.2.1.kvbm", 0, **FAILED, **NO_TIMES)]
-    (directory / "requests.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_requests(directory, [our_record("chat-x1.2.1.kvbm", 0, **FAILED)])
     write_exports(directory)
     folder = directory / "exports/kvbm/chat-x1.2"
     result = json.loads((folder / "vllm-bench.json").read_text())
@@ -336,25 +329,61 @@ def test_an_arm_without_a_successful_request_has_files(tmp_path: Path) -> None:
     assert all(math.isfinite(value) for value in summary["effective_latency"].values() if isinstance(value, float))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("requests.jsonl", "{}\n{", "requests.jsonl, line 1: no `run` in '{}'"),
-        ("requests.jsonl", '{"run": "a"', "requests.jsonl, line 1: not JSON"),
-        ("runs.jsonl", '{"run": "a", "arm": "kvbm"}', "runs.jsonl, line 1: no `cell`"),
-        ("plan.json", "[1]", "plan.json: a JSON object is required"),
-    ],
-)
-def test_a_malformed_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_a_request_that_was_never_due_is_a_failed_one(tmp_path: Path) -> None:
+    """The engine ended before the requests that it waited for."""
     directory = run_directory(tmp_path)
-    (directory / name).write_text(text)
-    with pytest.raises(UsageError) as refused:
-        write_exports(directory)
-    assert message in str(refused.value)
+    lost = our_record("chat-x1.2.1.kvbm", 1, **FAILED, launched_ms=None, intended_ms=None, end_ms=None)
+    write_requests(directory, [our_record("chat-x1.2.1.kvbm", 0), lost])
+    write_exports(directory)
+    folder = directory / "exports/kvbm/chat-x1.2"
+    result = json.loads((folder / "vllm-bench.json").read_text())
+    assert (result["completed"], result["failed"], result["queue_times"]) == (1, 1, [0.002, 0.0])
+    summary = json.loads((folder / "profile_export_aiperf.json").read_text())
+    assert summary["effective_latency"]["count"] == 1
+    line = json.loads((folder / "profile_export.jsonl").read_text().splitlines()[1])
+    assert "credit_issued_ns" not in line["metadata"]
 
 
-def test_a_directory_without_runs_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"cannot read .*runs\.jsonl"):
+def test_an_answer_of_one_token_meets_a_limit_of_tpot_in_vllms_file_only(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    one = {"token_gaps_ms": [], "output_tokens": 1, "last_token_ms": 52.0}
+    write_requests(directory, [our_record("chat-x1.2.1.kvbm", 0, **one)])
+    write_exports(directory)
+    folder = directory / "exports/kvbm/chat-x1.2"
+    assert json.loads((folder / "vllm-bench.json").read_text())["request_goodput"] == 1 / 8.0
+    assert json.loads((folder / "profile_export_aiperf.json").read_text())["good_request_count"]["avg"] == 0.0
+
+
+def test_answers_with_reasoning_have_no_output_token_count() -> None:
+    one = measured([our_record(RUN, 0, first_text_ms=56.0)], 1.0)
+    summary = aiperf_summary(one)
+    assert "output_token_count" not in summary
+    assert summary["time_to_first_output_token"]["avg"] - summary["time_to_first_token"]["avg"] == pytest.approx(4.0)
+
+
+def test_a_run_without_failures_has_no_metrics_of_failures() -> None:
+    summary = aiperf_summary(measured([our_record(RUN, 0)], 1.0))
+    assert "error_request_count" not in summary
+    assert [name for name in summary if name.startswith("adj_")] == []
+    assert summary["request_error_rate"]["avg"] == 0.0
+    assert summary["error_summary"] == []
+
+
+def test_turns_count_from_zero_in_aiperfs_lines() -> None:
+    lines = list(aiperf_records(measured([our_record(RUN, 0), our_record(RUN, 2)], 1.0)))
+    assert [line["metadata"]["turn_index"] for line in lines] == [0, 1]
+
+
+def test_a_faithful_run_of_lmbenchmark_keeps_its_own_csv(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    workload = {"name": "chat", "kind": "lmbenchmark", "mode": "faithful"}
+    cell = CELL | {"workload": workload}
+    (directory / "plan.json").write_text(json.dumps({"arms": {}, "cells": [cell]}))
+    assert [file for file in write_exports(directory) if file.suffix == ".csv"] == []
+
+
+def test_a_directory_without_a_plan_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is not the directory of a run"):
         write_exports(tmp_path)
 
 

@@ -17,20 +17,21 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
-from kvbm_cli.bench.formats.measured import TIERS, Measured, Record, launch_ms, output_tokens
+from kvbm_cli.bench.analysis.goodput import Slo
+from kvbm_cli.bench.formats.measured import TIERS, Measured, launch_ms, output_tokens, started_unix_s, wait_ms
+from kvbm_cli.bench.records.request_record import RequestRecord
 
 SCHEMA_VERSION = "1.4"
 AIPERF_VERSION = "0.13.0"  # whose formulas the values follow
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 ADJUSTED = ("time_to_first_token", "request_latency", "decode_duration", "inter_token_latency")
-SLO_METRICS = {"ttft": "time_to_first_token", "tpot": "inter_token_latency", "e2e": "request_latency"}
 
 Value = dict[str, Any]
 
 
 def aiperf_summary(measured: Measured) -> dict[str, Any]:
     """profile_export_aiperf.json."""
-    values = [request_metrics(record, measured.slo_ms) for record in measured.succeeded]
+    values = [request_metrics(record, measured.slo) for record in measured.succeeded]
     return {
         "schema_version": SCHEMA_VERSION,
         "aiperf_version": AIPERF_VERSION,
@@ -47,31 +48,42 @@ def aiperf_records(measured: Measured) -> Iterator[dict[str, Any]]:
     """The lines of profile_export.jsonl."""
     for record in measured.requests:
         line = {"metadata": _metadata(measured, record), "metrics": {}}
-        if record["status"] == "ok":
-            line["metrics"] = request_metrics(record, measured.slo_ms)
+        if record.is_ok:
+            line["metrics"] = request_metrics(record, measured.slo)
         else:
             line["error"] = _error(record)
         yield line
 
 
-def request_metrics(record: Record, slo_ms: dict[str, float] | Any) -> dict[str, Value]:
+def request_metrics(record: RequestRecord, slo: Slo | None) -> dict[str, Value]:
     """All metrics of a successful request; those without a value are left out."""
-    values = {name: (value, unit) for name, value, unit in _request_metrics(record) if value is not None}
-    if slo_ms:
-        good = all(
-            SLO_METRICS[name] in values and values[SLO_METRICS[name]][0] <= limit for name, limit in slo_ms.items()
-        )
-        values["good_request_count"] = (int(good), "requests")
-    return {name: {"value": value, "unit": unit} for name, (value, unit) in values.items()}
+    metrics = {
+        name: {"value": value, "unit": unit} for name, value, unit in _request_metrics(record) if value is not None
+    }
+    if slo is not None:
+        metrics["good_request_count"] = {"value": int(_is_good(metrics, slo)), "unit": "requests"}
+    return metrics
 
 
-def _request_metrics(record: Record) -> Iterator[tuple[str, Any, str]]:
-    launch, first, last = launch_ms(record), record.get("first_token_ms"), record.get("last_token_ms")
-    text, gaps = record.get("first_text_ms"), record.get("token_gaps_ms") or []
-    prompt, cached, tokens = record.get("prompt_tokens"), record.get("cached_tokens"), output_tokens(record)
+def _is_good(metrics: dict[str, Value], slo: Slo) -> bool:
+    """aiperf's rule: a request without the metric of a limit is not good."""
+    limits = {
+        "time_to_first_token": slo.ttft_ms,
+        "inter_token_latency": slo.tpot_ms,
+        "request_latency": slo.e2e_ms,
+    }
+    return all(
+        name in metrics and metrics[name]["value"] <= limit for name, limit in limits.items() if limit is not None
+    )
+
+
+def _request_metrics(record: RequestRecord) -> Iterator[tuple[str, Any, str]]:
+    launch, first, last = launch_ms(record), record.first_token_ms, record.last_token_ms
+    text, gaps = record.first_text_ms, record.token_gaps_ms
+    prompt, tokens = record.prompt_tokens, output_tokens(record)
     ttft = None if first is None else first - launch
     latency = None if last is None else last - launch
-    later = tokens - int(record.get("first_chunk_tokens") or 1)
+    later = tokens - (record.first_chunk_tokens or 1)
     decode = None if latency is None or ttft is None else latency - ttft
     per_token = decode / later if decode is not None and later > 0 else None
     yield "request_latency", latency, "ms"
@@ -89,11 +101,11 @@ def _request_metrics(record: Record) -> Iterator[tuple[str, Any, str]]:
     # Without reasoning all tokens are output; how many belong to the reasoning, the server does not say.
     yield "output_token_count", tokens if text == first else None, "tokens"
     yield "usage_prompt_tokens", prompt, "tokens"
-    yield "usage_completion_tokens", record.get("output_tokens"), "tokens"
+    yield "usage_completion_tokens", record.output_tokens, "tokens"
     yield "usage_total_tokens", None if prompt is None else prompt + tokens, "tokens"
-    yield "usage_prompt_cache_read_tokens", cached, "tokens"
+    yield "usage_prompt_cache_read_tokens", record.cached_tokens, "tokens"
     for tier in TIERS:
-        yield f"kvbm_{tier}_tokens", record.get(f"{tier}_tokens"), "tokens"
+        yield f"kvbm_{tier}_tokens", getattr(record, f"{tier}_tokens"), "tokens"
 
 
 def _distributions(values: Sequence[dict[str, Value]]) -> dict[str, Value]:
@@ -168,10 +180,10 @@ def _observed_s(measured: Measured) -> float | None:
     """From the first launch to the last token of a successful request, summed over the runs."""
     total = None
     for run in measured.runs:
-        records = [one for one in measured.records[run["run"]] if one["status"] == "ok" and one.get("last_token_ms")]
-        if records:
-            span_ms = max(one["last_token_ms"] for one in records) - min(launch_ms(one) for one in records)
-            total = (total or 0.0) + span_ms / 1e3
+        answered = [record for record in run.records if record.is_ok]
+        ends = [record.last_token_ms for record in answered if record.last_token_ms is not None]
+        if ends:
+            total = (total or 0.0) + (max(ends) - min(map(launch_ms, answered))) / 1e3
     return total
 
 
@@ -193,11 +205,11 @@ def _adjusted(values: Sequence[dict[str, Value]], failed: int) -> dict[str, Valu
 
 def _waiting(measured: Measured) -> dict[str, Value]:
     """Metrics from the intended launch, failed requests included."""
-    started = [record for record in measured.requests if record.get("end_ms") is not None]
-    if not started:
+    due = [record for record in measured.requests if record.intended_ms is not None]
+    waited = [wait_ms(record) for record in due]
+    effective = [record.end_ms - (record.intended_ms or 0.0) for record in due if record.end_ms is not None]
+    if not effective:
         return {}
-    waited = [launch_ms(record) - float(record["intended_ms"]) for record in started]
-    effective = [float(record["end_ms"]) - float(record["intended_ms"]) for record in started]
     return {"credit_to_start_latency": _describe(waited, "ms"), "effective_latency": _describe(effective, "ms")}
 
 
@@ -213,42 +225,43 @@ def _run(measured: Measured) -> dict[str, Any]:
         "is_complete": True,
         "error_summary": [{"error_details": json.loads(error), "count": count} for error, count in counts.items()],
         "start_time": _time(start_s),
-        "end_time": _time(float(last["started_unix_s"]) + float(last["duration_s"])),
-        "metadata": {"model": measured.model, "variation_label": f"{measured.cell}/{measured.arm}"} | measured.facts(),
+        "end_time": _time(started_unix_s(last) + last.facts["duration_s"]),
+        "metadata": {"model": measured.model, "variation_label": f"{measured.cell.name}/{measured.arm}"}
+        | measured.facts(),
     }
 
 
 def _identifier(measured: Measured) -> str:
     """The same for the same runs."""
-    return hashlib.sha256(json.dumps([measured.arm, measured.cell, measured.started_unix_s]).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps([measured.arm, measured.cell.name, measured.started_unix_s]).encode()).hexdigest()[
+        :12
+    ]
 
 
 def _time(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="microseconds")
 
 
-def _error(record: Record) -> dict[str, Any]:
-    code = record.get("http_status")
-    message = record.get("error") or "unknown"
+def _error(record: RequestRecord) -> dict[str, Any]:
+    code, message = record.http_status, record.error
     if code is None or code == HTTPStatus.OK:
         return {"type": "RequestError", "message": message}
     kind = HTTPStatus(code).phrase if code in HTTPStatus._value2member_map_ else "HTTPError"
     return {"code": code, "type": kind, "message": message}
 
 
-def _metadata(measured: Measured, record: Record) -> dict[str, Any]:
-    session = record.get("session", 0)
-    correlation = f"{record['run']}.session-{session}"
-    end_ms = record.get("end_ms")
+def _metadata(measured: Measured, record: RequestRecord) -> dict[str, Any]:
+    correlation = f"{record.run}.session-{record.session}"
+    issued = {} if record.intended_ms is None else {"credit_issued_ns": _ns(measured, record, record.intended_ms)}
     return {
-        "session_num": session,
-        "x_request_id": f"{record['run']}.{record['index']}",
+        "session_num": record.session,
+        "x_request_id": f"{record.run}.{record.index}",
         "x_correlation_id": correlation,
-        "conversation_id": f"session_{session:06d}",
-        "turn_index": (record.get("turn") or 1) - 1,
-        "credit_issued_ns": _ns(measured, record, float(record["intended_ms"])),
+        "conversation_id": f"session_{record.session:06d}",
+        "turn_index": record.turn - 1,
+        **issued,
         "request_start_ns": _ns(measured, record, launch_ms(record)),
-        "request_end_ns": _ns(measured, record, launch_ms(record) if end_ms is None else end_ms),
+        "request_end_ns": _ns(measured, record, launch_ms(record) if record.end_ms is None else record.end_ms),
         "worker_id": "kvbm",
         "record_processor_id": "kvbm",
         "benchmark_phase": "profiling",
@@ -260,10 +273,10 @@ def _metadata(measured: Measured, record: Record) -> dict[str, Any]:
         "context_overflow_skip": False,
         "agent_depth": 0,
         "root_correlation_id": correlation,
-        "kvbm_phase": record.get("phase"),
-        "kvbm_pair": record.get("pair"),
+        "kvbm_phase": record.phase,
+        "kvbm_pair": record.pair,
     }
 
 
-def _ns(measured: Measured, record: Record, stamp_ms: float) -> int:
+def _ns(measured: Measured, record: RequestRecord, stamp_ms: float) -> int:
     return int(measured.unix_s(record, 0.0) * 1e9) + int(stamp_ms * 1e6)

@@ -14,7 +14,9 @@ import io
 from collections import Counter
 from typing import Any
 
-from kvbm_cli.bench.formats.measured import Measured, Record, launch_ms, output_tokens
+from kvbm_cli.bench.formats.measured import Measured, launch_ms, output_tokens
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.records.results import RunResult
 
 LMBENCHMARK_COLUMNS = (
     *("prompt_tokens", "generation_tokens", "ttft", "generation_time"),
@@ -24,44 +26,44 @@ TIER_COLUMNS = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens", "compute
 OUR_COLUMNS = ("request_id", "status", "turn", "phase", "intended_launch", *TIER_COLUMNS, "itl_p50", "tpot")
 
 
-def file_name(measured: Measured, run: Record) -> str:
+def file_name(measured: Measured, run: RunResult) -> str:
     """KEY_output_Q.csv: the key is the name of the run, Q the offered requests per second."""
-    return f"{run['run']}_output_{measured.offered_rate or 0:.4g}.csv"
+    return f"{run.run}_output_{measured.offered_rate or 0:.4g}.csv"
 
 
-def lmbenchmark_csv(measured: Measured, run: Record) -> str:
+def lmbenchmark_csv(measured: Measured, run: RunResult) -> str:
     """The text of the file of one run. Times of several runs on one axis would make LMBenchmark's throughput wrong."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow((*LMBENCHMARK_COLUMNS, *OUR_COLUMNS))
-    seen: Counter[Any] = Counter()
-    succeeded = [record for record in measured.records[run["run"]] if record["status"] == "ok"]
-    for record in sorted(succeeded, key=lambda record: (record["session"], record["end_ms"])):
-        seen[record["session"]] += 1
-        writer.writerow(_row(measured, record, seen[record["session"]]))
+    seen: Counter[int] = Counter()
+    for record in sorted(run.records, key=lambda record: (record.session, record.end_ms or 0.0)):
+        if record.is_ok:
+            seen[record.session] += 1
+            writer.writerow(_row(measured, record, seen[record.session]))
     return text.getvalue()
 
 
-def _row(measured: Measured, record: Record, question: int) -> tuple[Any, ...]:
-    launch, end = launch_ms(record), float(record["end_ms"])
-    text = record.get("first_text_ms")
+def _row(measured: Measured, record: RequestRecord, question: int) -> tuple[Any, ...]:
+    launch, text, end = launch_ms(record), record.first_text_ms, record.end_ms
+    assert end is not None, "a request that succeeded has ended"
     return (
-        record.get("prompt_tokens"),
+        record.prompt_tokens,
         output_tokens(record),
         0.0 if text is None else (text - launch) / 1e3,
         0.0 if text is None else (end - text) / 1e3,
-        record["session"],
+        record.session,
         question,
         measured.unix_s(record, launch),
         measured.unix_s(record, end),
-        record["index"],
-        record["status"],
-        record.get("turn"),
-        record.get("phase"),
-        measured.unix_s(record, float(record["intended_ms"])),
-        *(record.get(name) for name in TIER_COLUMNS),
-        _seconds(_median(record.get("token_gaps_ms") or [])),
-        _seconds(record.get("tpot_ms")),
+        record.index,
+        "ok",
+        record.turn,
+        record.phase,
+        None if record.intended_ms is None else measured.unix_s(record, record.intended_ms),
+        *(getattr(record, name) for name in TIER_COLUMNS),
+        _seconds(_median(record.token_gaps_ms)),
+        _seconds(record.tpot_ms),
     )
 
 

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kvbm_cli.bench.formats.measured import Measured, Record, launch_ms, output_tokens, total_of
+from kvbm_cli.bench.analysis.goodput import RequestTimes
+from kvbm_cli.bench.formats.measured import Measured, launch_ms, output_tokens, total_of, wait_ms
+from kvbm_cli.bench.records.request_record import RequestRecord
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
@@ -31,7 +33,7 @@ def vllm_bench_result(measured: Measured, percentiles: Sequence[float] = PERCENT
         "total_input_tokens": input_tokens,
         "total_output_tokens": tokens,
         "request_throughput": len(succeeded) / duration_s,
-        "request_goodput": _good(measured) / duration_s if measured.slo_ms else None,
+        "request_goodput": _good(measured) / duration_s if measured.slo else None,
         "output_throughput": tokens / duration_s,
         "total_token_throughput": None if input_tokens is None else (input_tokens + tokens) / duration_s,
         **_lists(measured),
@@ -65,66 +67,65 @@ def _lists(measured: Measured) -> dict[str, list[Any]]:
     tokens = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens")
     names = {"run": "runs_of_requests", "pair": "pairs", "session": "sessions", "turn": "turns", "phase": "phases"}
     return {
-        "input_lens": [record.get("prompt_tokens") for record in requests],
-        "output_lens": [output_tokens(record) if record["status"] == "ok" else 0 for record in requests],
-        "ttfts": [ttft_s(record) if record["status"] == "ok" else 0.0 for record in requests],
-        "itls": [gaps_s(record) if record["status"] == "ok" else [] for record in requests],
-        "latencies": [latency_s(record) if record["status"] == "ok" else 0.0 for record in requests],
+        "input_lens": [record.prompt_tokens for record in requests],
+        "output_lens": [output_tokens(record) if record.is_ok else 0 for record in requests],
+        "ttfts": [ttft_s(record) if record.is_ok else 0.0 for record in requests],
+        "itls": [gaps_s(record) if record.is_ok else [] for record in requests],
+        "latencies": [latency_s(record) if record.is_ok else 0.0 for record in requests],
         "start_times": [measured.unix_s(record, launch_ms(record)) - origin for record in requests],
-        "queue_times": [queue_s(record) for record in requests],
-        "generated_texts": [record.get("text") or "" for record in requests],
-        "errors": ["" if record["status"] == "ok" else record.get("error") or "unknown" for record in requests],
-        **{f"kvbm_{names.get(key, key)}": [record.get(key) for record in requests] for key in (*names, *tokens)},
+        "queue_times": [wait_ms(record) / 1e3 for record in requests],
+        "generated_texts": [record.text for record in requests],
+        "errors": [record.error or "" for record in requests],
+        **{f"kvbm_{names.get(key, key)}": [getattr(record, key) for record in requests] for key in (*names, *tokens)},
     }
 
 
-def ttft_s(record: Record) -> float:
+def ttft_s(record: RequestRecord) -> float:
     """From the launch. 0 if no token arrived, as vLLM reports it."""
-    first = record.get("first_token_ms")
-    return 0.0 if first is None else (float(first) - launch_ms(record)) / 1e3
+    return 0.0 if record.first_token_ms is None else (record.first_token_ms - launch_ms(record)) / 1e3
 
 
-def latency_s(record: Record) -> float:
+def latency_s(record: RequestRecord) -> float:
     """From the launch to the last token."""
-    last = record.get("last_token_ms")
-    return 0.0 if last is None else (float(last) - launch_ms(record)) / 1e3
+    return 0.0 if record.last_token_ms is None else (record.last_token_ms - launch_ms(record)) / 1e3
 
 
-def queue_s(record: Record) -> float:
-    return (launch_ms(record) - float(record["intended_ms"])) / 1e3
+def gaps_s(record: RequestRecord) -> list[float]:
+    return [gap / 1e3 for gap in record.token_gaps_ms]
 
 
-def gaps_s(record: Record) -> list[float]:
-    return [gap / 1e3 for gap in record.get("token_gaps_ms") or ()]
-
-
-def tpot_s(record: Record) -> float | None:
+def tpot_s(record: RequestRecord) -> float | None:
     """`None` for an answer of one token."""
     later = output_tokens(record) - 1
     return (latency_s(record) - ttft_s(record)) / later if later > 0 else None
 
 
-def _runs(measured: Measured) -> list[list[Record]]:
+def _runs(measured: Measured) -> list[list[RequestRecord]]:
     """The successful requests of each run that has any."""
-    runs = ([one for one in measured.records[run["run"]] if one["status"] == "ok"] for run in measured.runs)
+    runs = ([record for record in run.records if record.is_ok] for run in measured.runs)
     return [records for records in runs if records]
 
 
 def _good(measured: Measured) -> int:
-    limits_s = {name: limit / 1e3 for name, limit in measured.slo_ms.items()}
-    values = {"ttft": ttft_s, "tpot": lambda record: tpot_s(record) or 0.0, "e2e": latency_s}
-    return sum(all(values[name](record) <= limit for name, limit in limits_s.items()) for record in measured.succeeded)
+    """Requests within the limits. Times count from the launch, as in vLLM."""
+    assert measured.slo is not None
+    tpots = ((record, tpot_s(record)) for record in measured.succeeded)
+    times = (
+        RequestTimes(ttft_s(record) * 1e3, None if tpot is None else tpot * 1e3, latency_s(record) * 1e3)
+        for record, tpot in tpots
+    )
+    return sum(map(measured.slo.is_met, times))
 
 
-def _statistics(succeeded: list[Record], percentiles: Sequence[float]) -> dict[str, float]:
+def _statistics(succeeded: list[RequestRecord], percentiles: Sequence[float]) -> dict[str, float]:
     tpots = [tpot for record in succeeded if (tpot := tpot_s(record)) is not None]
     seconds = {
         "ttft": [ttft_s(record) for record in succeeded],
         "tpot": tpots,
         "itl": [gap for record in succeeded for gap in gaps_s(record)],
         "e2el": [latency_s(record) for record in succeeded],
-        "client_queue_time": [queue_s(record) for record in succeeded],
-        "e2el_including_client_queue": [latency_s(record) + queue_s(record) for record in succeeded],
+        "client_queue_time": [wait_ms(record) / 1e3 for record in succeeded],
+        "e2el_including_client_queue": [latency_s(record) + wait_ms(record) / 1e3 for record in succeeded],
     }
     return {key: value for name, values in seconds.items() for key, value in _describe(name, values, percentiles)}
 
@@ -140,20 +141,20 @@ def _describe(name: str, values_s: list[float], percentiles: Sequence[float]) ->
         yield f"p{percent:g}_{name}_ms", float(np.percentile(values, percent))
 
 
-def _most_tokens_per_s(records: list[Record]) -> float:
+def _most_tokens_per_s(records: list[RequestRecord]) -> float:
     """Most tokens that arrived within one second; seconds count from the first launch."""
     import numpy as np
 
     origin_ms = min(launch_ms(record) for record in records)
     arrivals = [
-        (float(record["first_token_ms"]) - origin_ms + np.cumsum([0.0, *record.get("token_gaps_ms", ())])) / 1e3
+        (record.first_token_ms - origin_ms + np.cumsum([0.0, *record.token_gaps_ms])) / 1e3
         for record in records
-        if record.get("first_token_ms") is not None
+        if record.first_token_ms is not None
     ]
     return float(np.bincount(np.concatenate(arrivals).astype(int)).max()) if arrivals else 0.0
 
 
-def _most_in_flight(records: list[Record]) -> int:
+def _most_in_flight(records: list[RequestRecord]) -> int:
     """Most requests of which a part falls into the same second, which is what vLLM calls concurrent."""
     origin_ms = min(launch_ms(record) for record in records)
     changes: dict[int, int] = {}
