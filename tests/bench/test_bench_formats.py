@@ -332,7 +332,7 @@ def test_an_arm_without_a_successful_request_has_files(tmp_path: Path) -> None:
 def test_a_request_that_was_never_due_is_a_failed_one(tmp_path: Path) -> None:
     """The engine ended before the requests that it waited for."""
     directory = run_directory(tmp_path)
-    lost = our_record("chat-x1.2.1.kvbm", 1, **FAILED, launched_ms=None, intended_ms=None, end_ms=None)
+    lost = our_record("chat-x1.2.1.kvbm", 1, **FAILED, launched_ms=None, intended_ms=None, end_ms=900.0)
     write_requests(directory, [our_record("chat-x1.2.1.kvbm", 0), lost])
     write_exports(directory)
     folder = directory / "exports/kvbm/chat-x1.2"
