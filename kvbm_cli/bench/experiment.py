@@ -123,7 +123,7 @@ class _GroupOfRuns:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class FaithfulFacts:
     """Of a faithful run, what DriveResult has of others."""
 
     started_unix_s: float
@@ -234,7 +234,7 @@ class _Experiment:
             with _sampler(path, engine, time.perf_counter_ns()):
                 result = asyncio.run(self._faithful(workload, target, engine.model, monitor))
             health = ClientHealth.of([monitor.result()], result.records)
-            facts = RunFacts(result.started_unix_s, result.duration_s, health)
+            facts = FaithfulFacts(result.started_unix_s, result.duration_s, health)
             (self._directory.run(run) / FAITHFUL_CSV).write_text(result.csv, encoding="utf-8")
             line = _run_line(name, engine, group, facts, summarise(path))
             self._directory.append(RUNS, {**line, "notes": list(result.notes)})
@@ -311,7 +311,7 @@ def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContex
 
 
 def _run_line(
-    name: str, engine: RunningEngine, group: _GroupOfRuns, result: DriveResult | RunFacts, server: ServerSummary
+    name: str, engine: RunningEngine, group: _GroupOfRuns, result: DriveResult | FaithfulFacts, server: ServerSummary
 ) -> dict[str, Any]:
     return {
         "run": group.runs[name],

@@ -315,7 +315,6 @@ class Lmbenchmark(Workload):
     history_words: int | None = Field(default=None, ge=1, description="Words (strict: tokens) of a user's history.")
     answer_tokens: int | None = Field(default=None, ge=1, description="Tokens of an answer.")
     chat: bool = Field(default=False, description="Whether `faithful` uses `/v1/chat/completions`.")
-    agents: int = Field(default=1, ge=1, description="Agents of a user in the trace of `agentic`.")
     file: str | None = Field(
         default=None,
         description="Transcripts of `sharegpt` or trace of `agentic`, relative to this file.",

@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from kvbm_cli.bench.lmbenchmark.agentic_schedule import AgentTrace, read_agent_trace
-from kvbm_cli.bench.lmbenchmark.driver import FaithfulParameters
-from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, LmbenchmarkParameters, ShareGptParameters, preset
+from kvbm_cli.bench.lmbenchmark.presets import (
+    AgenticParameters,
+    FaithfulParameters,
+    LmbenchmarkParameters,
+    ShareGptParameters,
+    preset,
+)
 from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
 from kvbm_cli.bench.workload.content import Content, Writer
 from kvbm_cli.bench.workload.script import AnswerOf, Part, Script, ScriptedRequest
@@ -35,7 +40,7 @@ def faithful_parameters(workload: Lmbenchmark) -> FaithfulParameters:
         return replace(found, qps=workload.qps) if workload.qps else found
     if workload.scenario == "agentic":
         assert workload.file is not None
-        return AgenticParameters((workload.file,) * (workload.users or 1), agents=workload.agents)
+        return AgenticParameters((workload.file,) * (workload.users or 1))
     found_preset = preset(f"lmbenchmark-{workload.scenario}", sizes=workload.sizes)
     changes: dict[str, Any] = {
         "users": workload.users,
@@ -110,8 +115,8 @@ def _transcripts(file: str, writer: Writer) -> Iterator[ScriptedRequest]:
 def _agents(workload: Lmbenchmark, writer: Writer, generator: random.Random) -> Iterator[ScriptedRequest]:
     """All agents of a round at the same time; the next round follows when all have answered."""
     assert workload.file is not None
-    interval_s = AgenticParameters((workload.file,), agents=workload.agents).request_interval_s
-    trace = read_agent_trace(Path(workload.file), agents=workload.agents)
+    interval_s = AgenticParameters((workload.file,)).request_interval_s
+    trace = read_agent_trace(Path(workload.file))
     index = 0
     for user in range(workload.users or 1):
         for request in _agents_of_user(trace, user, index, writer, generator, interval_s):
