@@ -42,14 +42,15 @@ class ArmAnswers:
             "requests_that_differ": [list(one.key) for one in self.difference.differences[:100]],
         }
         if self.judgement is not None:
+            evidence = self.judgement.evidence
             found |= {
                 "verdict": self.judgement.verdict.value,
                 "reason": self.judgement.reason,
-                "control": self.judgement.control,
-                "control_compared": self.judgement.control_compared_count,
-                "control_different": self.judgement.control_different_count,
-                "control_logprob": self.judgement.control_logprob,
-                "p_value": self.judgement.p_value,
+                "control": evidence.control_name,
+                "control_compared": evidence.control.compared_count if evidence.control else 0,
+                "control_different": evidence.control.different_count if evidence.control else 0,
+                "control_logprob": evidence.control_logprob,
+                "p_value": evidence.p_value,
             }
         return found
 
@@ -103,7 +104,7 @@ def has_counters(runs: Sequence[RunResult]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _AnswerSource:
     """Answers of the recording, or of the runs of one arm by pair."""
 
     recorded: Answers | None
@@ -116,16 +117,16 @@ class _Source:
         return self.by_pair.get(run.pair) or (next(iter(self.by_pair.values()), {}) if self.by_pair else {})
 
 
-def _source(results: Results, cell: CellResult) -> _Source:
+def _source(results: Results, cell: CellResult) -> _AnswerSource:
     if cell.plan is not None and all(request.answer for request in cell.plan.requests):
-        recorded = {
+        recorded: dict[Key, Answer] = {
             (one.session, one.turn): Answer(one.answer.token_ids or None, one.answer.logprobs, one.answer.text or None)
             for one in cell.plan.requests
             if one.answer is not None
         }
-        return _Source(recorded, {})
+        return _AnswerSource(recorded, {})
     arm = _first_without_kvbm(results, cell)
-    return _Source(None, {run.pair: _answers(run) for run in cell.of_arm(arm)} if arm else {})
+    return _AnswerSource(None, {run.pair: _answers(run) for run in cell.of_arm(arm)} if arm else {})
 
 
 def _first_without_kvbm(results: Results, cell: CellResult) -> str | None:
@@ -151,7 +152,7 @@ def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]
     if source.recorded is not None:
         return {run.run: compare_answers(source.recorded, _answers(run)) for run in runs}
     if not runs and len(results.plan["references"]) > 0:
-        runs = [run for run in cell.of_arm(results.plan["references"][0])]
+        runs = list(cell.of_arm(results.plan["references"][0]))
     return {
         f"{one.run} and {other.run}": compare_answers(_answers(one), _answers(other))
         for position, one in enumerate(runs)

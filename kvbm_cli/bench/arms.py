@@ -46,18 +46,18 @@ class RunningEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class NeededRoom:
     """What G1 of the recording and of the floor must hold without eviction."""
 
     tokens: int
     sessions: int
 
 
-class Engines(Protocol):
+class OpenArm(Protocol):
     """Opens the engine of an arm. `log` is the directory for its output; `room` is what its G1 must hold, in tokens and
     conversations, for the recording and the floor."""
 
-    def __call__(self, arm: str, log: Path, room: Room) -> AbstractContextManager[RunningEngine]: ...
+    def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]: ...
 
 
 class ArmEngines:
@@ -66,7 +66,7 @@ class ArmEngines:
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
 
-    def __call__(self, arm: str, log: Path, room: Room) -> AbstractContextManager[RunningEngine]:
+    def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]:
         found = self._arm(arm)
         if found.url is not None:
             return nullcontext(running_server(found.url))
@@ -155,7 +155,7 @@ def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:
     return replace(plan, environment={**plan.environment, "VLLM_SERVER_DEV_MODE": "1"})
 
 
-def with_room(profile: Profile, room: Room) -> Profile:
+def with_room(profile: Profile, room: NeededRoom) -> Profile:
     """The same profile with its prefix cache on and a G1 that holds everything without eviction."""
     needed = math.ceil(HEADROOM * room.tokens / block_tokens(profile)) + room.sessions
     return with_device_blocks(profile, needed)

@@ -7,14 +7,14 @@ import json
 import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from kvbm.errors import KvbmError, UsageError
-from kvbm_cli.bench.arms import ArmEngines, Engines, Room
+from kvbm_cli.bench.arms import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.caveats import caveats_of
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
 from kvbm_cli.bench.compared import is_cell_tight
@@ -23,10 +23,10 @@ from kvbm_cli.bench.dry_run import show_plan
 from kvbm_cli.bench.experiment import Setup, run_experiment
 from kvbm_cli.bench.machine import machine, versions
 from kvbm_cli.bench.progress import BenchProgress
+from kvbm_cli.bench.records.bench_directory import SUMMARY, BenchDirectory, cannot_write
+from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.report import WIDTH, show
 from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
-from kvbm_cli.bench.records.results import Results
-from kvbm_cli.bench.records.run_directory import SUMMARY, RunDirectory, cannot_write
 from kvbm_cli.bench.summary import interrupted_summary, summarise
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.engine.engines import engine_version, make_model
@@ -41,7 +41,7 @@ PRIMARY_OF_EVERY_CELL = "steady"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BenchRequest:
     """The options of the command."""
 
     profile: str | None = None
@@ -49,14 +49,14 @@ class Request:
     compare: Sequence[str] = ()
     workloads: Sequence[str] = ()
     pressure: str | None = None
-    schedule: Overrides = Overrides()
+    schedule: Overrides = field(default_factory=Overrides)
     output: Path | None = None
     resume: Path | None = None
     is_dry_run: bool = False
     as_json: bool = False
 
 
-def bench(request: Request) -> int:
+def bench(request: BenchRequest) -> int:
     """Resolve the arms and the workloads, then measure. Returns the exit code of the verdict."""
     if request.output is not None and request.resume is not None:
         raise UsageError("`--output` names a new directory and `--resume` an existing one: give one of them")
@@ -70,11 +70,11 @@ def bench(request: Request) -> int:
         return show_plan(setup, as_json=request.as_json)
     for resolved in profiles_of(comparison):
         make_model(resolved.profile, say=print_note)
-    directory = RunDirectory.open(request.resume) if request.resume else RunDirectory.create(request.output)
+    directory = BenchDirectory.open(request.resume) if request.resume else BenchDirectory.create(request.output)
     return measure(setup, directory, as_json=request.as_json)
 
 
-def _workloads(request: Request, comparison: Comparison) -> list[Workload]:
+def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
     measured = comparison.measured.resolved
     named = measured.profile.bench.workload if measured else None
     return [load_workload(one) for one in request.workloads or (named or DEFAULT_WORKLOAD,)]
@@ -94,7 +94,7 @@ def _g1_tokens(comparison: Comparison, *, must_know: bool) -> int | None:
     print_note(f"starting {arm.name} to read the size of its G1")
     with contextlib.ExitStack() as stack:
         log = Path(stack.enter_context(_temporary_directory()))
-        return stack.enter_context(ArmEngines(comparison)(arm.name, log, Room(0, 0))).control().g1_tokens()
+        return stack.enter_context(ArmEngines(comparison)(arm.name, log, NeededRoom(0, 0))).control().g1_tokens()
 
 
 def _temporary_directory() -> contextlib.AbstractContextManager[str]:
@@ -112,13 +112,16 @@ def _setup(comparison: Comparison, cells: tuple[Cell, ...]) -> Setup:
 
 def measure(
     setup: Setup,
-    directory: RunDirectory,
+    directory: BenchDirectory,
     *,
     as_json: bool,
-    engines: Engines | None = None,
+    engines: OpenArm | None = None,
     limits: VerdictLimits | None = None,
 ) -> int:
-    """Measure, write and print the result; returns the exit code of the verdict. `engines` and `limits` are for tests."""
+    """Measure, write and print the result; returns the exit code of the verdict.
+
+    `engines` and `limits` are for tests.
+    """
     surroundings = _surroundings(setup.comparison)
     with _interruptible():
         try:
@@ -150,7 +153,7 @@ def measure(
     return Verdict(summary["verdict"]).exit_code
 
 
-def write_results(directory: RunDirectory, summary: dict[str, Any]) -> None:
+def write_results(directory: BenchDirectory, summary: dict[str, Any]) -> None:
     """Write summary.json and everything that is derived from it."""
     try:
         directory.write_json(SUMMARY, summary)

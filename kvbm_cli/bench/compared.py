@@ -247,7 +247,9 @@ def _what(cell: CellResult) -> str:
     rest = {record.turn for run in cell.runs for record in run.records if record.phase != primary}
     if turns and rest and min(turns) > max(rest):
         return f"from turn {min(turns)} on, the first token"
-    return "in the steady phase, the first token" if primary == Phase.STEADY else "with a reusable prefix, the first token"
+    return (
+        "in the steady phase, the first token" if primary == Phase.STEADY else "with a reusable prefix, the first token"
+    )
 
 
 def _ratio(ratio: PairedRatio | None) -> dict[str, Any] | None:

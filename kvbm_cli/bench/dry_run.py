@@ -45,19 +45,19 @@ def plan_of(setup: Setup) -> dict[str, Any]:
     durations = [cell["duration_s"] for cell in content["cells"]]
     memory = {arm.name: _memory_bytes(arm) for arm in setup.comparison.arms}
     groups = [group.arms for cell in setup.cells for group in setup.groups(cell)]
-    at_once = [None if any(memory[one] is None for one in arms) else sum(memory[one] or 0 for one in arms) for arms in groups]
+    at_once = max((sum(memory[one] or 0 for one in arms) for arms in groups), default=0)
     return {
         **content,
         "arms": {name: {**arm, "memory_bytes": memory[name]} for name, arm in content["arms"].items()},
         "starts": starts,
         "duration_s": None if None in durations else sum(durations),
-        "memory_bytes_at_once": None if None in at_once else max(at_once, default=None),
+        "memory_bytes_at_once": None if None in memory.values() else at_once,
     }
 
 
 def _cell_duration_s(setup: Setup, cell: dict[str, Any]) -> float | None:
     schedule = cell["workload"]["schedule"]
-    group_s = schedule["duration_s"]
+    group_s: float | None = schedule["duration_s"]
     requests = _request_count(cell["workload"])
     if group_s is None and schedule["interval_s"] is not None and requests is not None:
         group_s = schedule["interval_s"] * requests

@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvbm.errors import EngineError, UsageError
-from kvbm_cli.bench.arms import Engines, Room, RunningEngine, running_server
+from kvbm_cli.bench.arms import NeededRoom, OpenArm, RunningEngine, running_server
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.client.drive import DriveResult, Target, drive
+from kvbm_cli.bench.client.drive import DriveResult, drive
+from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Comparison, RunGroup, groups
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
+from kvbm_cli.bench.records.bench_directory import PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.records.run_directory import PLAN, REQUESTS, RUNS, RunDirectory
 from kvbm_cli.bench.server_metrics.sampler import Sampler
-from kvbm_cli.bench.server_metrics.summary import ServerSummary, summarise_run
+from kvbm_cli.bench.server_metrics.server_summary import ServerSummary, summarise
 from kvbm_cli.bench.workload.plan import Plan
 
 FORMAT = 2
@@ -86,7 +87,7 @@ class Setup:
         return {**content, "digest": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
-def run_experiment(setup: Setup, engines: Engines, directory: RunDirectory, progress: ExperimentProgress) -> None:
+def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress) -> None:
     """Run all arms of all cells that have not run yet. EngineError if an engine does not start."""
     plan = setup.to_json()
     if (directory.path / PLAN).exists():
@@ -97,7 +98,7 @@ def run_experiment(setup: Setup, engines: Engines, directory: RunDirectory, prog
     _Experiment(setup, engines, directory, progress, done).run()
 
 
-def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: RunDirectory) -> None:
+def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: BenchDirectory) -> None:
     if old.get("digest") != new["digest"]:
         names = [name for name in new if name != "digest" and old.get(name) != new[name]]
         message = f"{directory.path} was made by another command: {', '.join(names) or 'its format'} differs"
@@ -105,7 +106,7 @@ def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: Run
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _GroupOfRuns:
     """Runs of one cell that are made at the same time: the name of each arm with the name of its run."""
 
     cell: Cell
@@ -117,7 +118,7 @@ class _Group:
 
 class _Experiment:
     def __init__(
-        self, setup: Setup, engines: Engines, directory: RunDirectory, progress: ExperimentProgress, done: set[str]
+        self, setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress, done: set[str]
     ) -> None:
         self._setup, self._engines, self._directory, self._progress = setup, engines, directory, progress
         self._done = done
@@ -177,13 +178,13 @@ class _Experiment:
                 self._progress.phase(f"{cell.name}: the interval is tight after {group.pair - 1} pairs")
                 return
             place = f"{cell.name}, run {position} of {len(order)}"
-            self._run_group(_Group(cell, group.pair, runs, position, place))
+            self._run_group(_GroupOfRuns(cell, group.pair, runs, position, place))
 
     def _is_tight(self, cell: Cell) -> bool:
         records = self._directory.records()
         return self._setup.is_tight([one for of_run in records.values() for one in of_run if one.cell == cell.name])
 
-    def _run_group(self, group: _Group) -> None:
+    def _run_group(self, group: _GroupOfRuns) -> None:
         """Run the arms of a group at the same time, each in its own engine."""
         data = self._directory.read_json(self._plan_file(group.cell, group.pair))
         plan = Plan.from_json(data)
@@ -197,10 +198,12 @@ class _Experiment:
             for name, engine in engines.items():
                 self._directory.append(RUNS, _run_line(name, engine, group, result, servers[name]))
 
-    def _started(self, stack: ExitStack, name: str, group: _Group, plan: Plan, *, can_reset: bool) -> RunningEngine:
+    def _started(
+        self, stack: ExitStack, name: str, group: _GroupOfRuns, plan: Plan, *, can_reset: bool
+    ) -> RunningEngine:
         """Start the engine of an arm, warm it up, and empty its cache."""
         self._progress.phase(f"{group.place}: starting {name}", expected_s=self._startup_s)
-        room = Room(plan.total_tokens, plan.session_count)
+        room = NeededRoom(plan.total_tokens, plan.session_count)
         engine = stack.enter_context(self._engines(name, self._directory.run(group.runs[name]), room))
         self._startup_s = engine.startup_s
         warm_up(engine, plan)
@@ -209,7 +212,7 @@ class _Experiment:
         return engine
 
     def _measured(
-        self, engines: Mapping[str, RunningEngine], group: _Group, plan: Plan
+        self, engines: Mapping[str, RunningEngine], group: _GroupOfRuns, plan: Plan
     ) -> tuple[DriveResult, dict[str, ServerSummary]]:
         """Send all requests while the server metrics are sampled."""
         start_ns = time.perf_counter_ns()
@@ -232,17 +235,17 @@ class _Experiment:
                 for number, (name, engine) in enumerate(engines.items())
             ]
             result = asyncio.run(drive(plan, targets, on_record=self._keep_record))
-        return result, {name: summarise_run(path) for name, path in files.items()}
+        return result, {name: summarise(path) for name, path in files.items()}
 
     def _keep_record(self, record: RequestRecord) -> None:
         self._directory.append(REQUESTS, record.to_json())
         self._progress.request_ended(record)
 
 
-def _room(cells: Sequence[Cell]) -> Room:
+def _room(cells: Sequence[Cell]) -> NeededRoom:
     """Enough for the recordings of all cells, which need not fit exactly: an eviction changes no answer."""
     tokens = max((cell.workload.working_set_tokens or 0 for cell in cells), default=0)
-    return Room(max(tokens, SMALLEST_ROOM_TOKENS), 64)
+    return NeededRoom(max(tokens, SMALLEST_ROOM_TOKENS), 64)
 
 
 def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContextManager[object]:
@@ -257,7 +260,7 @@ def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContex
 
 
 def _run_line(
-    name: str, engine: RunningEngine, group: _Group, result: DriveResult, server: ServerSummary
+    name: str, engine: RunningEngine, group: _GroupOfRuns, result: DriveResult, server: ServerSummary
 ) -> dict[str, Any]:
     return {
         "run": group.runs[name],

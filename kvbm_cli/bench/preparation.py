@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvbm.errors import EngineError
+from kvbm_cli.bench.analysis.statistics import percentile
 from kvbm_cli.bench.arms import RunningEngine
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.client.request import open_session, send
+from kvbm_cli.bench.client.request import Target, open_session, send
 from kvbm_cli.bench.comparison import RECORDING
 from kvbm_cli.bench.control import Control
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.scripts import script_of
-from kvbm_cli.bench.statistics import percentile
 from kvbm_cli.bench.workload.content import Content, TextWriter, TokenWriter, Writer
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest, RecordedAnswer, unplanned
 from kvbm_cli.bench.workload.script import AnswerOf, Part, Phase, Script
@@ -28,7 +28,7 @@ SMALLEST_INTERVAL_S = 0.05
 CALIBRATION_REQUESTS = 5
 PROBE_TIMEOUT_S = 60.0
 PROBE_TEXT = "Blocks of a prompt are kept in host memory, and brought back when it comes again. " * 24
-FEWER_FEATURES = ("has_token_ids", "has_ignore_eos", "has_usage")
+MOST_MISSING_FEATURES = 3
 
 OnRecord = Callable[[RequestRecord], None]
 
@@ -43,7 +43,7 @@ class Capabilities:
 
 
 def capabilities_of(engines: Sequence[RunningEngine], *, are_launched: bool, seed: int) -> Capabilities:
-    """Engines that kvbm launches have everything; other servers are asked. EngineError if the models differ."""
+    """OpenArm that kvbm launches have everything; other servers are asked. EngineError if the models differ."""
     models = {engine.model for engine in engines}
     if len(models) > 1:
         raise EngineError(
@@ -70,12 +70,22 @@ def _common_dialect(
     engines: Sequence[RunningEngine], dialect: Dialect, prompt: tuple[int, ...] | str
 ) -> Dialect | None:
     """The first of four dialects that all servers accept; `None` if they accept none."""
-    for fewer in range(len(FEWER_FEATURES) + 1):
-        tried = replace(dialect, **dict.fromkeys(FEWER_FEATURES[:fewer], False))
+    for fewer in range(MOST_MISSING_FEATURES + 1):
+        tried = _with_fewer(dialect, fewer)
         records = [_probe(engine, tried, prompt) for engine in engines]
         if all(record.is_ok and (not tried.has_token_ids or record.token_ids) for record in records):
             return tried
     return None
+
+
+def _with_fewer(dialect: Dialect, count: int) -> Dialect:
+    """Without the first `count` features that not every server has."""
+    return replace(
+        dialect,
+        has_token_ids=dialect.has_token_ids and count < 1,
+        has_ignore_eos=count < 2,
+        has_usage=count < 3,
+    )
 
 
 def _probe(engine: RunningEngine, dialect: Dialect, prompt: tuple[int, ...] | str) -> RequestRecord:
@@ -90,10 +100,13 @@ def _characters_per_token(engine: RunningEngine, dialect: Dialect) -> float:
 
 async def _send_all(engine: RunningEngine, requests: Sequence[PlannedRequest], timeout_s: float) -> list[RequestRecord]:
     """One after the other."""
-    async with open_session(engine.headers) as session:
-        return [
-            await send(session, engine.base_url, request, timeout_s=timeout_s, run=RECORDING) for request in requests
-        ]
+    target = _target(engine)
+    async with open_session() as session:
+        return [await send(session, target, request, timeout_s=timeout_s) for request in requests]
+
+
+def _target(engine: RunningEngine) -> Target:
+    return Target(RECORDING, RECORDING, RECORDING, 0, engine.base_url, headers=engine.headers)
 
 
 def warm_up(engine: RunningEngine, plan: Plan) -> None:
@@ -163,12 +176,13 @@ class Preparation:
 
         async def all_answers() -> list[tuple[RecordedAnswer, RequestRecord]]:
             answers: list[tuple[RecordedAnswer, RequestRecord]] = []
-            async with open_session(self.engine.headers) as session:
+            target = _target(self.engine)
+            async with open_session() as session:
                 for one in script.requests:
                     parts = _contents(one.parts, [answer for answer, _ in answers])
                     request = unplanned(self.capabilities.dialect, parts, one.answer_tokens)
                     timeout_s = cell.workload.request_timeout_s
-                    record = await send(session, self.engine.base_url, request, timeout_s=timeout_s, run=RECORDING)
+                    record = await send(session, target, request, timeout_s=timeout_s)
                     if record.error is not None:
                         message = f"recording turn {one.turn} of session {one.session} failed: {record.error}"
                         raise EngineError(message)

@@ -42,7 +42,9 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
 
 def _caveats_of_cells(summary: Mapping[str, Any]) -> list[str]:
     cells = summary["cells"]
-    return [f"{cell['name']}: {one}" if len(cells) > 1 else one for cell in cells for one in dict.fromkeys(cell["caveats"])]
+    return [
+        f"{cell['name']}: {one}" if len(cells) > 1 else one for cell in cells for one in dict.fromkeys(cell["caveats"])
+    ]
 
 
 def _show_cell(cell: Mapping[str, Any], summary: Mapping[str, Any], console: Console) -> None:
@@ -124,7 +126,8 @@ def _turn_lines(arms: Mapping[str, Any]) -> Iterator[str]:
     bar_cells = ARM_AND_BAR_CELLS - width
     medians = [turn["ttft_ms"]["p50"] or 0.0 for arm in arms.values() for turn in arm["turns"]]
     longest = max(medians, default=0.0) or 1.0
-    yield _turn_line("", f"{'':<{width}}TTFT, ms", "p50", "p90", "p99", "ITL", "G1", "G2", "computed", "failed")
+    columns = ("p50", "mean", "p90", "ITL", "G1", "G2", "computed", "failed")
+    yield _turn_line("", f"{'':<{width}}TTFT, ms", *columns)
     for number in turns[:MOST_TURNS]:
         label = f"turn {number}"
         for name, arm in arms.items():
@@ -134,7 +137,7 @@ def _turn_lines(arms: Mapping[str, Any]) -> Iterator[str]:
             yield _turn_line(
                 label,
                 f"{name[:LONGEST_ARM]:<{width}}" + _bar((turn["ttft_ms"]["p50"] or 0.0) / longest, bar_cells),
-                *(_milliseconds(turn["ttft_ms"][percent]) for percent in PERCENTS),
+                *(_milliseconds(turn["ttft_ms"][key]) for key in ("p50", "mean", "p90")),
                 _milliseconds(turn["itl_ms"]["p50"]),
                 *(_count(turn["prompt_tokens"][tier]) for tier in ("g1", "g2", "computed")),
                 _count(turn["errors"]),

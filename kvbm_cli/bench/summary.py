@@ -36,7 +36,7 @@ def summarise(
     verdict = worst_of(one.judgement.verdict for one in every)
     leading = next((one for one in every if one.judgement.verdict is verdict), None)
     headline = next(iter(every), None)
-    return rounded(
+    found: dict[str, Any] = rounded(
         {
             "format": FORMAT,
             "complete": True,
@@ -53,6 +53,7 @@ def summarise(
             **surroundings,
         }
     )
+    return found
 
 
 def interrupted_summary(reason: str, surroundings: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,7 +218,9 @@ def _goodput(cell: CellResult, runs: Sequence[RunResult]) -> dict[str, Any] | No
         for record in run.records
     ]
     found = goodput(times, Slo.parse(text), sum(run.facts["duration_s"] for run in runs))
-    return found and {
+    if found is None:
+        return None
+    return {
         "slo": text,
         "share": found.share,
         "interval_95": [found.low, found.high],

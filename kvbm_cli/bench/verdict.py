@@ -193,7 +193,7 @@ def _caveats(evidence: Evidence, limits: VerdictLimits) -> list[str]:
     caveats += [
         f"outputs of arm {arm}: the engine sends no logprobs, so only tokens were compared, which is a weak test"
         for arm, output in evidence.outputs.items()
-        if output.verdict is OutputVerdict.EQUAL and output.measured.logprob is None
+        if output.verdict is OutputVerdict.EQUAL and output.evidence.measured.logprob is None
     ]
     if evidence.ratio is not None and not evidence.ratio.covers_runs:
         caveats.append("every arm ran once, so the interval does not cover differences between runs; `--pairs` repeats")

@@ -9,8 +9,8 @@ from kvbm_cli.bench.formats.aiperf import aiperf_records, aiperf_summary
 from kvbm_cli.bench.formats.lmbenchmark_csv import file_name, lmbenchmark_csv
 from kvbm_cli.bench.formats.measured import Measured, measured_in
 from kvbm_cli.bench.formats.vllm_bench import vllm_bench_result
+from kvbm_cli.bench.records.bench_directory import BenchDirectory, cannot_write
 from kvbm_cli.bench.records.results import Results
-from kvbm_cli.bench.records.run_directory import RunDirectory, cannot_write
 from kvbm_cli.system.filesystem import write_atomically
 
 
@@ -20,7 +20,7 @@ def write_exports(directory: Path) -> list[Path]:
     `directory` is the directory of an experiment. UsageError if a file of it is missing or damaged, EnvironmentProblem
     if a file cannot be written.
     """
-    opened = RunDirectory.open(directory)
+    opened = BenchDirectory.open(directory)
     try:
         found = measured_in(Results.read(opened))
     finally:

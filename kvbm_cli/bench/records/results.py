@@ -1,4 +1,4 @@
-"""Results: the runs of an experiment, read from the files of its directory. Everything that is printed follows from it."""
+"""Results: the runs of an experiment, read from the files of its directory; all that is printed follows from them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm.errors import UsageError
+from kvbm_cli.bench.records.bench_directory import PLAN, BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.records.run_directory import PLAN, RunDirectory
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.bench.workload.script import Phase
 
@@ -87,7 +87,7 @@ class Results:
         return found
 
     @classmethod
-    def read(cls, directory: RunDirectory) -> Results:
+    def read(cls, directory: BenchDirectory) -> Results:
         """UsageError for a file that is missing or damaged."""
         plan = directory.read_json(PLAN)
         runs, records = directory.runs(), directory.records()
@@ -99,7 +99,7 @@ class Results:
 
 
 def _cell(
-    directory: RunDirectory,
+    directory: BenchDirectory,
     definition: Mapping[str, Any],
     runs: Sequence[Mapping[str, Any]],
     records: Mapping[str, Sequence[RequestRecord]],

@@ -100,7 +100,7 @@ class _Office:
         context.parts.append(self._content(count))
 
     def _tool_result_tokens(self) -> int:
-        factor = LENGTH_FACTOR ** self._generator.uniform(-1, 1)
+        factor: float = LENGTH_FACTOR ** self._generator.uniform(-1, 1)
         return max(1, round(self._workload.tool_result_tokens * factor))
 
     def _context(self, task_tokens: int, steps: int) -> _Context:

@@ -1,4 +1,4 @@
-"""RunDirectory: the files of an experiment. What has ended is written at once, so that a run can be resumed.
+"""BenchDirectory: the files of an experiment. What has ended is written at once, so that a run can be resumed.
 
     plan.json                  arms, cells, order of runs, workloads, seed, and a digest of all that
     cells/<cell>/plan.json     every token and launch time of a cell
@@ -26,7 +26,7 @@ DEFAULT_PARENT = Path("kvbm-runs")
 REQUESTS, RUNS, PLAN, SUMMARY = "requests.jsonl", "runs.jsonl", "plan.json", "summary.json"
 
 
-class RunDirectory:
+class BenchDirectory:
     """Owns the directory of an experiment and its open files; `close()` closes them."""
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class RunDirectory:
         self._files: dict[str, IO[str]] = {}
 
     @classmethod
-    def create(cls, path: Path | None) -> RunDirectory:
+    def create(cls, path: Path | None) -> BenchDirectory:
         """Create the directory; without `path` it is named after the time. UsageError if it is not empty."""
         path = path or _named_after_now(DEFAULT_PARENT)
         try:
@@ -47,7 +47,7 @@ class RunDirectory:
             raise cannot_write(path, error) from None
 
     @classmethod
-    def open(cls, path: Path) -> RunDirectory:
+    def open(cls, path: Path) -> BenchDirectory:
         """Open an existing one. UsageError if it is none."""
         if not (path / PLAN).is_file():
             raise UsageError(f"{path} is not the directory of a run: it has no {PLAN}")
