@@ -318,6 +318,17 @@ def bench_trace(
     )
 
 
+DirectoryArgument = Annotated[Path, _argument("DIR", "Directory of a run.", FILES)]
+
+
+@bench_app.command("report", cls=Command)
+def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
+    """Compute the summary, the report and the other files of a run again."""
+    from kvbm_cli.bench import command as body
+
+    return body.report(directory, as_json=json)
+
+
 @app.command(cls=Command)
 def size(
     model: Annotated[str | None, _argument("MODEL", SIZED_HELP, _completed_by("models"))] = None,

@@ -320,6 +320,14 @@ class Lmbenchmark(Workload):
         description="Transcripts of `sharegpt` or trace of `agentic`, relative to this file.",
     )
 
+    @model_validator(mode="after")
+    def _has_its_file(self) -> Self:
+        if self.file is None and self.scenario in ("sharegpt", "agentic"):
+            raise WrongKey("file", f"is required for the scenario `{self.scenario}`")
+        if self.mode == "faithful" and self.schedule.arms == "interleaved":
+            raise WrongKey("mode", "must be `strict` with `schedule.arms: interleaved`")
+        return self
+
 
 KINDS: Mapping[str, type[Workload]] = {
     "conversations": Conversations,

@@ -16,6 +16,7 @@ from typing import Any
 ARMS = ("baseline", "kvbm", "floor")
 BLOCK = 16
 PREFILL_MS_PER_TOKEN, LOAD_MS_PER_TOKEN, FIXED_MS, STEP_MS = 0.42, 0.021, 34.0, 21.0
+HEADLINE = ("ttft_speedup", "ttft_speedup_paired", "share_of_possible_gain", "outputs_equal")
 PHASES = ("cold", "fill", "steady")
 
 
@@ -254,16 +255,7 @@ def _arm(rows: list[dict[str, Any]], run: dict[str, Any], turns: int) -> dict[st
         "duration_s": run["duration_s"],
         "engine": run["engine"],
         "client": {"lateness_ms": _spread([row["lateness_ms"] for row in rows]), "cpu_share": 0.11},
-        "server": run["server"],
-        "ttft_model": {
-            "base_ms": 43.1,
-            "load_ms": 2.2,
-            "computed_ms_per_token": PREFILL_MS_PER_TOKEN,
-            "explained": 0.94,
-            "g2_ms_per_token": LOAD_MS_PER_TOKEN,
-            "g3_ms_per_token": None,
-            "request_count": len(rows),
-        },
+        "server": [run["server"]],
     }
 
 
@@ -287,7 +279,13 @@ def _cell(
         "working_set_tokens": 43_200,
         "g1_tokens": 19_200,
         "workload": {"name": workload, "kind": "conversations", "sessions": sessions, "turns": turns},
-        "plan": {"digest": "9f1c0a7e", "requests": sessions * turns, "duration_s": 65.0, "schedule": "fixed, 1.1/s"},
+        "plan": {
+            "digest": "9f1c0a7e",
+            "requests": sessions * turns,
+            "duration_s": 65.0,
+            "primary": "steady",
+            "interval_s": 0.9,
+        },
         "pairs_done": pairs,
         "stopped_early": False,
         "arms": {arm: _arm(by_arm[arm], last_run[arm], turns) for arm in arms},
@@ -316,22 +314,43 @@ def _comparison(by_arm: dict[str, list[dict[str, Any]]], measured: str, referenc
         "ttft_speedup_paired": {**paired, "pairs": len(logs), "sessions": 12, "runs": pairs},
         "ttft_percentiles": {
             name: {
-                "measured": times[measured][name],
-                "reference": times[reference][name],
-                "difference": round(times[measured][name] - times[reference][name], 2),
-                "interval_95": [round((times[measured][name] - times[reference][name]) * k, 2) for k in (1.12, 0.88)],
+                "measured": {"value": times[measured][name], "interval_95": None},
+                "reference": {"value": times[reference][name], "interval_95": None},
+                "difference": _difference(times[measured][name], times[reference][name]),
             }
             for name in ("p50", "p90")
             if times[measured][name] is not None
         },
-        "noise": {"ratio": 1.01, "interval_95": [0.97, 1.04], "source": "pairs of the baseline"},
+        "noise": {"ratio": 1.01, "low": 0.97, "high": 1.04, "source": "baseline, pairs 1 and 2"},
         "share_of_possible_gain": {"value": 0.87, "interval_95": [0.81, 0.93]},
-        "outputs": {"compared": len(logs), "different": 0, "different_without_kvbm": 0},
-        "transfers": {"proven": True, "g2_tokens": sum(row["g2_tokens"] for row in by_arm[measured])},
+        "outputs": {
+            "compared": len(logs),
+            "different": 0,
+            "largest_logprob_difference": 0.0,
+            "verdict": "equal",
+            "control_compared": len(logs),
+            "control_different": 0,
+        },
+        "outputs_equal": True,
+        "has_loads": any(row["g2_tokens"] for row in by_arm[measured]),
+        "ttft_model": {
+            "base_ms": 43.1,
+            "load_ms": 2.2,
+            "computed_ms_per_token": PREFILL_MS_PER_TOKEN,
+            "g2_ms_per_token": LOAD_MS_PER_TOKEN,
+            "g3_ms_per_token": None,
+            "explained": 0.94,
+            "request_count": sum(map(len, by_arm.values())),
+        },
         "why_not": [{"cause": "working_set", "text": "the working set nearly fits into G1", "key": "tiers.device"}]
         if ratio < 1.6
         else [],
     }
+
+
+def _difference(measured: float, reference: float) -> dict[str, Any]:
+    difference = measured - reference
+    return {"value": round(difference, 2), "interval_95": [round(difference * k, 2) for k in (1.12, 0.88)]}
 
 
 def _summary(cells: list[dict[str, Any]], arms: tuple[str, ...]) -> dict[str, Any]:
@@ -345,13 +364,8 @@ def _summary(cells: list[dict[str, Any]], arms: tuple[str, ...]) -> dict[str, An
         "reasons": [],
         "hint": None,
         "explanation": best.get("explanation", "one arm alone cannot be compared"),
-        "headline": {
-            "compared": {"measured": best["measured"], "reference": best["reference"]},
-            **{key: best[key] for key in ("ttft_speedup", "ttft_speedup_paired", "share_of_possible_gain")},
-            "outputs_equal": True,
-        }
-        if best
-        else None,
+        **({"compared": {role: best[role] for role in ("measured", "reference")}} if best else {}),
+        **{key: best[key] for key in HEADLINE if key in best},
         "arms": {arm: {"kind": kinds.get(arm, "profile"), "profile": "demo"} for arm in arms},
         "cells": cells,
         "caveats": [

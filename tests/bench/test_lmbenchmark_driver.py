@@ -224,9 +224,7 @@ def test_agentic_run_fires_the_agents_of_a_round_together(tmp_path):
         {"round_id": 1, "agent_id": [0], "output_tokens": [5], "input_from": [[[0, 1, "both"], [0, 0, "output"]]]},
     ]
     trace.write_text("\n".join(map(json.dumps, rounds)))
-    parameters = AgenticParameters(
-        (str(trace), str(trace)), agents=2, request_interval_s=0.15, new_user_interval_s=0.35
-    )
+    parameters = AgenticParameters((str(trace), str(trace)), request_interval_s=0.15, new_user_interval_s=0.35)
     with RecordingServer(Behaviour(first_token_s=0.02)) as server:
         result = run(parameters, server)
     first, second, third = [request for request in server.requests if request.user == "1"]
@@ -249,7 +247,7 @@ def test_agentic_run_ends_although_requests_fail(tmp_path):
     trace = tmp_path / "trace.jsonl"
     line = {"round_id": 0, "agent_id": [0, 1], "output_tokens": [3, 4], "input_from": [[], []]}
     trace.write_text(json.dumps(line))
-    parameters = AgenticParameters((str(trace),), agents=2)
+    parameters = AgenticParameters((str(trace),))
     with RecordingServer(Behaviour(status_of=lambda position: 500 if position else 200)) as server:
         result = run(parameters, server)
     assert sorted(record.is_ok for record in result.records) == [False, True]
@@ -283,20 +281,21 @@ def test_unreadable_transcripts_are_refused(tmp_path, text, message):
         ('{"agent_id": [0], "output_tokens": [1, 2], "input_from": [[]]}', "must be lists of the same length"),
         ('{"agent_id": [], "output_tokens": [], "input_from": []}', "a round requires at least one agent"),
         (
-            '{"agent_id": [2], "output_tokens": [1], "input_from": [[]]}',
-            "`agent_id` has 2; it must be an integer from 0 to 1",
+            '{"agent_id": [-2], "output_tokens": [1], "input_from": [[]]}',
+            "`agent_id` has -2; it must be an integer, 0 or more",
         ),
         ('{"agent_id": [0], "output_tokens": [0], "input_from": [[]]}', "`output_tokens` has 0"),
         (
             '{"agent_id": [0], "output_tokens": [1], "input_from": [[[2, 0, "both"]]]}',
-            "has \\[2, 0, 'both'\\]; it must be",
+            "has \\[2, 0, 'both'\\]; the part must be one of input, output, both, the round at most 1",
         ),
-        ('{"agent_id": [0], "output_tokens": [1], "input_from": [[[0, 0, "all"]]]}', "has \\[0, 0, 'all'\\]"),
+        ('{"agent_id": [0], "output_tokens": [1], "input_from": [[[0, 0, "all"]]]}', "has \\[0, 0, 'all'\\]; the part"),
+        ('{"agent_id": [0], "output_tokens": [1], "input_from": [["a"]]}', "it must be \\[round, agent, input"),
     ],
 )
 def test_unreadable_agentic_traces_are_refused(tmp_path, line, message):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"agent_id": [0], "output_tokens": [1], "input_from": [[]]}\n' + line)
     with RecordingServer() as server, pytest.raises(UsageError, match=message):
-        run(AgenticParameters((str(trace),), agents=2), server)
+        run(AgenticParameters((str(trace),)), server)
     assert server.requests == []

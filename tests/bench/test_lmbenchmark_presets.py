@@ -1,11 +1,13 @@
 """The presets equal the arguments of LMBenchmark's scripts (commit 26d02bd)."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
+from kvbm_cli.bench.lmbenchmark.presets import PRESETS, AgenticParameters, ShareGptParameters, preset
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_each_rate_has_its_own_user_ids_and_file():
 
 def test_scaled_words_are_labelled():
     one = preset("lmbenchmark-long").scaled(0.01)
-    assert (one.sizes, one.system_words, one.history_words, one.answer_tokens) == ("scaled", 10, 200, 100)
+    assert (one.sizes, one.system_words, one.history_words, one.answer_tokens) == ("custom", 10, 200, 100)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +72,28 @@ def test_scaled_words_are_labelled():
         (lambda: replace(preset("lmbenchmark-long"), duration_s=float("inf")), "duration_s is inf"),
         (lambda: preset("lmbenchmark-long").scaled(0), "factor of words is 0"),
         (lambda: ShareGptParameters("run.json", qps=-1), "qps is -1"),
-        (lambda: AgenticParameters((), agents=1), "at least one trace file"),
-        (lambda: AgenticParameters(("a",), agents=0), "agents is 0"),
-        (lambda: AgenticParameters(("a",), agents=1, new_user_interval_s=-1), "new_user_interval_s is -1"),
+        (lambda: AgenticParameters(()), "at least one trace file"),
+        (lambda: AgenticParameters(("a",), new_user_interval_s=-1), "new_user_interval_s is -1"),
     ],
 )
 def test_impossible_parameters_are_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def test_page_lists_all_presets():
+    page = Path(__file__).parents[2] / "docs" / "reference" / "lmbenchmark.md"
+    rows = re.findall(r"^\| `(\S+)` \| ((?:documented|as-shipped).*) \|$", page.read_text(), re.MULTILINE)
+    listed = {}
+    for scenario, cells in rows:
+        sizes, *numbers, file = cells.split(" | ")
+        for one in sizes.split(", "):
+            listed[f"lmbenchmark-{scenario}", one] = (*map(float, numbers), file)
+    assert listed == {
+        key: (
+            *(one.users, one.rounds, one.system_words, one.history_words, one.answer_tokens),
+            *(one.qps, one.duration_s, one.warm_up_users),
+            f"`{one.output_name.format(key='KEY', qps='QPS')}`",
+        )
+        for key, one in PRESETS.items()
+    }

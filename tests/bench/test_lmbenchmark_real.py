@@ -216,7 +216,7 @@ def test_agentic_program(tmp_path):
     ]
     behaviour = Behaviour(first_token_s=0.02)
     theirs, _ = recorded(lambda server: run_program([*command, server.url]), behaviour)
-    parameters = AgenticParameters(tuple(map(str, traces)), agents=3, request_interval_s=0.65, new_user_interval_s=0.45)
+    parameters = AgenticParameters(tuple(map(str, traces)), request_interval_s=0.65, new_user_interval_s=0.45)
     ours, result = recorded(lambda server: run_ours(parameters, server), behaviour)
     assert {user: sorted(body for _, body, _ in sent) for user, sent in ours.items()} == {
         user: sorted(body for _, body, _ in sent) for user, sent in theirs.items()

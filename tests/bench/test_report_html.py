@@ -161,7 +161,7 @@ def test_verdict_caveats_and_numbers_are_text(sample: Path) -> None:
     shown = built(sample).shown
     order = [shown.index(text) for text in (summary["explanation"][1:], "Results", "Caveats", "Results by workload")]
     assert order == sorted(order)
-    paired = summary["headline"]["ttft_speedup_paired"]
+    paired = summary["ttft_speedup_paired"]
     low, high = paired["interval_95"]
     assert f"{paired['geometric_mean']:.2f}× speed-up" in shown
     assert f"95% interval {low:.2f} to {high:.2f}" in shown
@@ -256,7 +256,7 @@ def test_one_arm_alone_has_charts_and_no_comparison(tmp_path: Path) -> None:
 def test_interrupted_run_shows_the_requests_that_it_has(small: Path) -> None:
     (small / "runs.jsonl").unlink()
     change_summary(
-        small, complete=False, cells=[], arms={}, headline=None, verdict="invalid", explanation="interrupted"
+        small, complete=False, cells=[], arms={}, compared=None, verdict="invalid", explanation="interrupted"
     )
     content = (small / "requests.jsonl").read_text()
     (small / "requests.jsonl").write_text(content[:-20])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -13,10 +14,21 @@ from kvbm_cli.bench.html.wording import day
 
 def arms(run_data: RunData) -> Markup | None:
     rows = [
-        (name, string(at(arm, "kind")), string(at(arm, "profile")) or string(at(arm, "url")))
+        (name, string(at(arm, "kind")), string(at(arm, "profile")) or _address(arm), _differences(arm))
         for name, arm in run_data.summary["arms"].items()
     ]
-    return table("Arms", ("Arm", "Kind", "Profile or address"), rows, names=3) if rows else None
+    header = ("Arm", "Kind", "Profile or address", "Keys that differ from the measured profile")
+    return table("Arms", header, rows, names=4) if rows else None
+
+
+def _address(arm: Any) -> str | None:
+    """The URL without user and password."""
+    url = string(at(arm, "url"))
+    return None if url is None else re.sub(r"//[^/@]*@", "//", url)
+
+
+def _differences(arm: Any) -> str | None:
+    return ", ".join(mapping(at(arm, "differences"))) or None
 
 
 def order(run_data: RunData) -> Markup | None:
@@ -60,31 +72,42 @@ def _values(data: Any) -> list[tuple[str, str]]:
 def reproduce(run_data: RunData) -> Markup:
     """The command of an equal run, from the names in the summary."""
     summary = run_data.summary
-    command = ["kvbm", "bench"]
-    if name := string(at(summary, "profile", "name")):
-        command += ["--profile", name]
-    for arm, what in summary["arms"].items():
-        kind = at(what, "kind")
-        if kind in ("baseline", "profile", "url"):
-            command += [
-                "--compare",
-                string(at(what, "url")) or string(at(what, "profile") if kind == "profile" else arm) or arm,
-            ]
-    cells = summary["cells"]
-    for flag, values in (
-        ("--workload", [string(at(cell, "workload", "name")) for cell in cells]),
-        ("--pressure", [None if (p := number(cell.get("pressure"))) is None else f"{p:g}" for cell in cells]),
-        ("--pairs", [count(max((number(cell.get("pairs_done")) or 0 for cell in cells), default=0) or None)]),
-    ):
-        for value in dict.fromkeys(value for value in values if value):
-            command += [flag, value]
-    digests = [f"{cell['name']}: {d}" for cell in cells if (d := string(at(cell, "plan", "digest")))]
+    digests = [
+        f"{cell['name']}: {digest}" for cell in summary["cells"] if (digest := string(at(cell, "plan", "digest")))
+    ]
     return join(
-        element("pre", element("code", " ".join(map(shlex.quote, command)))),
+        element("pre", element("code", " ".join(map(shlex.quote, _command(summary))))),
         element(
             "p",
-            "In the directory of the run, plan.json and cells/ have every token and launch time. requests.jsonl has "
-            "every request. Equal plans have equal digests.",
+            "The command repeats the run if the profile and the workloads are unchanged. In the directory of the run, "
+            "plan.json and cells/ have every token and launch time. requests.jsonl has every request. Equal plans have "
+            "equal digests.",
         ),
-        bullets(digests) if digests else None,
+        join(element("p", "Digests of the plans:"), bullets(digests)) if digests else None,
     )
+
+
+def _command(summary: dict[str, Any]) -> list[str]:
+    profile, cells = string(at(summary, "profile", "name")), summary["cells"]
+    compared = [_compared(name, arm, profile) for name, arm in summary["arms"].items()]
+    pressures = [f"{amount:g}" for cell in cells if (amount := number(cell.get("pressure"))) is not None]
+    pairs = [f"{amount:.0f}" for cell in cells if (amount := number(cell.get("pairs"))) is not None]
+    options: list[tuple[str, list[str | None]]] = [
+        ("--profile", [profile]),
+        ("--compare", compared),
+        ("--workload", [string(at(cell, "workload", "name")) for cell in cells]),
+        ("--pressure", [",".join(dict.fromkeys(pressures)) or None]),
+        ("--pairs", [*pairs] if len(set(pairs)) == 1 else []),
+    ]
+    words = [[flag, value] for flag, values in options for value in dict.fromkeys(values) if value]
+    return ["kvbm", "bench", *(word for pair in words for word in pair)]
+
+
+def _compared(name: str, arm: Any, profile: str | None) -> str | None:
+    """What `--compare` takes for the arm; `None` for arms that need no option."""
+    kind, own = at(arm, "kind"), string(at(arm, "profile"))
+    if kind == "url":
+        return f"{name}={_address(arm)}"
+    if kind == "baseline":
+        return "baseline" if own in (None, profile) else f"baseline:{own}"
+    return own if kind == "profile" else None

@@ -22,6 +22,8 @@ from kvbm_cli.bench.html.numbers import (
 from kvbm_cli.bench.html.run_data import TIERS
 from kvbm_cli.bench.html.wording import sentence_case
 
+PHASES = {"steady": "the steady phase", "fill": "the phase that fills the caches", "all": "all requests"}
+
 
 def comparisons(cell: dict[str, Any]) -> list[Markup]:
     """Every comparison of a cell: its sentence, its evidence, and why there is no gain."""
@@ -35,15 +37,14 @@ def _comparison(found: dict[str, Any]) -> Markup:
         for item in listing(found.get("why_not"))
         if isinstance(item, dict) and isinstance(item.get("text"), str)
     ]
-    percentiles = mapping(found.get("ttft_percentiles"))
     rows = [
         (
             name,
-            *(milliseconds(at(row, role)) for role in ("reference", "measured", "difference")),
-            interval(at(row, "interval_95"), milliseconds),
+            *(milliseconds(at(row, role, "value")) for role in ("reference", "measured", "difference")),
+            interval(at(row, "difference", "interval_95"), milliseconds),
         )
-        for name, row in percentiles.items()
-        if number(at(row, "difference")) is not None
+        for name, row in mapping(found.get("ttft_percentiles")).items()
+        if number(at(row, "difference", "value")) is not None
     ]
     caption = f"Time to first token, {names}, in ms"
     heads = ("Percentile", str(found.get("reference")), str(found.get("measured")), "Difference", "95% interval")
@@ -63,22 +64,30 @@ def _comparison(found: dict[str, Any]) -> Markup:
 
 def _evidence(found: dict[str, Any]) -> list[tuple[str, str]]:
     paired, noise, share = (mapping(found.get(k)) for k in ("ttft_speedup_paired", "noise", "share_of_possible_gain"))
-    outputs, transfers = mapping(found.get("outputs")), mapping(found.get("transfers"))
+    outputs = mapping(found.get("outputs"))
+    loads = {True: "proven", False: "none found"}
     rows = [
         ("Speed-up", with_interval(ratio(paired.get("geometric_mean")), interval(paired.get("interval_95")))),
-        ("Noise", with_interval(ratio(noise.get("ratio")), interval(noise.get("interval_95")))),
+        ("Noise", with_interval(ratio(noise.get("ratio")), interval([noise.get("low"), noise.get("high")]))),
+        ("Noise, from", string(noise.get("source"))),
         (
             "Share of the possible gain",
             with_interval(percent(share.get("value")), interval(share.get("interval_95"), percent)),
         ),
+        ("Outputs", string(outputs.get("verdict"))),
         ("Answers compared", count(outputs.get("compared"))),
         ("Different answers", count(outputs.get("different"))),
-        ("Different answers without kvbm", count(outputs.get("different_without_kvbm"))),
+        ("Different answers without kvbm", _control(outputs)),
         ("Largest difference of log-probabilities", _scientific(outputs.get("largest_logprob_difference"))),
-        ("Tokens from G2", count(transfers.get("g2_tokens"))),
-        ("Transfers", {True: "proven", False: "not proven"}.get(transfers.get("proven"))),  # type: ignore[arg-type]
+        ("Loads from host memory or disk", loads.get(found["has_loads"]) if "has_loads" in found else None),
     ]
     return [(name, value) for name, value in rows if value is not None]
+
+
+def _control(outputs: dict[str, Any]) -> str | None:
+    """How many answers differ between runs without kvbm, of how many."""
+    different, compared = count(outputs.get("control_different")), number(outputs.get("control_compared"))
+    return None if different is None or not compared else f"{different} of {count(compared)}"
 
 
 def _scientific(value: Any) -> str | None:
@@ -164,8 +173,13 @@ def plan(cell: dict[str, Any]) -> Markup | None:
         ("Working set, tokens", count(working_set)),
         ("G1, tokens", count(g1)),
         ("Requests per run", count(at(cell, "plan", "requests"))),
+        ("Sessions", count(at(cell, "plan", "sessions"))),
+        ("Turns", count(at(cell, "plan", "turns"))),
+        ("Seconds between launches", decimal(at(cell, "plan", "interval_s"))),
+        ("Sessions at a time", count(at(cell, "plan", "concurrency"))),
+        ("Result is about", PHASES.get(str(at(cell, "plan", "primary")))),
         ("Duration of a run, s", decimal(at(cell, "plan", "duration_s"))),
-        ("Schedule", string(at(cell, "plan", "schedule"))),
+        ("Arms run", {True: "at the same time", False: "in turn"}.get(cell.get("interleaved") is True)),
         ("Pairs of runs", count(cell.get("pairs_done"))),
         ("Stopped early", "yes" if cell.get("stopped_early") is True else None),
         ("Plan digest", string(at(cell, "plan", "digest"))),

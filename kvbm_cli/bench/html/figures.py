@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm_cli.bench.html.markup import Markup, element, table
-from kvbm_cli.bench.html.numbers import count, milliseconds, percent
+from kvbm_cli.bench.html.numbers import at, count, milliseconds, percent
 from kvbm_cli.bench.html.run_data import TIERS, RequestPoint, RunData
 from kvbm_cli.bench.html.series import distribution, quantiles
 
@@ -56,13 +56,21 @@ class CellView:
 
     @property
     def primary(self) -> list[RequestPoint]:
-        """The requests that the verdict is about: those in steady state, or all if there are none."""
-        return [point for point in self.answered if point.phase == STEADY] or self.answered
+        """The requests that the verdict is about: those of the plan's phase, or all."""
+        own = [point for point in self.answered if point.phase == self.primary_phase]
+        return own if self.primary_phase else self.answered
 
     @property
     def primary_name(self) -> str:
         """Which requests `primary` are, for notes."""
-        return "requests in steady state" if any(p.phase == STEADY for p in self.answered) else "answered requests"
+        return f"requests of the phase `{self.primary_phase}`" if self.primary_phase else "all answered requests"
+
+    @property
+    def primary_phase(self) -> str | None:
+        """The phase of the plan; without a plan, `steady` if there is such a request. `None` for all requests."""
+        found = {point.phase for point in self.answered}
+        planned = at(self.cell, "plan", "primary")
+        return next((phase for phase in (planned, STEADY) if phase in found), None) if planned != "all" else None
 
     def by_arm(self, points: Iterable[RequestPoint]) -> dict[str, list[RequestPoint]]:
         """The points of every arm that has some, in the order of the arms."""

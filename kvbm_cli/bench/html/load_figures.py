@@ -124,21 +124,21 @@ def _parts(view: CellView, arm: str, points: Sequence[RequestPoint]) -> list[flo
 
 
 def time_models(cell: dict[str, Any]) -> Markup | None:
-    """The linear model of TTFT over prompt tokens by source, of the arms that have one."""
+    """The linear model of TTFT over prompt tokens by source, of every comparison that has one."""
     rows = []
-    for arm, own in mapping(cell.get("arms")).items():
-        model = mapping(at(own, "ttft_model"))
+    for found in listing(cell.get("comparisons")):
+        model = mapping(at(found, "ttft_model"))
         if number(model.get("computed_ms_per_token")) is not None:
             rows.append(
                 (
-                    arm,
+                    f"{found.get('measured')} and {found.get('reference')}",
                     *(milliseconds(model.get(name)) for name in ("base_ms", "load_ms")),
                     *(_microseconds(model.get(f"{source}_ms_per_token")) for source in ("computed", "g2", "g3")),
                     percent(model.get("explained")),
                     count(model.get("request_count")),
                 )
             )
-    header = ("Arm", "Fixed, ms", "Any load, ms", "Computed token, µs", "G2 token, µs", "G3 token, µs")
+    header = ("Requests of", "Fixed, ms", "Any load, ms", "Computed token, µs", "G2 token, µs", "G3 token, µs")
     caption = "Linear model of the time to first token"
     return table(caption, (*header, "Variance explained", "Requests"), rows) if rows else None
 

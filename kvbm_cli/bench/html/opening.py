@@ -27,7 +27,9 @@ VERDICTS = {
     "slower": "Slower",
     "invalid": "Invalid",
     "wrong": "Wrong answers",
+    "measured": "Measured, nothing to compare with",
 }
+LONG_SENTENCE = 110
 NO_CAVEATS = "The run found no caveat."
 
 
@@ -53,22 +55,22 @@ def header(run_data: RunData) -> Markup:
         "header",
         element("p", "kvbm bench", class_="kicker"),
         badge,
-        element("h1", prose(sentence_case(sentence))),
+        element("h1", prose(sentence_case(sentence)), class_="long" if len(sentence) > LONG_SENTENCE else None),
         element("p", " · ".join(detail for detail in details if detail), class_="muted"),
     )
 
 
 def compared(summary: dict[str, Any]) -> str | None:
-    measured, reference = (string(at(summary, "headline", "compared", name)) for name in ("measured", "reference"))
+    measured, reference = (string(at(summary, "compared", name)) for name in ("measured", "reference"))
     return f"{measured} against {reference}" if measured and reference else None
 
 
 def key_numbers(run_data: RunData) -> Markup:
     """The gains, each with its interval, then the caveats in the same size."""
     summary = run_data.summary
-    found = list(_key_numbers(mapping(summary.get("headline"))))
+    found = list(_key_numbers(summary))
     if len(run_data.summary["cells"]) == 1:
-        found += _medians(run_data.summary["cells"][0], mapping(summary.get("headline")))
+        found += _medians(run_data.summary["cells"][0], summary)
     gains = bullets(found, class_="plain") if found else element("p", "The run has no result.")
     notes = [prose(sentence_case(note)) for note in [*_caveats(run_data), *run_data.notes]] or [text(NO_CAVEATS)]
     reasons = [prose(sentence_case(reason)) for reason in strings(summary.get("reasons"))]
@@ -94,7 +96,7 @@ def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
     found: list[Markup] = []
     if mean := ratio(paired.get("geometric_mean")):
         ends = interval(paired.get("interval_95"))
-        sizes = [_counted(paired.get(name), name) for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
+        sizes = [_counted(paired[name], name) for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
         counted = f"; {', '.join(sizes)}" if sizes else ""
         found.append(
             _fact(f"{mean}×", f"speed-up of the time to first token, geometric mean of pairs ({_ends(ends)}{counted})")
@@ -110,7 +112,7 @@ def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
     return found
 
 
-def _counted(amount: float, names: str) -> str:
+def _counted(amount: Any, names: str) -> str:
     return f"{count(amount)} {names.removesuffix('s') if amount == 1 else names}"
 
 

@@ -16,7 +16,7 @@ from kvbm_cli.bench.lmbenchmark.schedule import TICK_S
 
 
 async def run_agentic(server: ProgramServer, parameters: AgenticParameters, on_record: OnRecord) -> FaithfulResult:
-    traces = [read_agent_trace(Path(file), agents=parameters.agents) for file in parameters.trace_files]
+    traces = [read_agent_trace(Path(file)) for file in parameters.trace_files]
     schedule = AgenticSchedule(parameters, traces)
     writer = RecordWriter(server.target, len(traces), on_record)
     answers: dict[int, list[AgentAnswer]] = {}

@@ -145,50 +145,50 @@ def _name(agent: int, round: int) -> str:
     return f"agent{agent}-{round}"
 
 
-def read_agent_trace(path: Path, *, agents: int) -> AgentTrace:
+def read_agent_trace(path: Path) -> AgentTrace:
     """Read one trace file. Raises UsageError; LMBenchmark skips lines that are not JSON."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: the trace cannot be read: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise UsageError(f"{path}: the trace has no rounds")
     rounds: list[tuple[AgentTask, ...]] = []
-    for number, line in numbered:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            rounds.append(_tasks(json.loads(line), round_count=len(rounds), agents=agents))
+            rounds.append(_tasks(json.loads(line), this_round=len(rounds)))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
             raise UsageError(f"{path}, line {number}: {reason}") from error
+    if not rounds:
+        raise UsageError(f"{path}: the trace has no rounds")
     return tuple(rounds)
 
 
-def _tasks(line: dict[str, Any], *, round_count: int, agents: int) -> tuple[AgentTask, ...]:
+def _tasks(line: dict[str, Any], *, this_round: int) -> tuple[AgentTask, ...]:
     columns = [line[key] for key in ("agent_id", "output_tokens", "input_from")]
     if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
         raise ValueError("`agent_id`, `output_tokens` and `input_from` must be lists of the same length")
     if not columns[0]:
         raise ValueError("`agent_id` is empty; a round requires at least one agent")
-    return tuple(
-        _task(agent, tokens, inputs, round_count=round_count, agents=agents)
-        for agent, tokens, inputs in zip(*columns, strict=True)
-    )
+    return tuple(_task(*values, this_round=this_round) for values in zip(*columns, strict=True))
 
 
-def _task(agent: Any, tokens: Any, inputs: Any, *, round_count: int, agents: int) -> AgentTask:
-    if not _is_in(agent, 0, agents - 1):
-        raise ValueError(f"`agent_id` has {agent!r}; it must be an integer from 0 to {agents - 1}")
-    if not _is_in(tokens, 1, None):
+def _task(agent: Any, tokens: Any, inputs: Any, *, this_round: int) -> AgentTask:
+    if not _is_at_least(agent, 0):
+        raise ValueError(f"`agent_id` has {agent!r}; it must be an integer, 0 or more")
+    if not _is_at_least(tokens, 1):
         raise ValueError(f"`output_tokens` has {tokens!r}; it must be an integer above 0")
     for one in inputs:
-        is_right = isinstance(one, list) and len(one) == 3 and _is_in(one[0], 0, round_count) and one[2] in PARTS
-        if not (is_right and _is_in(one[1], 0, agents - 1)):
-            right = f"[round up to {round_count}, agent up to {agents - 1}, input|output|both]"
-            raise ValueError(f"`input_from` has {one!r}; it must be {right}")
+        if not (isinstance(one, list) and len(one) == 3 and all(_is_at_least(number, 0) for number in one[:2])):
+            raise ValueError(f"`input_from` has {one!r}; it must be [round, agent, input|output|both]")
+        if one[2] not in PARTS or one[0] > this_round:
+            raise ValueError(
+                f"`input_from` has {one!r}; the part must be one of {', '.join(PARTS)}, "
+                f"the round at most {this_round}, as this line"
+            )
     return AgentTask(agent, tokens, tuple((round, source, part) for round, source, part in inputs))
 
 
-def _is_in(value: object, low: int, high: int | None) -> bool:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return is_integer and value >= low and (high is None or value <= high)  # type: ignore[operator]
+def _is_at_least(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

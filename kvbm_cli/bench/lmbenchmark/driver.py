@@ -10,12 +10,10 @@ from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.lmbenchmark.agentic import run_agentic
 from kvbm_cli.bench.lmbenchmark.exchange import connect
 from kvbm_cli.bench.lmbenchmark.multi_round import run_multi_round
-from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, LmbenchmarkParameters, ShareGptParameters
+from kvbm_cli.bench.lmbenchmark.presets import FaithfulParameters, LmbenchmarkParameters, ShareGptParameters
 from kvbm_cli.bench.lmbenchmark.record_writer import OnRecord
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
 from kvbm_cli.bench.lmbenchmark.sharegpt import run_sharegpt
-
-FaithfulParameters = LmbenchmarkParameters | ShareGptParameters | AgenticParameters
 
 
 async def run_faithful(

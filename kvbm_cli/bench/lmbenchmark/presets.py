@@ -14,7 +14,7 @@ from typing import Literal
 
 from kvbm.errors import UsageError
 
-Sizes = Literal["documented", "as-shipped", "scaled"]
+Sizes = Literal["documented", "as-shipped", "custom"]
 
 WARM_UP_QPS = 2.0
 WARM_UP_ROUNDS = 2
@@ -95,7 +95,7 @@ class LmbenchmarkParameters:
             raise UsageError(f"the factor of words is {factor}; it must be a finite number above 0")
         return replace(
             self,
-            sizes="scaled",
+            sizes="custom",
             system_words=round(self.system_words * factor),
             history_words=round(self.history_words * factor),
         )
@@ -206,7 +206,6 @@ class AgenticParameters:
     """One run of the agentic program: one trace file per user. LMBenchmark's example has the same intervals."""
 
     trace_files: tuple[str, ...]
-    agents: int
     request_interval_s: float = 3.0
     new_user_interval_s: float = 5.0
     name: str = "lmbenchmark-agentic"
@@ -214,8 +213,9 @@ class AgenticParameters:
     def __post_init__(self) -> None:
         if not self.trace_files:
             raise UsageError(f"{self.name}: it requires at least one trace file")
-        if self.agents < 1:
-            raise UsageError(f"{self.name}: agents is {self.agents}; it must be at least 1")
         for key in ("request_interval_s", "new_user_interval_s"):
             if not (math.isfinite(getattr(self, key)) and getattr(self, key) >= 0):
                 raise UsageError(f"{self.name}: {key} is {getattr(self, key)}; it must be 0 or more")
+
+
+FaithfulParameters = LmbenchmarkParameters | ShareGptParameters | AgenticParameters

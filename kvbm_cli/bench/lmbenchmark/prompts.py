@@ -1,6 +1,6 @@
 """The bytes of LMBenchmark's requests: texts, the joined prompt of completions mode, and the JSON body.
 
-The order of the keys in a body is that of the `openai` client (3.54), which LMBenchmark uses. Text is not escaped to
+The keys of a body have the order of the `openai` client (3.54), which LMBenchmark uses. Text is not escaped to
 ASCII, and there are no spaces between keys and values.
 """
 

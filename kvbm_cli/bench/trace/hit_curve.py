@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -61,11 +61,8 @@ def hit_curve(tree: PrefixTree, uses: Sequence[Use], *, report: Callable[[int], 
     found: Counter[int] = Counter()
     for number, use in enumerate(uses):
         path = tree.path(use.prompt)
-        for node in reversed(path):
-            distance = stack.distance(node)
-            if distance is None:
-                break
-            found[distance] += tree.tokens[node]
+        for distance, tokens in stack.distances(reversed(path)):
+            found[distance] += tokens
         stack.use(path if use.kept == use.prompt else [use.kept, *path])
         if number % REPORT_EVERY == 0:
             report(number)
@@ -75,10 +72,14 @@ def hit_curve(tree: PrefixTree, uses: Sequence[Use], *, report: Callable[[int], 
 
 
 class _Stack:
-    """The blocks by their last use. `_slot` and `_pushed` belong to the last use of a node."""
+    """The blocks by their last use. A use has a slot; `_slot` and `_pushed` belong to the last use of a node.
+
+    The blocks of a prompt were mostly used together before, so they are in adjacent slots (a run), the first block in
+    the highest one. Nothing is between two adjacent slots, so the tree is needed only once per run.
+    """
 
     def __init__(self, tree: PrefixTree, use_count: int) -> None:
-        self._tree = tree
+        self._tokens = tree.tokens
         self._pushed_tokens = 0
         self._replaced_tokens = 0
         self._pushed = array("q", [-1]) * len(tree)  # tokens of all uses up to this one
@@ -86,33 +87,48 @@ class _Stack:
         self._next_slot = 1
         self._fenwick = array("q", bytes(8 * (use_count + 1)))
 
-    def distance(self, node: int) -> int | None:
-        """None before the first use."""
-        pushed = self._pushed[node]
-        if pushed < 0:
-            return None
-        fenwick, slot, replaced_before = self._fenwick, self._slot[node], 0
-        while slot:
-            replaced_before += fenwick[slot]
-            slot &= slot - 1
-        newer = self._pushed_tokens - pushed - (self._replaced_tokens - replaced_before)
-        return newer + self._tree.tokens[node]
+    def distances(self, nodes: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Stack distance and tokens of each block from the first one, until one was not used before."""
+        run_slot = distance = 0
+        for node in nodes:
+            if self._pushed[node] < 0:
+                return
+            slot, tokens = self._slot[node], self._tokens[node]
+            distance = distance + tokens if slot == run_slot - 1 else self._newer_tokens(node) + tokens
+            run_slot = slot
+            yield distance, tokens
 
     def use(self, path: Sequence[int]) -> None:
         """Makes the nodes the latest ones, from the last to the first of the prompt."""
-        tokens, pushed, slots = self._tree.tokens, self._pushed, self._slot
+        tokens, pushed, slots = self._tokens, self._pushed, self._slot
+        run_slot = run_tokens = 0
         for node in path:
-            if pushed[node] >= 0:
-                self._replace(slots[node], tokens[node])
+            if pushed[node] < 0:
+                continue
+            if slots[node] != run_slot + 1:
+                self._replace(run_slot, run_tokens)
+                run_tokens = 0
+            run_slot = slots[node]
+            run_tokens += tokens[node]
+        self._replace(run_slot, run_tokens)
         for node in path:
             self._pushed_tokens += tokens[node]
             pushed[node] = self._pushed_tokens
             slots[node] = self._next_slot
             self._next_slot += 1
 
+    def _newer_tokens(self, node: int) -> int:
+        """Tokens of the blocks that were used after this one."""
+        fenwick, slot, replaced_before = self._fenwick, self._slot[node], 0
+        while slot:
+            replaced_before += fenwick[slot]
+            slot &= slot - 1
+        return self._pushed_tokens - self._pushed[node] - (self._replaced_tokens - replaced_before)
+
     def _replace(self, slot: int, token_count: int) -> None:
+        """Marks a run as replaced, at its last slot: no block that is still in the stack is within the run."""
         self._replaced_tokens += token_count
         fenwick, size = self._fenwick, len(self._fenwick)
-        while slot < size:
+        while 0 < slot < size:
             fenwick[slot] += token_count
             slot += slot & -slot
