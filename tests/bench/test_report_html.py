@@ -256,12 +256,22 @@ def test_one_arm_alone_has_charts_and_no_comparison(tmp_path: Path) -> None:
 def test_interrupted_run_shows_the_requests_that_it_has(small: Path) -> None:
     (small / "runs.jsonl").unlink()
     change_summary(
-        small, complete=False, cells=[], arms={}, compared=None, verdict="invalid", explanation="interrupted"
+        small,
+        complete=False,
+        profile=None,
+        cells=[],
+        arms={},
+        compared=None,
+        verdict="invalid",
+        explanation="interrupted",
     )
     content = (small / "requests.jsonl").read_text()
     (small / "requests.jsonl").write_text(content[:-20])
     page = built(small)
     assert "incomplete: the run was interrupted" in page.shown
+    assert (
+        "kvbm bench --profile demo --compare baseline --workload conversations" in page.shown
+    )  # the arms are in plan.json
     assert "last line of requests.jsonl is incomplete and was ignored" in page.shown
     assert len(page.charts["charts"]) == 5
 

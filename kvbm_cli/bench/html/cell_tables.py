@@ -22,6 +22,7 @@ from kvbm_cli.bench.html.numbers import (
 from kvbm_cli.bench.html.run_data import TIERS
 from kvbm_cli.bench.html.wording import sentence_case
 
+ARMS_RUN = {True: "at the same time", False: "one after the other"}
 PHASES = {"steady": "the steady phase", "fill": "the phase that fills the caches", "all": "all requests"}
 
 
@@ -95,15 +96,22 @@ def _scientific(value: Any) -> str | None:
     return None if amount is None else f"{amount:.2g}"
 
 
+def median_interval(cell: dict[str, Any], arm: str) -> str | None:
+    """The interval of an arm's median TTFT, which is part of its comparisons."""
+    for found in listing(cell.get("comparisons")):
+        for role in ("measured", "reference"):
+            if at(found, role) == arm:
+                return interval(at(found, "ttft_percentiles", "p50", role, "interval_95"), milliseconds)
+    return None
+
+
 def latencies(cell: dict[str, Any]) -> Markup | None:
     """Percentiles of every arm; those that the sample size does not carry are dashes."""
     arms = mapping(cell.get("arms"))
     rows = [
         (
             arm,
-            with_interval(
-                milliseconds(at(own, "ttft_ms", "p50")), interval(at(own, "ttft_ms", "p50_interval_95"), milliseconds)
-            ),
+            with_interval(milliseconds(at(own, "ttft_ms", "p50")), median_interval(cell, arm)),
             *(milliseconds(at(own, "ttft_ms", name)) for name in ("p90", "p99")),
             *(milliseconds(at(own, metric, "p50")) for metric in ("itl_ms", "tpot_ms", "end_to_end_ms")),
             count(own.get("requests")),
@@ -179,7 +187,7 @@ def plan(cell: dict[str, Any]) -> Markup | None:
         ("Sessions at a time", count(at(cell, "plan", "concurrency"))),
         ("Result is about", PHASES.get(str(at(cell, "plan", "primary")))),
         ("Duration of a run, s", decimal(at(cell, "plan", "duration_s"))),
-        ("Arms run", {True: "at the same time", False: "in turn"}.get(cell.get("interleaved") is True)),
+        ("Arms run", ARMS_RUN[cell["interleaved"] is True] if "interleaved" in cell else None),
         ("Pairs of runs", count(cell.get("pairs_done"))),
         ("Stopped early", "yes" if cell.get("stopped_early") is True else None),
         ("Plan digest", string(at(cell, "plan", "digest"))),

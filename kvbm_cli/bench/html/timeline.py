@@ -23,7 +23,7 @@ def timeline(view: CellView) -> Figure | None:
         return None
     arm = _arm_with_samples(view, pair, list(own))
     server = None if arm is None else _server(view.run_data.samples[_run_of(view, pair, arm)])
-    sources = [tier for tier in TIERS if server and server["tokens"][tier]]
+    sources = [tier for tier in TIERS if server and any(rate for _, rate in server["tokens"][tier])]
     title = "Time to first token over the run, in ms"
     note = f"Pair {pair}; one mark per request"
     if server is not None:
