@@ -258,7 +258,6 @@ def test_interrupted_run_shows_the_requests_that_it_has(small: Path) -> None:
     change_summary(
         small,
         complete=False,
-        profile=None,
         cells=[],
         arms={},
         compared=None,

@@ -15,6 +15,7 @@ from kvbm_cli.bench.html import about, cell_tables, opening
 from kvbm_cli.bench.html.figures import CellView, Figure, figures_of
 from kvbm_cli.bench.html.load_figures import costs, ladder, parts_of_time, time_models
 from kvbm_cli.bench.html.markup import Markup, element, join, json_for_script, prose
+from kvbm_cli.bench.html.numbers import string
 from kvbm_cli.bench.html.run_data import RunData
 from kvbm_cli.bench.html.timeline import timeline
 from kvbm_cli.bench.html.wording import anchor
@@ -123,7 +124,7 @@ def _cell(view: CellView, index: int, figures: FigureList) -> Markup:
     return element(
         "section",
         element("h2", cell["name"]),
-        cell_tables.comparisons(cell),
+        cell_tables.comparisons(cell, shown=string(view.run_data.summary.get("explanation"))),
         cell_tables.latencies(cell),
         element("div", drawn, class_="figures") if view.answered else element("p", "No request was answered."),
         cell_tables.prompt_sources(cell),

@@ -45,7 +45,7 @@ class RequestPoint:
 class RunData:
     """`samples` has the lines of server-metrics.jsonl by run. `notes` are what the reader must know of the files.
 
-    The summary of an interrupted run has no arms and cells. Its arms are those of plan.json, and `planned` has the
+    The summary of an interrupted run has no arms and cells. Its arms are then in plan.json, and `planned` has the
     definitions of its cells by name.
     """
 
