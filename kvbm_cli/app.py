@@ -264,11 +264,11 @@ def bench(
     json: JsonOption = False,
 ) -> int:
     """Measure an engine with and without kvbm, or compare profiles and running servers."""
+    if context.invoked_subcommand is not None:
+        return 0
     from kvbm_cli.bench import command as body
     from kvbm_cli.bench.cells import Overrides
 
-    if context.invoked_subcommand is not None:
-        return 0
     request = body.BenchRequest(
         profile=profile,
         overrides=set_ or (),
@@ -282,6 +282,51 @@ def bench(
         as_json=json,
     )
     return body.bench(request)
+
+
+@bench_app.command("trace", cls=Command)
+def bench_trace(
+    file: Annotated[Path, _argument("FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.", FILES)],
+    model: Annotated[
+        str | None, _option("--model", "MODEL", "Show capacities in bytes for this model.", _completed_by("models"))
+    ] = None,
+    bytes_per_token: Annotated[
+        str | None, _option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
+    ] = None,
+    block_tokens: Annotated[int, _option("--block-tokens", "N", "Tokens of a block that a hash id names.")] = 512,
+    time_scale: Annotated[float, _option("--time-scale", "X", "Multiply all times of the trace.")] = 1.0,
+    column: Annotated[
+        list[str] | None, _option("--column", "FIELD=NAME", "Name of a field in the file; may be repeated.")
+    ] = None,
+    turns: Annotated[
+        str, _option("--turns", "added|whole", "Lines of a session hold what the turn adds, or the whole prompt.")
+    ] = "added",
+    json: JsonOption = False,
+) -> int:
+    """Show the lengths, the sharing and the hit rates of a trace."""
+    from kvbm_cli.bench.trace.command import trace
+
+    return trace(
+        file,
+        block_tokens=block_tokens,
+        bytes_per_token=bytes_per_token,
+        model=model,
+        time_scale=time_scale,
+        columns=column or [],
+        turns=turns,
+        as_json=json,
+    )
+
+
+DirectoryArgument = Annotated[Path, _argument("DIR", "Directory of a run.", FILES)]
+
+
+@bench_app.command("report", cls=Command)
+def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
+    """Compute the summary, the report and the other files of a run again."""
+    from kvbm_cli.bench import command as body
+
+    return body.report(directory, as_json=json)
 
 
 @app.command(cls=Command)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm.errors import UsageError
+from kvbm_cli.bench.lmbenchmark.of_workload import strict_workload
 from kvbm_cli.workload.schema import Lmbenchmark, Schedule, Workload, as_definition
 
 
@@ -33,7 +34,7 @@ class Overrides:
         update: dict[str, Any] = {"schedule": schedule}
         if isinstance(workload, Lmbenchmark):
             update |= {"qps": self.rate or workload.qps, "time_s": self.duration_s or workload.time_s}
-        return workload.model_copy(update=update)
+        return strict_workload(workload.model_copy(update=update))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ from kvbm_cli.bench.compared import is_cell_tight
 from kvbm_cli.bench.comparison import Comparison
 from kvbm_cli.bench.dry_run import show_plan
 from kvbm_cli.bench.experiment import Setup, run_experiment
+from kvbm_cli.bench.formats.exports import write_exports
+from kvbm_cli.bench.html.build import build_report
 from kvbm_cli.bench.machine import machine, versions
 from kvbm_cli.bench.progress import BenchProgress
 from kvbm_cli.bench.records.bench_directory import SUMMARY, BenchDirectory, cannot_write
@@ -154,11 +156,24 @@ def measure(
 
 
 def write_results(directory: BenchDirectory, summary: dict[str, Any]) -> None:
-    """Write summary.json and everything that is derived from it."""
+    """Write summary.json, the files for other tools, and report.html."""
     try:
         directory.write_json(SUMMARY, summary)
+        write_exports(directory.path)
+        build_report(directory.path)
     except OSError as error:
         raise cannot_write(directory.path, error) from None
+
+
+def report(path: Path, *, as_json: bool) -> int:
+    """`kvbm bench report DIR`: compute the summary of the runs that have ended again, and everything that follows."""
+    directory = BenchDirectory.open(path)
+    old = directory.read_json(SUMMARY)
+    kept: dict[str, Any] = {name: old[name] for name in ("profile", "machine", "versions", "command") if name in old}
+    summary = summarise(Results.read(directory), surroundings=kept, caveats=old.get("caveats", ()))
+    write_results(directory, summary)
+    print_summary(summary, path, as_json=as_json)
+    return Verdict(summary["verdict"]).exit_code
 
 
 def print_summary(summary: dict[str, Any], path: Path, *, as_json: bool) -> None:

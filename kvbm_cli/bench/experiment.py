@@ -24,19 +24,25 @@ from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.arms import NeededRoom, OpenArm, RunningEngine, running_server
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.client.drive import DriveResult, drive
+from kvbm_cli.bench.client.health import ClientHealth, HealthMonitor
 from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Comparison, RunGroup, groups
+from kvbm_cli.bench.lmbenchmark.driver import run_faithful
+from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
+from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
 from kvbm_cli.bench.records.bench_directory import PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.server_metrics.sampler import Sampler
 from kvbm_cli.bench.server_metrics.server_summary import ServerSummary, summarise
 from kvbm_cli.bench.workload.plan import Plan
+from kvbm_cli.workload.schema import Lmbenchmark
 
 FORMAT = 2
 SMALLEST_PAIRS = 2
 SMALLEST_ROOM_TOKENS = 8192
 SERVER_METRICS = "server-metrics.jsonl"
+FAITHFUL_CSV = "lmbenchmark.csv"
 
 
 class ExperimentProgress(Protocol):
@@ -116,6 +122,15 @@ class _GroupOfRuns:
     place: str
 
 
+@dataclass(frozen=True, slots=True)
+class FaithfulFacts:
+    """Of a faithful run, what DriveResult has of others."""
+
+    started_unix_s: float
+    duration_s: float
+    health: ClientHealth
+
+
 class _Experiment:
     def __init__(
         self, setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress, done: set[str]
@@ -125,7 +140,8 @@ class _Experiment:
         self._startup_s: float | None = None
 
     def run(self) -> None:
-        self._prepare([cell for cell in self._setup.cells if not self._is_planned(cell)])
+        planned = [cell for cell in self._setup.cells if not cell.is_faithful]
+        self._prepare([cell for cell in planned if not self._is_planned(cell)])
         for cell in self._setup.cells:
             self._run_cell(cell)
 
@@ -178,7 +194,11 @@ class _Experiment:
                 self._progress.phase(f"{cell.name}: the interval is tight after {group.pair - 1} pairs")
                 return
             place = f"{cell.name}, run {position} of {len(order)}"
-            self._run_group(_GroupOfRuns(cell, group.pair, runs, position, place))
+            started = _GroupOfRuns(cell, group.pair, runs, position, place)
+            if cell.is_faithful:
+                self._run_faithful(started)
+            else:
+                self._run_group(started)
 
     def _is_tight(self, cell: Cell) -> bool:
         records = self._directory.records()
@@ -197,6 +217,33 @@ class _Experiment:
             result, servers = self._measured(engines, group, plan)
             for name, engine in engines.items():
                 self._directory.append(RUNS, _run_line(name, engine, group, result, servers[name]))
+
+    def _run_faithful(self, group: _GroupOfRuns) -> None:
+        """Run LMBenchmark's own schedule against one arm; its history is live, so there is no plan."""
+        ((name, run),) = group.runs.items()
+        workload = group.cell.workload
+        assert isinstance(workload, Lmbenchmark)
+        self._progress.phase(f"{group.place}: starting {name}", expected_s=self._startup_s)
+        room = NeededRoom(SMALLEST_ROOM_TOKENS, 1)
+        with self._engines(name, self._directory.run(run), room) as engine:
+            self._startup_s = engine.startup_s
+            self._progress.phase(f"{group.place}: {name}, as LMBenchmark does it")
+            target = _target(group, name, engine)
+            path = self._directory.run(run) / SERVER_METRICS
+            monitor = HealthMonitor()
+            with _sampler(path, engine, time.perf_counter_ns()):
+                result = asyncio.run(self._faithful(workload, target, engine.model, monitor))
+            health = ClientHealth.of([monitor.result()], result.records)
+            facts = FaithfulFacts(result.started_unix_s, result.duration_s, health)
+            (self._directory.run(run) / FAITHFUL_CSV).write_text(result.csv, encoding="utf-8")
+            line = _run_line(name, engine, group, facts, summarise(path))
+            self._directory.append(RUNS, {**line, "notes": list(result.notes)})
+
+    async def _faithful(
+        self, workload: Lmbenchmark, target: Target, model: str, monitor: HealthMonitor
+    ) -> FaithfulResult:
+        async with monitor.running():
+            return await run_faithful(faithful_parameters(workload), target, model=model, on_record=self._keep_record)
 
     def _started(
         self, stack: ExitStack, name: str, group: _GroupOfRuns, plan: Plan, *, can_reset: bool
@@ -222,16 +269,7 @@ class _Experiment:
                 stack.enter_context(_sampler(files[name], engine, start_ns))
             offset_s = (plan.launches.interval_s or 0.0) / len(engines)
             targets = [
-                Target(
-                    run=group.runs[name],
-                    arm=name,
-                    cell=group.cell.name,
-                    pair=group.pair,
-                    base_url=engine.base_url,
-                    headers=engine.headers,
-                    offset_s=number * offset_s,
-                    has_ended=engine.has_ended,
-                )
+                _target(group, name, engine, offset_s=number * offset_s)
                 for number, (name, engine) in enumerate(engines.items())
             ]
             result = asyncio.run(drive(plan, targets, on_record=self._keep_record))
@@ -240,6 +278,19 @@ class _Experiment:
     def _keep_record(self, record: RequestRecord) -> None:
         self._directory.append(REQUESTS, record.to_json())
         self._progress.request_ended(record)
+
+
+def _target(group: _GroupOfRuns, name: str, engine: RunningEngine, *, offset_s: float = 0.0) -> Target:
+    return Target(
+        run=group.runs[name],
+        arm=name,
+        cell=group.cell.name,
+        pair=group.pair,
+        base_url=engine.base_url,
+        headers=engine.headers,
+        offset_s=offset_s,
+        has_ended=engine.has_ended,
+    )
 
 
 def _room(cells: Sequence[Cell]) -> NeededRoom:
@@ -260,7 +311,7 @@ def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContex
 
 
 def _run_line(
-    name: str, engine: RunningEngine, group: _GroupOfRuns, result: DriveResult, server: ServerSummary
+    name: str, engine: RunningEngine, group: _GroupOfRuns, result: DriveResult | FaithfulFacts, server: ServerSummary
 ) -> dict[str, Any]:
     return {
         "run": group.runs[name],

@@ -37,7 +37,8 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
         console.print(Text(f"hint: {summary['hint']}"))
     for caveat in [*summary["caveats"], *_caveats_of_cells(summary)]:
         console.print(Padding(Text(f"note: {caveat}", style="dim"), (0, 0, 0, 2)))
-    console.print(f"\nevery request: {printable(os.fspath(directory))}", highlight=False, soft_wrap=True)
+    path = printable(os.fspath(directory))
+    console.print(f"\nreport: {path}/report.html\nevery request: {path}", highlight=False, soft_wrap=True)
 
 
 def _caveats_of_cells(summary: Mapping[str, Any]) -> list[str]:

@@ -32,8 +32,8 @@ class MetricsServerForTests:
                 if pages.hangs:
                     released.wait(60)
                     return
-                time.sleep(pages.delay_s)
                 body = pages.text if isinstance(pages.text, bytes) else pages.text.encode()
+                time.sleep(pages.delay_s)
                 self.send_response(pages.status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

@@ -122,9 +122,9 @@ def test_without_a_possible_gain_there_is_no_share():
 @pytest.mark.parametrize("percent", [50, 90])
 def test_intervals_of_differences_hold_zero_for_equal_arms(percent):
     held = 0
-    for seed in range(100):
+    for seed in range(60):
         reference, measured = arms(bench_statistics.Case(), seed)
         one = compare_percentiles(reference, measured, run_deviation=0.03, draws=200)[percent]
         assert one is not None
         held += one.difference.low <= 0 <= one.difference.high
-    assert held >= 90
+    assert held >= 54

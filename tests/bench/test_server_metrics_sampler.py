@@ -72,11 +72,11 @@ def test_first_sample_is_written_before_the_run_and_the_last_one_after_it(server
 
 
 def test_samples_follow_the_interval_and_count_from_the_start_of_the_run(server, path):
-    start_ns = time.perf_counter_ns() + 10**9  # the run starts later than the sampler
+    start_ns = time.perf_counter_ns() + 60 * 10**9  # the run starts later than the sampler
     with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S, start_ns=start_ns):
         time.sleep(10.5 * INTERVAL_S)
     times = [line["t_ms"] for line in lines(path)]
-    assert -1000 < times[0] < 0
+    assert -60_000 < times[0] < 0
     assert 4 <= len(times) <= 13  # 12 on an idle machine
     assert times == sorted(times)
     assert times[-1] - times[0] > 1e3 * 10 * INTERVAL_S
@@ -90,6 +90,24 @@ def test_a_page_that_takes_longer_than_the_interval_does_not_pile_up(server, pat
     assert all("error" not in line for line in found)
     assert 3 <= len(found) <= 8
     assert server.pages.requests <= len(found) + 1
+
+
+def test_one_slow_page_is_not_followed_by_a_burst(server, path):
+    with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
+        server.pages.delay_s = 8 * INTERVAL_S
+        wait_until(lambda: server.pages.requests >= 2)
+        server.pages.delay_s = 0
+        time.sleep(13 * INTERVAL_S)
+    assert len(lines(path)) <= 10  # 8 missed samples are not made up for
+
+
+def test_an_answer_to_an_earlier_sample_is_ignored(server, path):
+    with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
+        server.pages.text, server.pages.delay_s = page(2), 0.6
+        wait_until(lambda: server.pages.requests >= 2)
+        time.sleep(0.3)
+        server.pages.text = page(5)
+    assert lines(path)[-1]["prompt_tokens"]["g1"] == 5
 
 
 def test_a_server_that_dies_leaves_lines_with_an_error(server, path):
@@ -119,7 +137,7 @@ def test_a_server_that_hangs_delays_neither_the_start_nor_the_end(server, path):
     started = time.monotonic()
     sampler = Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S)
     try:
-        assert time.monotonic() - started < INTERVAL_S + 1.0 + 2.0
+        assert time.monotonic() - started < 10  # 1.5 s on an idle machine
         assert "no complete answer" in lines(path)[0]["error"]
         time.sleep(0.3)  # it waits for the next answer
     finally:
@@ -127,8 +145,18 @@ def test_a_server_that_hangs_delays_neither_the_start_nor_the_end(server, path):
         sampler.stop()
     assert time.monotonic() - stopping < 3.0
     assert sampler.failure is None
-    assert [line["took_ms"] < 1e3 * (INTERVAL_S + 1.5) for line in lines(path)] == [True] * len(lines(path))
+    assert max(line["took_ms"] for line in lines(path)) < 1e3 * (INTERVAL_S + 3)  # 1.1 s on an idle machine
     assert summarise(path).caveats[-1] == "the server reported no metrics"
+
+
+def test_a_sample_that_waits_does_not_delay_the_end(server, path):
+    with Sampler.start(path, base_url=server.url, interval_s=1.5) as sampler:
+        server.pages.hangs = True
+        wait_until(lambda: server.pages.requests >= 2)  # this sample may take 2.5 s
+        stopping = time.monotonic()
+    assert time.monotonic() - stopping < 2.4
+    assert sampler.failure is None
+    assert ["error" in line for line in lines(path)] == [False, True]
 
 
 def test_a_page_that_hangs_does_not_delay_the_other_one(server, path):
@@ -171,26 +199,34 @@ def test_damaged_series_are_left_out(server, path):
 def test_headers_are_sent_but_no_user_sees_them(server, path):
     with Sampler.start(path, base_url=server.url, headers={"X-Secret": "0123456789"}) as sampler:
         command = Path(f"/proc/{sampler.pid}/cmdline").read_bytes()
+        assert os.getpgid(sampler.pid) == sampler.pid  # Ctrl-C in a terminal does not end it before its last sample
     assert server.pages.headers["X-Secret"] == "0123456789"
     assert b"0123456789" not in command
     assert "0123456789" not in path.read_text()
 
 
-def test_the_sampler_ends_with_its_parent(server, path):
+@pytest.mark.parametrize("has_heir", [False, True], ids=["", "another process holds its input open"])
+def test_the_sampler_ends_with_its_parent(server, path, has_heir):
     code = (
-        "import sys, time; from pathlib import Path; from kvbm_cli.bench.server_metrics.sampler import Sampler\n"
+        "import os, sys, time; from pathlib import Path; from kvbm_cli.bench.server_metrics.sampler import Sampler\n"
         f"sampler = Sampler.start(Path({str(path)!r}), base_url={server.url!r}, interval_s=0.1)\n"
-        "print(sampler.pid, flush=True); time.sleep(60)"
+        f"heir = os.fork() if {has_heir} else 0\n"
+        f"if heir or not {has_heir}: print(sampler.pid, heir, flush=True)\n"
+        "time.sleep(20)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert parent.stdout is not None
+    pid, heir = map(int, parent.stdout.readline().split())
     try:
-        pid = int(parent.stdout.readline())
-        assert Path(f"/proc/{pid}/status").exists()
+        assert is_alive(pid)
+        parent.kill()
+        wait_until(lambda: not is_alive(pid))
+        assert not has_heir or is_alive(heir)
     finally:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-        parent.stdout.close()
-    wait_until(lambda: not is_alive(pid))
+        if has_heir:
+            os.kill(heir, signal.SIGKILL)
+        parent.kill()
+        parent.communicate()
     assert all("error" not in line for line in lines(path))
 
 

@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.server_metrics.engine_readers import NAMES, read_counters, read_facts, read_gauges, started_s
+from kvbm.metrics import COUNTERS as KVBM_METRICS
+from kvbm_cli.bench.server_metrics.engine_readers import (
+    COUNTERS,
+    NAMES,
+    read_counters,
+    read_facts,
+    read_gauges,
+    started_s,
+)
 from kvbm_cli.bench.server_metrics.metrics_page import MetricsPage
 from kvbm_cli.bench.server_metrics.prompt_tokens import prompt_tokens_by_tier
 from kvbm_cli.bench.server_metrics.sample_line import SampleLine
@@ -71,10 +79,8 @@ def test_embedded_engine():
 
 
 def test_every_counter_of_kvbm_is_summarised():
-    from kvbm.metrics import COUNTERS
-
     summary = summary_of([sample(saved("vllm-kvbm-start")), sample(saved("vllm-kvbm-end"))])
-    assert {*summary.kvbm_counters, *summary.kvbm_states} == {*COUNTERS, "kvbm_disk_write_amplification"}
+    assert {*summary.kvbm_counters, *summary.kvbm_states} == {*KVBM_METRICS, "kvbm_disk_write_amplification"}
 
 
 def test_tiers_of_vllm_itself():
@@ -280,3 +286,20 @@ def test_a_page_of_10_000_lines_costs_little():
     page = parsed("\n".join([*lines, *kvbm]))
     assert time.thread_time() - started < 0.2  # 0.02 s on an idle machine
     assert read_counters(page)["evictions"] == 1_000
+
+
+def test_every_counter_and_source_is_documented():
+    lines = (Path(__file__).parents[2] / "docs/reference/server-metrics.md").read_text().splitlines()
+    rows = {line.split("`")[1]: line for line in lines if line.count("|") == 6 and line.startswith("| `")}
+    for name, sources in COUNTERS.items():
+        for source in sources:
+            labels = ",".join(f'{label}="{value}"' for label, value in source.labels)
+            series = f"`{source.metric}{{{labels}}}`" if labels else f"`{source.metric}`"
+            assert series in rows[name], (name, source)
+
+
+def test_every_key_of_a_sample_and_of_the_summary_is_documented():
+    text = (Path(__file__).parents[2] / "docs/reference/server-metrics.md").read_text()
+    samples = [sample(saved("embedded-start"), error="refused"), sample(saved("embedded-end"))]
+    for name in (*samples[0].to_json(), *summary_of(samples).to_json()):
+        assert f"`{name}`" in text, name

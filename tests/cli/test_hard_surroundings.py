@@ -15,6 +15,7 @@ from statistics import median
 
 import pytest
 from bench_rig import WORKLOAD, MockEngines
+from kvbm_cli.bench.output_directory import OutputDirectory
 from terminal import PROGRAM, environment
 from test_bench_command import measure, summary_of
 from test_bench_verdict import GOOD
@@ -23,7 +24,6 @@ from test_serve import home, serving  # noqa: F401
 from kvbm.embedded.http.server import Server
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.bench.analysis.paired import paired_ratio
-from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.bench.verdict import Verdict, judge
 from kvbm_cli.engine.process import _open_log
 

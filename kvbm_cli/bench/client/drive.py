@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from kvbm_cli.bench.client.health import ClientHealth, HealthMonitor, ProcessHealth
-from kvbm_cli.bench.client.launcher import Launcher, Part
-from kvbm_cli.bench.client.request import Target, open_session
+from kvbm_cli.bench.client.drive_part import drive_part
+from kvbm_cli.bench.client.health import ClientHealth, ProcessHealth
+from kvbm_cli.bench.client.launcher import OnRecord, Part
+from kvbm_cli.bench.client.request import Target
+from kvbm_cli.bench.client.workers import WorkerCount, parts_of, started_workers, worker_count
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan
-
-OnRecord = Callable[[RequestRecord], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +27,13 @@ class DriveResult:
     duration_s: float
 
 
-async def drive(plan: Plan, targets: Sequence[Target], *, on_record: OnRecord) -> DriveResult:
+async def drive(
+    plan: Plan, targets: Sequence[Target], *, on_record: OnRecord, workers: WorkerCount = "auto"
+) -> DriveResult:
     """Send the whole plan to every target. When an engine ends, its open requests fail at once.
 
-    `on_record` gets each record when its request has ended, in this event loop.
+    `on_record` gets each record when its request has ended, in this event loop. With more than one worker, other
+    processes send the requests, and records arrive up to 0.1 s later.
     """
     import aiohttp  # noqa: F401  it takes 0.3 s, which must not pass after the start
 
@@ -42,30 +43,37 @@ async def drive(plan: Plan, targets: Sequence[Target], *, on_record: OnRecord) -
         records[record.run].append(record)
         on_record(record)
 
-    part = Part(plan.requests, plan.launches, plan.request_timeout_s, plan.launches.concurrency)
-    start_ns = time.perf_counter_ns() + round(part.lead_s() * 1e9)
-    started_unix_s = time.time() + (start_ns - time.perf_counter_ns()) / 1e9
-    processes = [await drive_part(part, targets, start_ns, take)]
-    duration_s = (time.perf_counter_ns() - start_ns) / 1e9
+    parts = parts_of(plan, worker_count(plan, len(targets), workers))
+    if len(parts) == 1:
+        start = _Start.after(parts)
+        processes = [await drive_part(parts[0], targets, start.ns, take)]
+        duration_s = start.elapsed_s()
+    else:
+        async with started_workers(parts, targets) as workers_ready:
+            start = _Start.after(parts)
+            processes = await workers_ready.drive(start.ns, take)
+            duration_s = start.elapsed_s()
+    return _result(records, processes, start, duration_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    ns: int
+    unix_s: float
+
+    @classmethod
+    def after(cls, parts: Sequence[Part]) -> _Start:
+        """Soon, but after the time that the parts need for their first launches."""
+        ns = time.perf_counter_ns() + round(max(part.lead_s() for part in parts) * 1e9)
+        return cls(ns, time.time() + (ns - time.perf_counter_ns()) / 1e9)
+
+    def elapsed_s(self) -> float:
+        return (time.perf_counter_ns() - self.ns) / 1e9
+
+
+def _result(
+    records: dict[str, list[RequestRecord]], processes: Sequence[ProcessHealth], start: _Start, duration_s: float
+) -> DriveResult:
     ordered = {run: tuple(sorted(of_run, key=lambda record: record.index)) for run, of_run in records.items()}
     health = ClientHealth.of(processes, (record for of_run in ordered.values() for record in of_run))
-    return DriveResult(ordered, health, started_unix_s, start_ns, duration_s)
-
-
-async def drive_part(part: Part, targets: Sequence[Target], start_ns: int, on_record: OnRecord) -> ProcessHealth:
-    """Send a part of a plan from this process. The first target's schedule starts at `start_ns`."""
-    monitor = HealthMonitor()
-    async with open_session() as session, monitor.running():
-        await _all([Launcher(part, target, session, start_ns, on_record).run() for target in targets])
-    return monitor.result()
-
-
-async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all calls. If one fails, end the others before its exception is raised."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return DriveResult(ordered, health, start.unix_s, start.ns, duration_s)

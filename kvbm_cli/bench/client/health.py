@@ -99,7 +99,7 @@ class HealthMonitor:
             cpu_share=self._cpu_s / self._duration_s,
             loop_lag_p50_ms=_percentile(lags, 0.5),
             loop_lag_p99_ms=_percentile(lags, 0.99),
-            loop_lag_max_ms=lags[-1],
+            loop_lag_max_ms=round(lags[-1], 4),
             garbage_objects=self._garbage_objects,
         )
 

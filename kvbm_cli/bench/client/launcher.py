@@ -36,6 +36,7 @@ ENCODE_S_PER_TOKEN = 3e-7  # three times the usual time
 EARLY_ENCODE_DELAY_S = 0.005
 ENGINE_ENDED = "the engine ended"
 
+
 OnRecord = Callable[[RequestRecord], None]
 
 

@@ -98,7 +98,7 @@ def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
     found: list[Markup] = []
     if mean := ratio(paired.get("geometric_mean")):
         ends = interval(paired.get("interval_95"))
-        sizes = [_counted(paired.get(name), name) for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
+        sizes = [_counted(paired[name], name) for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
         counted = f"; {', '.join(sizes)}" if sizes else ""
         found.append(
             _fact(f"{mean}×", f"speed-up of the time to first token, geometric mean of pairs ({_ends(ends)}{counted})")

@@ -41,7 +41,7 @@ def _source(metric: str, **labels: str) -> MetricSource:
 COUNTERS = MappingProxyType(
     {
         "prompt_tokens": (_source("vllm:prompt_tokens"), _source("sglang:prompt_tokens")),
-        "g1_tokens": (
+        "device_hit_tokens": (
             _source("vllm:prompt_tokens_by_source", source="local_cache_hit"),
             _source("sglang:cached_tokens", cache_source="device"),
         ),

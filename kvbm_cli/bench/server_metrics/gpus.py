@@ -35,9 +35,8 @@ class Gpus:
             return []
         nvml = self._nvml
         count = self._ask(nvml.nvmlDeviceGetCount) or 0
-        handles = [
-            (index, handle) for index in range(count) if (handle := self._ask(nvml.nvmlDeviceGetHandleByIndex, index))
-        ]
+        asked = [(index, self._ask(nvml.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
+        handles = [(index, handle) for index, handle in asked if handle is not None]
         used = [(index, handle) for index, handle in handles if self._processes(handle) & set(pids)]
         return [self._state(index, handle) for index, handle in used or handles]
 

@@ -14,8 +14,8 @@ def prompt_tokens_by_tier(counters: Mapping[str, float]) -> dict[str, int | None
     """
     if "external_tokens" in counters:
         return _from_external(counters)
-    if "g1_tokens" in counters and "prompt_tokens" in counters:  # SGLang: by tier, without the computed tokens
-        found = [round(counters.get(name, 0)) for name in ("g1_tokens", "host_hit_tokens", "disk_hit_tokens")]
+    if "device_hit_tokens" in counters and "prompt_tokens" in counters:  # SGLang: by tier, without the computed tokens
+        found = [round(counters.get(name, 0)) for name in ("device_hit_tokens", "host_hit_tokens", "disk_hit_tokens")]
         return dict(zip(TIERS, (*found, max(0, round(counters["prompt_tokens"]) - sum(found))), strict=True))
     return None
 
@@ -25,8 +25,8 @@ def _from_external(counters: Mapping[str, float]) -> dict[str, int | None]:
     external = round(counters["external_tokens"])
     disk = _disk_tokens(counters, external)
     g3 = None if disk is None else min(disk, external)
-    values = (round(counters.get("g1_tokens", 0)), external - (g3 or 0), g3, round(counters.get("computed_tokens", 0)))
-    return dict(zip(TIERS, values, strict=True))
+    g1, computed = (round(counters.get(name, 0)) for name in ("device_hit_tokens", "computed_tokens"))
+    return {"g1": g1, "g2": external - (g3 or 0), "g3": g3, "computed": computed}
 
 
 def _disk_tokens(counters: Mapping[str, float], external: int) -> int | None:

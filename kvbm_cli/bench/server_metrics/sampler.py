@@ -97,17 +97,15 @@ class Sampler:
         stdin, stdout, stderr = self._pipes()
         if stderr.closed:
             return
-        has_ended = self._child.poll() is not None
         with contextlib.suppress(BrokenPipeError):
             stdin.close()
         try:
-            self._child.wait(STOP_TIMEOUT_S)
+            if code := self._child.wait(STOP_TIMEOUT_S):
+                self.failure = f"the sampler ended with exit code {code}: {_last_line(stderr)}"
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
             self.failure = f"the sampler did not end within {STOP_TIMEOUT_S:g} s"
-        if has_ended or self._child.returncode > 0:
-            self.failure = f"the sampler ended with exit code {self._child.returncode}: {_last_line(stderr)}"
         stdout.close()
         stderr.close()
 

@@ -265,7 +265,7 @@ def _planned(
         answer=answers[index] if answers else None,
         path=one.path,
         parts=() if one.body is not None else parts,
-        fields=tuple(body.items()),
+        fields=tuple({**body, **dict(one.extra)}.items()),
     )
 
 

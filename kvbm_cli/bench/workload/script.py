@@ -42,7 +42,7 @@ class ScriptedRequest:
     """`turn` counts from 1 in its session. `after` are indices of requests that must have ended, `delay_s` before.
 
     `at_s` is a launch time that the workload fixes, as a trace does. `body` is a whole body that the workload fixes,
-    without the model; it then replaces the parts.
+    without the model; it then replaces the parts. `extra` are further fields of the body.
     """
 
     session: int
@@ -55,6 +55,7 @@ class ScriptedRequest:
     path: str = "/v1/completions"
     body: tuple[tuple[str, object], ...] | None = None
     phase: Phase = Phase.COLD
+    extra: tuple[tuple[str, object], ...] = ()
 
     @property
     def prompt_token_count(self) -> int:
@@ -96,8 +97,8 @@ def _with_phases(
     """`reused` has the tokens of each prompt that were sent before, and that were not."""
     sent = 0
     for request, (old, new) in zip(requests, reused, strict=True):
-        if request.body is not None:
-            yield request  # its builder set the phase: a fixed body has no parts
+        if request.body is not None and not request.parts:
+            yield request  # its builder set the phase
             continue
         phase = Phase.COLD if old < new else Phase.FILL if 2 * sent < token_count else Phase.STEADY
         sent += new
