@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.show_error import coloured
 

@@ -1,0 +1,231 @@
+"""Worker processes of the load client, for plans that keep one core too busy.
+
+Each worker sends a part of the plan to all targets, at times of the same clock: `time.perf_counter_ns` is the
+monotonic clock of the machine. Sessions that await each other stay together, and the concurrency is divided. Workers
+end with this process. If a worker ends early, the whole drive fails: a part of the load would be missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm_cli.bench.client.channel import encoded, read_message
+from kvbm_cli.bench.client.grouping import linked_groups
+from kvbm_cli.bench.client.health import ProcessHealth
+from kvbm_cli.bench.client.launcher import WATCH_INTERVAL_S, Part
+from kvbm_cli.bench.client.request import Target
+from kvbm_cli.bench.client.together import together
+from kvbm_cli.bench.client.worker import READY
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.workload.plan import Plan, PlannedRequest
+from kvbm_cli.system import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMAND = (sys.executable, "-P", "-m", "kvbm_cli.bench.client.worker")
+START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 5.0
+
+# Load of one core, measured by bench/client/overhead.py.
+REQUEST_S = 0.00035
+CHUNK_S = 0.00008
+PROMPT_TOKEN_S = 1.5e-7
+LARGEST_LOAD = 0.5
+ASSUMED_TOKENS_PER_S = 50.0  # per session of a closed loop
+ASSUMED_TOKENS = 128  # of an answer without a limit
+WINDOW_S = 10.0
+
+WorkerCount = int | Literal["auto"]
+
+
+def worker_count(plan: Plan, target_count: int, wanted: WorkerCount) -> int:
+    """How many processes send the plan; 1 is this process. There is at most one per group of sessions."""
+    if wanted != "auto" and wanted < 1:
+        raise UsageError(f"{wanted} worker processes: at least 1 is required")
+    count = wanted if wanted != "auto" else min(_cores(), math.ceil(estimated_load(plan, target_count) / LARGEST_LOAD))
+    concurrency = plan.launches.concurrency or count
+    return max(1, min(count, concurrency, len(linked_groups(plan.requests)) if count > 1 else 1))
+
+
+def estimated_load(plan: Plan, target_count: int) -> float:
+    """The share of one core that the plan takes in its busiest 10 s, if the engines keep up."""
+    costs_s = [
+        REQUEST_S + CHUNK_S * (request.answer_tokens or ASSUMED_TOKENS) + PROMPT_TOKEN_S * (request.prompt_tokens or 0)
+        for request in plan.requests
+    ]
+    timed = sorted((request.intended_s, costs_s[i]) for i, request in enumerate(plan.requests) if request.intended_s)
+    return target_count * max(_busiest(timed), _closed_loop_load(plan, costs_s))
+
+
+def _busiest(timed: Sequence[tuple[float, float]]) -> float:
+    """The largest load of any window of the timed requests."""
+    largest = inside = 0.0
+    first = 0
+    for at_s, cost_s in timed:
+        inside += cost_s
+        while timed[first][0] <= at_s - WINDOW_S:
+            inside -= timed[first][1]
+            first += 1
+        largest = max(largest, inside)
+    return largest / min(WINDOW_S, max(1.0, timed[-1][0])) if timed else 0.0
+
+
+def _closed_loop_load(plan: Plan, costs_s: Sequence[float]) -> float:
+    """Sessions in flight, each with the assumed speed of answers."""
+    closed = [i for i, request in enumerate(plan.requests) if request.intended_s is None]
+    if not closed:
+        return 0.0
+    tokens = sum(plan.requests[i].answer_tokens or ASSUMED_TOKENS for i in closed)
+    sessions = len({plan.requests[i].session for i in closed})
+    in_flight = min(sessions, plan.launches.concurrency or sessions)
+    return in_flight * ASSUMED_TOKENS_PER_S / tokens * sum(costs_s[i] for i in closed)
+
+
+def parts_of(plan: Plan, count: int) -> list[Part]:
+    """Divides the plan into parts of about equal work."""
+    sent: list[list[PlannedRequest]] = [[] for _ in range(count)]
+    work = [0] * count
+    for group in linked_groups(plan.requests):
+        lightest = work.index(min(work))
+        sent[lightest] += group
+        work[lightest] += sum(8 + (request.answer_tokens or ASSUMED_TOKENS) for request in group)
+    parts = []
+    for number, requests in enumerate(sent):
+        whole = plan.launches.concurrency
+        concurrency = None if whole is None else whole // count + (number < whole % count)
+        requests.sort(key=lambda request: request.index)
+        parts.append(Part(tuple(requests), plan.launches, plan.request_timeout_s, concurrency))
+    return parts
+
+
+class WorkerProcesses:
+    """Started workers that have their parts and wait for the start."""
+
+    def __init__(self, children: Sequence[asyncio.subprocess.Process], targets: Sequence[Target]) -> None:
+        self._children = children
+        self._targets = targets
+
+    async def drive(self, start_ns: int, on_record: Callable[[RequestRecord], None]) -> list[ProcessHealth]:
+        """Hand over each record as it arrives. EnvironmentProblem if a worker ends early."""
+        for number in range(len(self._children)):
+            self._send(number, start_ns)
+        watcher = asyncio.create_task(self._watch_engines())
+        try:
+            return await together(self._read(number, on_record) for number in range(len(self._children)))
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+
+    async def prepare(self, parts: Sequence[Part]) -> None:
+        targets = [replace(target, has_ended=_never) for target in self._targets]
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await together(self._hand_over(number, part, targets) for number, part in enumerate(parts))
+        except TimeoutError:
+            raise EnvironmentProblem(f"load workers were not ready within {START_TIMEOUT_S:.0f} s") from None
+
+    async def _hand_over(self, number: int, part: Part, targets: Sequence[Target]) -> None:
+        stdin = self._children[number].stdin
+        assert stdin is not None
+        with contextlib.suppress(ConnectionError):  # the worker has ended, which _receive reports
+            stdin.write(encoded((part, targets)))
+            await stdin.drain()
+        ready = await self._receive(number)
+        assert ready == READY, ready
+
+    async def _read(self, number: int, on_record: Callable[[RequestRecord], None]) -> ProcessHealth:
+        while True:
+            message = await self._receive(number)
+            if isinstance(message, ProcessHealth):
+                return message
+            for record in message:
+                on_record(record)
+
+    async def _receive(self, number: int) -> Any:
+        stdout = self._children[number].stdout
+        assert stdout is not None
+        try:
+            return await read_message(stdout)
+        except asyncio.IncompleteReadError:
+            raise EnvironmentProblem(await self._end_of(number)) from None
+
+    async def _end_of(self, number: int) -> str:
+        child = self._children[number]
+        assert child.stderr is not None
+        lines = (await child.stderr.read()).decode(errors="replace").strip().splitlines()
+        status = await child.wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        reason = f": {lines[-1]}" if lines else ""
+        return f"load worker {number + 1} of {len(self._children)} (pid {child.pid}) {how} before its requests{reason}"
+
+    def _send(self, number: int, message: object) -> None:
+        stdin = self._children[number].stdin
+        assert stdin is not None
+        if not stdin.is_closing():
+            stdin.write(encoded(message))
+
+    async def _watch_engines(self) -> None:
+        ended: set[int] = set()
+        while True:
+            for position, target in enumerate(self._targets):
+                if position not in ended and target.has_ended():
+                    ended.add(position)
+                    for number in range(len(self._children)):
+                        self._send(number, position)
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+
+@contextlib.asynccontextmanager
+async def started_workers(parts: Sequence[Part], targets: Sequence[Target]) -> AsyncIterator[WorkerProcesses]:
+    """One worker per part, ready to start. They are killed at the end, if they still run."""
+    children: list[asyncio.subprocess.Process] = []
+    try:
+        for _ in parts:
+            children.append(await _started())
+        workers = WorkerProcesses(children, targets)
+        await workers.prepare(parts)
+        yield workers
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+        await asyncio.gather(*(_ended(child) for child in children))
+
+
+async def _started() -> asyncio.subprocess.Process:
+    """A worker in its own session, so that Ctrl-C reaches only this process."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return await asyncio.create_subprocess_exec(
+        *die_with_parent.command_line(COMMAND),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+        start_new_session=True,
+        limit=1 << 24,
+    )
+
+
+async def _ended(child: asyncio.subprocess.Process) -> None:
+    assert child.stdin is not None
+    child.stdin.close()
+    with contextlib.suppress(TimeoutError):  # one that hangs in the kernel cannot end
+        async with asyncio.timeout(END_TIMEOUT_S):
+            await child.communicate()
+
+
+def _never() -> bool:
+    return False
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

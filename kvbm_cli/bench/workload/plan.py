@@ -1,0 +1,282 @@
+"""Plan: the requests of a run, byte for byte, with their launch times; equal for all arms.
+
+A request is launched at `intended_s`, or when all requests in `after` have ended and `delay_s` has passed, whichever is
+later. At a fixed interval (open loop), `after` is empty: a slow engine does not slow down its own load. With
+`concurrency`, the first request of a session also waits until fewer sessions are in flight. Bodies are encoded shortly
+before the launch, because those of a long trace do not fit into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_cli.bench.workload.content import Content
+from kvbm_cli.bench.workload.script import AnswerOf, Phase, Script, ScriptedRequest
+
+LOGPROBS = 0  # of the sampled token only
+COMPLETIONS = "/v1/completions"
+WARMUP_ANSWER_TOKENS = 2
+_PLAIN = (
+    *("index", "session", "turn", "intended_s", "after", "delay_s"),
+    *("prompt_tokens", "answer_tokens", "path"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What the server understands beyond OpenAI's API. All arms of a run get the same bodies."""
+
+    model: str
+    has_token_ids: bool = True
+    has_ignore_eos: bool = True
+    has_usage: bool = True
+
+    def fields(self, answer_tokens: int | None) -> dict[str, Any]:
+        """The fields of a greedy, streamed request without its prompt."""
+        fields: dict[str, Any] = {"model": self.model, "temperature": 0.0, "stream": True}
+        if self.has_usage:
+            fields["stream_options"] = {"include_usage": True}
+        if answer_tokens is not None:
+            fields["max_tokens"] = answer_tokens
+            if self.has_ignore_eos:
+                fields |= {"min_tokens": answer_tokens, "ignore_eos": True}
+        if self.has_token_ids:
+            fields |= {"logprobs": LOGPROBS, "return_token_ids": True}
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAnswer:
+    """An answer of the recording: token ids, or text from a server without them. `logprobs` has one value per token, or
+    none if the engine sends none."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    text: str = ""
+
+    @property
+    def content(self) -> Content:
+        return self.token_ids or self.text
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request, sent once per run. `intended_s` counts from the start of the run, `None` in a closed loop.
+
+    `parts` are the prompt; `prompt_tokens` is its exact length, `None` for text. `answer` is the recorded one, if any.
+    """
+
+    index: int
+    session: int
+    turn: int
+    phase: Phase
+    intended_s: float | None
+    after: tuple[int, ...]
+    delay_s: float
+    prompt_tokens: int | None
+    answer_tokens: int | None
+    answer: RecordedAnswer | None
+    path: str
+    parts: tuple[Content, ...]
+    fields: tuple[tuple[str, object], ...]
+
+    @property
+    def prompt(self) -> Sequence[int] | str:
+        if any(isinstance(part, str) for part in self.parts):
+            return "".join(part for part in self.parts if isinstance(part, str))
+        return [token for part in self.parts for token in part if isinstance(token, int)]
+
+    def encode(self) -> bytes:
+        """The body. It takes about a millisecond for 10,000 tokens."""
+        prompt = {"prompt": self.prompt} if self.parts else {}
+        return json.dumps({**prompt, **dict(self.fields)}, separators=(",", ":")).encode()
+
+    def to_json(self, contents: Mapping[int, int]) -> dict[str, Any]:
+        """`contents` has the number of each part by its identity."""
+        answer = self.answer and [self.answer.token_ids, self.answer.logprobs, self.answer.text]
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "phase": self.phase.value,
+            "answer": answer,
+            "parts": [contents[id(part)] for part in self.parts],
+            "fields": dict(self.fields),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], contents: Sequence[Content]) -> PlannedRequest:
+        plain = {name: data[name] for name in _PLAIN}
+        return cls(
+            **{**plain, "after": tuple(data["after"])},
+            phase=Phase(data["phase"]),
+            answer=_answer(data["answer"]),
+            parts=tuple(contents[number] for number in data["parts"]),
+            fields=tuple(data["fields"].items()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """When requests are launched: at `interval_s`, or `concurrency` sessions in flight with `think_s` between turns."""
+
+    interval_s: float | None = None
+    concurrency: int | None = None
+    think_s: float = 0.0
+    duration_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All requests of a run; `requests[i].index` is i. `warmup` is sent before, unmeasured."""
+
+    requests: tuple[PlannedRequest, ...]
+    launches: Launches
+    request_timeout_s: float
+    working_set_tokens: int
+    total_tokens: int
+    warmup: PlannedRequest
+
+    @classmethod
+    def make(
+        cls,
+        script: Script,
+        launches: Launches,
+        dialect: Dialect,
+        *,
+        answers: Sequence[RecordedAnswer] = (),
+        request_timeout_s: float,
+    ) -> Plan:
+        """`answers[i]` is the recorded answer to request i; empty if no request of the script repeats an answer."""
+        planned = (_planned(index, one, launches, dialect, answers) for index, one in enumerate(script.requests))
+        requests = tuple(_within(planned, launches.duration_s))
+        warmup = unplanned(dialect, (script.warmup,), WARMUP_ANSWER_TOKENS)
+        return cls(requests, launches, request_timeout_s, script.working_set_tokens, script.total_tokens, warmup)
+
+    @property
+    def duration_s(self) -> float | None:
+        """Time from the first launch to one interval after the last; `None` in a closed loop."""
+        times = [request.intended_s for request in self.requests]
+        if any(time is None for time in times):
+            return self.launches.duration_s
+        return max(time or 0.0 for time in times) + (self.launches.interval_s or 0.0)
+
+    @property
+    def session_count(self) -> int:
+        return len({request.session for request in self.requests})
+
+    @property
+    def turns(self) -> int:
+        return max(request.turn for request in self.requests)
+
+    def primary(self) -> Phase | None:
+        """The phase that the result is about; `None` for all requests, if none can reuse anything."""
+        phases = {request.phase for request in self.requests}
+        return next((phase for phase in (Phase.STEADY, Phase.FILL) if phase in phases), None)
+
+    @property
+    def digest(self) -> str:
+        """Hash of all bodies and launch rules: two runs with equal digests sent equal requests."""
+        total = hashlib.sha256(f"{self.launches}\n".encode())
+        for request in self.requests:
+            body = request.encode()
+            launch = "-" if request.intended_s is None else f"{request.intended_s:.6f}"
+            total.update(f"{launch} {request.after} {request.delay_s} {request.path} {len(body)}\n".encode())
+            total.update(body)
+        return total.hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything needed to repeat the run. A prompt is the sequence of its `parts`, numbers into `contents`."""
+        contents: dict[int, int] = {}
+        texts: list[object] = []
+        for request in (self.warmup, *self.requests):
+            for part in request.parts:
+                if id(part) not in contents:
+                    contents[id(part)] = len(texts)
+                    texts.append(part)
+        return {
+            "digest": self.digest,
+            "launches": {name: getattr(self.launches, name) for name in Launches.__dataclass_fields__},
+            "request_timeout_s": self.request_timeout_s,
+            "working_set_tokens": self.working_set_tokens,
+            "total_tokens": self.total_tokens,
+            "contents": texts,
+            "warmup": self.warmup.to_json(contents),
+            "requests": [request.to_json(contents) for request in self.requests],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """KeyError, TypeError or ValueError if the data is not of a plan."""
+        contents = [part if isinstance(part, str) else tuple(part) for part in data["contents"]]
+        return cls(
+            requests=tuple(PlannedRequest.from_json(one, contents) for one in data["requests"]),
+            launches=Launches(**data["launches"]),
+            request_timeout_s=data["request_timeout_s"],
+            working_set_tokens=data["working_set_tokens"],
+            total_tokens=data["total_tokens"],
+            warmup=PlannedRequest.from_json(data["warmup"], contents),
+        )
+
+
+def unplanned(dialect: Dialect, parts: tuple[Content, ...], answer_tokens: int | None) -> PlannedRequest:
+    """A request outside a schedule."""
+    has_text = any(isinstance(part, str) for part in parts)
+    return PlannedRequest(
+        index=0,
+        session=0,
+        turn=0,
+        phase=Phase.COLD,
+        intended_s=0.0,
+        after=(),
+        delay_s=0.0,
+        prompt_tokens=None if has_text else sum(map(len, parts)),
+        answer_tokens=answer_tokens,
+        answer=None,
+        path=COMPLETIONS,
+        parts=parts,
+        fields=tuple(dialect.fields(answer_tokens).items()),
+    )
+
+
+def _answer(data: list[Any] | None) -> RecordedAnswer | None:
+    return None if data is None else RecordedAnswer(tuple(data[0]), tuple(data[1]), data[2])
+
+
+def _planned(
+    index: int, one: ScriptedRequest, launches: Launches, dialect: Dialect, answers: Sequence[RecordedAnswer]
+) -> PlannedRequest:
+    parts = tuple(answers[part.request].content if isinstance(part, AnswerOf) else part for part in one.parts)
+    has_text = any(isinstance(part, str) for part in parts)
+    after = () if launches.interval_s is not None and one.at_s is None else one.after
+    body = {"model": dialect.model, **dict(one.body)} if one.body is not None else dialect.fields(one.answer_tokens)
+    return PlannedRequest(
+        index=index,
+        session=one.session,
+        turn=one.turn,
+        phase=one.phase,
+        intended_s=_intended_s(index, one, launches),
+        after=after,
+        delay_s=one.delay_s + launches.think_s if after else 0.0,
+        prompt_tokens=None if has_text or one.body is not None else sum(map(len, parts)),
+        answer_tokens=one.answer_tokens,
+        answer=answers[index] if answers else None,
+        path=one.path,
+        parts=() if one.body is not None else parts,
+        fields=tuple({**body, **dict(one.extra)}.items()),
+    )
+
+
+def _intended_s(index: int, one: ScriptedRequest, launches: Launches) -> float | None:
+    if one.at_s is not None:
+        return one.at_s
+    return None if launches.interval_s is None else round(index * launches.interval_s, 6)
+
+
+def _within(requests: Iterable[PlannedRequest], duration_s: float | None) -> Iterable[PlannedRequest]:
+    """Only requests that are intended within the duration. In a closed loop, the client observes the duration."""
+    for request in requests:
+        if duration_s is None or request.intended_s is None or request.intended_s < duration_s:
+            yield request

@@ -1,0 +1,130 @@
+"""Script: the requests of a workload in the order of their launches, without answers and times.
+
+A prompt is a sequence of parts: content, or the answer to an earlier request. Requests share their parts as objects, so
+that a script of long conversations takes little memory. Two prompts have a common prefix as long as their parts are
+equal.
+
+The phase of a request follows from a cache of unlimited size:
+
+    cold      less than half of the prompt was sent before
+    fill      the others, until half of all different tokens of the script have been sent once
+    steady    the rest
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvbm_cli.bench.workload.content import Content
+
+
+class Phase(enum.StrEnum):
+    COLD = "cold"
+    FILL = "fill"
+    STEADY = "steady"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOf:
+    """The answer to an earlier request of the script, by its index; `tokens` is its length."""
+
+    request: int
+    tokens: int
+
+
+Part = Content | AnswerOf
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedRequest:
+    """`turn` counts from 1 in its session. `after` are indices of requests that must have ended, `delay_s` before.
+
+    `at_s` is a launch time that the workload fixes, as a trace does. `body` is a whole body that the workload fixes,
+    without the model; it then replaces the parts. `extra` are further fields of the body.
+    """
+
+    session: int
+    turn: int
+    parts: tuple[Part, ...]
+    answer_tokens: int | None
+    after: tuple[int, ...] = ()
+    delay_s: float = 0.0
+    at_s: float | None = None
+    path: str = "/v1/completions"
+    body: tuple[tuple[str, object], ...] | None = None
+    phase: Phase = Phase.COLD
+    extra: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def prompt_token_count(self) -> int:
+        return sum(map(length_of, self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """`warmup` is a prompt that no request contains. `working_set_tokens` is what the requests of one time use, and
+    `total_tokens` what all different prompts and answers have together."""
+
+    requests: tuple[ScriptedRequest, ...]
+    warmup: Content
+    working_set_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(
+        cls, requests: Iterable[ScriptedRequest], *, warmup: Content, working_set_tokens: int | None = None
+    ) -> Script:
+        """A script with the phase of each request. Without a working set, all tokens are one."""
+        listed = list(requests)
+        known = _Prefixes()
+        reused = [known.add(index, request) for index, request in enumerate(listed)]
+        phased = tuple(_with_phases(listed, reused, known.token_count))
+        return cls(phased, warmup, working_set_tokens or known.token_count, known.token_count)
+
+
+def length_of(part: Part) -> int:
+    """Tokens of a part; of text, a quarter of its characters, which is good enough for phases."""
+    if isinstance(part, AnswerOf):
+        return part.tokens
+    return len(part) // 4 if isinstance(part, str) else len(part)
+
+
+def _with_phases(
+    requests: Sequence[ScriptedRequest], reused: Sequence[tuple[int, int]], token_count: int
+) -> Iterable[ScriptedRequest]:
+    """`reused` has the tokens of each prompt that were sent before, and that were not."""
+    sent = 0
+    for request, (old, new) in zip(requests, reused, strict=True):
+        if request.body is not None and not request.parts:
+            yield request  # its builder set the phase
+            continue
+        phase = Phase.COLD if old < new else Phase.FILL if 2 * sent < token_count else Phase.STEADY
+        sent += new
+        yield replace(request, phase=phase)
+
+
+class _Prefixes:
+    """All prefixes of the prompts so far, as chains of part identities."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, object], int] = {}
+        self.token_count = 0
+
+    def add(self, index: int, request: ScriptedRequest) -> tuple[int, int]:
+        """Tokens of this prompt that were sent before, and that were not; then its answer counts as sent."""
+        node, old, new = 0, 0, 0
+        answer = AnswerOf(index, request.answer_tokens or 0)
+        for part in (*request.parts, answer):
+            if not part:
+                continue
+            key = (node, part if isinstance(part, AnswerOf) else id(part))
+            if key in self._numbers:
+                old += length_of(part)
+            else:
+                self._numbers[key] = len(self._numbers) + 1
+                new += 0 if part is answer else length_of(part)
+                self.token_count += length_of(part)
+            node = self._numbers[key]
+        return old, new

@@ -1,0 +1,1 @@
+"""Workload files of `kvbm bench`: their schema, and how they are read."""

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import replace
+
+import pytest
+from client_rig import IDS, TEXT, TOKENS, drive_plan, open_loop, planned, target_of
+from openai_mock import Answer, OpenAIMock, answer_tokens
+
+from kvbm_cli.bench.client.request import open_session, send
+from kvbm_cli.bench.records.request_record import RequestRecord
+
+CHAT = [{"role": "user", "content": "five words of a user"}]
+
+
+def record_of(answer: Answer, *, timeout_s: float = 5.0, target_changes=None, **changes) -> RequestRecord:
+    """The record of a request that gets this answer. One that follows on the same session must not be disturbed."""
+    request = planned(**changes)
+
+    async def twice(base_url: str) -> list[RequestRecord]:
+        target = target_of(base_url, **(target_changes or {}))
+        async with open_session() as session:
+            return [
+                await send(session, target, one, timeout_s=timeout_s)
+                for one in (request, replace(request, prompt_tokens=None))
+            ]
+
+    with OpenAIMock(answer, by_number={1: Answer()}) as mock:
+        record, following = asyncio.run(twice(mock.base_url))
+    assert following.error is None
+    assert len(mock.arrivals) == 2, "a request was sent twice"
+    return record
+
+
+def test_a_record_agrees_with_the_stamps_of_the_server():
+    _, records, mock = drive_plan(open_loop(5, 0.05), Answer(first_ms=20, token_ms=4, cached_tokens=16))
+    for record, arrival in zip(records, mock.arrivals, strict=True):
+        assert record.error is None
+        assert record.http_status == 200
+        assert record.token_ids == arrival.token_ids
+        assert record.logprobs == [-0.5] * TOKENS
+        assert (record.prompt_tokens, record.output_tokens, record.cached_tokens, record.computed_tokens) == (
+            20,
+            TOKENS,
+            16,
+            4,
+        )
+        assert record.finish_reason == "length"
+        server_ttft_ms = (arrival.first_write_s - arrival.first_byte_s) * 1e3
+        assert server_ttft_ms <= record.ttft_from_launch_ms < server_ttft_ms + 30
+        assert record.ttft_ms == pytest.approx(record.lateness_ms + record.ttft_from_launch_ms)
+        assert record.end_ms >= record.last_token_ms > record.first_token_ms == record.first_text_ms
+        assert sum(record.token_gaps_ms) == pytest.approx(record.last_token_ms - record.first_token_ms, abs=0.01)
+        assert len(record.token_gaps_ms) == TOKENS - 1
+
+
+def test_connections_are_kept_and_bodies_and_headers_arrive():
+    headers = {"X-Tenant": "a"}
+    with OpenAIMock() as mock:
+        target = target_of(mock.base_url + "/", headers=headers, api_key="secret")
+
+        async def thrice() -> None:
+            async with open_session() as session:
+                for index in range(3):
+                    await send(session, target, planned(index), timeout_s=5)
+
+        asyncio.run(thrice())
+    assert [arrival.connection for arrival in mock.arrivals] == [1, 1, 1]
+    for index, arrival in enumerate(mock.arrivals):
+        assert arrival.body == {"prompt": list(range(index, index + 20)), **IDS.fields(TOKENS)}
+        assert arrival.headers["x-request-id"] == f"cell.1.kvbm-{index}"
+        assert arrival.headers["authorization"] == "Bearer secret"
+        assert arrival.headers["x-tenant"] == "a"
+        assert arrival.headers["accept-encoding"] == "identity"
+    assert "secret" not in repr(target)
+
+
+def test_a_body_of_megabytes_arrives_in_one_piece():
+    prompt = tuple(range(1_000_000, 1_150_000))
+    record = record_of(Answer(), parts=(prompt,), prompt_tokens=len(prompt))
+    assert record.error is None
+    assert record.prompt_tokens == 150_000
+
+
+@pytest.mark.parametrize("status", [400, 429, 503])
+def test_an_http_error_is_a_record_with_the_answer(status):
+    record = record_of(Answer(status=status))
+    assert record.error.startswith(f"HTTP {status}: ")
+    assert "requested by the test" in record.error
+    assert record.http_status == status
+    assert record.to_json()["status"] == "error"
+    assert record.end_ms is not None
+    assert record.ttft_ms is None
+
+
+def test_an_answer_that_stalls_ends_at_the_time_limit_with_the_tokens_so_far():
+    record = record_of(Answer(stall_after=3), timeout_s=0.3)
+    assert record.error == "no complete answer within 0.3 s"
+    assert len(record.token_ids) == 3
+    assert record.ttft_ms is not None
+    assert 300 <= record.end_ms < 2000
+
+
+def test_an_answer_that_never_begins_ends_at_the_time_limit():
+    record = record_of(Answer(stall_after=0), timeout_s=0.3)
+    assert record.error == "no complete answer within 0.3 s"
+    assert record.ttft_ms is None
+
+
+@pytest.mark.parametrize("cut_after", [0, 3])
+def test_a_connection_that_closes_early_is_an_error(cut_after):
+    record = record_of(Answer(cut_after=cut_after))
+    assert "ClientPayloadError" in record.error or record.error == f"the answer ended after {cut_after} tokens"
+    assert len(record.token_ids) == cut_after
+
+
+def test_an_error_event_is_an_error():
+    record = record_of(Answer(error_event_after=2))
+    assert record.error == "error in the stream: {'message': 'requested by the test', 'code': 500}"
+
+
+def test_a_missing_usage_leaves_counts_unknown_and_sends_nothing_again():
+    record = record_of(Answer(sends_usage=False))
+    assert record.error is None
+    assert (record.prompt_tokens, record.cached_tokens, record.computed_tokens) == (None, None, None)
+
+
+def test_a_refused_connection_is_an_error_record():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    async def once() -> RequestRecord:
+        async with open_session() as session:
+            return await send(session, target_of(f"http://127.0.0.1:{port}"), planned(), timeout_s=5)
+
+    record = asyncio.run(once())
+    assert "Cannot connect" in record.error
+    assert record.launched_ms is not None
+
+
+def test_chunks_of_several_tokens_share_the_time_since_the_last_one():
+    record = record_of(Answer(tokens_per_chunk=2, first_chunk_tokens=2))
+    assert record.error is None
+    assert (record.first_chunk_tokens, len(record.token_ids), len(record.token_gaps_ms)) == (2, 6, 4)
+    assert record.token_gaps_ms[0] == record.token_gaps_ms[1]
+    assert record.tpot_ms == pytest.approx((record.last_token_ms - record.first_token_ms) / 4)
+
+
+def test_events_cut_inside_a_character_are_put_together():
+    record = record_of(Answer(split_utf8=True, token_ms=5), dialect=TEXT)
+    assert record.error is None
+    assert record.text == "€" * TOKENS
+
+
+def test_events_that_share_a_write_share_its_time():
+    record = record_of(Answer(chunks_per_write=3))
+    assert record.error is None
+    assert sum(gap == 0 for gap in record.token_gaps_ms) == 4
+
+
+def test_a_chat_without_token_ids_keeps_its_text():
+    record = record_of(Answer(reasoning_tokens=2), dialect=TEXT, messages=CHAT)
+    assert record.error is None
+    assert record.text == "".join(f" w{token}" for token in answer_tokens(CHAT[0]["content"].split(), TOKENS)[2:])
+    assert record.first_token_ms < record.first_text_ms
+    assert (record.prompt_tokens, record.output_tokens) == (5, TOKENS)
+
+
+def test_a_chat_with_token_ids_has_them():
+    record = record_of(Answer(), messages=CHAT)
+    assert record.error is None
+    assert len(record.token_ids) == TOKENS
+
+
+def test_answers_of_the_wrong_length_are_errors_only_where_the_length_was_forced():
+    assert record_of(Answer(tokens=3)).error == "the answer has 3 tokens instead of 6"
+    assert record_of(Answer(tokens=3), dialect=TEXT).error is None
+    assert record_of(Answer(tokens=0), dialect=TEXT).error == "the answer is empty"
+
+
+def test_a_prompt_that_the_engine_counts_differently_is_an_error():
+    assert record_of(Answer(), prompt_tokens=21).error == "the engine counted 20 prompt tokens instead of 21"
+
+
+def raw_record(body: bytes, *, timeout_s: float = 5.0) -> RequestRecord:
+    """The record of an answer of exactly these bytes, after which the connection stays open."""
+
+    async def once() -> RequestRecord:
+        has_ended = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"}")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + body)
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+            has_ended.set()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            target = target_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            async with open_session() as session:
+                record = await send(session, target, planned(), timeout_s=timeout_s)
+            await has_ended.wait()
+        return record
+
+    return asyncio.run(once())
+
+
+def test_a_server_that_ignores_the_wish_for_token_ids_is_named():
+    events = b'data: {"choices": [{"text": "a"}]}\n\n' * TOKENS
+    record = raw_record(events + b"data: [DONE]\n\n", timeout_s=0.2)
+    assert record.error == "the engine sent no token ids (it must support `return_token_ids`)"
+
+
+def test_a_connection_that_stays_open_after_the_end_mark_is_no_failure():
+    events = b"".join(b'data: {"choices": [{"text": "a", "token_ids": [%d]}]}\n\n' % token for token in range(TOKENS))
+    record = raw_record(events + b"data: [DONE]\n\n", timeout_s=0.2)
+    assert record.error is None
+    assert record.end_ms < 200
+
+
+def test_an_answer_that_is_not_json_is_an_error():
+    assert raw_record(b"data: <html>\n\n", timeout_s=0.2).error == "no complete answer within 0.2 s"
+    assert raw_record(b"data: <html>\n\ndata: [DONE]\n\n", timeout_s=0.2).error.startswith("unreadable answer: JSON")
+    assert raw_record(b"data: [1]\n\ndata: [DONE]\n\n", timeout_s=0.2).error.startswith("unreadable answer: ")
