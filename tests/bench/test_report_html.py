@@ -15,7 +15,7 @@ import pytest
 from report_sample import write_json, write_sample
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.bench.html.build import build_report, report
+from kvbm_cli.bench.html.build import build_report
 from kvbm_cli.bench.html.figures import CellView, by_source, by_turn, ecdf
 from kvbm_cli.bench.html.load_figures import parts_of_time
 from kvbm_cli.bench.html.page import LIBRARY
@@ -256,12 +256,21 @@ def test_one_arm_alone_has_charts_and_no_comparison(tmp_path: Path) -> None:
 def test_interrupted_run_shows_the_requests_that_it_has(small: Path) -> None:
     (small / "runs.jsonl").unlink()
     change_summary(
-        small, complete=False, cells=[], arms={}, compared=None, verdict="invalid", explanation="interrupted"
+        small,
+        complete=False,
+        cells=[],
+        arms={},
+        compared=None,
+        verdict="invalid",
+        explanation="interrupted",
     )
     content = (small / "requests.jsonl").read_text()
     (small / "requests.jsonl").write_text(content[:-20])
     page = built(small)
     assert "incomplete: the run was interrupted" in page.shown
+    assert (
+        "kvbm bench --profile demo --compare baseline --workload conversations" in page.shown
+    )  # the arms are in plan.json
     assert "last line of requests.jsonl is incomplete and was ignored" in page.shown
     assert len(page.charts["charts"]) == 5
 
@@ -348,23 +357,18 @@ def test_name_of_a_run_cannot_leave_the_directory(small: Path) -> None:
 def test_what_is_not_a_directory_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=message):
-        report(tmp_path / name)
+        build_report(tmp_path / name)
 
 
 def test_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"it has no summary\.json"):
-        report(tmp_path)
+        build_report(tmp_path)
 
 
 def test_unwritable_directory_is_an_environment_problem(small: Path) -> None:
     (small / "report.html").mkdir()
     with pytest.raises(EnvironmentProblem, match=r"cannot write `.*report.html`: is a directory"):
-        report(small)
-
-
-def test_command_prints_the_path(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(small) == 0
-    assert capsys.readouterr().out == f"{small / 'report.html'}\n"
+        build_report(small)
 
 
 def test_quantiles_are_linear_between_values() -> None:

