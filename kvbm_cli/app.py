@@ -17,7 +17,7 @@ from kvbm.errors import KvbmError
 from kvbm.types import MAX_SECONDS
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.terminal import streams
-from kvbm_cli.terminal.command_line import Command
+from kvbm_cli.terminal.command_line import Command, CommandGroup
 from kvbm_cli.terminal.show_error import show_kvbm_error
 from kvbm_cli.terminal.usage_error import show_usage_error
 
@@ -207,37 +207,138 @@ def logs(
     show_logs(run, follow=follow, line_count=lines)
 
 
-@app.command(cls=Command)
+bench_app = typer.Typer(
+    cls=CommandGroup, invoke_without_command=True, rich_markup_mode=None, subcommand_metavar="[COMMAND]"
+)
+app.add_typer(bench_app, name="bench")
+
+COMPARE_HELP = (
+    "Compare with `baseline`, the engine without kvbm; with a profile; with the engine of a profile without kvbm; or "
+    "with a running server, as URL or NAME=URL. May be repeated. Without --profile, the first server is measured."
+)
+
+
+@bench_app.callback()
 def bench(
-    profile: ProfileOption,
+    context: typer.Context,
+    profile: Annotated[str | None, _profile_option()] = None,
     set_: SetOption = None,
     compare: Annotated[
-        str,
-        _option(
-            "--compare",
-            "NAME|PATH",
-            "Compare with `baseline`, the engine without kvbm, or with a profile; --set does not apply to it.",
-            _completed_by("compared"),
-        ),
-    ] = "baseline",
+        list[str] | None,
+        _option("--compare", "baseline|PROFILE|baseline:PROFILE|URL", COMPARE_HELP, _completed_by("compared")),
+    ] = None,
     workload: Annotated[
-        str | None,
+        list[str] | None,
         _option(
             "--workload",
             "NAME|PATH",
-            "Name of a shipped workload, or path to a workload file.",
+            "Name of a shipped workload, or path to a workload file. May be repeated.",
             _completed_by("workloads"),
         ),
     ] = None,
+    pressure: Annotated[
+        Text, _option("--pressure", "X,Y,...", "Scale the working set to these multiples of G1, such as `0.8,1.2,2,4`.")
+    ] = None,
+    rate: Annotated[
+        float | None, _option("--rate", "N", "Requests per second of an arm, at fixed times.", min=1e-6, max=1e6)
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        _option("--concurrency", "N", "Sessions in flight; each waits for its answers.", min=1, max=100_000),
+    ] = None,
+    duration: Annotated[
+        float | None,
+        _option("--duration", "SECONDS", "Launch no request after this time of a run.", min=1e-3, max=MAX_SECONDS),
+    ] = None,
+    pairs: Annotated[
+        int | None,
+        _option("--pairs", "N", "How often each arm runs [default: 3 in turn, 1 interleaved].", min=1, max=100),
+    ] = None,
+    dry_run: Annotated[bool, _flag("--dry-run", "Print what would run, its duration and its memory.")] = False,
     output: Annotated[
-        Path | None, _option("--output", "DIR", "Directory for the request records and the summary.", FILES)
+        Path | None, _option("--output", "DIR", "New directory for the records and the report.", FILES)
+    ] = None,
+    resume: Annotated[
+        Path | None, _option("--resume", "DIR", "Continue the interrupted run in this directory.", FILES)
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure an engine with and without kvbm. With `--compare PROFILE`, compare two profiles."""
+    """Measure an engine with and without kvbm, or compare profiles and running servers."""
+    if context.invoked_subcommand is not None:
+        return 0
+    from kvbm_cli.bench import command as body
+    from kvbm_cli.bench.cells import Overrides
+
+    request = body.BenchRequest(
+        profile=profile,
+        overrides=set_ or (),
+        compare=compare or (),
+        workloads=workload or (),
+        pressure=pressure,
+        schedule=Overrides(rate, concurrency, duration, pairs),
+        output=output,
+        resume=resume,
+        is_dry_run=dry_run,
+        as_json=json,
+    )
+    return body.bench(request)
+
+
+@bench_app.command("trace", cls=Command)
+def bench_trace(
+    file: Annotated[Path, _argument("FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.", FILES)],
+    model: Annotated[
+        str | None, _option("--model", "MODEL", "Show capacities in bytes for this model.", _completed_by("models"))
+    ] = None,
+    bytes_per_token: Annotated[
+        str | None, _option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
+    ] = None,
+    block_tokens: Annotated[int, _option("--block-tokens", "N", "Tokens of a block that a hash id names.")] = 512,
+    time_scale: Annotated[float, _option("--time-scale", "X", "Multiply all times of the trace.")] = 1.0,
+    column: Annotated[
+        list[str] | None, _option("--column", "FIELD=NAME", "Name of a field in the file; may be repeated.")
+    ] = None,
+    turns: Annotated[
+        str, _option("--turns", "added|whole", "Lines of a session hold what the turn adds, or the whole prompt.")
+    ] = "added",
+    json: JsonOption = False,
+) -> int:
+    """Show the lengths, the sharing and the hit rates of a trace."""
+    from kvbm_cli.bench.trace.command import trace
+
+    return trace(
+        file,
+        block_tokens=block_tokens,
+        bytes_per_token=bytes_per_token,
+        model=model,
+        time_scale=time_scale,
+        columns=column or [],
+        turns=turns,
+        as_json=json,
+    )
+
+
+DirectoryArgument = Annotated[Path, _argument("DIR", "Directory of a run.", FILES)]
+
+
+@bench_app.command("report", cls=Command)
+def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
+    """Compute the summary, the report and the other files of a run again."""
     from kvbm_cli.bench import command as body
 
-    return body.bench(profile, set_ or [], compare=compare, workload=workload, output=output, as_json=json)
+    return body.report(directory, as_json=json)
+
+
+@bench_app.command("diff", cls=Command)
+def bench_diff(
+    first: Annotated[Path, _argument("A", "Directory of the first run.", FILES)],
+    second: Annotated[Path, _argument("B", "Directory of the second run.", FILES)],
+    json: JsonOption = False,
+) -> int:
+    """Compare the same arms of two runs that sent the same requests."""
+    from kvbm_cli.bench.diff import diff
+
+    return diff(first, second, as_json=json)
 
 
 @app.command(cls=Command)

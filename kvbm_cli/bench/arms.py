@@ -1,64 +1,119 @@
-"""Starts the engine of each arm as a process of its profile."""
+"""Starts the engine of each arm as a process of its profile, or uses a running server by its URL."""
 
 from __future__ import annotations
 
 import math
+import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.config.launch_plan import ADMIN_HEADER, LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
-from kvbm_cli.bench.comparison import AGAINST_BASELINE, Comparison
-from kvbm_cli.bench.experiment import RunningEngine
-from kvbm_cli.bench.output_directory import OutputDirectory
+from kvbm_cli.bench.comparison import RECORDING, Arm, Comparison
+from kvbm_cli.bench.control import Control, served_model
 from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
 from kvbm_cli.engine.process import EngineProcess, choose_port
-from kvbm_cli.profile.workload import Workload
 
 HEADROOM = 1.25
 LOOPBACK = "127.0.0.1"
+API_KEY_VARIABLE = "KVBM_BENCH_API_KEY"
 
 
-class ProfileEngines:
-    """Starts the engine of an arm on a free port and stops it when the arm ends."""
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """An engine that serves; the context manager that yields it starts and stops it.
 
-    def __init__(
-        self,
-        profile: Profile,
-        workload: Workload,
-        directory: OutputDirectory,
-        *,
-        comparison: Comparison = AGAINST_BASELINE,
-        reference: Profile | None = None,
-    ) -> None:
-        """`reference` is the profile that `profile` is compared with; `None` for the baseline."""
-        compared = profile if reference is None else with_free_metrics_port(reference)
-        self._profiles = {comparison.measured: profile, comparison.reference: compared}
-        self._roomy_profile = with_room(profile, workload)
-        self._arms_with_kvbm = comparison.arms_with_kvbm
-        self._directory = directory
+    `pid` is the process of an engine on this machine that the command started. `metrics_url` has the kvbm_* series if
+    the engine's own `/metrics` does not.
+    """
 
-    @contextmanager
-    def __call__(self, arm: str) -> Iterator[RunningEngine]:
-        profile, has_kvbm = on_loopback(self._profiles.get(arm, self._roomy_profile)), arm in self._arms_with_kvbm
-        port = choose_port(profile.server.host, 0)
-        with fresh_disk(profile) if has_kvbm else nullcontext(profile) as profile:
-            directory = self._directory.arm(arm)
-            plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile).placed(directory)
-            with EngineProcess.start(plan, log_path=directory / "engine.log") as process:
-                process.wait_healthy(profile.transfer.init_timeout_s)
-                yield RunningEngine(
-                    plan.base_url,
-                    plan.model,
-                    process.elapsed_s,
-                    lambda: process.poll() is not None,
-                    process.admin_token,
-                )
+    base_url: str
+    model: str
+    startup_s: float
+    has_ended: Callable[[], bool]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    pid: int | None = None
+    metrics_url: str = ""
+
+    def control(self) -> Control:
+        return Control(self.base_url, self.model, headers=self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class NeededRoom:
+    """What G1 of the recording and of the floor must hold without eviction."""
+
+    tokens: int
+    sessions: int
+
+
+class OpenArm(Protocol):
+    """Opens the engine of an arm. `log` is the directory for its output; `room` is what its G1 must hold, in tokens and
+    conversations, for the recording and the floor."""
+
+    def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]: ...
+
+
+class ArmEngines:
+    """Starts the engine of an arm on a free port and stops it when the run ends; opens URLs as they are."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison = comparison
+
+    def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]:
+        found = self._arm(arm)
+        if found.url is not None:
+            return nullcontext(running_server(found.url))
+        assert found.resolved is not None
+        profile = found.resolved.profile
+        if found.kind == "floor":
+            profile = with_room(profile, room)
+        if found is not self._comparison.measured:
+            profile = with_free_metrics_port(profile)
+        return launched(profile, log, has_kvbm=found.has_kvbm)
+
+    def open_url(self, arm: Arm) -> RunningEngine:
+        assert arm.url is not None
+        return running_server(arm.url)
+
+    def _arm(self, name: str) -> Arm:
+        """The recording runs on the floor's engine, or without a profile on the first server."""
+        if name == RECORDING:
+            return self._comparison.floor or self._comparison.arms[0]
+        return self._comparison.arm(name)
+
+
+@contextmanager
+def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
+    profile = on_loopback(profile)
+    port = choose_port(profile.server.host, 0)
+    with fresh_disk(profile) if has_kvbm else nullcontext(profile) as profile:
+        plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile).placed(log)
+        with EngineProcess.start(plan, log_path=log / "engine.log") as process:
+            process.wait_healthy(profile.transfer.init_timeout_s)
+            yield RunningEngine(
+                plan.base_url,
+                plan.model,
+                process.elapsed_s,
+                lambda: process.poll() is not None,
+                {} if process.admin_token is None else {ADMIN_HEADER: process.admin_token},
+                process.pid,
+                plan.metrics_url if has_kvbm else "",
+            )
+
+
+def running_server(url: str) -> RunningEngine:
+    """The server at a URL. EngineError if it does not answer."""
+    base_url = url.rstrip("/").removesuffix("/v1")
+    key = os.environ.get(API_KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return RunningEngine(base_url, served_model(base_url, headers), 0.0, lambda: False, headers)
 
 
 @contextmanager
@@ -83,7 +138,7 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
 
 
 def with_free_metrics_port(profile: Profile) -> Profile:
-    """The same profile with any free port for its metrics: both arms of two profiles may run at the same time."""
+    """The same profile with any free port for its metrics: arms of several profiles may run at the same time."""
     return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"port": 0})})
 
 
@@ -100,7 +155,7 @@ def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:
     return replace(plan, environment={**plan.environment, "VLLM_SERVER_DEV_MODE": "1"})
 
 
-def with_room(profile: Profile, workload: Workload) -> Profile:
-    """The same profile with its prefix cache on and a G1 that holds the whole workload without eviction."""
-    needed = math.ceil(HEADROOM * workload.working_set_tokens / block_tokens(profile)) + workload.users
+def with_room(profile: Profile, room: NeededRoom) -> Profile:
+    """The same profile with its prefix cache on and a G1 that holds everything without eviction."""
+    needed = math.ceil(HEADROOM * room.tokens / block_tokens(profile)) + room.sessions
     return with_device_blocks(profile, needed)

@@ -3,216 +3,210 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
+import random
 import signal
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvbm.config.layers import find
-from kvbm.errors import KvbmError, ProfileError, UsageError
-from kvbm_cli.bench.arms import ProfileEngines
-from kvbm_cli.bench.comparison import AGAINST_BASELINE, BASELINE, Comparison
-from kvbm_cli.bench.experiment import Engines, run_experiment
-from kvbm_cli.bench.machine import load_average, machine, usable_cpu_count, versions
-from kvbm_cli.bench.output_directory import OutputDirectory, cannot_write
+from kvbm.errors import KvbmError, UsageError
+from kvbm_cli.bench.arms import ArmEngines, NeededRoom, OpenArm
+from kvbm_cli.bench.caveats import caveats_of
+from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
+from kvbm_cli.bench.compared import is_cell_tight
+from kvbm_cli.bench.comparison import Comparison
+from kvbm_cli.bench.dry_run import show_plan
+from kvbm_cli.bench.experiment import Setup, run_experiment
+from kvbm_cli.bench.formats.exports import write_exports
+from kvbm_cli.bench.html.build import build_report
+from kvbm_cli.bench.machine import machine, versions
 from kvbm_cli.bench.progress import BenchProgress
+from kvbm_cli.bench.records.bench_directory import SUMMARY, BenchDirectory, cannot_write
+from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.report import WIDTH, show
+from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
 from kvbm_cli.bench.summary import interrupted_summary, summarise
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
-from kvbm_cli.engine.engines import engine_version, has_prefix_caching, make_model, runs_on_cpu
-from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.diff import differences
-from kvbm_cli.profile.machine_problems import problems_here, require_none
-from kvbm_cli.profile.preflight import check
-from kvbm_cli.profile.resolve import resolve
-from kvbm_cli.profile.size import as_data, size_if_known
-from kvbm_cli.profile.workload import Workload, load_workload
+from kvbm_cli.engine.engines import engine_version, make_model
+from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.terminal.console import print_note
-
-if TYPE_CHECKING:
-    from kvbm.config.load import ResolvedProfile
+from kvbm_cli.workload.load import load_workload
+from kvbm_cli.workload.schema import Workload
 
 INTERRUPTED_EXIT_CODE = 130
 DEFAULT_WORKLOAD = "conversations"
+PRIMARY_OF_EVERY_CELL = "steady"
 
 
-def bench(
-    reference: str,
-    overrides: Sequence[str],
-    *,
-    compare: str,
-    workload: str | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
-    """Resolve the profiles and the workload, then measure. Returns the exit code of the verdict."""
-    resolved = resolve(reference, overrides)
-    other = None if compare == BASELINE else _profile_to_compare(compare)
-    profiles = [resolved, *([other] if other else [])]
-    for profile in profiles:
-        _require_one_engine(profile)
-        _require_endpoints(profile)
-    if other:
-        _require_comparable(resolved, other)
-    chosen = load_workload(workload or resolved.profile.bench.workload or DEFAULT_WORKLOAD)
-    for profile in profiles:
-        require_none(problems_here(_on_free_port(profile), check(profile)))
-    for profile in profiles:
-        make_model(profile.profile, say=print_note)
-    return measure(resolved, chosen, other=other, output=output, as_json=as_json)
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """The options of the command."""
+
+    profile: str | None = None
+    overrides: Sequence[str] = ()
+    compare: Sequence[str] = ()
+    workloads: Sequence[str] = ()
+    pressure: str | None = None
+    schedule: Overrides = field(default_factory=Overrides)
+    output: Path | None = None
+    resume: Path | None = None
+    is_dry_run: bool = False
+    as_json: bool = False
 
 
-def _profile_to_compare(compare: str) -> ResolvedProfile:
-    """UsageError for a name that is neither `baseline` nor a profile; ProfileError for a wrong profile."""
-    try:
-        find(compare, directories=[profiles_directory()])
-    except ProfileError as error:
-        hint = f"did you mean `{BASELINE}`?" if difflib.get_close_matches(compare, [BASELINE]) else error.hint
-        raise UsageError(f"--compare takes `{BASELINE}` or a profile: {error.message}", hint=hint) from None
-    return resolve(compare)
+def bench(request: BenchRequest) -> int:
+    """Resolve the arms and the workloads, then measure. Returns the exit code of the verdict."""
+    if request.output is not None and request.resume is not None:
+        raise UsageError("`--output` names a new directory and `--resume` an existing one: give one of them")
+    comparison = comparison_of(request.profile, request.overrides, request.compare)
+    workloads = [request.schedule.applied(one) for one in _workloads(request, comparison)]
+    require_startable(comparison)
+    pressures = parse_pressures(request.pressure)
+    cells = cells_of(workloads, pressures, _g1_tokens(comparison, must_know=bool(pressures and not request.is_dry_run)))
+    setup = _setup(comparison, cells)
+    if request.is_dry_run:
+        return show_plan(setup, as_json=request.as_json)
+    for resolved in profiles_of(comparison):
+        make_model(resolved.profile, say=print_note)
+    directory = BenchDirectory.open(request.resume) if request.resume else BenchDirectory.create(request.output)
+    return measure(setup, directory, as_json=request.as_json)
 
 
-def _on_free_port(resolved: ResolvedProfile) -> ResolvedProfile:
-    """Returns the profile with a free port for its server, as each arm has it."""
-    server = resolved.profile.server.model_copy(update={"port": 0})
-    return replace(resolved, profile=resolved.profile.model_copy(update={"server": server}))
+def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
+    measured = comparison.measured.resolved
+    named = measured.profile.bench.workload if measured else None
+    return [load_workload(one) for one in request.workloads or (named or DEFAULT_WORKLOAD,)]
 
 
-def _require_one_engine(resolved: ResolvedProfile) -> None:
-    if resolved.profile.disaggregated.is_enabled:
-        message = f"`{resolved.name}` starts several engines, and `kvbm bench` starts one per arm"
-        raise UsageError(message, hint="use the profile that it extends")
+def _g1_tokens(comparison: Comparison, *, must_know: bool) -> int | None:
+    """What G1 of the first reference holds. With `must_know`, its engine is started if only it knows."""
+    arm = comparison.references[0] if comparison.references else comparison.measured
+    if arm.resolved is not None:
+        sizing = size_if_known(arm.resolved)
+        if sizing is not None and sizing.device is not None:
+            return sizing.device.token_count
+    elif not must_know:
+        return ArmEngines(comparison).open_url(arm).control().g1_tokens()
+    if not must_know:
+        return None
+    print_note(f"starting {arm.name} to read the size of its G1")
+    with contextlib.ExitStack() as stack:
+        log = Path(stack.enter_context(_temporary_directory()))
+        return stack.enter_context(ArmEngines(comparison)(arm.name, log, NeededRoom(0, 0))).control().g1_tokens()
 
 
-def _require_endpoints(resolved: ResolvedProfile) -> None:
-    """UsageError for an engine whose server cannot count tokens and cannot empty its cache."""
-    if resolved.profile.engine.kind == "tensorrt-llm":
-        message = "`kvbm bench` cannot measure TensorRT-LLM: its server has no `/tokenize` and no `/reset_prefix_cache`"
-        hint = (
-            "start `kvbm serve` and then `kvbm serve --baseline`, and send both the same requests with another client"
-        )
-        raise UsageError(message, hint=hint)
+def _temporary_directory() -> contextlib.AbstractContextManager[str]:
+    import tempfile
+
+    return tempfile.TemporaryDirectory(prefix="kvbm-bench-")
 
 
-def _require_comparable(resolved: ResolvedProfile, other: ResolvedProfile) -> None:
-    """UsageError unless both engines answer the same requests."""
-    for key, one, another in (
-        ("engine.kind", resolved.profile.engine.kind, other.profile.engine.kind),
-        ("engine.model", resolved.profile.engine.model, other.profile.engine.model),
-        ("engine.arguments.served_model_name", resolved.profile.engine.served_name, other.profile.engine.served_name),
-    ):
-        if one != another:
-            message = f"`{resolved.name}` and `{other.name}` cannot be compared: `{key}` is `{one}` and `{another}`"
-            raise UsageError(message, hint=f"`--compare` takes a profile with the same `{key}`")
+def _setup(comparison: Comparison, cells: tuple[Cell, ...]) -> Setup:
+    reference = comparison.references[0].name if comparison.references else comparison.measured.name
+    tight = partial(is_cell_tight, comparison.measured.name, reference, PRIMARY_OF_EVERY_CELL)
+    seed = cells[0].workload.seed if cells else random.SystemRandom().randrange(2**31)
+    return Setup(comparison, cells, seed, tight)
 
 
 def measure(
-    resolved: ResolvedProfile,
-    workload: Workload,
+    setup: Setup,
+    directory: BenchDirectory,
     *,
-    other: ResolvedProfile | None = None,
-    output: Path | None,
     as_json: bool,
-    engines: Engines | None = None,
+    engines: OpenArm | None = None,
     limits: VerdictLimits | None = None,
 ) -> int:
     """Measure, write and print the result; returns the exit code of the verdict.
 
-    `other` is the profile to compare with, `None` for the baseline. `engines` and `limits` are for tests.
+    `engines` and `limits` are for tests.
     """
+    surroundings = _surroundings(setup.comparison)
+    with _interruptible():
+        try:
+            with BenchProgress() as progress:
+                run_experiment(setup, engines or ArmEngines(setup.comparison), directory, progress)
+            summary = summarise(
+                Results.read(directory),
+                surroundings=surroundings,
+                caveats=caveats_of(setup),
+                limits=limits or DEFAULT_LIMITS,
+            )
+        except KeyboardInterrupt:
+            directory.write_json(SUMMARY, interrupted_summary("interrupted", surroundings))
+            print_note(f"interrupted; `--resume {directory.path}` with the same options continues")
+            return INTERRUPTED_EXIT_CODE
+        except (KvbmError, OSError) as error:
+            problem = error if isinstance(error, KvbmError) else cannot_write(directory.path, error)
+            with contextlib.suppress(OSError):
+                directory.write_json(SUMMARY, interrupted_summary(problem.message, surroundings))
+            if problem is error:
+                raise
+            raise problem from None
+        finally:
+            directory.close()
+    try:
+        write_results(directory, summary)
+    finally:  # the result of minutes of measuring is printed even if it cannot be written
+        print_summary(summary, directory.path, as_json=as_json)
+    return Verdict(summary["verdict"]).exit_code
+
+
+def write_results(directory: BenchDirectory, summary: dict[str, Any]) -> None:
+    """Write summary.json, the files for other tools, and report.html."""
+    try:
+        directory.write_json(SUMMARY, summary)
+        write_exports(directory.path)
+        build_report(directory.path)
+    except OSError as error:
+        raise cannot_write(directory.path, error) from None
+
+
+def report(path: Path, *, as_json: bool) -> int:
+    """`kvbm bench report DIR`: compute the summary of the runs that have ended again, and everything that follows."""
+    directory = BenchDirectory.open(path)
+    old = directory.read_json(SUMMARY)
+    kept: dict[str, Any] = {name: old[name] for name in ("profile", "machine", "versions", "command") if name in old}
+    summary = summarise(Results.read(directory), surroundings=kept, caveats=old.get("caveats", ()))
+    write_results(directory, summary)
+    print_summary(summary, path, as_json=as_json)
+    return Verdict(summary["verdict"]).exit_code
+
+
+def print_summary(summary: dict[str, Any], path: Path, *, as_json: bool) -> None:
     from rich.console import Console
 
-    directory = OutputDirectory.create(output)
-    comparison = AGAINST_BASELINE if other is None else _comparison(resolved, other)
-    surroundings = {**_surroundings(resolved), **(_compared_profiles(comparison, resolved, other) if other else {})}
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        show(summary, Console(width=WIDTH, markup=False), directory=path)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP interrupt like Ctrl-C, unless they are ignored."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:
-        with BenchProgress() as progress:
-            engines = engines or ProfileEngines(
-                resolved.profile, workload, directory, comparison=comparison, reference=other.profile if other else None
-            )
-            experiment = run_experiment(workload, engines, directory, progress, comparison)
-        summary = summarise(
-            experiment, surroundings=surroundings, caveats=_caveats(resolved, workload), limits=limits or DEFAULT_LIMITS
-        )
-    except KeyboardInterrupt:
-        directory.write_json("summary.json", interrupted_summary("interrupted", surroundings))
-        print_note(f"interrupted; {directory.path} holds an incomplete run, marked as such")
-        return INTERRUPTED_EXIT_CODE
-    except (KvbmError, OSError) as error:
-        problem = error if isinstance(error, KvbmError) else cannot_write(directory.path, error)
-        with contextlib.suppress(OSError):
-            directory.write_json("summary.json", interrupted_summary(problem.message, surroundings))
-        if problem is error:
-            raise
-        raise problem from None
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        directory.close()
-    try:
-        directory.write_json("summary.json", summary)
-    finally:  # the result of minutes of measuring is printed even if it cannot be written
-        if as_json:
-            print(json.dumps(summary, indent=2))
-        else:
-            show(summary, Console(width=WIDTH, markup=False), directory=directory.path)
-    return Verdict(summary["verdict"]).exit_code
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _surroundings(resolved: ResolvedProfile) -> dict[str, Any]:
-    return {
-        "profile": {"name": resolved.name, **resolved.profile.model_dump(mode="json")},
-        "machine": machine(),
-        "versions": {**versions(), **engine_version(resolved.profile)},
-    }
-
-
-def _comparison(measured: ResolvedProfile, reference: ResolvedProfile) -> Comparison:
-    found = {key: (one.value, another.value) for key, one, another in differences(measured, reference)}
-    return Comparison.of_profiles(measured.name, reference.name, found)
-
-
-def _compared_profiles(comparison: Comparison, measured: ResolvedProfile, reference: ResolvedProfile) -> dict[str, Any]:
-    def about(resolved: ResolvedProfile) -> dict[str, Any]:
-        sizing = size_if_known(resolved)
-        return {
-            "name": resolved.name,
-            "path": str(resolved.path),
-            "tiers": as_data(sizing)["tiers"] if sizing else None,
-        }
-
-    return {
-        "compared_profiles": {comparison.measured: about(measured), comparison.reference: about(reference)},
-        "profile_differences": {key: list(values) for key, values in (comparison.differences or {}).items()},
-    }
-
-
-def _caveats(resolved: ResolvedProfile, workload: Workload) -> list[str]:
-    """Caveats that follow from the profile, the workload and the load of the machine."""
-    caveats = []
-    if resolved.profile.engine.kind == "embedded":
-        caveats.append("the embedded engine is a reference implementation: compare the arms with each other only")
-    elif runs_on_cpu(resolved.profile):
-        caveats.append("vLLM computes on a CPU: the speed-up on a GPU is different")
-    if not has_prefix_caching(resolved.profile):
-        caveats.append("the engine's own prefix cache is off, so the baseline computes the whole of every prompt")
-    sizing = size_if_known(resolved)
-    if sizing is not None and sizing.host.token_count < workload.working_set_tokens:
-        holds = f"G2 holds {sizing.host.token_count} tokens"
-        caveats.append(f"{holds}, less than the working set of {workload.working_set_tokens}")
-    load, cpu_count = load_average() or 0.0, usable_cpu_count()
-    if load > cpu_count:
-        caveats.append(f"the machine was busy: load {load:.1f} on {cpu_count} cores")
-    return caveats
+def _surroundings(comparison: Comparison) -> Mapping[str, Any]:
+    found: dict[str, Any] = {"profile": None, "machine": machine(), "versions": versions()}
+    measured = comparison.measured.resolved
+    if measured is not None:
+        found["profile"] = {"name": measured.name, **measured.profile.model_dump(mode="json")}
+        found["versions"] |= engine_version(measured.profile)
+    return found

@@ -1,69 +1,114 @@
-"""Comparison: the two arms that an experiment compares, and their names.
+"""Arms: the configurations of the engine that an experiment compares, and the order of their runs.
 
-    kvbm bench --profile demo --compare baseline      kvbm against baseline, the same engine without the block manager
-    kvbm bench --profile demo --compare demo-disk     demo against demo-disk, both with the block manager
+    kvbm bench --profile demo                                     kvbm against baseline, the same engine without kvbm
+    kvbm bench --profile demo --compare demo-disk                 demo against demo-disk, both with kvbm
+    kvbm bench --profile demo --compare baseline:other            kvbm against the engine of `other` without kvbm
+    kvbm bench --compare new=http://host:1 --compare old=http://host:2    two running servers
 
-The third arm is always the floor. The name of an arm is also its directory in the output and its key in summary.json.
+The first arm is measured; the others are its references. `floor` is the engine of the profile without kvbm and with a
+G1 that holds everything. The name of an arm is also part of the names of its runs and files.
 """
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
 
 RECORDING = "recording"
 BASELINE, KVBM, FLOOR = "baseline", "kvbm", "floor"
 RESERVED = (RECORDING, BASELINE, KVBM, FLOOR)
+DEFAULT_PAIRS = {"in_turn": 3, "interleaved": 1}
+
+ArmKind = Literal["kvbm", "baseline", "profile", "floor", "url"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """`differences` are the keys in which the profile of a reference differs from the measured one's."""
+
+    name: str
+    kind: ArmKind
+    resolved: ResolvedProfile | None = None
+    url: str | None = None
+    differences: Mapping[str, tuple[object, object]] = field(default_factory=dict)
+
+    @property
+    def has_kvbm(self) -> bool:
+        return self.kind in ("kvbm", "profile")
+
+    @property
+    def engine_differences(self) -> tuple[str, ...]:
+        """Keys of the engine in which this reference differs; its answers may then differ without being wrong."""
+        return tuple(key for key in self.differences if key.startswith("engine."))
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "kind": self.kind,
+            "profile": self.resolved.name if self.resolved else None,
+            "url": self.url,
+            "differences": {key: list(values) for key, values in self.differences.items()},
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`measured` is compared with `reference`: "faster" means that `measured` is faster.
+    """`measured` is compared with each reference: "faster" means that `measured` is faster."""
 
-    `differences` are the keys in which two compared profiles differ, with the value of `measured` and of `reference`;
-    `None` for a comparison with the baseline.
+    measured: Arm
+    references: tuple[Arm, ...]
+    floor: Arm | None
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """All arms; the first reference comes first, because its answers are what others are compared with."""
+        floor = (self.floor,) if self.floor else ()
+        return (*self.references[:1], self.measured, *self.references[1:], *floor)
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+    @property
+    def is_of_urls(self) -> bool:
+        return all(arm.kind == "url" for arm in self.arms)
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Arms that run at the same time, in repetition `pair`."""
+
+    pair: int
+    arms: tuple[str, ...]
+
+
+def groups(comparison: Comparison, *, interleaved: bool, pairs: int, seed: int) -> list[RunGroup]:
+    """The order of all runs of a cell.
+
+    In turn, arms alternate: A B, B A, A B, ... or the reverse, which the seed decides. So a machine that slowly gets
+    slower changes no ratio. The floor runs once, at the end of the first pair. Interleaved, all arms run in each pair.
     """
-
-    measured: str = KVBM
-    reference: str = BASELINE
-    differences: Mapping[str, tuple[object, object]] | None = None
-
-    @classmethod
-    def of_profiles(cls, measured: str, reference: str, differences: Mapping[str, tuple[object, object]]) -> Comparison:
-        """Arms named after two profiles; a number is appended where a name is taken."""
-        first = _free_name(measured, RESERVED)
-        return cls(first, _free_name(reference, (*RESERVED, first)), differences)
-
-    @property
-    def arms(self) -> tuple[str, str, str]:
-        """All arms, in the order in which they start."""
-        return self.reference, self.measured, FLOOR
-
-    @property
-    def is_of_profiles(self) -> bool:
-        return self.differences is not None
-
-    @property
-    def arms_with_kvbm(self) -> tuple[str, ...]:
-        return (self.reference, self.measured) if self.is_of_profiles else (self.measured,)
-
-    @property
-    def engine_differences(self) -> tuple[str, ...]:
-        """Keys of the engine in which the reference differs; its answers may then differ without being wrong."""
-        return tuple(key for key in self.differences or () if key.startswith("engine."))
-
-    @property
-    def judged_arms(self) -> tuple[str, ...]:
-        """Arms that must answer as the recording, whose engine is the measured arm's without the block manager."""
-        return tuple(arm for arm in self.arms_with_kvbm if arm == self.measured or not self.engine_differences)
+    names = [arm.name for arm in comparison.arms]
+    if interleaved:
+        return [RunGroup(pair, tuple(names)) for pair in range(1, pairs + 1)]
+    compared = [name for name in names if comparison.floor is None or name != comparison.floor.name]
+    is_reversed = random.Random(seed).random() < 0.5
+    result = []
+    for pair in range(1, pairs + 1):
+        order = compared[::-1] if is_reversed else compared
+        result += [RunGroup(pair, (name,)) for name in order]
+        if pair == 1 and comparison.floor is not None:
+            result.append(RunGroup(pair, (comparison.floor.name,)))
+        is_reversed = not is_reversed
+    return result
 
 
-AGAINST_BASELINE = Comparison()
-
-
-def _free_name(profile_name: str, taken: tuple[str, ...]) -> str:
-    """A name that is safe as a directory and in an HTTP header."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", profile_name).strip(".-") or "profile"
+def free_name(wanted: str, taken: Sequence[str]) -> str:
+    """A name that is safe as a directory and in an HTTP header; a number is appended where it is taken."""
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", wanted).strip("-")[:40] or "arm"
     candidates = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
     return next(candidate for candidate in candidates if candidate not in taken)

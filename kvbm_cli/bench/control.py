@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvbm.config.launch_plan import ADMIN_HEADER
 from kvbm.errors import EngineError
 from kvbm_cli.system.http_client import HttpAnswer, request
 
@@ -89,17 +89,46 @@ class MetricsDelta:
 class Control:
     """Control plane of one engine. Every failure is an EngineError that names the request."""
 
-    def __init__(self, base_url: str, model: str, *, admin_token: str | None = None) -> None:
+    def __init__(self, base_url: str, model: str, *, headers: Mapping[str, str]) -> None:
         self._base_url = base_url
         self._model = model
-        self._headers = {} if admin_token is None else {ADMIN_HEADER: admin_token}
+        self._headers = headers
 
     def tokenize(self, text: str) -> list[int]:
         content = {"model": self._model, "prompt": text, "add_special_tokens": False}
         return [int(token) for token in self._call("POST", "/tokenize", content=content).fields()["tokens"]]
 
+    def try_tokenize(self, text: str) -> list[int] | None:
+        """`None` if the server has no `/tokenize` that answers like vLLM's."""
+        content = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        url = f"{self._base_url}/tokenize"
+        answer = request("POST", url, content=content, headers=self._headers, timeout_s=TIMEOUT_S)
+        tokens = answer.fields().get("tokens")
+        is_list = answer.is_ok and isinstance(tokens, list) and all(isinstance(one, int) for one in tokens)
+        return tokens if is_list else None
+
+    def try_reset(self) -> bool:
+        """Whether the server has an endpoint that empties its cache, which is empty afterwards: vLLM's or SGLang's."""
+        answer = request("POST", f"{self._base_url}{RESET}", headers=self._headers, timeout_s=TIMEOUT_S)
+        if answer.is_ok or answer.status == IN_USE:
+            self.reset_cache()
+            return True
+        return request("POST", f"{self._base_url}/flush_cache", headers=self._headers, timeout_s=TIMEOUT_S).is_ok
+
     def metrics(self) -> ScrapedMetrics:
         return ScrapedMetrics.parse(self._call("GET", "/metrics").text())
+
+    def g1_tokens(self) -> int | None:
+        """Tokens that G1 holds, as vLLM, SGLang and the embedded engine report them; `None` if it is not known."""
+        answer = request("GET", f"{self._base_url}/metrics", headers=self._headers, timeout_s=TIMEOUT_S)
+        if not answer.is_ok:
+            return None
+        found = ScrapedMetrics.parse(answer.text())
+        labels = found.labels_of("vllm:cache_config_info")
+        if labels.get("num_gpu_blocks", "").isdigit() and labels.get("block_size", "").isdigit():
+            return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+        held = found.total("sglang:max_total_num_tokens")
+        return None if held is None else int(held)
 
     def reset_cache(self) -> None:
         """Remove every block from G1 and from the connector; waits until no copy uses one."""
@@ -117,6 +146,21 @@ class Control:
         if not answer.is_ok and answer.status not in accepted:
             raise EngineError(f"the engine refused {method} {path}: HTTP {answer.status}: {answer.error()}")
         return answer
+
+
+def served_model(base_url: str, headers: Mapping[str, str]) -> str:
+    """The first model that the server lists. EngineError if it does not answer like an OpenAI server."""
+    url = f"{base_url}/v1/models"
+    answer = request("GET", url, headers=headers, timeout_s=TIMEOUT_S)
+    if answer.failure:
+        raise EngineError(f"no server answers at {url}: {answer.failure}")
+    if not answer.is_ok:
+        raise EngineError(f"the server refused GET {url}: HTTP {answer.status}: {answer.error()}")
+    models = answer.fields().get("data")
+    first = models[0] if isinstance(models, list) and models else None
+    if not isinstance(first, dict) or not isinstance(first.get("id"), str):
+        raise EngineError(f"GET {url} lists no model: it is not an OpenAI server")
+    return str(first["id"])
 
 
 def _has_reset(answer: HttpAnswer) -> bool:

@@ -1,52 +1,51 @@
-"""One experiment from start to end: record, plan, then run every arm in its own engine.
+"""One experiment from start to end: plan every cell, then run every arm in its own engine.
 
-    recording   the engine without kvbm, with a G1 that holds everything. Its tokenizer counts the users' tokens, its
-                greedy answers become the history of every arm, and its cold prompts determine the interval
-    reference   the engine without kvbm (`baseline`), or the engine of another profile with kvbm
-    measured    the engine with kvbm
-    floor       the engine without kvbm, with a G1 that holds everything: the TTFT of a cache of unlimited size
+Nothing changes after the plan of a cell is written. Every run starts cold: a new process or an emptied server, a
+warm-up with a prompt that no measured request contains, then an empty cache. Interleaved arms run at the same time,
+with their launches spread over the interval, so that other load on the machine affects all of them. Otherwise one arm
+runs after the other, in pairs of alternating order, until the interval of the ratio is tight or all pairs are done.
 
-Nothing changes after the plan is written. Every arm starts cold: a new process, a warm-up with a prompt that no
-measured request contains, then an empty cache. Interleaved arms run at the same time, with their launches spread over
-the interval, so that other load on the machine affects all of them. Otherwise one arm runs after the other.
+All results are in the files of the directory; an experiment that was interrupted continues after the last run there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-from kvbm.errors import EngineError
-from kvbm_cli.bench.client import DriveResult, Target, drive, open_session, send
-from kvbm_cli.bench.comparison import AGAINST_BASELINE, BASELINE, RECORDING, Comparison
-from kvbm_cli.bench.control import Control, MetricsDelta, ScrapedMetrics
-from kvbm_cli.bench.output_directory import OutputDirectory
-from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.schedule import Plan, PlannedRequest, RecordedAnswer, Script, request_body
-from kvbm_cli.bench.statistics import percentile
-from kvbm_cli.profile.workload import Workload
+from kvbm.errors import EngineError, UsageError
+from kvbm_cli.bench.arms import NeededRoom, OpenArm, RunningEngine, running_server
+from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.client.drive import DriveResult, drive
+from kvbm_cli.bench.client.health import ClientHealth, HealthMonitor
+from kvbm_cli.bench.client.request import Target
+from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Comparison, RunGroup, groups
+from kvbm_cli.bench.lmbenchmark.driver import run_faithful
+from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
+from kvbm_cli.bench.lmbenchmark.presets import LmbenchmarkParameters, ShareGptParameters
+from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
+from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
+from kvbm_cli.bench.records.bench_directory import PLAN, REQUESTS, RUNS, BenchDirectory
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.server_metrics.sampler import Sampler
+from kvbm_cli.bench.server_metrics.server_summary import ServerSummary, summarise
+from kvbm_cli.bench.workload.plan import Plan
+from kvbm_cli.system.filesystem import write_atomically
+from kvbm_cli.workload.schema import Lmbenchmark
 
-SMALLEST_INTERVAL_S = 0.05
-
-Answers = tuple[tuple[RecordedAnswer, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RunningEngine:
-    """An engine that serves; the context manager that yields it starts and stops it."""
-
-    base_url: str
-    model: str
-    startup_s: float
-    has_ended: Callable[[], bool]
-    admin_token: str | None = None
-
-
-Engines = Callable[[str], AbstractContextManager[RunningEngine]]
+FORMAT = 2
+SMALLEST_PAIRS = 2
+SMALLEST_ROOM_TOKENS = 8192
+SERVER_METRICS = "server-metrics.jsonl"
+FAITHFUL_CSV = "agentic.csv"
+WITH_FILE_NAME = (LmbenchmarkParameters, ShareGptParameters)
 
 
 class ExperimentProgress(Protocol):
@@ -57,213 +56,285 @@ class ExperimentProgress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    """`answers` are indexed by user, then by turn - 1.
+class Setup:
+    """What is measured. `is_tight` says from a cell's records so far whether more pairs are needed."""
 
-    `cold_ms` are the end-to-end times of first turns, whose system prompt may be cached. `ready_s` is the time from the
-    engine's start to the end of its warm-up, which is about the same for every arm.
-    """
-
-    script: Script
-    answers: Answers
-    cold_ms: tuple[float, ...]
-    ready_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ArmResult:
-    """`client_cpu_share` covers the whole drive, so arms that ran at the same time have the same value."""
-
-    name: str
-    records: tuple[RequestRecord, ...]
-    client_cpu_share: float
-    started_unix_s: float
-    duration_s: float
-    metrics: MetricsDelta | None
-    startup_s: float
-    engine_ended: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Experiment:
     comparison: Comparison
-    plan: Plan
-    recording: Recording
-    arms: dict[str, ArmResult]
+    cells: tuple[Cell, ...]
+    seed: int
+    is_tight: Callable[[Sequence[RequestRecord]], bool]
 
+    def interleaved(self, cell: Cell) -> bool:
+        return self.comparison.is_of_urls or cell.schedule.arms == "interleaved"
 
-def run_experiment(
-    workload: Workload,
-    engines: Engines,
-    directory: OutputDirectory,
-    progress: ExperimentProgress,
-    comparison: Comparison = AGAINST_BASELINE,
-) -> Experiment:
-    """Run all arms to the end. EngineError if an engine does not start or refuses the recording."""
-    run = _Run(workload, engines, directory, progress)
-    recording, model = run.make_recording()
-    plan = Plan.make(
-        workload,
-        recording.script,
-        model=model,
-        answers=recording.answers,
-        interval_s=workload.schedule.interval_s or _interval_s(workload, recording.cold_ms),
-    )
-    names = comparison.arms
-    groups = (names,) if workload.schedule.arms == "interleaved" else tuple((name,) for name in names)
-    directory.write_json("plan.json", {**plan.to_json(), "arms": [list(group) for group in groups]}, indent=None)
-    arms: dict[str, ArmResult] = {}
-    for position, group in enumerate(groups, start=1):
-        later_s = sum(len(later) * recording.ready_s + plan.duration_s for later in groups[position:])
-        arms |= run.measure(group, plan, recording=recording, later_s=later_s)
-    return Experiment(comparison, plan, recording, arms)
+    def pairs(self, cell: Cell) -> int:
+        return cell.schedule.pairs or DEFAULT_PAIRS["interleaved" if self.interleaved(cell) else "in_turn"]
 
-
-def _interval_s(workload: Workload, cold_ms: tuple[float, ...]) -> float:
-    """The interval at which computing every prompt takes `target_utilisation` of the time."""
-    service_s = _service_s(workload, cold_ms)
-    return max(SMALLEST_INTERVAL_S, round(service_s / workload.schedule.target_utilisation, 2))
-
-
-def _service_s(workload: Workload, cold_ms: tuple[float, ...]) -> float:
-    """Time of a request that computes its whole prompt, scaled from first turns to the mean length of all turns."""
-    typical_ms = percentile(cold_ms, 75)
-    assert typical_ms is not None
-    mean_tokens = sum(workload.prompt_tokens(turn) for turn in range(1, workload.turns + 1)) / workload.turns
-    return typical_ms / 1e3 * mean_tokens / workload.prompt_tokens(1)
-
-
-def _drive_s(group: Sequence[str], plan: Plan, recording: Recording) -> float:
-    """Duration of a group's requests: as planned, or longer if the baseline cannot keep up with the schedule."""
-    service_s = _service_s(plan.workload, recording.cold_ms) if BASELINE in group else 0.0
-    return max(plan.duration_s, len(plan.requests) * service_s)
-
-
-def _require_empty_disk(before: ScrapedMetrics) -> None:
-    """EngineError if the disk tier holds blocks of an earlier run, which would count as hits of this one."""
-    found = sum(before.total("kvbm_disk_blocks", state=state) or 0 for state in ("pinned", "evictable"))
-    if found:
-        raise EngineError(f"the disk tier holds {found:g} blocks before the run, but it must be empty")
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadyArm:
-    """An arm that is ready to be measured: warmed up, with an empty cache."""
-
-    name: str
-    engine: RunningEngine
-    control: Control
-    before: ScrapedMetrics
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The inputs that every step of an experiment uses."""
-
-    workload: Workload
-    engines: Engines
-    directory: OutputDirectory
-    progress: ExperimentProgress
-
-    def make_recording(self) -> tuple[Recording, str]:
-        """Record all answers without kvbm. Returns the recording and the name of the model."""
-        self.progress.phase("recording: starting the engine")
-        with self.engines(RECORDING) as engine:
-            control = Control(engine.base_url, engine.model, admin_token=engine.admin_token)
-            self.progress.phase("recording: writing the conversations")
-            script = Script.write(self.workload, control.tokenize)
-            warm_up_s = self._warm_up(script, engine, control)
-            self.progress.phase(f"recording: {self.workload.request_count} answers without kvbm")
-            answers, cold_ms = asyncio.run(self._record_answers(script, engine))
-            return Recording(script, answers, cold_ms, engine.startup_s + warm_up_s), engine.model
-
-    async def _record_answers(self, script: Script, engine: RunningEngine) -> tuple[Answers, tuple[float, ...]]:
-        """Send one request at a time: the first turn of every user, then the second of every user, and so on."""
-        answers: list[list[RecordedAnswer]] = [[] for _ in range(self.workload.users)]
-        cold_ms: list[float] = []
-        async with open_session() as session:
-            for turn in range(1, self.workload.turns + 1):
-                for user in range(self.workload.users):
-                    request = self._unplanned(engine.model, script.prompt(user, turn, answers[user]), user, turn)
-                    record = await send(session, engine.base_url, request, workload=self.workload, arm=RECORDING)
-                    if record.error is not None:
-                        raise EngineError(f"recording turn {turn} of user {user} failed: {record.error}")
-                    answers[user].append(RecordedAnswer(tuple(record.token_ids), tuple(record.logprobs)))
-                    if turn == 1 and record.end_to_end_ms is not None:
-                        cold_ms.append(record.end_to_end_ms)
-                    self.progress.request_ended(record)
-        return tuple(map(tuple, answers)), tuple(cold_ms)
-
-    def measure(
-        self, group: Sequence[str], plan: Plan, *, recording: Recording, later_s: float
-    ) -> dict[str, ArmResult]:
-        """Run the arms of a group at the same time, each in its own engine. `later_s` is the time of later groups."""
-        drive_s = _drive_s(group, plan, recording)
-        with ExitStack() as stack:
-            ready: list[_ReadyArm] = []
-            for position, name in enumerate(group, start=1):
-                rest_s = (len(group) - position) * recording.ready_s + drive_s + later_s
-                self.progress.phase(f"{name}: starting the engine", expected_s=recording.ready_s, remaining_s=rest_s)
-                engine = stack.enter_context(self.engines(name))
-                control = Control(engine.base_url, engine.model, admin_token=engine.admin_token)
-                self._warm_up(plan.script, engine, control)
-                before = self._save_metrics(control.metrics(), name, "before")
-                _require_empty_disk(before)
-                ready.append(_ReadyArm(name, engine, control, before))
-            text = f"{', '.join(group)}: {len(plan.requests) * len(group)} requests"
-            self.progress.phase(text, expected_s=drive_s, remaining_s=later_s)
-            offsets = (position * plan.interval_s / len(group) for position in range(len(group)))
-            targets = [
-                Target(arm.name, arm.engine.base_url, offset_s, arm.engine.has_ended)
-                for arm, offset_s in zip(ready, offsets, strict=True)
-            ]
-            result = asyncio.run(drive(plan, targets, on_record=self._keep_record))
-            return {arm.name: self._arm_result(arm, result) for arm in ready}
-
-    def _arm_result(self, arm: _ReadyArm, result: DriveResult) -> ArmResult:
-        ended = arm.engine.has_ended()
-        return ArmResult(
-            name=arm.name,
-            records=result.records[arm.name],
-            client_cpu_share=result.client_cpu_share,
-            started_unix_s=result.started_unix_s,
-            duration_s=result.duration_s,
-            metrics=None if ended else self._metrics_after(arm),
-            startup_s=arm.engine.startup_s,
-            engine_ended=ended,
+    def groups(self, cell: Cell) -> list[RunGroup]:
+        return groups(
+            self.comparison, interleaved=self.interleaved(cell), pairs=self.pairs(cell), seed=cell.workload.seed
         )
 
-    def _metrics_after(self, arm: _ReadyArm) -> MetricsDelta | None:
-        """`None` if the engine hangs or has just died; its requests then have records with errors."""
-        try:
-            return MetricsDelta(arm.before, self._save_metrics(arm.control.metrics(), arm.name, "after"))
-        except EngineError:
-            return None
+    def to_json(self) -> dict[str, Any]:
+        content = {
+            "format": FORMAT,
+            "arms": {arm.name: arm.to_json() for arm in self.comparison.arms},
+            "measured": self.comparison.measured.name,
+            "references": [arm.name for arm in self.comparison.references],
+            "floor": self.comparison.floor.name if self.comparison.floor else None,
+            "cells": [
+                {
+                    **cell.to_json(),
+                    "interleaved": self.interleaved(cell),
+                    "pairs": self.pairs(cell),
+                    "order": [{"pair": group.pair, "arms": list(group.arms)} for group in self.groups(cell)],
+                }
+                for cell in self.cells
+            ],
+            "seed": self.seed,
+        }
+        return {**content, "digest": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
-    def _warm_up(self, script: Script, engine: RunningEngine, control: Control) -> float:
-        """Send one long prompt unmeasured: the first one of a process pays for memory and threads. Returns seconds."""
-        started = time.monotonic()
 
-        async def once() -> RequestRecord:
-            async with open_session() as session:
-                request = self._unplanned(engine.model, list(script.warmup), 0, 0)
-                return await send(session, engine.base_url, request, workload=self.workload, arm="warm-up")
+def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress) -> None:
+    """Run all arms of all cells that have not run yet. EngineError if an engine does not start."""
+    plan = setup.to_json()
+    if (directory.path / PLAN).exists():
+        _require_same(directory.read_json(PLAN), plan, directory)
+    else:
+        directory.write_json(PLAN, plan)
+    done = directory.forget_unfinished()
+    _Experiment(setup, engines, directory, progress, done).run()
 
-        record = asyncio.run(once())
-        if record.error is not None:
-            raise EngineError(f"the warm-up request failed: {record.error}")
-        control.reset_cache()
-        return time.monotonic() - started
 
-    def _unplanned(self, model: str, prompt: list[int], user: int, turn: int) -> PlannedRequest:
-        """A request of the recording or of the warm-up, which has no place in the schedule."""
-        body = request_body(model, prompt, answer_tokens=self.workload.answer_tokens)
-        return PlannedRequest(0, user, turn, 0.0, len(prompt), RecordedAnswer(()), body)
+def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: BenchDirectory) -> None:
+    if old.get("digest") != new["digest"]:
+        names = [name for name in new if name != "digest" and old.get(name) != new[name]]
+        message = f"{directory.path} was made by another command: {', '.join(names) or 'its format'} differs"
+        raise UsageError(message, hint="`--resume` requires the options of the interrupted command")
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupOfRuns:
+    """Runs of one cell that are made at the same time: the name of each arm with the name of its run."""
+
+    cell: Cell
+    pair: int
+    runs: Mapping[str, str]
+    position: int
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class FaithfulFacts:
+    """Of a faithful run, what DriveResult has of others."""
+
+    started_unix_s: float
+    duration_s: float
+    health: ClientHealth
+
+
+class _Experiment:
+    def __init__(
+        self, setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress, done: set[str]
+    ) -> None:
+        self._setup, self._engines, self._directory, self._progress = setup, engines, directory, progress
+        self._done = done
+        self._startup_s: float | None = None
+
+    def run(self) -> None:
+        planned = [cell for cell in self._setup.cells if not cell.is_faithful]
+        self._prepare([cell for cell in planned if not self._is_planned(cell)])
+        for cell in self._setup.cells:
+            self._run_cell(cell)
+
+    def _plan_file(self, cell: Cell, pair: int) -> str:
+        """Servers that cannot be emptied get other prompts in every pair."""
+        later = f"cells/{cell.name}/plan-{pair}.json"
+        return later if (self._directory.path / later).exists() else f"cells/{cell.name}/plan.json"
+
+    def _is_planned(self, cell: Cell) -> bool:
+        return (self._directory.path / self._plan_file(cell, 1)).exists()
+
+    def _prepare(self, cells: Sequence[Cell]) -> None:
+        if not cells:
+            return
+        self._progress.phase("preparation: starting the engine")
+        with self._engines(RECORDING, self._directory.run(RECORDING), _room(cells)) as engine:
+            self._startup_s = engine.startup_s
+            preparation = Preparation(engine, self._capabilities(engine))
+            for cell in cells:
+                for pair in range(1, self._setup.pairs(cell) + 1):
+                    if pair == 1 or not preparation.capabilities.can_reset:
+                        self._make_plan(preparation, cell, pair)
+
+    def _capabilities(self, engine: RunningEngine) -> Capabilities:
+        """What all servers have in common; the first engine is the one that tokenizes."""
+        servers = [running_server(arm.url) for arm in self._setup.comparison.arms if arm.url is not None]
+        others = [server for server in servers if server.base_url != engine.base_url]
+        return capabilities_of([engine, *others], are_launched=not servers, seed=self._setup.seed)
+
+    def _make_plan(self, preparation: Preparation, cell: Cell, pair: int) -> None:
+        self._progress.phase(f"preparation: writing the prompts of {cell.name}")
+        script = preparation.script(cell, seed=cell.workload.seed + 1_000_003 * (pair - 1))
+        self._progress.phase(f"preparation of {cell.name}: {len(script.requests)} requests")
+        plan = preparation.plan(cell, script, self._progress.request_ended)
+        if preparation.capabilities.can_reset:
+            preparation.engine.control().try_reset()
+        self._directory.cell(cell.name)
+        name = "plan.json" if pair == 1 else f"plan-{pair}.json"
+        content = {**plan.to_json(), "can_reset": preparation.capabilities.can_reset}
+        self._directory.write_json(f"cells/{cell.name}/{name}", content, indent=None)
+
+    def _run_cell(self, cell: Cell) -> None:
+        order = self._setup.groups(cell)
+        for position, group in enumerate(order, start=1):
+            runs = {name: f"{cell.name}.{group.pair}.{name}" for name in group.arms}
+            if self._done.issuperset(runs.values()):
+                continue
+            is_first = position > 1 and order[position - 2].pair < group.pair
+            if is_first and group.pair > SMALLEST_PAIRS and self._is_tight(cell):
+                self._progress.phase(f"{cell.name}: the interval is tight after {group.pair - 1} pairs")
+                return
+            place = f"{cell.name}, run {position} of {len(order)}"
+            started = _GroupOfRuns(cell, group.pair, runs, position, place)
+            if cell.is_faithful:
+                self._run_faithful(started)
+            else:
+                self._run_group(started)
+
+    def _is_tight(self, cell: Cell) -> bool:
+        records = self._directory.records()
+        return self._setup.is_tight([one for of_run in records.values() for one in of_run if one.cell == cell.name])
+
+    def _run_group(self, group: _GroupOfRuns) -> None:
+        """Run the arms of a group at the same time, each in its own engine."""
+        data = self._directory.read_json(self._plan_file(group.cell, group.pair))
+        plan = Plan.from_json(data)
+        with ExitStack() as stack:
+            engines = {
+                name: self._started(stack, name, group, plan, can_reset=data["can_reset"]) for name in group.runs
+            }
+            text = f"{group.place}: {', '.join(engines)}, {len(plan.requests) * len(engines)} requests"
+            self._progress.phase(text, expected_s=plan.duration_s)
+            result, servers = self._measured(engines, group, plan)
+            for name, engine in engines.items():
+                self._directory.append(RUNS, _run_line(name, engine, group, result, servers[name]))
+
+    def _run_faithful(self, group: _GroupOfRuns) -> None:
+        """Run LMBenchmark's own schedule against one arm; its history is live, so there is no plan."""
+        ((name, run),) = group.runs.items()
+        workload = group.cell.workload
+        assert isinstance(workload, Lmbenchmark)
+        self._progress.phase(f"{group.place}: starting {name}", expected_s=self._startup_s)
+        room = NeededRoom(SMALLEST_ROOM_TOKENS, 1)
+        with self._engines(name, self._directory.run(run), room) as engine:
+            self._startup_s = engine.startup_s
+            self._progress.phase(f"{group.place}: {name}, as LMBenchmark does it")
+            target = _target(group, name, engine)
+            path = self._directory.run(run) / SERVER_METRICS
+            monitor = HealthMonitor()
+            with _sampler(path, engine, time.perf_counter_ns()):
+                result = asyncio.run(self._faithful(workload, target, engine.model, monitor))
+            health = ClientHealth.of([monitor.result()], result.records)
+            facts = FaithfulFacts(result.started_unix_s, result.duration_s, health)
+            self._write_csv(group.cell, name, run, result.csv)
+            line = _run_line(name, engine, group, facts, summarise(path))
+            self._directory.append(RUNS, {**line, "notes": list(result.notes)})
+
+    def _write_csv(self, cell: Cell, name: str, run: str, text: str) -> None:
+        """The CSV file that LMBenchmark would write."""
+        parameters = faithful_parameters(cell.workload) if isinstance(cell.workload, Lmbenchmark) else None
+        file = FAITHFUL_CSV if not isinstance(parameters, WITH_FILE_NAME) else parameters.output_file(run)
+        folder = self._directory.path / "exports" / name / cell.name
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / file, text)
+
+    async def _faithful(
+        self, workload: Lmbenchmark, target: Target, model: str, monitor: HealthMonitor
+    ) -> FaithfulResult:
+        async with monitor.running():
+            return await run_faithful(faithful_parameters(workload), target, model=model, on_record=self._keep_record)
+
+    def _started(
+        self, stack: ExitStack, name: str, group: _GroupOfRuns, plan: Plan, *, can_reset: bool
+    ) -> RunningEngine:
+        """Start the engine of an arm, warm it up, and empty its cache."""
+        self._progress.phase(f"{group.place}: starting {name}", expected_s=self._startup_s)
+        room = NeededRoom(plan.total_tokens, plan.session_count)
+        engine = stack.enter_context(self._engines(name, self._directory.run(group.runs[name]), room))
+        self._startup_s = engine.startup_s
+        warm_up(engine, plan)
+        if can_reset and not engine.control().try_reset():
+            raise EngineError(f"the server of arm {name} did not empty its cache")
+        return engine
+
+    def _measured(
+        self, engines: Mapping[str, RunningEngine], group: _GroupOfRuns, plan: Plan
+    ) -> tuple[DriveResult, dict[str, ServerSummary]]:
+        """Send all requests while the server metrics are sampled."""
+        start_ns = time.perf_counter_ns()
+        files = {name: self._directory.run(run) / SERVER_METRICS for name, run in group.runs.items()}
+        with ExitStack() as stack:
+            for name, engine in engines.items():
+                stack.enter_context(_sampler(files[name], engine, start_ns))
+            offset_s = (plan.launches.interval_s or 0.0) / len(engines)
+            targets = [
+                _target(group, name, engine, offset_s=number * offset_s)
+                for number, (name, engine) in enumerate(engines.items())
+            ]
+            result = asyncio.run(drive(plan, targets, on_record=self._keep_record))
+        return result, {name: summarise(path) for name, path in files.items()}
 
     def _keep_record(self, record: RequestRecord) -> None:
-        self.directory.append_request(record.to_json())
-        self.progress.request_ended(record)
+        self._directory.append(REQUESTS, record.to_json())
+        self._progress.request_ended(record)
 
-    def _save_metrics(self, metrics: ScrapedMetrics, arm: str, when: str) -> ScrapedMetrics:
-        (self.directory.arm(arm) / f"metrics-{when}.txt").write_text(metrics.text, encoding="utf-8")
-        return metrics
+
+def _target(group: _GroupOfRuns, name: str, engine: RunningEngine, *, offset_s: float = 0.0) -> Target:
+    return Target(
+        run=group.runs[name],
+        arm=name,
+        cell=group.cell.name,
+        pair=group.pair,
+        base_url=engine.base_url,
+        headers=engine.headers,
+        offset_s=offset_s,
+        has_ended=engine.has_ended,
+    )
+
+
+def _room(cells: Sequence[Cell]) -> NeededRoom:
+    """Enough for the recordings of all cells, which need not fit exactly: an eviction changes no answer."""
+    tokens = max((cell.workload.working_set_tokens or 0 for cell in cells), default=0)
+    return NeededRoom(max(tokens, SMALLEST_ROOM_TOKENS), 64)
+
+
+def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContextManager[object]:
+    return Sampler.start(
+        path,
+        base_url=engine.base_url,
+        kvbm_metrics_url=engine.metrics_url or None,
+        pid=engine.pid,
+        start_ns=start_ns,
+        headers=engine.headers,
+    )
+
+
+def _run_line(
+    name: str, engine: RunningEngine, group: _GroupOfRuns, result: DriveResult | FaithfulFacts, server: ServerSummary
+) -> dict[str, Any]:
+    return {
+        "run": group.runs[name],
+        "arm": name,
+        "cell": group.cell.name,
+        "pair": group.pair,
+        "position": group.position,
+        "together": len(group.runs),
+        "started_unix_s": result.started_unix_s,
+        "duration_s": result.duration_s,
+        "startup_s": engine.startup_s,
+        "client": result.health.to_json(),
+        "server": server.to_json(),
+        "engine_ended": engine.has_ended(),
+    }

@@ -1,8 +1,9 @@
-"""Prints a summary in at most 80 columns: the arms, the turns, the load of the reference, and the verdict."""
+"""Prints a summary in at most 80 columns: per cell the arms, the turns, the load of the reference; then the verdict."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvbm_cli.terminal.printable import printable
@@ -14,10 +15,11 @@ if TYPE_CHECKING:
 WIDTH = 80
 ARM_AND_BAR_CELLS = 19
 LONGEST_ARM = 13
+MOST_TURNS = 8
 NUMBER_WIDTHS = (6, 6, 6, 6, 7, 7, 9, 7)
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-UNMEASURED = ("invalid", "wrong")
-COLOURS = {"faster": "green", "same": "yellow", "slower": "red", "invalid": "red", "wrong": "red"}
+COLOURS = {"faster": "green", "same": "yellow", "measured": "yellow", "slower": "red", "invalid": "red", "wrong": "red"}
+PERCENTS = ("p50", "p90", "p99")
 
 
 def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathLike[str]) -> None:
@@ -26,29 +28,38 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
     from rich.text import Text
 
     summary = _printable(summary)
-    workload = summary["workload"]
-    console.print(
-        f"\n{workload['name']}: {workload['users']} users of {workload['turns']} turns, a request every "
-        f"{summary['plan']['interval_s']:g} s",
-        highlight=False,
-    )
-    for line in (_schedule_line(summary), *_profile_lines(summary)):
-        console.print(line, highlight=False)
-    console.print(_arms_table(summary))
-    for line in _turn_lines(summary["arms"]):
-        console.print(Text(line))
-    console.print(f"\n{_load_line(summary)}", highlight=False)
-    if floor_line := _floor_line(summary):
-        console.print(floor_line, highlight=False)
-    console.print(_outputs_line(summary), highlight=False)
+    for cell in summary["cells"]:
+        _show_cell(cell, summary, console)
     verdict = summary["verdict"]
     console.print()
     console.print(Text.assemble((f"{verdict}: ", f"bold {COLOURS[verdict]}"), summary["explanation"]))
     if summary["hint"]:
         console.print(Text(f"hint: {summary['hint']}"))
-    for caveat in summary["caveats"]:
+    for caveat in [*summary["caveats"], *_caveats_of_cells(summary)]:
         console.print(Padding(Text(f"note: {caveat}", style="dim"), (0, 0, 0, 2)))
-    console.print(f"\nevery request: {printable(os.fspath(directory))}", highlight=False, soft_wrap=True)
+    path = printable(os.fspath(directory))
+    console.print(f"\nreport: {path}/report.html\nevery request: {path}", highlight=False, soft_wrap=True)
+
+
+def _caveats_of_cells(summary: Mapping[str, Any]) -> list[str]:
+    cells = summary["cells"]
+    return [
+        f"{cell['name']}: {one}" if len(cells) > 1 else one for cell in cells for one in dict.fromkeys(cell["caveats"])
+    ]
+
+
+def _show_cell(cell: Mapping[str, Any], summary: Mapping[str, Any], console: Console) -> None:
+    from rich.text import Text
+
+    console.print(f"\n{_workload_line(cell)}", highlight=False)
+    console.print(_schedule_line(cell), highlight=False)
+    console.print(_arms_table(cell))
+    for line in _turn_lines(cell["arms"]):
+        console.print(Text(line))
+    console.print()
+    for comparison in cell["comparisons"]:
+        for line in _comparison_lines(comparison, cell, has_several=len(summary["cells"]) > 1):
+            console.print(Text(line))
 
 
 def _printable(value: Any) -> Any:
@@ -60,70 +71,83 @@ def _printable(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def _schedule_line(summary: dict[str, Any]) -> str:
+def _workload_line(cell: Mapping[str, Any]) -> str:
+    plan = cell["plan"]
+    if not plan["requests"]:
+        return f"{cell['name']}: LMBenchmark's scenario {cell['workload']['scenario']}, as LMBenchmark runs it"
+    parts = [f"{plan['requests']} requests of {plan['sessions']} sessions"]
+    if plan["interval_s"]:
+        parts.append(f"one every {plan['interval_s']:g} s")
+    if plan["concurrency"]:
+        parts.append(f"{plan['concurrency']} sessions at a time")
+    if cell["pressure"]:
+        parts.append(f"working set {cell['pressure']:g} times G1")
+    return f"{cell['name']}: {', '.join(parts)}"
+
+
+def _schedule_line(cell: Mapping[str, Any]) -> str:
     """How the arms ran. Results of two runs are comparable only if this is equal."""
-    if summary["workload"]["schedule"]["arms"] == "interleaved":
-        apart_s = summary["plan"]["interval_s"] / len(summary["arms"])
-        return f"arms: interleaved, all engines at the same time, launches {apart_s:.3g} s apart"
-    return "arms: in turn, one engine after the other"
+    pairs = f"{cell['pairs_done']} pair{'s' * (cell['pairs_done'] != 1)}"
+    early = ", stopped early because the interval was tight" if cell["stopped_early"] else ""
+    if cell["interleaved"]:
+        return f"arms: interleaved, all engines at the same time, {pairs}"
+    return f"arms: in turn, one engine after the other, {pairs} of alternating order{early}"
 
 
-def _profile_lines(summary: dict[str, Any]) -> list[str]:
-    """Which profile an arm ran and what its tiers hold, and the keys that differ; nothing for the baseline."""
-    if (profiles := summary.get("compared_profiles")) is None:
-        return []
-    lines = [f"{arm}: profile {about['name']}; {_tier_sizes(about['tiers'])}" for arm, about in profiles.items()]
-    keys = ", ".join(summary["profile_differences"])
-    return [*lines, f"they differ in {keys}" if keys else "the profiles are equal"]
-
-
-def _tier_sizes(tiers: dict[str, Any] | None) -> str:
-    """`tiers` is `None`, and so is G1, where only the engine knows the size."""
-    if tiers is None:
-        return "tier sizes unknown"
-    return ", ".join(f"{name} {tier['tokens']:,}" for name, tier in tiers.items() if tier is not None) + " tokens"
-
-
-def _arms_table(summary: dict[str, Any]) -> Table:
+def _arms_table(cell: Mapping[str, Any]) -> Table:
     """One column per arm, one row per quantity with its unit."""
     from rich import box
     from rich.table import Table
 
-    arms, turns = summary["arms"].values(), summary["workload"]["turns"]
+    arms, primary = cell["arms"].values(), cell["plan"]["primary"]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-    table.add_column(f"turns 2 to {turns}" if turns > 2 else f"turn {turns}", no_wrap=True)
-    for name in summary["arms"]:
+    table.add_column("all requests" if primary == "all" else f"{primary} phase", no_wrap=True)
+    for name in cell["arms"]:
         table.add_column(name, justify="right", no_wrap=True)
     for label, key in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("end to end", "end_to_end_ms")):
-        for percent in ("p50", "p90", "p99"):
-            table.add_row(f"{label} {percent}, ms", *(_milliseconds(arm[key][percent]) for arm in arms))
+        for percent in PERCENTS:
+            if any(arm[key][percent] is not None for arm in arms):
+                table.add_row(f"{label} {percent}, ms", *(_milliseconds(arm[key][percent]) for arm in arms))
+    if any(arm["goodput"] for arm in arms):
+        goods = (f"{arm['goodput']['share']:.0%}" if arm["goodput"] else "-" for arm in arms)
+        table.add_row(f"within {next(arm['goodput']['slo'] for arm in arms if arm['goodput'])}", *goods)
     table.add_section()
-    for label, tier in (("from G1", "g1"), ("from G2", "g2"), ("computed", "computed")):
-        table.add_row(f"prompt tokens {label}, all turns", *(_count(arm["prompt_tokens"][tier]) for arm in arms))
+    for label, tier in (("from G1", "g1"), ("from G2", "g2"), ("from G3", "g3"), ("computed", "computed")):
+        if tier != "g3" or any(arm["prompt_tokens"][tier] for arm in arms):
+            counts = (_count(arm["prompt_tokens"][tier]) for arm in arms)
+            table.add_row(f"prompt tokens {label}, all requests", *counts)
     table.add_row("requests that failed", *(_count(arm["errors"]) for arm in arms))
     return table
 
 
-def _turn_lines(arms: dict[str, Any]) -> list[str]:
+def _turn_lines(arms: Mapping[str, Any]) -> Iterator[str]:
     """One line per turn and arm; the bars show medians, all on one scale."""
+    turns = sorted({turn["turn"] for arm in arms.values() for turn in arm["turns"]})
+    if len(turns) < 2:
+        return
     width = min(LONGEST_ARM, max(map(len, arms))) + 1
     bar_cells = ARM_AND_BAR_CELLS - width
     medians = [turn["ttft_ms"]["p50"] or 0.0 for arm in arms.values() for turn in arm["turns"]]
     longest = max(medians, default=0.0) or 1.0
-    lines = [_turn_line("", f"{'':<{width}}TTFT, ms", "p50", "p90", "p99", "ITL", "G1", "G2", "computed", "failed")]
-    for turns in zip(*(arm["turns"] for arm in arms.values()), strict=True):
-        for position, (name, turn) in enumerate(zip(arms, turns, strict=True)):
-            lines.append(
-                _turn_line(
-                    f"turn {turn['turn']}" if position == 0 else "",
-                    f"{name[:LONGEST_ARM]:<{width}}" + _bar((turn["ttft_ms"]["p50"] or 0.0) / longest, bar_cells),
-                    *(_milliseconds(turn["ttft_ms"][percent]) for percent in ("p50", "p90", "p99")),
-                    _milliseconds(turn["itl_ms"]["p50"]),
-                    *(_count(turn["prompt_tokens"][tier]) for tier in ("g1", "g2", "computed")),
-                    _count(turn["errors"]),
-                )
+    columns = ("p50", "mean", "p90", "ITL", "G1", "G2", "computed", "failed")
+    yield _turn_line("", f"{'':<{width}}TTFT, ms", *columns)
+    for number in turns[:MOST_TURNS]:
+        label = f"turn {number}"
+        for name, arm in arms.items():
+            turn = next((one for one in arm["turns"] if one["turn"] == number), None)
+            if turn is None:
+                continue
+            yield _turn_line(
+                label,
+                f"{name[:LONGEST_ARM]:<{width}}" + _bar((turn["ttft_ms"]["p50"] or 0.0) / longest, bar_cells),
+                *(_milliseconds(turn["ttft_ms"][key]) for key in ("p50", "mean", "p90")),
+                _milliseconds(turn["itl_ms"]["p50"]),
+                *(_count(turn["prompt_tokens"][tier]) for tier in ("g1", "g2", "computed")),
+                _count(turn["errors"]),
             )
-    return lines
+            label = ""
+    if len(turns) > MOST_TURNS:
+        yield f"... and {len(turns) - MOST_TURNS} more turns: see report.html"
 
 
 def _turn_line(turn: str, arm_and_bar: str, *numbers: str) -> str:
@@ -136,34 +160,42 @@ def _bar(share: float, cells: int) -> str:
     return "█" * full + (EIGHTHS[eighths] if eighths else "") or EIGHTHS[1]
 
 
-def _load_line(summary: dict[str, Any]) -> str:
-    reference = summary["compared"]["reference"]
-    load = summary["arms"][reference]
-    queue_ms, queue_share = load["queue_wait_ms"], load["queue_share_of_ttft"]
-    waits = "queue time unknown" if queue_ms is None else f"{_milliseconds(queue_ms)} ms in its queue per request"
-    part = "" if queue_share is None else f", {queue_share:.1%} of its TTFT"
-    return f"{reference} load: busy {load['utilisation']:.0%} of the time, {waits}{part}"
+def _comparison_lines(comparison: Mapping[str, Any], cell: Mapping[str, Any], *, has_several: bool) -> Iterator[str]:
+    measured, reference = comparison["measured"], comparison["reference"]
+    prefix = f"{measured} against {reference}: "
+    if has_several or len(cell["comparisons"]) > 1:
+        yield f"{prefix}{comparison['verdict']}: {comparison['explanation']}"
+    yield f"{prefix}{_load(cell['arms'][reference], reference)}"
+    if noise := comparison["noise"]:
+        yield f"{prefix}two runs of {reference} itself differ by {noise['ratio'] - 1:.1%} ({noise['source']})"
+    else:
+        yield f"{prefix}the noise between two runs of {reference} was not measured"
+    if share := comparison["share_of_possible_gain"]:
+        yield f"{prefix}{_share(share)}"
+    yield f"{prefix}{_outputs(comparison['outputs'])}"
+    for why in comparison.get("why_not", ()):
+        yield f"{prefix}{why['text']}"
 
 
-def _outputs_line(summary: dict[str, Any]) -> str:
-    differences = summary["largest_logprob_difference"].values()
-    known = [difference for difference in differences if difference is not None]
-    count = sum(len(keys) for keys in summary["different_answers"].values())
-    tokens = "all answers are equal, token for token" if count == 0 else f"{count} answers differ"
-    return f"{tokens}; logprobs differ by {max(known):.2g} at most" if known else tokens
+def _load(arm: Mapping[str, Any], name: str) -> str:
+    wait_ms = arm["queue_wait_ms"]
+    waits = "queue time unknown" if wait_ms is None else f"{_milliseconds(wait_ms)} ms in its queue per request"
+    busy = "" if arm["utilisation"] is None else f"busy {arm['utilisation']:.0%} of the time, "
+    return f"{name} was {busy}{waits}"
 
 
-def _floor_line(summary: dict[str, Any]) -> str | None:
-    ratio, share = summary["kvbm_over_floor"], summary["share_of_possible_gain"]
-    if ratio is None or summary["verdict"] in UNMEASURED:
-        return None
-    measured = summary["compared"]["measured"]
-    floor = "the floor (G1 large enough for everything)"
-    if ratio < 1:
-        gain = "" if share is None else ": all of the possible gain"
-        return f"TTFT of {measured} equals that of {floor} within the noise of this run{gain}"
-    gain = "" if share is None else f"; {max(0.0, share):.0%} of the possible gain"
-    return f"TTFT of {measured} is {ratio:.2f} times that of {floor}{gain}"
+def _share(share: Mapping[str, Any]) -> str:
+    if share["is_noise"]:
+        return "all of the possible gain, within the noise of this run"
+    interval = share["interval_95"]
+    within = f" (95% interval {interval[0]:.0%} to {interval[1]:.0%})" if interval else ""
+    return f"{max(0.0, share['value']):.0%} of the possible gain{within}"
+
+
+def _outputs(outputs: Mapping[str, Any]) -> str:
+    logprob = outputs["largest_logprob_difference"]
+    probabilities = "" if logprob is None else f"; logprobs differ by {logprob:.2g} at most"
+    return f"outputs {outputs['verdict']}: {outputs['reason']}{probabilities}"
 
 
 def _milliseconds(value: float | None) -> str:

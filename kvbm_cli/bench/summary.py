@@ -1,100 +1,62 @@
-"""Computes summary.json from records and metrics. Pure: equal records give an equal summary.
+"""Computes summary.json from the files of an experiment. Pure: equal results give an equal summary.
 
-`ttft_ms`, `itl_ms` and `end_to_end_ms` of an arm cover turns 2 and later, which a cache can speed up. `ttft_speedup` is
-the ratio of two such medians. `turns` has every turn. Token counts cover all requests.
+`ttft_ms`, `itl_ms`, `tpot_ms` and `end_to_end_ms` of an arm cover the primary requests of all its runs: those of the
+phase `steady`, or all requests of a workload that never repeats a prefix. `phases` and `turns` have every request.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvbm_cli.bench.comparison import FLOOR, Comparison
-from kvbm_cli.bench.experiment import ArmResult, Experiment
-from kvbm_cli.bench.outputs import compare_outputs
-from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.schedule import Plan
-from kvbm_cli.bench.statistics import PairedRatio, busy_share, paired_ratio, spread
-from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Evidence, Judgement, Verdict, VerdictLimits, judge
+from kvbm_cli.bench.analysis.goodput import RequestTimes, Slo, goodput
+from kvbm_cli.bench.analysis.statistics import spread
+from kvbm_cli.bench.answers import answers_of
+from kvbm_cli.bench.compared import Compared, compare, utilisation_of
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.records.results import CellResult, Results, RunResult
+from kvbm_cli.bench.rounding import rounded
+from kvbm_cli.bench.verdict import DEFAULT_LIMITS, VerdictLimits, worst_of
+from kvbm_cli.bench.workload.script import Phase
 
-FORMAT = 1
-UNMEASURED = (Verdict.INVALID, Verdict.WRONG)
-FEW_SAMPLES = 100
-ONBOARDED_BLOCKS = "kvbm_onboard_blocks_h2d"
-TIERS = ("g1", "g2", "computed")
-DIGITS = 4
+FORMAT = 2
+TIERS = ("g1", "g2", "g3", "computed")
 
 
 def summarise(
-    experiment: Experiment,
+    results: Results,
     *,
-    surroundings: dict[str, Any],
+    surroundings: Mapping[str, Any],
     caveats: Sequence[str] = (),
     limits: VerdictLimits = DEFAULT_LIMITS,
 ) -> dict[str, Any]:
     """The content of summary.json. `surroundings` (machine, versions, profile) is copied into it unchanged."""
-    plan, comparison = experiment.plan, experiment.comparison
-    measured, reference = comparison.measured, comparison.reference
-    results = {name: experiment.arms[name] for name in comparison.arms}
-    arms = {name: _arm(plan, result) for name, result in results.items()}
-    outputs = {name: compare_outputs(plan, result.records) for name, result in results.items()}
-    ratio = paired_ratio(_pairs(results[reference].records, results[measured].records))
-    p50 = {name: arm["ttft_ms"]["p50"] for name, arm in arms.items()}
-    transfers = {name: _transfers(arms[name]) for name in comparison.arms_with_kvbm}
-    evidence = Evidence(
-        comparison=comparison,
-        request_count=len(plan.requests),
-        compared_count=outputs[measured].compared_count,
-        errors={name: arm["errors"] for name, arm in arms.items()},
-        different_answers={name: len(difference.answers) for name, difference in outputs.items()},
-        logprob_differences={name: difference.logprob for name, difference in outputs.items()},
-        reference_ttft_ms=p50[reference],
-        measured_ttft_ms=p50[measured],
-        ratio=ratio,
-        transfers_proven={name: found["proven"] for name, found in transfers.items()},
-        lateness_p99_ms={name: arm["client"]["lateness_ms"]["p99"] or 0.0 for name, arm in arms.items()},
-        client_cpu_share={name: arm["client"]["cpu_share"] for name, arm in arms.items()},
-        utilisation=arms[reference]["utilisation"],
-        queue_share=arms[reference]["queue_share_of_ttft"],
+    compared = {cell.name: _comparisons(results, cell, limits) for cell in results.cells if cell.runs}
+    every = [one for of_cell in compared.values() for one in of_cell]
+    verdict = worst_of(one.judgement.verdict for one in every)
+    leading = next((one for one in every if one.judgement.verdict is verdict), None)
+    headline = next(iter(every), None)
+    found: dict[str, Any] = rounded(
+        {
+            "format": FORMAT,
+            "complete": True,
+            "verdict": verdict.value,
+            "explanation": _explanation(results, leading, len(every)),
+            "reasons": list(leading.judgement.reasons) if leading else [],
+            "hint": leading.judgement.hint if leading else None,
+            **(headline.headline() if headline else {}),
+            "arms": results.arms,
+            "cells": [_cell(results, cell, compared[cell.name]) for cell in results.cells if cell.runs],
+            "caveats": list(caveats),
+            "seed": results.plan["seed"],
+            "digest": results.plan["digest"],
+            **surroundings,
+        }
     )
-    judgement = judge(evidence, limits)
-    has_gain = judgement.verdict not in UNMEASURED and not comparison.is_of_profiles
-    share = _share_of_gain(p50[reference], p50[measured], p50[FLOOR]) if has_gain else None
-    result = {
-        "format": FORMAT,
-        "complete": True,
-        **_verdict(judgement),
-        "compared": {"measured": measured, "reference": reference},
-        "ttft_speedup": _quotient(p50[reference], p50[measured]),
-        "ttft_speedup_paired": _ratio(ratio),
-        "kvbm_over_floor": _quotient(p50[measured], p50[FLOOR]),
-        "share_of_possible_gain": share,
-        "share_of_possible_gain_is_noise": share is not None and share > 1,
-        "outputs_equal": _are_equal(evidence, judgement),
-        "different_answers": {name: [list(key) for key in difference.answers] for name, difference in outputs.items()},
-        "largest_logprob_difference": {name: difference.logprob for name, difference in outputs.items()},
-        "transfers": transfers[measured],
-        "arms": arms,
-        "caveats": [*judgement.caveats, *caveats, *_caveats(plan, comparison, arms)],
-        "workload": plan.workload.model_dump(),
-        "plan": {"digest": plan.digest, "interval_s": plan.interval_s, "duration_s": plan.duration_s},
-        **surroundings,
-    }
-    rounded = _rounded(result)
-    assert isinstance(rounded, dict)
-    return rounded
+    return found
 
 
-def _are_equal(evidence: Evidence, judgement: Judgement) -> bool:
-    differs = (
-        any(evidence.different_answers[name] for name in evidence.comparison.judged_arms)
-        or judgement.verdict is Verdict.WRONG
-    )
-    return evidence.compared_count > 0 and not differs
-
-
-def interrupted_summary(reason: str, surroundings: dict[str, Any]) -> dict[str, Any]:
+def interrupted_summary(reason: str, surroundings: Mapping[str, Any]) -> dict[str, Any]:
     """The summary of an incomplete run."""
     return {
         "format": FORMAT,
@@ -106,76 +68,118 @@ def interrupted_summary(reason: str, surroundings: dict[str, Any]) -> dict[str, 
         "ttft_speedup": None,
         "outputs_equal": None,
         "arms": {},
+        "cells": [],
+        "caveats": [],
         **surroundings,
     }
 
 
-def _verdict(judgement: Judgement) -> dict[str, Any]:
+def _comparisons(results: Results, cell: CellResult, limits: VerdictLimits) -> list[Compared]:
+    return [compare(results, cell, reference, limits) for reference in results.plan["references"]]
+
+
+def _explanation(results: Results, leading: Compared | None, count: int) -> str:
+    if leading is None:
+        return f"measured {results.plan['measured']} alone: there is no reference to compare with"
+    place = f"{leading.cell.name}: " if count > 1 else ""
+    return place + leading.judgement.sentence
+
+
+def _cell(results: Results, cell: CellResult, compared: Sequence[Compared]) -> dict[str, Any]:
+    definition, plan = cell.definition, cell.plan
     return {
-        "verdict": judgement.verdict.value,
-        "explanation": judgement.sentence,
-        "reasons": list(judgement.reasons),
-        "hint": judgement.hint,
+        **definition,
+        "working_set_tokens": plan.working_set_tokens if plan else None,
+        "plan": {
+            "digest": cell.digest,
+            "requests": len(plan.requests) if plan else None,
+            "sessions": plan.session_count if plan else None,
+            "turns": plan.turns if plan else None,
+            "duration_s": plan.duration_s if plan else None,
+            "interval_s": plan.launches.interval_s if plan else None,
+            "concurrency": plan.launches.concurrency if plan else None,
+            "primary": cell.primary,
+        },
+        "pairs_done": cell.pairs_done,
+        "stopped_early": cell.pairs_done < definition["pairs"],
+        "arms": {arm: arm_summary(cell, arm) for arm in results.arms if cell.of_arm(arm)},
+        "comparisons": [one.to_json() for one in compared],
+        "answers": {arm: found.to_json() for arm, found in answers_of(results, cell).items()},
+        "caveats": [*(caveat for one in compared for caveat in one.judgement.caveats), *_notes(cell)],
     }
 
 
-def _arm(plan: Plan, arm: ArmResult) -> dict[str, Any]:
-    records = arm.records
+def _notes(cell: CellResult) -> list[str]:
+    """What the runs noticed: LMBenchmark's schedule, and gaps in the engine's metrics."""
+    found = []
+    for run in cell.runs:
+        found += [f"{run.run}: {note}" for note in (*run.facts.get("notes", ()), *run.server.get("caveats", ()))]
+    if cell.plan is None:
+        found.append("histories are live answers, so the arms may have sent different prompts after the first turn")
+    if not cell.are_pairs_equal:
+        found.append("a server cannot be emptied, so every pair sent other prompts, and no noise was measured")
+    return found
+
+
+def arm_summary(cell: CellResult, arm: str) -> dict[str, Any]:
+    runs = cell.of_arm(arm)
+    records = [record for run in runs for record in run.records]
     answered = [record for record in records if record.is_ok]
-    later = [record for record in answered if record.turn > 1]
     by_usage = _tokens(answered)
-    by_metrics = arm.metrics.prompt_tokens_by_source() if arm.metrics else None
-    queue_wait_ms = arm.metrics.queue_wait_ms() if arm.metrics else None
-    ttft_all = spread(_values(record.ttft_ms for record in answered))
+    by_server = _server_tokens(runs)
     return {
+        "runs": [run.run for run in runs],
         "requests": len(records),
         "errors": len(records) - len(answered),
-        **_times(later),
-        "ttft_ms_all_turns": ttft_all,
-        "ttft_ms_from_launch": spread(_values(record.ttft_from_launch_ms for record in later)),
-        "prompt_tokens": by_usage if None not in by_usage.values() else by_metrics or by_usage,
-        "prompt_tokens_by_usage": by_usage,
-        "prompt_tokens_by_metrics": by_metrics,
-        "turns": [
-            _turn(turn, [record for record in records if record.turn == turn])
-            for turn in range(1, plan.workload.turns + 1)
-        ],
-        "throughput": _throughput(answered),
-        "utilisation": _utilisation(records),
-        "queue_wait_ms": queue_wait_ms,
-        "queue_share_of_ttft": _quotient(queue_wait_ms, ttft_all["mean"]),
-        "client": {
-            "lateness_ms": spread(_values(record.lateness_ms for record in records)),
-            "cpu_share": arm.client_cpu_share,
+        **_times([record for run in runs for record in cell.primary_records(run)]),
+        "phases": {
+            phase.value: _times([record for record in answered if record.phase == phase.value])
+            for phase in Phase
+            if any(record.phase == phase.value for record in answered)
         },
-        "engine": {**_engine(arm), "startup_s": arm.startup_s, "ended_early": arm.engine_ended},
-        "kvbm_counters": arm.metrics.kvbm_counters() if arm.metrics else {},
-        "started_unix_s": arm.started_unix_s,
-        "duration_s": arm.duration_s,
+        "turns": [_turn(turn, records) for turn in sorted({record.turn for record in records})],
+        "prompt_tokens": by_usage if None not in by_usage.values() else by_server or by_usage,
+        "prompt_tokens_by_usage": by_usage,
+        "prompt_tokens_by_metrics": by_server,
+        "throughput": _mean_of([_throughput(run) for run in runs]),
+        "goodput": _goodput(cell, runs),
+        "utilisation": _mean([utilisation_of(run) for run in runs]),
+        "queue_wait_ms": _mean([run.server.get("queue_wait_ms") for run in runs]),
+        "client": {
+            "lateness_ms": spread([late for record in records if (late := record.lateness_ms) is not None]),
+            "cpu_share": max(run.client["cpu_share"] for run in runs),
+            "loop_lag_p99_ms": max(run.client["loop_lag_p99_ms"] for run in runs),
+        },
+        "server": [run.server for run in runs],
+        "startup_s": _mean([run.facts["startup_s"] for run in runs]),
+        "duration_s": _mean([run.facts["duration_s"] for run in runs]),
+        "engine_ended": any(run.facts["engine_ended"] for run in runs),
     }
 
 
-def _turn(turn: int, records: list[RequestRecord]) -> dict[str, Any]:
-    answered = [record for record in records if record.is_ok]
+def _turn(turn: int, records: Sequence[RequestRecord]) -> dict[str, Any]:
+    of_turn = [record for record in records if record.turn == turn]
+    answered = [record for record in of_turn if record.is_ok]
     return {
         "turn": turn,
-        "requests": len(records),
-        "errors": len(records) - len(answered),
+        "requests": len(of_turn),
+        "errors": len(of_turn) - len(answered),
         **_times(answered),
-        "throughput": _throughput(answered),
         "prompt_tokens": _tokens(answered),
     }
 
 
 def _times(records: Sequence[RequestRecord]) -> dict[str, Any]:
     return {
-        "ttft_ms": spread(_values(record.ttft_ms for record in records)),
+        "ttft_ms": spread(_known(record.ttft_ms for record in records)),
+        "ttft_from_launch_ms": spread(_known(record.ttft_from_launch_ms for record in records)),
         "itl_ms": spread([gap for record in records for gap in record.token_gaps_ms]),
-        "end_to_end_ms": spread(_values(record.end_to_end_ms for record in records)),
+        "tpot_ms": spread(_known(record.tpot_ms for record in records)),
+        "end_to_end_ms": spread(_known(record.end_to_end_ms for record in records)),
     }
 
 
-def _values(values: Iterable[float | None]) -> list[float]:
+def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
@@ -184,8 +188,17 @@ def _tokens(records: Sequence[RequestRecord]) -> dict[str, int | None]:
     return {
         "g1": _sum_if_known(record.g1_tokens for record in records),
         "g2": _sum_if_known(record.g2_tokens for record in records),
+        "g3": _sum_if_known(record.g3_tokens for record in records),
         "computed": _sum_if_known(record.computed_tokens for record in records),
     }
+
+
+def _server_tokens(runs: Sequence[RunResult]) -> dict[str, int | None] | None:
+    """The same from the engine's counters; `None` if a run has none."""
+    found = [run.server.get("prompt_tokens") for run in runs]
+    if not all(found):
+        return None
+    return {tier: _sum_if_known(tokens.get(tier) for tokens in found if tokens) for tier in TIERS}
 
 
 def _sum_if_known(counts: Iterable[int | None]) -> int | None:
@@ -193,117 +206,44 @@ def _sum_if_known(counts: Iterable[int | None]) -> int | None:
     return sum(count for count in known if count is not None) if known and None not in known else None
 
 
-def _throughput(records: Sequence[RequestRecord]) -> dict[str, float | None]:
-    """Rates from the first launch to the last end. The fixed launch times of the schedule limit all of them."""
-    starts, ends = _values(record.launched_ms for record in records), _values(record.end_ms for record in records)
+def _throughput(run: RunResult) -> dict[str, float | None]:
+    """Rates from the first launch to the last end. Fixed launch times limit all of them."""
+    answered = [record for record in run.records if record.is_ok]
+    starts, ends = _known(record.launched_ms for record in answered), _known(record.end_ms for record in answered)
     span_s = (max(ends) - min(starts)) / 1e3 if starts and ends else 0.0
-    prompt_tokens = sum(_values(record.prompt_tokens for record in records))
+    prompt_tokens = sum(_known(record.prompt_tokens for record in answered))
+    output_tokens = sum(record.output_tokens or len(record.token_ids) for record in answered)
     return {
-        "requests_per_s": _quotient(len(records), span_s),
-        "prompt_tokens_per_s": _quotient(prompt_tokens, span_s),
-        "output_tokens_per_s": _quotient(sum(len(record.token_ids) for record in records), span_s),
+        "requests_per_s": len(answered) / span_s if span_s else None,
+        "prompt_tokens_per_s": prompt_tokens / span_s if span_s else None,
+        "output_tokens_per_s": output_tokens / span_s if span_s else None,
     }
 
 
-def _utilisation(records: Sequence[RequestRecord]) -> float:
-    """Share of the time from the first launch to the last end in which at least one request was in flight."""
-    intervals = [
-        (record.launched_ms, record.end_ms)
-        for record in records
-        if record.launched_ms is not None and record.end_ms is not None
+def _goodput(cell: CellResult, runs: Sequence[RunResult]) -> dict[str, Any] | None:
+    text = cell.definition["workload"].get("slo")
+    if text is None:
+        return None
+    times = [
+        RequestTimes(record.ttft_ms, record.tpot_ms, record.end_to_end_ms if record.is_ok else None)
+        for run in runs
+        for record in run.records
     ]
-    if not intervals:
-        return 0.0
-    return busy_share(intervals, min(start for start, _ in intervals), max(end for _, end in intervals))
-
-
-def _engine(arm: ArmResult) -> dict[str, int | None]:
-    labels = arm.metrics.after.labels_of("vllm:cache_config_info") if arm.metrics else {}
-    block_size, blocks = labels.get("block_size"), labels.get("num_gpu_blocks")
-    return {"block_size": int(block_size) if block_size else None, "g1_blocks": int(blocks) if blocks else None}
-
-
-def _pairs(first: Sequence[RequestRecord], second: Sequence[RequestRecord]) -> dict[int, list[tuple[float, float]]]:
-    """Times to first token in both arms, by user, of every request of turn 2 or later that both answered."""
-    others = {record.key: record.ttft_ms for record in second if record.is_ok}
-    pairs: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for record in first:
-        other_ms = others.get(record.key)
-        if record.turn > 1 and record.is_ok and record.ttft_ms is not None and other_ms is not None:
-            pairs[record.user].append((record.ttft_ms, other_ms))
-    return pairs
-
-
-def _transfers(kvbm: dict[str, Any]) -> dict[str, Any]:
-    """Evidence that blocks came back from G2: the engine's token counts or kvbm's block counter."""
-    tokens = max((kvbm[key] or {}).get("g2") or 0 for key in ("prompt_tokens", "prompt_tokens_by_metrics"))
-    blocks = kvbm["kvbm_counters"].get(ONBOARDED_BLOCKS, 0)
-    return {"proven": max(tokens, blocks) > 0, "g2_tokens": tokens, "counters": kvbm["kvbm_counters"]}
-
-
-def _ratio(ratio: PairedRatio | None) -> dict[str, Any] | None:
-    if ratio is None:
+    found = goodput(times, Slo.parse(text), sum(run.facts["duration_s"] for run in runs))
+    if found is None:
         return None
     return {
-        "geometric_mean": ratio.ratio,
-        "interval_95": [ratio.low, ratio.high] if ratio.user_count > 1 else None,
-        "pairs": ratio.pair_count,
-        "users": ratio.user_count,
+        "slo": text,
+        "share": found.share,
+        "interval_95": [found.low, found.high],
+        "requests_per_s": found.requests_per_s,
     }
 
 
-def _quotient(dividend: float | None, divisor: float | None) -> float | None:
-    return dividend / divisor if dividend is not None and divisor else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = _known(values)
+    return sum(known) / len(known) if known else None
 
 
-def _share_of_gain(baseline: float | None, kvbm: float | None, floor: float | None) -> float | None:
-    """The time that kvbm saves over the time that the all-hit floor saves. Above 1, the difference is noise: the floor
-    is the lower limit."""
-    if baseline is None or kvbm is None or floor is None or baseline <= floor:
-        return None
-    return (baseline - kvbm) / (baseline - floor)
-
-
-def _caveats(plan: Plan, comparison: Comparison, arms: dict[str, dict[str, Any]]) -> list[str]:
-    workload = plan.workload
-    caveats = []
-    engine = arms[comparison.reference]["engine"]
-    blocks, block_size = engine["g1_blocks"], engine["block_size"]
-    if blocks and block_size and blocks * block_size >= workload.working_set_tokens:
-        caveats.append(
-            f"the working set of {workload.working_set_tokens} tokens fits into G1 ({blocks * block_size} tokens): "
-            "kvbm cannot speed it up"
-        )
-    if workload.answer_tokens == 1:
-        caveats.append("with answers of one token, the cost of offloading during generation is not visible")
-    if workload.users > 1:
-        caveats.append("users take turns in a fixed order, which is the worst case for a G1 that is too small")
-    samples = workload.users * (workload.turns - 1)
-    if samples < FEW_SAMPLES:
-        caveats.append(f"p99 is over {samples} requests, so it is close to the maximum")
-    if any(arm["prompt_tokens_by_usage"]["g1"] is None for arm in arms.values()):
-        caveats.append(
-            "the engine does not report per request which tier cached tokens came from: G1 and G2 are known per arm, "
-            "from its metrics, and not per turn"
-        )
-    caveats += [
-        f"arm {name}: usage and /metrics disagree on where prompt tokens came from"
-        for name, arm in arms.items()
-        if _disagree(arm["prompt_tokens_by_usage"], arm["prompt_tokens_by_metrics"])
-    ]
-    return caveats
-
-
-def _disagree(by_usage: dict[str, int | None], by_metrics: dict[str, int] | None) -> bool:
-    """Whether a count that both report differs."""
-    return by_metrics is not None and any(by_usage[tier] not in (None, by_metrics[tier]) for tier in TIERS)
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, float):
-        return round(value, DIGITS) if abs(value) >= 1 else float(f"{value:.{DIGITS}g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return value
+def _mean_of(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    return {name: _mean([part[name] for part in parts]) for name in parts[0]} if parts else {}

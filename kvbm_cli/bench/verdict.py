@@ -1,32 +1,44 @@
 """Verdict: computes one of five verdicts from the evidence. Pure; has every threshold and every explanation.
 
-wrong     kvbm changed an answer or its log-probabilities; no other finding counts      exit 12
-invalid   the run cannot be used: failed requests, no transfer, a late client          exit 11
-slower    the whole interval of the paired ratio is below 1, by a margin               exit 10
-faster    the whole interval is above 1, by a margin                                   exit 0
-same      neither                                                                      exit 0
+wrong     kvbm changed an answer or its log-probabilities; no other finding counts       exit 12
+invalid   the run cannot be used: failed requests, a late client, an overloaded engine   exit 11
+slower    the interval of the paired ratio is below 1, and the mean below 1/1.05         exit 10
+faster    the interval is above 1, and the mean above 1.05                               exit 0
+same      neither                                                                        exit 0
+measured  one server without a reference: there is nothing to compare                    exit 0
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvbm_cli.bench.comparison import AGAINST_BASELINE, Comparison
-from kvbm_cli.bench.statistics import PairedRatio
+from kvbm_cli.bench.analysis.correctness import OutputJudgement, OutputVerdict
+from kvbm_cli.bench.analysis.paired import PairedRatio, direction
 
 
 class Verdict(enum.StrEnum):
+    WRONG = "wrong"
+    INVALID = "invalid"
+    SLOWER = "slower"
     FASTER = "faster"
     SAME = "same"
-    SLOWER = "slower"
-    INVALID = "invalid"
-    WRONG = "wrong"
+    MEASURED = "measured"
 
     @property
     def exit_code(self) -> int:
         return {Verdict.SLOWER: 10, Verdict.INVALID: 11, Verdict.WRONG: 12}.get(self, 0)
+
+    @property
+    def is_usable(self) -> bool:
+        return self not in (Verdict.WRONG, Verdict.INVALID)
+
+
+def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict of several comparisons: the first in the order of the class."""
+    found = set(verdicts)
+    return next((one for one in Verdict if one in found), Verdict.MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +47,11 @@ class VerdictLimits:
 
     The client's lateness adds to every time to first token, in all arms alike. It may reach `lateness_share` of the
     reference's TTFT or `lateness_ms`, whichever is more. A reference that is busy or queues beyond `busy_*` gets a
-    caveat; beyond `collapse_*` its times are mostly queueing, and the run is invalid. Logprobs of an arm with kvbm may
-    differ from the recorded ones by `logprob`, or by `logprob_factor` times the difference in the arms without kvbm.
+    caveat; beyond `collapse_*` its times are mostly queueing, and the run is invalid, unless sessions wait for their
+    own answers (a closed loop), where a busy engine is the normal case.
     """
 
     margin: float = 0.05
-    logprob: float = 1e-3
-    logprob_factor: float = 10.0
     lateness_ms: float = 25.0
     lateness_share: float = 0.1
     client_cpu_share: float = 0.7
@@ -52,26 +62,36 @@ class VerdictLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """Everything that a verdict depends on. Times are of turns 2 and later; mappings are by the name of the arm.
+class ClientLoad:
+    """The client in one run: lateness at p99, and the busiest process's share of a core."""
 
-    `utilisation` and `queue_share` are the load of the reference.
+    run: str
+    lateness_p99_ms: float
+    cpu_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that the verdict of one comparison depends on. Times are of the primary requests.
+
+    `errors` has the failed requests of both arms and of the floor. `outputs` are the judgements of the arms that must
+    answer as the reference does. `has_loads` says whether the measured arm brought back any block, `None` if unknown.
     """
 
+    measured: str
+    reference: str
     request_count: int
-    compared_count: int
-    comparison: Comparison = AGAINST_BASELINE
     errors: Mapping[str, int] = field(default_factory=dict)
-    different_answers: Mapping[str, int] = field(default_factory=dict)
-    logprob_differences: Mapping[str, float | None] = field(default_factory=dict)
+    outputs: Mapping[str, OutputJudgement] = field(default_factory=dict)
     reference_ttft_ms: float | None = None
     measured_ttft_ms: float | None = None
     ratio: PairedRatio | None = None
-    transfers_proven: Mapping[str, bool] = field(default_factory=dict)
-    lateness_p99_ms: Mapping[str, float] = field(default_factory=dict)
-    client_cpu_share: Mapping[str, float] = field(default_factory=dict)
+    has_loads: bool | None = None
+    clients: Sequence[ClientLoad] = ()
     utilisation: float | None = None
     queue_share: float | None = None
+    is_closed_loop: bool = False
+    what: str = "the first token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,86 +108,59 @@ class Judgement:
 
 DEFAULT_LIMITS = VerdictLimits()
 LESS_LOAD = (
-    "repeat the run on an idle machine; if that does not help, lower `schedule.target_utilisation` in the workload to "
-    "launch requests less often"
+    "repeat the run on an idle machine; if that does not help, lower `schedule.target_utilisation` in the workload, or "
+    "give a lower `--rate`"
 )
 
 
 def judge(evidence: Evidence, limits: VerdictLimits = DEFAULT_LIMITS) -> Judgement:
     caveats = tuple(_caveats(evidence, limits))
-    if wrong := _wrong(evidence, limits):
+    if wrong := _wrong(evidence):
         return Judgement(Verdict.WRONG, f"the outputs are not equal: {'; '.join(wrong)}", tuple(wrong), caveats)
-    if invalid := list(_invalid(evidence, limits)):
+    if invalid := _invalid(evidence, limits):
         hint = LESS_LOAD if _was_too_busy(evidence, limits) else None
-        return Judgement(
-            Verdict.INVALID, f"the result cannot be used: {'; '.join(invalid)}", tuple(invalid), caveats, hint
-        )
-    verdict = _compare(evidence, limits)
+        message = f"the result cannot be used: {'; '.join(invalid)}"
+        return Judgement(Verdict.INVALID, message, tuple(invalid), caveats, hint)
+    assert evidence.ratio is not None
+    verdict = Verdict(direction(evidence.ratio, limits.margin).value)
+    if verdict is Verdict.FASTER and evidence.has_loads is False:
+        reason = f"{evidence.measured} was faster although it loaded no block, so another cause made it faster"
+        return Judgement(Verdict.INVALID, f"the result cannot be used: {reason}", (reason,), caveats, LESS_LOAD)
     return Judgement(verdict, _sentence(verdict, evidence), (), caveats)
 
 
-def _wrong(evidence: Evidence, limits: VerdictLimits) -> list[str]:
-    reasons = []
-    without_kvbm = _largest_logprob_difference_without_kvbm(evidence)
-    for arm in evidence.comparison.judged_arms:
-        if (count := evidence.different_answers.get(arm)) and not _unsteady(evidence):
-            reasons.append(
-                f"arm {arm} answered {count} of {evidence.request_count} requests differently from the recording"
-            )
-        difference = evidence.logprob_differences.get(arm) or 0.0
-        if difference > max(limits.logprob, limits.logprob_factor * without_kvbm):
-            reasons.append(
-                f"arm {arm} computed different log-probabilities for equal tokens: they differ from the recording by "
-                f"up to {difference:.2g}, without kvbm by {without_kvbm:.2g}; blocks with wrong content cause this"
-            )
-    return reasons
-
-
-def _largest_logprob_difference_without_kvbm(evidence: Evidence) -> float:
-    differences = evidence.logprob_differences.items()
-    return max((value or 0.0 for arm, value in differences if not _has_kvbm(evidence, arm)), default=0.0)
-
-
-def _has_kvbm(evidence: Evidence, arm: str) -> bool:
-    return arm in evidence.comparison.arms_with_kvbm
-
-
-def _unsteady(evidence: Evidence) -> dict[str, int]:
-    """Arms without kvbm whose answers differ from the recording, with their count.
-
-    Such an engine answers a cached prompt differently from a computed one, as most engines do in bfloat16. Different
-    tokens with kvbm then prove nothing.
-    """
-    return {arm: count for arm, count in evidence.different_answers.items() if count and not _has_kvbm(evidence, arm)}
+def _wrong(evidence: Evidence) -> list[str]:
+    return [
+        f"arm {arm}: {output.reason}"
+        for arm, output in evidence.outputs.items()
+        if output.verdict is OutputVerdict.WRONG
+    ]
 
 
 def _invalid(evidence: Evidence, limits: VerdictLimits) -> list[str]:
-    reference = evidence.comparison.reference
+    reference = evidence.reference
     reasons = [
         f"{count} of {evidence.request_count} requests of arm {arm} failed"
         for arm, count in evidence.errors.items()
         if count
     ]
-    if not evidence.compared_count:
-        reasons.append("no answer could be compared")
-    if not any(evidence.transfers_proven.values()):
-        reasons.append("no prompt token came from G2, so the block manager was not tested")
     if evidence.ratio is None:
-        reasons.append("no request of turn 2 or later was answered in both arms")
+        reasons.append("no request was answered in both arms")
     most_ms = _most_late_ms(evidence, limits)
     reasons += [
-        f"the client launched requests late in arm {arm}: {late_ms:.0f} ms at p99, the limit is {most_ms:.0f} ms"
-        for arm, late_ms in evidence.lateness_p99_ms.items()
-        if late_ms > most_ms
+        f"the client launched requests late in {one.run}: {one.lateness_p99_ms:.0f} ms at p99, the limit is "
+        f"{most_ms:.0f} ms"
+        for one in evidence.clients
+        if one.lateness_p99_ms > most_ms
     ]
     reasons += [
-        f"the client used {share:.0%} of a core in arm {arm}, the limit is {limits.client_cpu_share:.0%}"
-        for arm, share in evidence.client_cpu_share.items()
-        if share > limits.client_cpu_share
+        f"the client used {one.cpu_share:.0%} of a core in {one.run}, the limit is {limits.client_cpu_share:.0%}"
+        for one in evidence.clients
+        if one.cpu_share > limits.client_cpu_share
     ]
-    if (evidence.utilisation or 0.0) > limits.collapse_utilisation:
+    if not evidence.is_closed_loop and (evidence.utilisation or 0.0) > limits.collapse_utilisation:
         reasons.append(f"arm {reference} was overloaded: busy {evidence.utilisation:.0%} of the time")
-    if (evidence.queue_share or 0.0) > limits.collapse_queue_share:
+    if not evidence.is_closed_loop and (evidence.queue_share or 0.0) > limits.collapse_queue_share:
         reasons.append(f"arm {reference} was overloaded: {evidence.queue_share:.0%} of its TTFT was spent in its queue")
     return reasons
 
@@ -185,90 +178,67 @@ def _is_overloaded(evidence: Evidence, limits: VerdictLimits) -> bool:
 
 def _was_too_busy(evidence: Evidence, limits: VerdictLimits) -> bool:
     """Whether the machine had too little capacity left, because of this run's load or another's."""
-    return (
-        _is_overloaded(evidence, limits)
-        or max(evidence.lateness_p99_ms.values(), default=0.0) > _most_late_ms(evidence, limits)
-        or max(evidence.client_cpu_share.values(), default=0.0) > limits.client_cpu_share
+    most_ms = _most_late_ms(evidence, limits)
+    return _is_overloaded(evidence, limits) or any(
+        one.lateness_p99_ms > most_ms or one.cpu_share > limits.client_cpu_share for one in evidence.clients
     )
 
 
 def _caveats(evidence: Evidence, limits: VerdictLimits) -> list[str]:
-    comparison, caveats = evidence.comparison, []
-    if unsteady := _unsteady(evidence):
-        with_kvbm = " and ".join(
-            f"{evidence.different_answers.get(arm, 0)} in arm {arm}" for arm in comparison.arms_with_kvbm
-        )
-        without_kvbm = " and ".join(f"{count} in arm {arm} without kvbm" for arm, count in unsteady.items())
-        caveats.append(
-            f"of {evidence.request_count} answers, {with_kvbm} and {without_kvbm} differ from the recording: the "
-            "engine does not repeat its own answers, so only log-probabilities were compared; `dtype: float32` makes "
-            "answers comparable"
-        )
-    if comparison.engine_differences:
-        caveats.append(_other_engine(evidence))
-    if evidence.logprob_differences.get(comparison.measured) is None and evidence.compared_count:
-        caveats.append("the engine sends no logprobs, so only tokens were compared, which is a weak test")
-    caveats += [
-        f"no prompt token came from G2 in arm {arm}"
-        for arm, is_proven in evidence.transfers_proven.items()
-        if not is_proven and any(evidence.transfers_proven.values())
+    caveats = [
+        f"outputs of arm {arm}: {output.verdict.value}: {output.reason}"
+        for arm, output in evidence.outputs.items()
+        if output.verdict in (OutputVerdict.NOT_TESTED, OutputVerdict.NOT_DISTINGUISHABLE)
     ]
-    if _is_overloaded(evidence, limits):
+    caveats += [
+        f"outputs of arm {arm}: the engine sends no logprobs, so only tokens were compared, which is a weak test"
+        for arm, output in evidence.outputs.items()
+        if output.verdict is OutputVerdict.EQUAL and output.evidence.measured.logprob is None
+    ]
+    if evidence.ratio is not None and not evidence.ratio.covers_runs:
+        caveats.append("every arm ran once, so the interval does not cover differences between runs; `--pairs` repeats")
+    if _is_overloaded(evidence, limits) and not evidence.is_closed_loop:
         return caveats  # the verdict reports the overload
-    if limits.busy_utilisation < (evidence.utilisation or 0.0):
+    if limits.busy_utilisation < (evidence.utilisation or 0.0) and not evidence.is_closed_loop:
         caveats.append(
-            f"arm {comparison.reference} was busy {evidence.utilisation:.0%} of the time: requests may have queued"
+            f"arm {evidence.reference} was busy {evidence.utilisation:.0%} of the time: requests may have queued"
         )
     if limits.busy_queue_share < (evidence.queue_share or 0.0):
-        caveats.append(f"{evidence.queue_share:.0%} of the TTFT in arm {comparison.reference} was spent in its queue")
+        caveats.append(f"{evidence.queue_share:.0%} of the TTFT in arm {evidence.reference} was spent in its queue")
     return caveats
 
 
-def _other_engine(evidence: Evidence) -> str:
-    comparison = evidence.comparison
-    keys = ", ".join(f"`{key}`" for key in comparison.engine_differences)
-    count = evidence.different_answers.get(comparison.reference, 0)
-    return (
-        f"the engines of {comparison.measured} and {comparison.reference} differ in {keys}; the answers of arm "
-        f"{comparison.reference} were not compared, {count} of {evidence.request_count} differ from the recording"
-    )
-
-
-def _compare(evidence: Evidence, limits: VerdictLimits) -> Verdict:
+def _sentence(verdict: Verdict, evidence: Evidence) -> str:
     ratio = evidence.ratio
     assert ratio is not None
-    medians = _quotient(evidence)
-    if ratio.low > 1 and min(ratio.ratio, medians) > 1 + limits.margin:
-        return Verdict.FASTER
-    if ratio.high < 1 and max(ratio.ratio, medians) < 1 / (1 + limits.margin):
-        return Verdict.SLOWER
-    return Verdict.SAME
-
-
-def _quotient(evidence: Evidence) -> float:
-    """The quotient of the medians, which a few slow requests do not change."""
-    assert evidence.reference_ttft_ms is not None
-    assert evidence.measured_ttft_ms is not None
-    return evidence.reference_ttft_ms / evidence.measured_ttft_ms
-
-
-def _sentence(verdict: Verdict, evidence: Evidence) -> str:
-    ratio, comparison = evidence.ratio, evidence.comparison
-    assert ratio is not None
-    assert evidence.reference_ttft_ms is not None
-    assert evidence.measured_ttft_ms is not None
-    if verdict is Verdict.FASTER:
-        times, interval = f"{ratio.ratio:.1f} times faster", f"{ratio.low:.1f} to {ratio.high:.1f}"
-    elif verdict is Verdict.SLOWER:
+    if verdict is Verdict.SLOWER:
         times, interval = f"{1 / ratio.ratio:.2f} times slower", f"{1 / ratio.high:.2f} to {1 / ratio.low:.2f}"
+    elif verdict is Verdict.FASTER and ratio.ratio >= 1.95:
+        times, interval = f"{ratio.ratio:.1f} times faster", f"{ratio.low:.1f} to {ratio.high:.1f}"
+    elif verdict is Verdict.FASTER:
+        times, interval = f"{ratio.ratio:.2f} times faster", f"{ratio.low:.2f} to {ratio.high:.2f}"
     else:
         times, interval = f"{ratio.ratio:.2f} times as fast", f"{ratio.low:.2f} to {ratio.high:.2f}"
-    where = f"with {comparison.measured}"
-    if comparison.is_of_profiles:
-        where += f" {'as' if verdict is Verdict.SAME else 'than'} with {comparison.reference}"
-    outputs = "" if any(evidence.different_answers.values()) else ", same outputs"
+    conjunction = "as" if verdict is Verdict.SAME else "than"
+    outputs = _outputs_words(evidence)
+    medians = ""
+    if evidence.measured_ttft_ms is not None and evidence.reference_ttft_ms is not None:
+        medians = f"; the medians are {_ms(evidence.measured_ttft_ms)} and {_ms(evidence.reference_ttft_ms)}"
     return (
-        f"from turn 2 on, the first token comes {times} {where}{outputs} (geometric mean over pairs of equal requests; "
-        f"95% interval {interval} over the users of this run, which does not cover differences between runs); the "
-        f"medians are {evidence.measured_ttft_ms:.0f} ms and {evidence.reference_ttft_ms:.0f} ms"
+        f"{evidence.what} comes {times} with {evidence.measured} {conjunction} with {evidence.reference}{outputs} "
+        f"(95% interval {interval}, {ratio.request_count} pairs of equal requests, {_count(ratio.run_count, 'run')})"
+        f"{medians}"
     )
+
+
+def _outputs_words(evidence: Evidence) -> str:
+    verdicts = {output.verdict for output in evidence.outputs.values()}
+    return ", same outputs" if verdicts == {OutputVerdict.EQUAL} else ""
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

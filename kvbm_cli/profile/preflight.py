@@ -22,8 +22,8 @@ from kvbm_cli.engine.engines import copy_count, knows_block_tokens
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_of
-from kvbm_cli.profile.workload import load_workload
 from kvbm_cli.system.filesystem import expanded, nearest_existing
+from kvbm_cli.workload.load import load_workload
 
 MAX_PORT = 65535
 

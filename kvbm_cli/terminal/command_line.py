@@ -12,29 +12,46 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from kvbm.errors import UsageError
 
 
 class Command(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        if not ctx.resilient_parsing:
-            values, order = self._parsed(ctx, args)
-            for problem in _problems(values, order):
-                raise UsageError(problem, hint=f"see `{ctx.command_path} --help`")
+        _check(self, ctx, args)
         rest = super().parse_args(ctx, args)
         ctx.params = {name: _expanded(value) for name, value in ctx.params.items()}
         return rest
 
-    def _parsed(self, ctx: typer.Context, args: list[str]) -> tuple[dict[str, Any], list[Any]]:
-        """Returns the last value of each parameter by its name, and the parameters in their order."""
-        try:
-            values, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        except typer.TyperException as error:
-            error.ctx = getattr(error, "ctx", None) or ctx  # type: ignore[attr-defined]  # for the hint
-            raise
-        return values, order
+
+class CommandGroup(TyperGroup):
+    """A command that has subcommands, too: `kvbm bench --profile demo` and `kvbm bench report DIR`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        _check(self, ctx, args)
+        rest = super().parse_args(ctx, args)
+        ctx.params = {name: _expanded(value) for name, value in ctx.params.items()}
+        return rest
+
+
+def _check(command: TyperCommand | TyperGroup, ctx: typer.Context, args: list[str]) -> None:
+    if not ctx.resilient_parsing:
+        values, order = _parsed(command, ctx, args)
+        for problem in _problems(values, order):
+            raise UsageError(problem, hint=f"see `{ctx.command_path} --help`")
+
+
+def _parsed(
+    command: TyperCommand | TyperGroup, ctx: typer.Context, args: list[str]
+) -> tuple[dict[str, Any], list[Any]]:
+    """Returns the last value of each parameter by its name, and the parameters in their order."""
+    try:
+        values, _, order = command.make_parser(ctx).parse_args(args=list(args))
+    except typer.TyperException as error:
+        error.ctx = getattr(error, "ctx", None) or ctx  # type: ignore[attr-defined]  # for the hint
+        raise
+    return values, order
 
 
 def _problems(values: dict[str, Any], order: list[Any]) -> Iterator[str]:

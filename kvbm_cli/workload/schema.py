@@ -271,7 +271,7 @@ class Trace(Workload):
     file: str = Field(min_length=1, description="Path of the trace, `.jsonl` or `.jsonl.gz`, relative to this file.")
     block_tokens: int = Field(default=512, ge=1, le=65536, description="Tokens of a block that a hash id names.")
     time_scale: float = Field(
-        default=1.0, gt=0, le=1e6, allow_inf_nan=False, description="Factor on all times of the trace."
+        default=1.0, ge=1e-6, le=1e6, allow_inf_nan=False, description="Factor on all times of the trace."
     )
     length_scale: float = Field(
         default=1.0,
@@ -281,6 +281,10 @@ class Trace(Workload):
     )
     requests: int | None = Field(default=None, ge=1, description="Only the first requests; by default all.")
     columns: Mapping[str, str] = Field(default={}, description="Other names of fields in the file, by standard name.")
+    turns: Literal["added", "whole"] = Field(
+        default="added",
+        description="Whether a later line of a session holds what its turn adds, or the `whole` prompt.",
+    )
 
 
 class Lmbenchmark(Workload):
@@ -315,6 +319,14 @@ class Lmbenchmark(Workload):
         default=None,
         description="Transcripts of `sharegpt` or trace of `agentic`, relative to this file.",
     )
+
+    @model_validator(mode="after")
+    def _has_its_file(self) -> Self:
+        if self.file is None and self.scenario in ("sharegpt", "agentic"):
+            raise WrongKey("file", f"is required for the scenario `{self.scenario}`")
+        if self.mode == "faithful" and self.schedule.arms == "interleaved":
+            raise WrongKey("mode", "must be `strict` with `schedule.arms: interleaved`")
+        return self
 
 
 KINDS: Mapping[str, type[Workload]] = {

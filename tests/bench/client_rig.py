@@ -10,7 +10,7 @@ from openai_mock import MODEL, Answer, OpenAIMock
 
 from kvbm_cli.bench.client.drive import DriveResult, drive
 from kvbm_cli.bench.client.request import Target
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest
 from kvbm_cli.bench.workload.script import Phase
 

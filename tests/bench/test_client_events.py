@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvbm_cli.bench.client.events import LARGEST_UNPARSED_BYTES, EventSplitter, StreamedAnswer
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 
 
 def read_answer(*events: object, end: bytes = b"data: [DONE]\n\n") -> RequestRecord:

@@ -9,7 +9,7 @@ from client_rig import IDS, TEXT, TOKENS, drive_plan, open_loop, planned, target
 from openai_mock import Answer, OpenAIMock, answer_tokens
 
 from kvbm_cli.bench.client.request import open_session, send
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 
 CHAT = [{"role": "user", "content": "five words of a user"}]
 

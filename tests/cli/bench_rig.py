@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from kvbm_cli.profile.workload import Schedule, Workload
 from mock_engine import MockEngine, Options
 
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.verdict import VerdictLimits
-from kvbm_cli.profile.workload import Schedule, Workload
 
 WORKLOAD = Workload(
     name="small",

@@ -8,7 +8,7 @@ import pytest
 from test_process import eventually
 
 from kvbm_cli.bench.progress import BenchProgress, duration
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 
 
 def record(ttft_ms: float | None, error: str | None = None) -> RequestRecord:

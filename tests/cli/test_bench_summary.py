@@ -8,14 +8,14 @@ import re
 
 import pytest
 from bench_rig import WORKLOAD
+from kvbm_cli.bench.schedule import Plan, RecordedAnswer, Script
 from rich.console import Console
 
 from kvbm_cli.bench.comparison import AGAINST_BASELINE
 from kvbm_cli.bench.control import MetricsDelta, ScrapedMetrics
 from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.report import show
-from kvbm_cli.bench.request_record import RequestRecord
-from kvbm_cli.bench.schedule import Plan, RecordedAnswer, Script
 from kvbm_cli.bench.summary import summarise
 
 ANSWER = RecordedAnswer((1, 2, 3, 4, 5, 6), (-0.5,) * 6)

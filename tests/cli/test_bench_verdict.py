@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvbm_cli.bench.statistics import PairedRatio
+from kvbm_cli.bench.analysis.paired import PairedRatio
 from kvbm_cli.bench.verdict import Evidence, Verdict, VerdictLimits, judge
 
 ARMS = ("baseline", "kvbm", "floor")
 
 
 def ratio(low: float, middle: float, high: float) -> PairedRatio:
-    return PairedRatio(ratio=middle, low=low, high=high, pair_count=18, user_count=6)
+    return PairedRatio(ratio=middle, low=low, high=high, typical=middle, request_count=18, session_count=6, run_count=1)
 
 
 GOOD = Evidence(

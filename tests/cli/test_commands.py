@@ -36,6 +36,7 @@ HELPS = [
         "stop",
         "logs",
         "bench",
+        "bench trace",
         "size",
         "doctor",
         "profile",

@@ -15,6 +15,7 @@ from statistics import median
 
 import pytest
 from bench_rig import WORKLOAD, MockEngines
+from kvbm_cli.bench.output_directory import OutputDirectory
 from terminal import PROGRAM, environment
 from test_bench_command import measure, summary_of
 from test_bench_verdict import GOOD
@@ -22,8 +23,7 @@ from test_serve import home, serving  # noqa: F401
 
 from kvbm.embedded.http.server import Server
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.bench.output_directory import OutputDirectory
-from kvbm_cli.bench.statistics import paired_ratio
+from kvbm_cli.bench.analysis.paired import paired_ratio
 from kvbm_cli.bench.verdict import Verdict, judge
 from kvbm_cli.engine.process import _open_log
 
@@ -38,13 +38,13 @@ def test_noise_alone_is_hardly_ever_called_faster(users: int, turns: int) -> Non
             for user in range(users)
         }
         ours, theirs = (median(pair[side] for user in pairs.values() for pair in user) for side in (1, 0))
-        evidence = replace(GOOD, ratio=paired_ratio(pairs), reference_ttft_ms=theirs, measured_ttft_ms=ours)
+        evidence = replace(GOOD, ratio=paired_ratio({1: pairs}), reference_ttft_ms=theirs, measured_ttft_ms=ours)
         said += judge(evidence).verdict is Verdict.FASTER
     assert said <= 0.05 * 300
 
 
 def test_slower_by_its_median_is_never_faster() -> None:
-    ratio = paired_ratio({user: [(100.0, 110.0), (100.0, 110.0), (3000.0, 100.0)] for user in range(6)})
+    ratio = paired_ratio({1: {user: [(100.0, 110.0), (100.0, 110.0), (3000.0, 100.0)] for user in range(6)}})
     assert judge(replace(GOOD, ratio=ratio, reference_ttft_ms=100.0, measured_ttft_ms=110.0)).verdict is Verdict.SAME
 
 

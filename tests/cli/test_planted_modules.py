@@ -19,6 +19,7 @@ from test_pd_engines import plan_of
 from kvbm.disk.io.select import PROGRAM, _in_a_process
 from kvbm.disk.service.client import _start
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.bench.server_metrics.sampler import Sampler
 from kvbm_cli.engine.engines import _make_elsewhere
 from kvbm_cli.engine.process import EngineProcess
 from kvbm_cli.engine.python_probe import TRTLLM, VLLM, _probe
@@ -30,6 +31,7 @@ STARTS = {
     "kvbm.disk.io.select": 1,
     "kvbm.disk.service.client": 1,
     "kvbm.embedded.worker_placement": 1,
+    "kvbm_cli.bench.server_metrics.sampler": 1,
     "kvbm_cli.disaggregated.plan": 1,
     "kvbm_cli.doctor.machine": 1,
     "kvbm_cli.doctor.probes.nixl": 1,
@@ -163,3 +165,8 @@ def test_proxy_imports_nothing_from_the_working_directory(planted: Path, tmp_pat
     plan = plan_of("", "").proxy
     with contextlib.chdir(planted), EngineProcess.start(plan, log_path=tmp_path / "log") as proxy:
         proxy.wait_healthy(30)
+
+
+def test_sampler_of_server_metrics_imports_nothing_from_the_working_directory(planted: Path, tmp_path: Path) -> None:
+    with contextlib.chdir(planted), Sampler.start(tmp_path / "samples", base_url="http://127.0.0.1:1"):
+        pass

@@ -117,6 +117,9 @@ def test_a_stream_joins_to_the_answer_in_one_piece(path: str, prompt: dict[str, 
         assert "".join(texts(events)) == answer
         assert all("�" not in text for text in texts(events))
         *chunks, last = events
+        if path == CHAT:
+            opening = chunks.pop(0)["choices"][0]
+            assert (opening["delta"], opening["finish_reason"]) == ({"role": "assistant", "content": ""}, None)
         assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
         assert (last["choices"], last["usage"]) == ([], whole["usage"])
         endings = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
@@ -143,13 +146,96 @@ def test_continuous_usage_counts_along() -> None:
     serve(WrittenEngine(), use)
 
 
-def test_only_the_first_chunk_of_a_chat_has_the_role() -> None:
+def test_a_chunk_with_the_role_precedes_the_text_of_a_chat() -> None:
     async def use(client: Client) -> None:
         events = await client.stream(CHAT, messages=HELLO, max_tokens=3)
         deltas = [event["choices"][0]["delta"] for event in events]
-        assert deltas == [{"role": "assistant", "content": "H"}, {"content": "e"}, {"content": "l"}]
+        role = {"role": "assistant", "content": ""}
+        assert deltas == [role, {"content": "H"}, {"content": "e"}, {"content": "l"}]
 
     serve(WrittenEngine(), use)
+
+
+def test_continuous_usage_of_a_chat_begins_with_no_token() -> None:
+    async def use(client: Client) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = await client.stream(CHAT, messages=HELLO, max_tokens=2, stream_options=options)
+        assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 2]
+
+    serve(WrittenEngine(), use)
+
+
+# -- several answers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_prompts_gives_n_choices_for_each() -> None:
+    engine = WrittenEngine()
+
+    async def use(client: Client) -> None:
+        prompts = ["x" * 60, "y" * 50]
+        _, body = await client.post(COMPLETIONS, prompt=prompts, n=2, seed=7, temperature=1, return_token_ids=True)
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+        assert [chr(choice["prompt_token_ids"][0]) for choice in body["choices"]] == ["x", "x", "y", "y"]
+        assert {choice["text"] for choice in body["choices"]} == {"Hello, world"}
+        assert [each.params.seed for each in engine.submitted.values()] == [7, 8, 7, 8]
+        usage = body["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (110, 52, 162)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 96
+
+    serve(engine, use)
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"), [(COMPLETIONS, {"prompt": ["a", "b"]}), (CHAT, {"messages": HELLO, "n": 2})]
+)
+def test_a_stream_of_two_answers_has_the_chunks_of_both(path: str, prompt: dict[str, Any]) -> None:
+    async def use(client: Client) -> None:
+        _, whole = await client.post(path, **prompt)
+        *chunks, last = await client.stream(path, **prompt, stream_options={"include_usage": True})
+        assert last["usage"] == whole["usage"]
+        assert whole["usage"]["completion_tokens"] == 26
+        for index in (0, 1):
+            own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert "".join(texts(own)) == "Hello, world"
+            assert [chunk["choices"][0]["finish_reason"] for chunk in own][-1] == "stop"
+            assert ("role" in own[0]["choices"][0].get("delta", {})) == (path == CHAT)
+
+    serve(WrittenEngine(), use)
+
+
+def test_a_stop_string_in_one_answer_does_not_end_the_other() -> None:
+    engine = WrittenEngine(b"abcd")
+
+    async def use(client: Client) -> None:
+        _, body = await client.post(COMPLETIONS, prompt=["a", "b"], stop="c", max_tokens=20, ignore_eos=True)
+        assert [(choice["text"], choice["stop_reason"]) for choice in body["choices"]] == [("ab", "c")] * 2
+        assert len(engine.aborted) == 2
+
+    serve(engine, use)
+
+
+def test_a_client_that_hangs_up_aborts_all_its_answers() -> None:
+    engine = WrittenEngine(is_paced=True)
+
+    async def use(client: Client) -> None:
+        engine.permit(3)
+        body = {"prompt": ["a", "b"], "n": 2, "stream": True}
+        async with client.session.post(COMPLETIONS, json=body) as response:
+            await response.content.readuntil(b"\n\n")
+        await eventually(lambda: len(engine.aborted) == 4)
+
+    serve(engine, use)
+
+
+def test_one_prompt_that_does_not_fit_refuses_the_whole_request() -> None:
+    engine = WrittenEngine()
+
+    async def use(client: Client) -> None:
+        status, body = await client.post(COMPLETIONS, prompt=["a", "x" * 5000])
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert engine.submitted == {}
+
+    serve(engine, use)
 
 
 def test_the_first_chunk_arrives_with_the_first_token() -> None:

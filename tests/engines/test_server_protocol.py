@@ -42,7 +42,7 @@ def refusal(parse: Callable[..., Any], *arguments: Any, **fields: Any) -> Reques
 def test_a_bare_completion_gets_the_defaults_of_the_api() -> None:
     request = completion()
     assert request.model is None
-    assert request.prompt == TextPrompt("Hello", add_special_tokens=True)
+    assert request.prompts == [TextPrompt("Hello", add_special_tokens=True)]
     generation = request.generation
     assert (generation.max_tokens, generation.min_tokens, generation.temperature) == (None, 0, 1.0)
     assert request.default_max_tokens == 16
@@ -57,16 +57,22 @@ def test_a_chat_without_max_tokens_is_not_limited() -> None:
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
 def test_a_prompt_may_be_token_ids(prompt: list[Any]) -> None:
-    assert completion(prompt=prompt).prompt == [1, 2, 3]
+    assert completion(prompt=prompt).prompts == [[1, 2, 3]]
+
+
+def test_several_prompts_may_come_in_one_list() -> None:
+    texts = [TextPrompt("a", add_special_tokens=True), TextPrompt("b", add_special_tokens=True)]
+    assert completion(prompt=["a", "b"]).prompts == texts
+    assert completion(prompt=[[1, 2], "a"]).prompts == [[1, 2], texts[0]]
 
 
 def test_a_single_prompt_may_come_in_a_list() -> None:
-    assert completion(prompt=["Hello"]).prompt == TextPrompt("Hello", add_special_tokens=True)
+    assert completion(prompt=["Hello"]).prompts == [TextPrompt("Hello", add_special_tokens=True)]
 
 
 def test_text_parts_of_a_message_are_joined() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    prompt = chat(messages=[{"role": "user", "content": parts}]).prompt
+    (prompt,) = chat(messages=[{"role": "user", "content": parts}]).prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.messages == [{"role": "user", "content": "one two"}]
 
@@ -79,6 +85,9 @@ def test_what_clients_send_by_routine_is_ignored() -> None:
     routine = {"user": "u", "n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "metadata": {}}
     assert completion(**routine) == completion()
     assert chat(store=False, tools=[], tool_choice="auto", response_format={"type": "text"}) == chat()
+    of_vllm = {"use_beam_search": False, "length_penalty": 1.0, "priority": 0, "bad_words": [], "stop_token_ids": []}
+    assert completion(**of_vllm, include_stop_str_in_output=False, spaces_between_special_tokens=True) == completion()
+    assert chat(include_reasoning=True, continue_final_message=False) == chat()
 
 
 def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
@@ -94,7 +103,6 @@ def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
         ({"prompt": [1, "a"]}, '`prompt` is [1, "a"]: it must be a string or a list of token ids, not empty'),
         ({"prompt": [True]}, "`prompt` is [true]: it must be a string or a list of token ids, not empty"),
         ({"prompt": None}, "`prompt` is missing: it must be a string or a list of token ids"),
-        ({"prompt": ["a", "b"]}, "`prompt` is a list of 2 prompts: send one request per prompt"),
         ({"prompt": "\ud800"}, '`prompt` is "\\ud800": it must be a string or a list of token ids, not empty'),
         ({"model": 7}, "`model` is 7: it must be a string of Unicode characters"),
         ({"max_tokens": 0}, "`max_tokens` is 0: it must be an integer of at least 1"),
@@ -117,7 +125,8 @@ def test_the_newer_name_of_max_tokens_counts_for_chats() -> None:
         ({"stream_options": {}}, "`stream_options` is {}: it must be absent unless `stream` is true"),
         ({"cache_salt": ""}, '`cache_salt` is "": it must be a non-empty string'),
         ({"kv_transfer_params": 1}, "`kv_transfer_params` is 1: it must be an object"),
-        ({"n": 2}, "`n` is 2: it must be absent or 1; this engine supports nothing else"),
+        ({"n": 0}, "`n` is 0: it must be an integer from 1 to 128"),
+        ({"n": 129}, "`n` is 129: it must be an integer from 1 to 128"),
         ({"echo": True}, "`echo` is true: it must be absent or false; this engine supports nothing else"),
         ({"max_token": 5}, "`max_token` is not a field of this endpoint; did you mean `max_tokens`?"),
         ({"wibble": 5}, "`wibble` is not a field of this endpoint"),
@@ -128,6 +137,17 @@ def test_a_refused_completion_names_field_value_and_what_would_be_right(fields: 
     assert error.message == message
     assert error.param == next(iter(fields))
     assert error.status == 400
+
+
+def test_one_bad_prompt_in_a_list_is_named() -> None:
+    message = '`prompt[1]` is "": it must be a string or a list of token ids, not empty'
+    assert refusal(completion, prompt=["a", "", "b"]).message == message
+
+
+def test_too_many_answers_in_one_request_are_refused() -> None:
+    assert len(completion(prompt=["a"] * 64, n=2).prompts) == 64
+    message = "65 prompts with `n` 2 are 130 answers: at most 128 are allowed in one request"
+    assert refusal(completion, prompt=["a"] * 65, n=2).message == message
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Completion: one request in progress, between the engine thread and the event loop.
 
     engine thread:  Engine -> on_output ──┐ call_soon_threadsafe
-    event loop:                           └─> _arrive -> next_parts -> HTTP
+    event loop:                           └─> _arrive -> take -> Choices -> HTTP
 
 Only `_hand_over` runs in the engine thread, and it uses only the event loop. The engine sends exactly one last output
 per request, also after an abort. The creator of a Completion must `close` it.
+
+An HTTP request for several answers (`n`, or several prompts) has one Completion for each of them; see `choices.py`.
 """
 
 from __future__ import annotations
@@ -68,11 +70,25 @@ class CompletionFailed(Exception):
 
 
 class Completion:
-    """One request in progress. Collects the outputs of the engine and returns them as parts of an answer."""
+    """One request in progress. Collects the outputs of the engine and returns them as parts of an answer.
 
-    def __init__(self, served: Served, request_id: str, prompt_token_ids: list[int], generation: Generation) -> None:
+    `index` is the number of its choice. `news` is set when it has new output, has ended or has failed.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        request_id: str,
+        prompt_token_ids: list[int],
+        generation: Generation,
+        *,
+        news: asyncio.Event,
+        index: int = 0,
+    ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
+        self.is_answered = False
+        self._index = index
         self._engine = served.engine
         self._metrics = served.metrics
         self._loop = asyncio.get_running_loop()
@@ -82,9 +98,8 @@ class Completion:
         self._outputs: list[RequestOutput] = []
         self._last: RequestOutput | None = None
         self._failure: str | None = None
-        self._news = asyncio.Event()
+        self._news = news
         self._ended = asyncio.Event()
-        self._is_answered = False
         self._created = time.monotonic()
         self._latest_token: float | None = None
 
@@ -92,21 +107,12 @@ class Completion:
         """Submit the request to the engine. Raises what `Engine.submit` raises."""
         self._engine.submit(self.request_id, self.prompt_token_ids, params, self._hand_over)
 
-    async def next_parts(self) -> list[AnswerPart]:
-        """Wait for new output and return it. Returns an empty list once the answer is complete.
-
-        Raises CompletionFailed.
-        """
-        while not self._is_answered:
-            await self._news.wait()
-            self._news.clear()
-            if self._failure is not None:
-                raise CompletionFailed(self._failure)
-            outputs, self._outputs = self._outputs, []
-            parts = [self._part(output) for output in outputs if not self._is_answered]
-            if parts:
-                return parts
-        return []
+    def take(self) -> list[AnswerPart]:
+        """Return the output since the last call. Raises CompletionFailed."""
+        if self._failure is not None and not self.is_answered:
+            raise CompletionFailed(self._failure)
+        outputs, self._outputs = self._outputs, []
+        return [self._part(output) for output in outputs if not self.is_answered]
 
     async def usage(self) -> Usage:
         """Wait for the last output of the request, which has the sources of its prompt tokens."""
@@ -152,7 +158,7 @@ class Completion:
     def _part(self, output: RequestOutput) -> AnswerPart:
         if output.finish_reason is not None and output.finish_reason not in ENDED_BY_ITSELF:
             raise CompletionFailed(output.error or "the engine dropped the request")
-        part = AnswerPart()
+        part = AnswerPart(index=self._index)
         for index, token_id in enumerate(output.new_token_ids):
             is_end_token = output.finish_reason is FinishReason.STOP and index == len(output.new_token_ids) - 1
             self._add_token(part, output, index, text_of=None if is_end_token else token_id)
@@ -180,4 +186,4 @@ class Completion:
             self.close()
         elif output.finish_reason is not None:
             part.finish_reason = output.finish_reason.value
-        self._is_answered = part.finish_reason is not None
+        self.is_answered = part.finish_reason is not None

@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from kvbm.embedded.engine.request import SamplingParams
 from kvbm.embedded.http.admin import require_admin
+from kvbm.embedded.http.choices import Choices
 from kvbm.embedded.http.completion import Completion, CompletionFailed, Served
 from kvbm.embedded.http.openai_requests import (
     CompletionRequest,
@@ -152,22 +153,29 @@ class _Endpoints:
         client_id = _request_id(request)
         parsed = await _parsed(request, parse, served)
         generation = parsed.generation
-        prompt_token_ids, params = await prepare(served, parsed)
-        request_id = f"{prefix}-{client_id}-{next(self._number)}"
-        completion = Completion(served, request_id, prompt_token_ids, generation)
-        answer = create_format(_head(served, f"{prefix}-{client_id}", generation, prompt_token_ids))
+        prepared = await prepare(served, parsed)
+        answer_id = f"{prefix}-{client_id}"
+        news = asyncio.Event()
+        completions = [
+            Completion(served, f"{answer_id}-{next(self._number)}", token_ids, generation, news=news, index=index)
+            for index, (token_ids, _) in enumerate(prepared)
+        ]
+        choices = Choices(completions, per_prompt=generation.choices_per_prompt, news=news)
+        answer = create_format(_head(served, answer_id, generation, [token_ids for token_ids, _ in prepared]))
         self._service.ready()  # the server may have started to stop while the body arrived
-        self._service.running.add(completion)
+        self._service.running.update(completions)
         try:
-            _submit(completion, params)
-            parts = await completion.next_parts()
+            for completion, (_, params) in zip(completions, prepared, strict=True):
+                _submit(completion, params)
+            parts = await choices.next_parts()
             headers = {REQUEST_ID: client_id}
             if generation.stream:
-                return await stream_response(request, completion, parts, answer, generation, headers)
-            return _json(await whole_body(completion, parts, answer), headers=headers)
+                return await stream_response(request, choices, parts, answer, generation, headers)
+            return _json(await whole_body(choices, parts, answer), headers=headers)
         finally:
-            self._service.running.discard(completion)
-            completion.close()
+            self._service.running.difference_update(completions)
+            for completion in completions:
+                completion.close()
 
     async def models(self, request: web.Request) -> web.Response:
         served = self._service.ready()
@@ -252,7 +260,9 @@ async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed], served
     limit = VALUES_PER_TOKEN * served.engine.max_model_len + SPARE_VALUES
     if body.count(b",") > limit:  # an upper bound: text has commas too
         raise RequestError(
-            f"the body has more than {limit} commas, which is more than any prompt of this model needs", status=413
+            f"the body has more than {limit} commas, which is more than any prompt of this model needs: send fewer "
+            "prompts in one request",
+            status=413,
         )
     return parse(body) if len(body) <= LONG_BODY_BYTES else await asyncio.to_thread(parse, body)
 
@@ -292,7 +302,7 @@ def _request_id(request: web.Request) -> str:
     return client_id
 
 
-def _head(served: Served, answer_id: str, generation: Generation, prompt_token_ids: list[int]) -> Head:
+def _head(served: Served, answer_id: str, generation: Generation, prompt_token_ids: list[list[int]]) -> Head:
     return Head(
         answer_id=answer_id,
         model=served.engine.model_name,

@@ -14,7 +14,9 @@ from kvbm.embedded.http.request_fields import Fields, RequestError, is_unicode, 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions in the OpenAI API
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
+MAX_CHOICES = 128  # also the highest `n` of the OpenAI API
 LOWEST_TEMPERATURE = 1e-5
+PROMPT_RIGHT = "a string or a list of token ids"
 
 IGNORED = (
     "metadata",
@@ -33,9 +35,10 @@ class Generation:
     """Generation and response options that both completion endpoints share.
 
     `max_tokens` is None if the client set no limit. `logprobs` is the number of alternatives per token, None for no
-    logprobs.
+    logprobs. `choices_per_prompt` is the field `n`.
     """
 
+    choices_per_prompt: int
     max_tokens: int | None
     min_tokens: int
     temperature: float
@@ -79,7 +82,7 @@ class CompletionRequest:
     """`default_max_tokens` applies if the client set no limit; None means up to the model's maximum length."""
 
     model: str | None
-    prompt: Prompt
+    prompts: list[Prompt]
     generation: Generation
     default_max_tokens: int | None
 
@@ -87,7 +90,7 @@ class CompletionRequest:
 def parse_completion(body: bytes) -> CompletionRequest:
     fields = Fields(read_json(body))
     model = fields.text("model")
-    prompt = _completion_prompt(fields)
+    prompts = _completion_prompts(fields)
     logprobs = fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
     max_tokens = fields.integer("max_tokens", minimum=1)
     generation = _generation(fields, max_tokens=max_tokens, logprobs=logprobs)
@@ -95,7 +98,8 @@ def parse_completion(body: bytes) -> CompletionRequest:
     fields.only("echo", False)
     fields.only("suffix", "")
     fields.finish()
-    return CompletionRequest(model, prompt, generation, default_max_tokens=COMPLETION_TOKENS)
+    _check_choices(len(prompts), generation.choices_per_prompt)
+    return CompletionRequest(model, prompts, generation, default_max_tokens=COMPLETION_TOKENS)
 
 
 def parse_chat(body: bytes) -> CompletionRequest:
@@ -107,8 +111,10 @@ def parse_chat(body: bytes) -> CompletionRequest:
     fields.only("modalities", ["text"])
     fields.only("response_format", {"type": "text"})
     fields.only("echo", False)
+    fields.only("continue_final_message", False)
+    fields.ignore("include_reasoning")
     fields.finish()
-    return CompletionRequest(model, prompt, generation, default_max_tokens=None)
+    return CompletionRequest(model, [prompt], generation, default_max_tokens=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +154,7 @@ def _generation(fields: Fields, *, max_tokens: int | None, logprobs: int | None)
     stream = fields.boolean("stream", False)
     include_usage, continuous_usage = _stream_options(fields, stream=stream)
     generation = Generation(
+        choices_per_prompt=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
         max_tokens=max_tokens,
         min_tokens=fields.integer("min_tokens", minimum=0) or 0,
         temperature=_temperature(fields),
@@ -173,12 +180,26 @@ def _generation(fields: Fields, *, max_tokens: int | None, logprobs: int | None)
 
 
 def _refuse_other_sampling(fields: Fields) -> None:
-    fields.only("n", 1)
     for name in ("frequency_penalty", "presence_penalty", "min_p"):
         fields.only(name, 0, 0.0)
-    fields.only("repetition_penalty", 1, 1.0)
+    for name in ("repetition_penalty", "length_penalty"):
+        fields.only(name, 1, 1.0)
+    for name in ("include_stop_str_in_output", "return_tokens_as_token_ids", "use_beam_search"):
+        fields.only(name, False)
+    fields.only("spaces_between_special_tokens", True)
     fields.only("logit_bias", {})
-    fields.only("stop_token_ids", [])
+    for name in ("bad_words", "stop_token_ids"):
+        fields.only(name, [])
+    fields.only("priority", 0)
+
+
+def _check_choices(prompts: int, choices_per_prompt: int) -> None:
+    if prompts * choices_per_prompt > MAX_CHOICES:
+        raise RequestError(
+            f"{prompts} prompts with `n` {choices_per_prompt} are {prompts * choices_per_prompt} answers: at most "
+            f"{MAX_CHOICES} are allowed in one request",
+            param="prompt",
+        )
 
 
 def _stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
@@ -227,24 +248,23 @@ def _object(fields: Fields, name: str) -> dict[str, Any] | None:
     return value
 
 
-def _completion_prompt(fields: Fields) -> Prompt:
-    """Parse a string or a list of token ids, each also as the only element of a list."""
+def _completion_prompts(fields: Fields) -> list[Prompt]:
+    """Parse a string, a list of token ids, or a list of several of these."""
     add_special_tokens = fields.boolean("add_special_tokens", True)
-    right = "a string or a list of token ids"
     if not fields.has("prompt"):
-        fields.missing("prompt", right)
-    value = prompt = fields.take("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise RequestError(
-                f"`prompt` is a list of {len(prompt)} prompts: send one request per prompt", param="prompt"
-            )
-        prompt = prompt[0]
-    if isinstance(prompt, str) and prompt and is_unicode(prompt):
-        return TextPrompt(prompt, add_special_tokens)
-    if _is_token_list(prompt) and prompt:
-        return prompt  # type: ignore[no-any-return]
-    raise wrong("prompt", value, f"{right}, not empty")
+        fields.missing("prompt", PROMPT_RIGHT)
+    value = fields.take("prompt")
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        return [_completion_prompt(each, f"prompt[{index}]", add_special_tokens) for index, each in enumerate(value)]
+    return [_completion_prompt(value, "prompt", add_special_tokens)]
+
+
+def _completion_prompt(value: object, name: str, add_special_tokens: bool) -> Prompt:
+    if isinstance(value, str) and value and is_unicode(value):
+        return TextPrompt(value, add_special_tokens)
+    if _is_token_list(value) and value:
+        return value  # type: ignore[return-value]
+    raise wrong(name, value, f"{PROMPT_RIGHT}, not empty")
 
 
 def _is_token_list(value: object) -> bool:

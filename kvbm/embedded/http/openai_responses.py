@@ -24,8 +24,9 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class AnswerPart:
-    """A part of an answer. `offsets` are the positions of its tokens in the text of the whole answer."""
+    """A part of the answer of choice `index`. `offsets` are the positions of its tokens in the text of that answer."""
 
+    index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -60,6 +61,17 @@ class Usage:
         disk_tokens = min(output.num_disk_tokens, external_tokens)
         return cls(prompt_tokens, completion_tokens, device_tokens, external_tokens - disk_tokens, disk_tokens)
 
+    @classmethod
+    def sum(cls, prompts: Sequence[Usage], *, completion_tokens: int) -> Usage:
+        """Return the usage of a request with several prompts."""
+        return cls(
+            prompt_tokens=sum(each.prompt_tokens for each in prompts),
+            completion_tokens=completion_tokens,
+            device_tokens=sum(each.device_tokens for each in prompts),
+            host_tokens=sum(each.host_tokens for each in prompts),
+            disk_tokens=sum(each.disk_tokens for each in prompts),
+        )
+
     @property
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.device_tokens - self.external_tokens
@@ -87,28 +99,28 @@ def token_counts(prompt_tokens: int, completion_tokens: int) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Fields that all bodies of one answer share. `prompt_token_ids` is None unless the client requested token ids."""
+    """Fields that all bodies of one answer share. `prompt_token_ids` has the prompt of every choice; it is None unless
+    the client requested token ids.
+    """
 
     answer_id: str
     model: str
     created_unix_s: int
     wants_logprobs: bool
-    prompt_token_ids: list[int] | None
+    prompt_token_ids: list[list[int]] | None
     token_text: Callable[[int], str]
     token_bytes: Callable[[int], bytes | None]
 
     def to_json(self, kind: str) -> Json:
         return {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
 
-    @property
-    def wants_token_ids(self) -> bool:
-        return self.prompt_token_ids is not None
-
 
 class AnswerFormat(Protocol):
-    """Response format of one endpoint."""
+    """Response format of one endpoint. `opening` is the chunk that precedes the first part of a choice."""
 
-    def whole(self, part: AnswerPart, usage: Usage) -> Json: ...
+    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json: ...
+
+    def opening(self, index: int) -> Json | None: ...
 
     def chunk(self, part: AnswerPart, *, is_first: bool) -> Json: ...
 
@@ -121,19 +133,26 @@ class CompletionFormat:
 
     head: Head
 
-    def whole(self, part: AnswerPart, usage: Usage) -> Json:
-        return {**self.chunk(part, is_first=True), "usage": usage.to_json()}
+    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json:
+        choices = [self._choice(part, is_first=True) for part in parts]
+        return {**self.head.to_json("text_completion"), "choices": choices, "usage": usage.to_json()}
+
+    def opening(self, index: int) -> None:
+        return None
 
     def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
-        choice: Json = {"index": 0, "text": part.text, "logprobs": self._logprobs(part), **_ending(part)}
-        if self.head.wants_token_ids:
-            choice["token_ids"] = part.token_ids
-            if is_first:
-                choice["prompt_token_ids"] = self.head.prompt_token_ids
-        return {**self.head.to_json("text_completion"), "choices": [choice]}
+        return {**self.head.to_json("text_completion"), "choices": [self._choice(part, is_first=is_first)]}
 
     def usage_chunk(self, usage: Usage) -> Json:
         return {**self.head.to_json("text_completion"), "choices": [], "usage": usage.to_json()}
+
+    def _choice(self, part: AnswerPart, *, is_first: bool) -> Json:
+        choice: Json = {"index": part.index, "text": part.text, "logprobs": self._logprobs(part), **_ending(part)}
+        if self.head.prompt_token_ids is not None:
+            choice["token_ids"] = part.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self.head.prompt_token_ids[part.index]
+        return choice
 
     def _logprobs(self, part: AnswerPart) -> Json | None:
         if not self.head.wants_logprobs:
@@ -162,30 +181,36 @@ class CompletionFormat:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """/v1/chat/completions"""
+    """/v1/chat/completions. The opening chunk of each choice has the role and no text."""
 
     head: Head
 
-    def whole(self, part: AnswerPart, usage: Usage) -> Json:
-        message = {"role": "assistant", "content": part.text, "refusal": None}
-        body = {**self.head.to_json("chat.completion"), "choices": [self._choice(part, "message", message)]}
+    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json:
+        choices = [
+            self._choice(part, "message", {"role": "assistant", "content": part.text, "refusal": None})
+            for part in parts
+        ]
+        body = {**self.head.to_json("chat.completion"), "choices": choices}
         return {**body, **self._prompt(), "usage": usage.to_json()}
 
+    def opening(self, index: int) -> Json:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**self.head.to_json("chat.completion.chunk"), "choices": [choice], **self._prompt()}
+
     def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
-        role = {"role": "assistant"} if is_first else {}
-        choice = self._choice(part, "delta", {**role, "content": part.text})
-        body = {**self.head.to_json("chat.completion.chunk"), "choices": [choice]}
-        return {**body, **self._prompt()} if is_first else body
+        choice = self._choice(part, "delta", {"content": part.text})
+        return {**self.head.to_json("chat.completion.chunk"), "choices": [choice]}
 
     def usage_chunk(self, usage: Usage) -> Json:
         return {**self.head.to_json("chat.completion.chunk"), "choices": [], "usage": usage.to_json()}
 
     def _prompt(self) -> Json:
-        return {"prompt_token_ids": self.head.prompt_token_ids} if self.head.wants_token_ids else {}
+        return {} if self.head.prompt_token_ids is None else {"prompt_token_ids": self.head.prompt_token_ids[0]}
 
     def _choice(self, part: AnswerPart, name: str, content: Json) -> Json:
-        choice: Json = {"index": 0, name: content, "logprobs": self._logprobs(part), **_ending(part)}
-        if self.head.wants_token_ids:
+        choice: Json = {"index": part.index, name: content, "logprobs": self._logprobs(part), **_ending(part)}
+        if self.head.prompt_token_ids is not None:
             choice["token_ids"] = part.token_ids
         return choice
 

@@ -6,6 +6,7 @@ It makes all checks that need a loaded engine: model name, vocabulary and maximu
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from kvbm.embedded.engine.request import SamplingParams
 from kvbm.embedded.http.completion import Served, ServedEngine
@@ -18,16 +19,34 @@ LONG_TEXT_CHARACTERS = 16_384  # above, chat template and tokenizer run in a sep
 CHARACTERS_PER_MESSAGE = 64  # what a chat template adds
 
 
-async def prepare(served: Served, request: CompletionRequest) -> tuple[list[int], SamplingParams]:
-    """Return prompt token ids and sampling parameters. Raises RequestError if the engine cannot serve the request."""
+async def prepare(served: Served, request: CompletionRequest) -> list[tuple[list[int], SamplingParams]]:
+    """Return prompt token ids and sampling parameters of every choice, all choices of the first prompt first.
+
+    Raises RequestError if the engine cannot serve the request.
+    """
     check_model(served.engine, request.model)
     if request.generation.stop and not served.codec.has_text:
         raise RequestError("`stop` requires a tokenizer, and the model has none", param="stop")
-    prompt_token_ids = await _token_ids(served, request.prompt)
+    choices = []
+    for prompt in request.prompts:
+        prompt_token_ids, params = await _prepare_prompt(served, prompt, request)
+        choices += [(prompt_token_ids, _of_choice(params, i)) for i in range(request.generation.choices_per_prompt)]
+    return choices
+
+
+async def _prepare_prompt(
+    served: Served, prompt: Prompt, request: CompletionRequest
+) -> tuple[list[int], SamplingParams]:
+    prompt_token_ids = await _token_ids(served, prompt)
     max_tokens = _max_tokens(served.engine, len(prompt_token_ids), request)
     if request.generation.min_tokens > max_tokens:
         raise wrong("min_tokens", request.generation.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
     return prompt_token_ids, _sampling_params(request.generation, max_tokens)
+
+
+def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
+    """Return parameters with a seed for this choice of a prompt. The first choice keeps the seed of the client."""
+    return params if params.seed is None else replace(params, seed=params.seed + index)
 
 
 def check_model(engine: ServedEngine, name: str | None) -> None:

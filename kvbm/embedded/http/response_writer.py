@@ -1,29 +1,31 @@
-"""Response writer: sends an answer as one JSON body, or as a stream of server-sent events."""
+"""Response writer: sends the answers of a request as one JSON body, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 from aiohttp import web
 
-from kvbm.embedded.http.completion import Completion, CompletionFailed
+from kvbm.embedded.http.choices import Choices
+from kvbm.embedded.http.completion import CompletionFailed
 from kvbm.embedded.http.openai_requests import Generation
 from kvbm.embedded.http.openai_responses import DONE, AnswerFormat, AnswerPart, Json, error_body, event, token_counts
 
 
-async def whole_body(completion: Completion, parts: list[AnswerPart], answer: AnswerFormat) -> Json:
-    """Wait for the complete answer. Raises CompletionFailed."""
-    whole = AnswerPart()
+async def whole_body(choices: Choices, parts: list[AnswerPart], answer: AnswerFormat) -> Json:
+    """Wait for the complete answers. Raises CompletionFailed."""
+    whole: dict[int, AnswerPart] = {}
     while parts:
         for part in parts:
-            whole.append(part)
-        parts = await completion.next_parts()
-    return answer.whole(whole, await completion.usage())
+            whole.setdefault(part.index, AnswerPart(index=part.index)).append(part)
+        parts = await choices.next_parts()
+    return answer.whole([whole[index] for index in sorted(whole)], await choices.usage())
 
 
 async def stream_response(
     request: web.Request,
-    completion: Completion,
+    choices: Choices,
     parts: list[AnswerPart],
     answer: AnswerFormat,
     generation: Generation,
@@ -35,7 +37,7 @@ async def stream_response(
     )
     try:
         await response.prepare(request)
-        await _write_events(response, completion, parts, answer, generation)
+        await _write_events(response, choices, parts, _Events(choices, answer, generation))
         await response.write_eof()
     except ConnectionResetError:
         if request.transport is not None:
@@ -44,27 +46,42 @@ async def stream_response(
 
 
 async def _write_events(
-    response: web.StreamResponse,
-    completion: Completion,
-    parts: list[AnswerPart],
-    answer: AnswerFormat,
-    generation: Generation,
+    response: web.StreamResponse, choices: Choices, parts: list[AnswerPart], events: _Events
 ) -> None:
-    usage: Json = {"usage": None} if generation.include_usage else {}
-    is_first, token_count = True, 0
     try:
         while parts:
-            events = []
-            for part in parts:
-                chunk = answer.chunk(part, is_first=is_first)
-                token_count += len(part.token_ids)
-                if generation.continuous_usage:
-                    usage = {"usage": token_counts(len(completion.prompt_token_ids), token_count)}
-                events.append(event({**chunk, **usage}))
-                is_first = False
-            await response.write(b"".join(events))
-            parts = await completion.next_parts()
-        last = event(answer.usage_chunk(await completion.usage())) if generation.include_usage else b""
-        await response.write(last + DONE)
+            await response.write(b"".join(events.of(parts)))
+            parts = await choices.next_parts()
+        await response.write(await events.last() + DONE)
     except CompletionFailed as error:
         await response.write(event(error_body(str(error), status=500, code="engine_failed")) + DONE)
+
+
+class _Events:
+    """Encodes parts as events. Counts the tokens that were sent for each choice."""
+
+    def __init__(self, choices: Choices, answer: AnswerFormat, generation: Generation) -> None:
+        self._choices = choices
+        self._answer = answer
+        self._generation = generation
+        self._sent_tokens: Counter[int] = Counter()
+
+    def of(self, parts: Iterable[AnswerPart]) -> Iterator[bytes]:
+        for part in parts:
+            is_first = part.index not in self._sent_tokens
+            opening = self._answer.opening(part.index) if is_first else None
+            if opening is not None:
+                yield event({**opening, **self._usage(part.index)})
+            self._sent_tokens[part.index] += len(part.token_ids)
+            yield event({**self._answer.chunk(part, is_first=is_first), **self._usage(part.index)})
+
+    async def last(self) -> bytes:
+        """Return the event with the usage of the whole request, if the client requested it. Raises CompletionFailed."""
+        if not self._generation.include_usage:
+            return b""
+        return event(self._answer.usage_chunk(await self._choices.usage()))
+
+    def _usage(self, index: int) -> Json:
+        if self._generation.continuous_usage:
+            return {"usage": token_counts(self._choices.prompt_tokens(index), self._sent_tokens[index])}
+        return {"usage": None} if self._generation.include_usage else {}

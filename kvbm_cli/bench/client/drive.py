@@ -11,7 +11,7 @@ from kvbm_cli.bench.client.health import ClientHealth, HealthMonitor, ProcessHea
 from kvbm_cli.bench.client.launcher import OnRecord, Part
 from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.client.workers import WorkerCount, parts_of, started_workers, worker_count
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan
 
 

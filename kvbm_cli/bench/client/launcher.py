@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvbm_cli.bench.client.grouping import slot_groups
 from kvbm_cli.bench.client.request import Exchange, Target
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import Launches, PlannedRequest
 
 if TYPE_CHECKING:

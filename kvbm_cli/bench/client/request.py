@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvbm_cli.bench.client.events import ERROR_TEXT_CHARACTERS, StreamedAnswer
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import PlannedRequest
 
 if TYPE_CHECKING:

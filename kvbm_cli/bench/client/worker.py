@@ -17,7 +17,7 @@ from kvbm_cli.bench.client.drive_part import drive_part
 from kvbm_cli.bench.client.health import HealthMonitor
 from kvbm_cli.bench.client.launcher import Part
 from kvbm_cli.bench.client.request import Target
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 
 READY = "ready"
 BATCH_INTERVAL_S = 0.1

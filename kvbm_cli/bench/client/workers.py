@@ -26,7 +26,7 @@ from kvbm_cli.bench.client.launcher import WATCH_INTERVAL_S, Part
 from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.client.together import together
 from kvbm_cli.bench.client.worker import READY
-from kvbm_cli.bench.request_record import RequestRecord
+from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan, PlannedRequest
 from kvbm_cli.system import die_with_parent
 

@@ -14,9 +14,14 @@ LETTERS = string.ascii_letters + string.digits
 
 
 class Writer(Protocol):
-    """Writes random content. `content` returns `count` tokens, exactly for token ids and about for text."""
+    """Writes random content. `content` returns `count` tokens, exactly for token ids and about for text.
+
+    `encoded` returns a given text in the same form.
+    """
 
     def content(self, generator: random.Random, count: int) -> Content: ...
+
+    def encoded(self, text: str) -> Content: ...
 
 
 def random_text(generator: random.Random, characters: int) -> str:
@@ -50,10 +55,14 @@ class TokenWriter:
     """
 
     def __init__(self, tokenize: Tokenize, *, seed: int) -> None:
+        self._tokenize = tokenize
         self._pool = random_tokens(random.Random(seed), LARGEST_POOL, tokenize)
 
     def content(self, generator: random.Random, count: int) -> tuple[int, ...]:
         return tuple(generator.choices(self._pool, k=count))
+
+    def encoded(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenize(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +73,6 @@ class TextWriter:
 
     def content(self, generator: random.Random, count: int) -> str:
         return random_text(generator, round(count * self.characters_per_token)) + " " if count else ""
+
+    def encoded(self, text: str) -> str:
+        return text

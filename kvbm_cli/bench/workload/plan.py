@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,12 @@ from kvbm_cli.bench.workload.content import Content
 from kvbm_cli.bench.workload.script import AnswerOf, Phase, Script, ScriptedRequest
 
 LOGPROBS = 0  # of the sampled token only
+COMPLETIONS = "/v1/completions"
+WARMUP_ANSWER_TOKENS = 2
+_PLAIN = (
+    *("index", "session", "turn", "intended_s", "after", "delay_s"),
+    *("prompt_tokens", "answer_tokens", "path"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,28 @@ class PlannedRequest:
         prompt = {"prompt": self.prompt} if self.parts else {}
         return json.dumps({**prompt, **dict(self.fields)}, separators=(",", ":")).encode()
 
+    def to_json(self, contents: Mapping[int, int]) -> dict[str, Any]:
+        """`contents` has the number of each part by its identity."""
+        answer = self.answer and [self.answer.token_ids, self.answer.logprobs, self.answer.text]
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "phase": self.phase.value,
+            "answer": answer,
+            "parts": [contents[id(part)] for part in self.parts],
+            "fields": dict(self.fields),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], contents: Sequence[Content]) -> PlannedRequest:
+        plain = {name: data[name] for name in _PLAIN}
+        return cls(
+            **{**plain, "after": tuple(data["after"])},
+            phase=Phase(data["phase"]),
+            answer=_answer(data["answer"]),
+            parts=tuple(contents[number] for number in data["parts"]),
+            fields=tuple(data["fields"].items()),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Launches:
@@ -102,12 +130,14 @@ class Launches:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All requests of a run. `requests[i].index == i`."""
+    """All requests of a run; `requests[i].index` is i. `warmup` is sent before, unmeasured."""
 
     requests: tuple[PlannedRequest, ...]
     launches: Launches
     request_timeout_s: float
-    working_set_tokens: int | None
+    working_set_tokens: int
+    total_tokens: int
+    warmup: PlannedRequest
 
     @classmethod
     def make(
@@ -122,7 +152,8 @@ class Plan:
         """`answers[i]` is the recorded answer to request i; empty if no request of the script repeats an answer."""
         planned = (_planned(index, one, launches, dialect, answers) for index, one in enumerate(script.requests))
         requests = tuple(_within(planned, launches.duration_s))
-        return cls(requests, launches, request_timeout_s, script.working_set_tokens)
+        warmup = unplanned(dialect, (script.warmup,), WARMUP_ANSWER_TOKENS)
+        return cls(requests, launches, request_timeout_s, script.working_set_tokens, script.total_tokens, warmup)
 
     @property
     def duration_s(self) -> float | None:
@@ -160,7 +191,7 @@ class Plan:
         """Everything needed to repeat the run. A prompt is the sequence of its `parts`, numbers into `contents`."""
         contents: dict[int, int] = {}
         texts: list[object] = []
-        for request in self.requests:
+        for request in (self.warmup, *self.requests):
             for part in request.parts:
                 if id(part) not in contents:
                     contents[id(part)] = len(texts)
@@ -170,52 +201,44 @@ class Plan:
             "launches": {name: getattr(self.launches, name) for name in Launches.__dataclass_fields__},
             "request_timeout_s": self.request_timeout_s,
             "working_set_tokens": self.working_set_tokens,
+            "total_tokens": self.total_tokens,
             "contents": texts,
-            "requests": [
-                {
-                    "index": request.index,
-                    "session": request.session,
-                    "turn": request.turn,
-                    "phase": request.phase.value,
-                    "intended_s": request.intended_s,
-                    "after": request.after,
-                    "delay_s": request.delay_s,
-                    "prompt_tokens": request.prompt_tokens,
-                    "answer_tokens": request.answer_tokens,
-                    "answer": None
-                    if request.answer is None
-                    else [request.answer.token_ids, request.answer.logprobs, request.answer.text],
-                    "path": request.path,
-                    "parts": [contents[id(part)] for part in request.parts],
-                    "fields": dict(request.fields),
-                }
-                for request in self.requests
-            ],
+            "warmup": self.warmup.to_json(contents),
+            "requests": [request.to_json(contents) for request in self.requests],
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """KeyError, TypeError or ValueError if the data is not of a plan."""
         contents = [part if isinstance(part, str) else tuple(part) for part in data["contents"]]
-        requests = tuple(
-            PlannedRequest(
-                index=one["index"],
-                session=one["session"],
-                turn=one["turn"],
-                phase=Phase(one["phase"]),
-                intended_s=one["intended_s"],
-                after=tuple(one["after"]),
-                delay_s=one["delay_s"],
-                prompt_tokens=one["prompt_tokens"],
-                answer_tokens=one["answer_tokens"],
-                answer=_answer(one["answer"]),
-                path=one["path"],
-                parts=tuple(contents[number] for number in one["parts"]),
-                fields=tuple(one["fields"].items()),
-            )
-            for one in data["requests"]
+        return cls(
+            requests=tuple(PlannedRequest.from_json(one, contents) for one in data["requests"]),
+            launches=Launches(**data["launches"]),
+            request_timeout_s=data["request_timeout_s"],
+            working_set_tokens=data["working_set_tokens"],
+            total_tokens=data["total_tokens"],
+            warmup=PlannedRequest.from_json(data["warmup"], contents),
         )
-        return cls(requests, Launches(**data["launches"]), data["request_timeout_s"], data["working_set_tokens"])
+
+
+def unplanned(dialect: Dialect, parts: tuple[Content, ...], answer_tokens: int | None) -> PlannedRequest:
+    """A request outside a schedule."""
+    has_text = any(isinstance(part, str) for part in parts)
+    return PlannedRequest(
+        index=0,
+        session=0,
+        turn=0,
+        phase=Phase.COLD,
+        intended_s=0.0,
+        after=(),
+        delay_s=0.0,
+        prompt_tokens=None if has_text else sum(map(len, parts)),
+        answer_tokens=answer_tokens,
+        answer=None,
+        path=COMPLETIONS,
+        parts=parts,
+        fields=tuple(dialect.fields(answer_tokens).items()),
+    )
 
 
 def _answer(data: list[Any] | None) -> RecordedAnswer | None:
@@ -242,7 +265,7 @@ def _planned(
         answer=answers[index] if answers else None,
         path=one.path,
         parts=() if one.body is not None else parts,
-        fields=tuple(body.items()),
+        fields=tuple({**body, **dict(one.extra)}.items()),
     )
 
 

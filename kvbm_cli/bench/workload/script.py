@@ -42,7 +42,7 @@ class ScriptedRequest:
     """`turn` counts from 1 in its session. `after` are indices of requests that must have ended, `delay_s` before.
 
     `at_s` is a launch time that the workload fixes, as a trace does. `body` is a whole body that the workload fixes,
-    without the model; it then replaces the parts.
+    without the model; it then replaces the parts. `extra` are further fields of the body.
     """
 
     session: int
@@ -55,28 +55,33 @@ class ScriptedRequest:
     path: str = "/v1/completions"
     body: tuple[tuple[str, object], ...] | None = None
     phase: Phase = Phase.COLD
+    extra: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def prompt_token_count(self) -> int:
+        return sum(map(length_of, self.parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """`warmup` is a prompt that no request contains. `working_set_tokens` is `None` if it is not known."""
+    """`warmup` is a prompt that no request contains. `working_set_tokens` is what the requests of one time use, and
+    `total_tokens` what all different prompts and answers have together."""
 
     requests: tuple[ScriptedRequest, ...]
     warmup: Content
-    working_set_tokens: int | None
+    working_set_tokens: int
+    total_tokens: int
 
     @classmethod
-    def of(cls, requests: Iterable[ScriptedRequest], *, warmup: Content, working_set_tokens: int | None) -> Script:
-        """A script with the phase of each request."""
-        return cls(tuple(_with_phases(list(requests))), warmup, working_set_tokens)
-
-    @property
-    def session_count(self) -> int:
-        return len({request.session for request in self.requests})
-
-    @property
-    def turns(self) -> int:
-        return max(request.turn for request in self.requests)
+    def of(
+        cls, requests: Iterable[ScriptedRequest], *, warmup: Content, working_set_tokens: int | None = None
+    ) -> Script:
+        """A script with the phase of each request. Without a working set, all tokens are one."""
+        listed = list(requests)
+        known = _Prefixes()
+        reused = [known.add(index, request) for index, request in enumerate(listed)]
+        phased = tuple(_with_phases(listed, reused, known.token_count))
+        return cls(phased, warmup, working_set_tokens or known.token_count, known.token_count)
 
 
 def length_of(part: Part) -> int:
@@ -86,15 +91,16 @@ def length_of(part: Part) -> int:
     return len(part) // 4 if isinstance(part, str) else len(part)
 
 
-def _with_phases(requests: Sequence[ScriptedRequest]) -> Iterable[ScriptedRequest]:
-    known = _Prefixes()
-    reused = [known.add(index, request) for index, request in enumerate(requests)]
-    half, sent = known.token_count / 2, 0
+def _with_phases(
+    requests: Sequence[ScriptedRequest], reused: Sequence[tuple[int, int]], token_count: int
+) -> Iterable[ScriptedRequest]:
+    """`reused` has the tokens of each prompt that were sent before, and that were not."""
+    sent = 0
     for request, (old, new) in zip(requests, reused, strict=True):
-        if request.body is not None and request.phase is not Phase.COLD:
-            yield request  # its builder knew better: the parts do not show what a fixed body has in common
+        if request.body is not None and not request.parts:
+            yield request  # its builder set the phase
             continue
-        phase = Phase.COLD if old < new else Phase.FILL if sent < half else Phase.STEADY
+        phase = Phase.COLD if old < new else Phase.FILL if 2 * sent < token_count else Phase.STEADY
         sent += new
         yield replace(request, phase=phase)
 

@@ -1,0 +1,179 @@
+"""Which answers of a cell are compared with which: every arm with one source, and runs without kvbm with each other.
+
+The source is the recording, if there is one. Otherwise it is the first arm without kvbm: the baseline, or the floor, or
+the first reference. Runs of the baseline and of the floor are the controls: they show how often the engine repeats its
+own answers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_cli.bench.analysis.correctness import (
+    Answer,
+    Key,
+    OutputDifference,
+    OutputJudgement,
+    Transfers,
+    compare_answers,
+    judge_outputs,
+    pooled,
+)
+from kvbm_cli.bench.records.results import CellResult, Results, RunResult
+
+ONBOARDED_BLOCKS = ("kvbm_onboard_blocks_h2d", "kvbm_onboard_blocks_d2d")
+Answers = Mapping[Key, Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class ArmAnswers:
+    """The answers of an arm against the source. `judgement` is `None` for an arm that is not judged."""
+
+    difference: OutputDifference
+    judgement: OutputJudgement | None
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "compared": self.difference.compared_count,
+            "different": self.difference.different_count,
+            "largest_logprob_difference": self.difference.logprob,
+            "requests_that_differ": [list(one.key) for one in self.difference.differences[:100]],
+        }
+        if self.judgement is not None:
+            evidence = self.judgement.evidence
+            found |= {
+                "verdict": self.judgement.verdict.value,
+                "reason": self.judgement.reason,
+                "control": evidence.control_name,
+                "control_compared": evidence.control.compared_count if evidence.control else 0,
+                "control_different": evidence.control.different_count if evidence.control else 0,
+                "control_logprob": evidence.control_logprob,
+                "p_value": evidence.p_value,
+            }
+        return found
+
+
+def answers_of(results: Results, cell: CellResult) -> dict[str, ArmAnswers]:
+    """Every arm of the cell that ran."""
+    source, controls = _source(results, cell), _controls(results, cell)
+    found = {}
+    for arm in cell.arms:
+        difference = pooled(compare_answers(source.of(run), _answers(run)) for run in cell.of_arm(arm))
+        judgement = None
+        if arm in judged_arms(results):
+            judgement = judge_outputs(difference, controls, transfers_of(cell.of_arm(arm)))
+        found[arm] = ArmAnswers(difference, judgement)
+    return found
+
+
+def judged_arms(results: Results) -> list[str]:
+    """The measured arm, and references with kvbm whose engine is the measured arm's."""
+    measured: str = results.plan["measured"]
+    others = [
+        name
+        for name in results.plan["references"]
+        if results.arms[name]["kind"] == "profile" and not _has_other_engine(results, name)
+    ]
+    return [measured, *others]
+
+
+def _has_other_engine(results: Results, name: str) -> bool:
+    return any(key.startswith("engine.") for key in results.arms[name]["differences"])
+
+
+def transfers_of(runs: Sequence[RunResult]) -> Transfers:
+    """Evidence that blocks came back: tokens by the answers and by the engine, blocks by kvbm's own counters."""
+    g2 = sum(record.g2_tokens or 0 for run in runs for record in run.records)
+    g3 = sum(record.g3_tokens or 0 for run in runs for record in run.records)
+    tokens = [run.server.get("prompt_tokens") or {} for run in runs]
+    counters = [run.server.get("kvbm_counters") or {} for run in runs]
+    return Transfers(
+        g2_tokens=max(g2, sum(one.get("g2") or 0 for one in tokens)),
+        g3_tokens=max(g3, sum(one.get("g3") or 0 for one in tokens)),
+        onboarded_blocks=round(sum(one.get(name) or 0 for one in counters for name in ONBOARDED_BLOCKS)),
+    )
+
+
+def has_counters(runs: Sequence[RunResult]) -> bool:
+    """Whether `transfers_of` could have found any: the engine reports where prompt tokens came from."""
+    return any(run.server.get("prompt_tokens") or run.server.get("kvbm_counters") for run in runs) or any(
+        record.g2_tokens is not None for run in runs for record in run.records
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerSource:
+    """Answers of the recording, or of the runs of one arm by pair."""
+
+    recorded: Answers | None
+    by_pair: Mapping[int, Answers]
+
+    def of(self, run: RunResult) -> Answers:
+        """For a run of the source itself, there is nothing to compare with."""
+        if self.recorded is not None:
+            return self.recorded
+        return self.by_pair.get(run.pair) or (next(iter(self.by_pair.values()), {}) if self.by_pair else {})
+
+
+def _source(results: Results, cell: CellResult) -> _AnswerSource:
+    if cell.plan is not None and all(request.answer for request in cell.plan.requests):
+        recorded: dict[Key, Answer] = {
+            (one.session, one.turn): Answer(one.answer.token_ids or None, one.answer.logprobs, one.answer.text or None)
+            for one in cell.plan.requests
+            if one.answer is not None
+        }
+        return _AnswerSource(recorded, {})
+    arm = _first_without_kvbm(results, cell)
+    return _AnswerSource(None, {run.pair: _answers(run) for run in cell.of_arm(arm)} if arm else {})
+
+
+def _first_without_kvbm(results: Results, cell: CellResult) -> str | None:
+    candidates = [*_control_arms(results), *results.plan["references"]]
+    return next((name for name in candidates if cell.of_arm(name)), None)
+
+
+def _control_arms(results: Results) -> list[str]:
+    """The same engine without kvbm. Another profile's engine may have a cache of its own."""
+    baselines = [
+        name
+        for name in results.plan["references"]
+        if results.arms[name]["kind"] == "baseline" and not _has_other_engine(results, name)
+    ]
+    floor = results.plan["floor"]
+    return [*baselines, *([floor] if floor else [])]
+
+
+def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]:
+    """Comparisons of runs without kvbm: with the recording, or with each other."""
+    runs = [run for name in _control_arms(results) for run in cell.of_arm(name)]
+    source = _source(results, cell)
+    if source.recorded is not None:
+        recorded = source.recorded
+        return {
+            f"{arm} against the recording": pooled(
+                compare_answers(recorded, _answers(run)) for run in runs if run.arm == arm
+            )
+            for arm in dict.fromkeys(run.arm for run in runs)
+        }
+    if not runs and len(results.plan["references"]) > 0:
+        runs = list(cell.of_arm(results.plan["references"][0]))
+    compared: dict[str, list[OutputDifference]] = defaultdict(list)
+    for position, one in enumerate(runs):
+        for other in runs[position + 1 :]:
+            if cell.are_pairs_equal or one.pair == other.pair:
+                name = f"two runs of {one.arm}" if one.arm == other.arm else f"{one.arm} against {other.arm}"
+                compared[name].append(compare_answers(_answers(one), _answers(other)))
+    return {name: pooled(parts) for name, parts in compared.items()}
+
+
+def _answers(run: RunResult) -> dict[Key, Answer]:
+    return {
+        record.key: Answer(
+            tuple(record.token_ids) if record.token_ids else None, tuple(record.logprobs), record.text or None
+        )
+        for record in run.records
+        if record.is_ok
+    }

@@ -1,0 +1,101 @@
+"""Cells: every workload at every pressure. The pressure is the working set over the tokens that G1 holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm.errors import UsageError
+from kvbm_cli.bench.lmbenchmark.of_workload import strict_workload
+from kvbm_cli.workload.schema import Lmbenchmark, Schedule, Workload, as_definition
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Options of the command line that replace the schedule of every workload."""
+
+    rate: float | None = None
+    concurrency: int | None = None
+    duration_s: float | None = None
+    pairs: int | None = None
+
+    def applied(self, workload: Workload) -> Workload:
+        changes: dict[str, Any] = {}
+        if self.rate is not None:
+            changes |= {"interval_s": 1 / self.rate, "concurrency": None}
+        if self.concurrency is not None:
+            changes |= {"interval_s": None, "concurrency": self.concurrency}
+        if self.duration_s is not None:
+            changes["duration_s"] = self.duration_s
+        if self.pairs is not None:
+            changes["pairs"] = self.pairs
+        schedule = workload.schedule.model_copy(update=changes)
+        update: dict[str, Any] = {"schedule": schedule}
+        if isinstance(workload, Lmbenchmark):
+            update |= {"qps": self.rate or workload.qps, "time_s": self.duration_s or workload.time_s}
+        return strict_workload(workload.model_copy(update=update))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One workload at one pressure; `None` where the workload's own size counts."""
+
+    name: str
+    workload: Workload
+    pressure: float | None = None
+    g1_tokens: int | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.workload.schedule
+
+    @property
+    def is_faithful(self) -> bool:
+        return isinstance(self.workload, Lmbenchmark) and self.workload.mode == "faithful"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "pressure": self.pressure,
+            "g1_tokens": self.g1_tokens,
+            "workload": as_definition(self.workload),
+        }
+
+
+def parse_pressures(text: str | None) -> tuple[float, ...]:
+    """Such as `0.8,1.2,2`. UsageError for anything else."""
+    if text is None:
+        return ()
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < value <= 1000 for value in values) or len(set(values)) < len(values):
+        raise UsageError(f"--pressure takes different numbers above 0, such as `0.8,1.2,2,4`, not `{text}`")
+    return values
+
+
+def cells_of(workloads: Sequence[Workload], pressures: Sequence[float], g1_tokens: int | None) -> tuple[Cell, ...]:
+    """UsageError if two workloads have one name, or if a workload has no working set to scale."""
+    names = [workload.name for workload in workloads]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two workloads are named `{name}`")
+    if not pressures:
+        return tuple(Cell(workload.name, workload, None, g1_tokens) for workload in workloads)
+    return tuple(_under_pressure(workloads, pressures, g1_tokens))
+
+
+def _under_pressure(workloads: Sequence[Workload], pressures: Sequence[float], g1_tokens: int | None) -> Iterable[Cell]:
+    if g1_tokens is None:
+        raise UsageError(
+            "--pressure requires the size of G1, and the engine does not report it",
+            hint="remove `--pressure`, and set the size of the workload instead",
+        )
+    for workload in workloads:
+        if workload.scale_key is None:
+            raise UsageError(f"--pressure cannot scale `{workload.name}`: its kind has a fixed working set")
+        for pressure in pressures:
+            scaled = workload.scaled(round(pressure * g1_tokens))
+            yield Cell(f"{workload.name}-x{pressure:g}", scaled, pressure, g1_tokens)

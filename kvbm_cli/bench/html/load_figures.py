@@ -1,0 +1,176 @@
+"""The charts of gains by pressure and of where the time of a request goes, and the costs of every arm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from kvbm_cli.bench.html.figures import ARM_STYLES, CellView, Figure, legend_of
+from kvbm_cli.bench.html.markup import Markup, table
+from kvbm_cli.bench.html.numbers import (
+    at,
+    count,
+    decimal,
+    interval,
+    listing,
+    mapping,
+    milliseconds,
+    number,
+    percent,
+    ratio,
+    size,
+)
+from kvbm_cli.bench.html.run_data import RequestPoint, RunData
+
+PARTS = ("client late", "queue", "first token", "generation")
+
+
+def ladder(run_data: RunData) -> Figure | None:
+    """The paired ratio of every comparison over the pressure; `None` with fewer than two pressures."""
+    lines: dict[tuple[str, str], list[list[float]]] = {}
+    rows = []
+    for cell in run_data.cells():
+        pressure = number(cell.get("pressure"))
+        for found in listing(cell.get("comparisons")):
+            paired = at(found, "ttft_speedup_paired")
+            mean, ends = number(at(paired, "geometric_mean")), listing(at(paired, "interval_95"))
+            if pressure is None or mean is None:
+                continue
+            name = f"{found.get('measured')} against {found.get('reference')}, {workload_name(cell)}"
+            low, high = (number(end) or mean for end in ends) if len(ends) == 2 else (mean, mean)
+            lines.setdefault((str(found.get("measured")), name), []).append([pressure, low, mean, high])
+            rows.append((name, str(found.get("verdict")), decimal(pressure), ratio(mean), interval(ends)))
+    if max((len(points) for points in lines.values()), default=0) < 2:
+        return None
+    styles = _styles(run_data.arms(), [measured for measured, _ in lines])
+    title = "Speed-up of the time to first token by pressure"
+    return Figure(
+        kind="ladder",
+        title=title,
+        note="Geometric mean over pairs of equal requests, with its 95% interval; above 1 is faster. "
+        "Pressure: working set over the capacity of G1.",
+        description="Line chart. "
+        + "; ".join(
+            f"{name}: " + ", ".join(f"{ratio(mean)} at pressure {decimal(p)}" for p, _, mean, _ in points)
+            for (_, name), points in lines.items()
+        )
+        + ".",
+        legend=legend_of((f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)),
+        data={"lines": [{"arm": a, "points": sorted(p)} for a, p in zip(styles, lines.values(), strict=True)]},
+        table=table(title, ("Comparison", "Verdict", "Pressure", "Speed-up", "95% interval"), rows, names=2),
+    )
+
+
+def _styles(arms: list[str], measured: list[str]) -> list[int]:
+    """The style of every line: that of its arm, or its own number if an arm has several lines."""
+    if len(set(measured)) < len(measured) or not set(measured) <= set(arms):
+        return list(range(len(measured)))
+    return [arms.index(arm) for arm in measured]
+
+
+def workload_name(cell: dict[str, Any]) -> str:
+    name = at(cell, "workload", "name")
+    return name if isinstance(name, str) else str(cell["name"])
+
+
+def parts_of_time(view: CellView) -> Figure | None:
+    """Mean times of a request's parts, by arm."""
+    found = {arm: _parts(view, arm, own) for arm, own in view.by_arm(view.answered).items()}
+    known = {arm: parts for arm, parts in found.items() if parts is not None}
+    if not known:
+        return None
+    has_queue = any(parts[1] is not None for parts in known.values())
+    names = [name for name in PARTS if has_queue or name != "queue"]
+    rows = {
+        arm: [part for name, part in zip(PARTS, parts, strict=True) if name in names] for arm, parts in known.items()
+    }
+    title = "Where the time of a request goes, mean in ms"
+    queue = "" if has_queue else " The server reports no queue time, so the first token includes it."
+    return Figure(
+        kind="parts",
+        title=title,
+        note=f"Mean over all answered requests.{queue}",
+        description="Stacked bar chart. "
+        + "; ".join(
+            f"{arm}: "
+            + ", ".join(f"{name} {milliseconds(part) or 'unknown'} ms" for name, part in zip(names, parts, strict=True))
+            for arm, parts in rows.items()
+        )
+        + ".",
+        legend=legend_of((f"part-{PARTS.index(name)}", name) for name in names),
+        data={"arms": list(rows), "parts": [PARTS.index(name) for name in names], "rows": list(rows.values())},
+        table=table(
+            title,
+            ("Arm", *names, "total"),
+            [(arm, *map(milliseconds, parts), milliseconds(sum(p or 0 for p in parts))) for arm, parts in rows.items()],
+        ),
+    )
+
+
+def _parts(view: CellView, arm: str, points: Sequence[RequestPoint]) -> list[float | None] | None:
+    whole = [
+        (point.lateness_ms or 0.0, point.ttft_from_launch_ms, point.end_to_end_ms - point.ttft_ms)
+        for point in points
+        if point.ttft_from_launch_ms is not None and point.end_to_end_ms is not None and point.ttft_ms is not None
+    ]
+    if not whole:
+        return None
+    late, first, generation = (fmean(column) for column in zip(*whole, strict=True))
+    queue = number(at(view.cell, "arms", arm, "queue_wait_ms"))
+    queue = None if queue is None else min(queue, first)
+    known = (late, queue, first - (queue or 0.0), generation)
+    return [None if part is None else round(part, 2) for part in known]
+
+
+def time_models(cell: dict[str, Any]) -> Markup | None:
+    """The linear model of TTFT over prompt tokens by source, of every comparison that has one."""
+    rows = []
+    for found in listing(cell.get("comparisons")):
+        model = mapping(at(found, "ttft_model"))
+        if number(model.get("computed_ms_per_token")) is not None:
+            rows.append(
+                (
+                    f"{found.get('measured')} and {found.get('reference')}",
+                    *(milliseconds(model.get(name)) for name in ("base_ms", "load_ms")),
+                    *(_microseconds(model.get(f"{source}_ms_per_token")) for source in ("computed", "g2", "g3")),
+                    percent(model.get("explained")),
+                    count(model.get("request_count")),
+                )
+            )
+    header = ("Requests of", "Fixed, ms", "Any load, ms", "Computed token, µs", "G2 token, µs", "G3 token, µs")
+    caption = "Linear model of the time to first token"
+    return table(caption, (*header, "Variance explained", "Requests"), rows) if rows else None
+
+
+def _microseconds(per_token_ms: Any) -> str | None:
+    amount = number(per_token_ms)
+    return None if amount is None else decimal(amount * 1e3)
+
+
+def costs(view: CellView) -> Markup | None:
+    """What the engine's processes used in all runs of every arm; `None` if no server was sampled."""
+    rows = []
+    for arm in view.arms:
+        runs = [run for run in view.run_data.runs if run["arm"] == arm and run["cell"] == view.cell["name"]]
+        servers = [server for run in runs if (server := mapping(run.get("server")))]
+        if servers:
+            names = {run["run"] for run in runs}
+            rows.append((arm, *_cost(servers, sum(point.run in names for point in view.answered))))
+    header = ("Arm", "Host memory, peak", "SSD written per 1,000 requests", "CPU seconds per 1,000 requests")
+    caption = "Cost of the engine's processes"
+    return table(caption, (*header, "GPU energy, J per 1,000 requests"), rows) if rows else None
+
+
+def _cost(servers: Sequence[dict[str, Any]], answered: int) -> tuple[str | None, ...]:
+    def per_thousand(*path: str) -> float | None:
+        amounts = [amount for server in servers if (amount := number(at(server, *path))) is not None]
+        return sum(amounts) * 1e3 / answered if answered and len(amounts) == len(servers) else None
+
+    peaks = [peak for server in servers if (peak := number(at(server, "peaks", "rss_bytes"))) is not None]
+    return (
+        size(max(peaks, default=None)),
+        size(per_thousand("disk", "written_bytes")),
+        decimal(per_thousand("cpu_s")),
+        decimal(per_thousand("energy_j")),
+    )

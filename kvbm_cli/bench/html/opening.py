@@ -1,0 +1,171 @@
+"""The first screens of the report: the verdict, the key numbers, the caveats, and the results of all workloads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbm_cli.bench.html.cell_tables import median_interval
+from kvbm_cli.bench.html.markup import Markup, bullets, element, join, prose, table, text
+from kvbm_cli.bench.html.numbers import (
+    at,
+    count,
+    interval,
+    listing,
+    mapping,
+    milliseconds,
+    number,
+    percent,
+    ratio,
+    string,
+    strings,
+)
+from kvbm_cli.bench.html.run_data import RunData
+from kvbm_cli.bench.html.wording import anchor, day, sentence_case
+
+VERDICTS = {
+    "faster": "Faster",
+    "same": "No significant difference",
+    "slower": "Slower",
+    "invalid": "Invalid",
+    "wrong": "Wrong answers",
+    "measured": "Measured, nothing to compare with",
+}
+LONG_SENTENCE = 110
+NO_CAVEATS = "The run found no caveat."
+
+
+def title(run_data: RunData) -> Markup:
+    verdict = string(run_data.summary.get("verdict")) or "unknown"
+    what = compared(run_data.summary) or string(at(run_data.summary, "profile", "name"))
+    return text(f"{VERDICTS.get(verdict, verdict)}: {what or 'benchmark'} - kvbm bench")
+
+
+def header(run_data: RunData) -> Markup:
+    """Verdict, sentence and what was compared: the first screen."""
+    summary = run_data.summary
+    verdict = string(summary.get("verdict")) or "unknown"
+    sentence = string(summary.get("explanation")) or "The summary has no explanation."
+    details = [
+        f"profile {name}" if (name := string(at(summary, "profile", "name"))) else None,
+        compared(summary),
+        day(number(at(summary, "machine", "time_unix_s"))),
+        None if summary.get("complete") else "incomplete: the run was interrupted",
+    ]
+    badge = element("p", VERDICTS.get(verdict, verdict), class_=f"badge {verdict if verdict in VERDICTS else ''}")
+    return element(
+        "header",
+        element("p", "kvbm bench", class_="kicker"),
+        badge,
+        element("h1", prose(sentence_case(sentence)), class_="long" if len(sentence) > LONG_SENTENCE else None),
+        element("p", " · ".join(detail for detail in details if detail), class_="muted"),
+    )
+
+
+def compared(summary: dict[str, Any]) -> str | None:
+    measured, reference = (string(at(summary, "compared", name)) for name in ("measured", "reference"))
+    return f"{measured} against {reference}" if measured and reference else None
+
+
+def key_numbers(run_data: RunData) -> Markup:
+    """The gains, each with its interval, then the caveats in the same size."""
+    summary = run_data.summary
+    found = list(_key_numbers(summary))
+    if len(run_data.summary["cells"]) == 1:
+        found += _medians(run_data.summary["cells"][0], summary)
+    gains = bullets(found, class_="plain") if found else element("p", "The run has no result.")
+    notes = [prose(sentence_case(note)) for note in [*_caveats(run_data), *run_data.notes]] or [text(NO_CAVEATS)]
+    given = [reason for reason in strings(summary.get("reasons")) if reason != summary.get("explanation")]
+    reasons = [prose(sentence_case(reason)) for reason in given]
+    hint = string(summary.get("hint"))
+    return element(
+        "section",
+        join(element("h2", "Reasons"), bullets(reasons, class_="plain")) if reasons else None,
+        element("p", "What to do: ", prose(hint)) if hint else None,
+        element("h2", "Results"),
+        gains,
+        element("h2", "Caveats"),
+        bullets(notes, class_="plain"),
+        class_="results",
+    )
+
+
+def _fact(value: str, what: str) -> Markup:
+    return join(element("strong", value), f" {what}")
+
+
+def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
+    paired, share = mapping(headline.get("ttft_speedup_paired")), mapping(headline.get("share_of_possible_gain"))
+    found: list[Markup] = []
+    if mean := ratio(paired.get("geometric_mean")):
+        ends = interval(paired.get("interval_95"))
+        sizes = [_counted(paired[name], name) for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
+        counted = f"; {', '.join(sizes)}" if sizes else ""
+        found.append(
+            _fact(f"{mean}×", f"speed-up of the time to first token, geometric mean of pairs ({_ends(ends)}{counted})")
+        )
+    if quotient := ratio(headline.get("ttft_speedup")):
+        found.append(_fact(f"{quotient}×", "ratio of the median times to first token"))
+    if gain := percent(share.get("value")):
+        ends = interval(share.get("interval_95"), percent)
+        found.append(_fact(gain, f"of the possible gain ({_ends(ends)})"))
+    equal = headline.get("outputs_equal")
+    if isinstance(equal, bool):
+        found.append(_fact("Equal" if equal else "Different", "outputs in the compared arms"))
+    return found
+
+
+def _counted(amount: Any, names: str) -> str:
+    return f"{count(amount)} {names.removesuffix('s') if amount == 1 else names}"
+
+
+def _ends(ends: str | None) -> str:
+    return "no interval: too few samples" if ends is None else f"95% interval {ends}"
+
+
+def _medians(cell: dict[str, Any], headline: dict[str, Any]) -> list[Markup]:
+    """Median TTFT of the two compared arms, for a run of one cell."""
+    found = []
+    for role in ("measured", "reference"):
+        arm = string(at(headline, "compared", role))
+        times = at(cell, "arms", arm or "", "ttft_ms")
+        if arm and (median := milliseconds(at(times, "p50"))):
+            ends = median_interval(cell, arm)
+            found.append(_fact(f"{median} ms", f"median time to first token with {arm} ({_ends(ends)})"))
+    return found
+
+
+def _caveats(run_data: RunData) -> list[str]:
+    """Those of the run, then those of the cells, with the name of the cell if there are several."""
+    cells = run_data.cells()
+    own = [
+        caveat if len(cells) == 1 else f"{cell['name']}: {caveat}"
+        for cell in cells
+        for caveat in strings(cell.get("caveats"))
+    ]
+    return list(dict.fromkeys([*strings(run_data.summary.get("caveats")), *own]))
+
+
+def overview(run_data: RunData) -> Markup | None:
+    """One row per comparison of every cell, for runs of several cells."""
+    cells = run_data.cells()
+    if len(cells) < 2:
+        return None
+    rows = []
+    for index, cell in enumerate(cells):
+        link = element("a", cell["name"], href=f"#{anchor(index)}")
+        for found in listing(cell.get("comparisons")) or [{}]:
+            rows.append(
+                (
+                    link,
+                    " against ".join(
+                        str(found[role]) for role in ("measured", "reference") if isinstance(found.get(role), str)
+                    )
+                    or None,
+                    string(found.get("verdict")),
+                    ratio(at(found, "ttft_speedup_paired", "geometric_mean")),
+                    interval(at(found, "ttft_speedup_paired", "interval_95")),
+                    count(cell.get("pairs_done")),
+                )
+            )
+    header = ("Workload", "Comparison", "Verdict", "Speed-up", "95% interval", "Pairs of runs")
+    return table("Results by workload", header, rows, names=3)

@@ -1,0 +1,221 @@
+"""The sizes of LMBenchmark's scenarios.
+
+Each multi-round scenario is a shell script of LMBenchmark that starts one program with fixed arguments. Two scripts
+pass the number of words in the text of a number, which is always 1, instead of the number. Their presets exist
+twice: `documented` has the numbers that the scripts name, `as-shipped` has those that the program receives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvbm.errors import UsageError
+
+Sizes = Literal["documented", "as-shipped", "custom"]
+
+WARM_UP_QPS = 2.0
+WARM_UP_ROUNDS = 2
+PAUSE_AFTER_RUN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LmbenchmarkParameters:
+    """One run of the multi-round program. Lengths of prompts are in words, of answers in tokens (an upper bound).
+
+    The warm-up run has `warm_up_users` users, and none if that is 0. `user_id_step` is added to `first_user_id` after
+    each rate. Ids of users start at `first_user_id + 1`. `output_name` is the file name, with {key} and {qps}.
+    """
+
+    name: str
+    sizes: Sizes
+    users: int
+    rounds: int
+    system_words: int
+    history_words: int
+    answer_tokens: int
+    qps: float
+    output_name: str
+    warm_up_users: int
+    user_id_step: int
+    duration_s: float = 100.0
+    first_user_id: int = 1
+    strict_concurrent_users: bool = False
+    is_chat: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("users", "rounds", "answer_tokens"):
+            _require(self, key, getattr(self, key) >= 1, "at least 1")
+        for key in ("system_words", "history_words", "warm_up_users", "user_id_step", "first_user_id"):
+            _require(self, key, getattr(self, key) >= 0, "0 or more")
+        for key in ("qps", "duration_s"):
+            value = getattr(self, key)
+            _require(self, key, math.isfinite(value) and value > 0, "a finite number above 0")
+
+    # The order of these operations decides which virtual users retire at once; see `schedule`.
+    @property
+    def gap_s(self) -> float:
+        """The shortest time between two requests of one user."""
+        return self.users / self.qps
+
+    @property
+    def session_s(self) -> float:
+        """The intended length of a session."""
+        return self.gap_s * (self.rounds - 1)
+
+    @property
+    def gap_between_users_s(self) -> float:
+        """The time between the arrivals of two users."""
+        return self.session_s / self.users
+
+    @property
+    def ramp_up_s(self) -> float:
+        return self.users * self.gap_between_users_s
+
+    def warm_up(self) -> LmbenchmarkParameters | None:
+        """The run that the scripts make before each rate: a new user every 0.5 s, two rounds each."""
+        if self.warm_up_users < 2:
+            return None
+        return replace(
+            self,
+            users=1,
+            rounds=WARM_UP_ROUNDS,
+            qps=WARM_UP_QPS,
+            duration_s=float(self.warm_up_users // 2),
+            warm_up_users=0,
+            output_name="warmup.csv",
+            strict_concurrent_users=False,
+        )
+
+    def scaled(self, factor: float) -> LmbenchmarkParameters:
+        """Prompts with `factor` times the words, for small models. The result is not the preset's size."""
+        if not (math.isfinite(factor) and factor > 0):
+            raise UsageError(f"the factor of words is {factor}; it must be a finite number above 0")
+        return replace(
+            self,
+            sizes="custom",
+            system_words=round(self.system_words * factor),
+            history_words=round(self.history_words * factor),
+        )
+
+    def at_rates(self, rates: Sequence[float]) -> tuple[LmbenchmarkParameters, ...]:
+        """One run per rate, in the order of a script: each starts with other user ids."""
+        return tuple(
+            replace(self, qps=qps, first_user_id=self.first_user_id + position * self.user_id_step)
+            for position, qps in enumerate(rates)
+        )
+
+    def output_file(self, key: str) -> str:
+        return self.output_name.format(key=key, qps=f"{self.qps:g}")
+
+
+def _require(parameters: LmbenchmarkParameters, key: str, is_right: bool, right: str) -> None:
+    if not is_right:
+        raise UsageError(f"{parameters.name}: {key} is {getattr(parameters, key)}; it must be {right}")
+
+
+LONG = LmbenchmarkParameters(  # long_input_short_output_run.sh
+    name="lmbenchmark-long",
+    sizes="documented",
+    users=15,
+    rounds=20,
+    system_words=1000,
+    history_words=20000,
+    answer_tokens=100,
+    qps=0.1,
+    output_name="{key}_output_{qps}.csv",
+    warm_up_users=20,
+    user_id_step=20,
+)
+SHORT = LmbenchmarkParameters(  # short_input_short_output.sh
+    name="lmbenchmark-short",
+    sizes="documented",
+    users=320,
+    rounds=20,
+    system_words=0,
+    history_words=256,
+    answer_tokens=20,
+    qps=15.0,
+    output_name="{key}_qps{qps}.csv",
+    warm_up_users=400,
+    user_id_step=400,
+)
+LONG_LONG = LmbenchmarkParameters(  # long_input_long_output.sh
+    name="lmbenchmark-long-long",
+    sizes="documented",
+    users=320,
+    rounds=20,
+    system_words=0,
+    history_words=2000,
+    answer_tokens=1000,
+    qps=0.7,
+    output_name="{key}_qps{qps}.csv",
+    warm_up_users=750,
+    user_id_step=750,
+)
+PRESETS: dict[tuple[str, Sizes], LmbenchmarkParameters] = {
+    (preset.name, preset.sizes): preset
+    for preset in (
+        LONG,
+        replace(LONG, sizes="as-shipped"),  # this script passes its numbers as they are
+        SHORT,
+        replace(SHORT, sizes="as-shipped", system_words=1, history_words=1),
+        LONG_LONG,
+        replace(LONG_LONG, sizes="as-shipped", system_words=1, history_words=1),
+    )
+}
+
+
+def preset(name: str, *, sizes: Sizes = "documented") -> LmbenchmarkParameters:
+    """The preset of that name. Raises UsageError."""
+    found = PRESETS.get((name, sizes))
+    if found is None:
+        known = ", ".join(f"{name} ({sizes})" for name, sizes in PRESETS)
+        raise UsageError(f"there is no preset {name} ({sizes}); the presets are {known}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ShareGptParameters:
+    """One run of the ShareGPT program: requests at a constant rate from a prepared file (see `sharegpt`).
+
+    `pause_s` is the time between the warm-up and the main run.
+    """
+
+    run_file: str
+    warm_up_file: str | None = None
+    qps: float = 1.34
+    duration_s: float | None = None
+    pause_s: float = PAUSE_AFTER_RUN_S
+    is_chat: bool = False
+    name: str = "lmbenchmark-sharegpt"
+    output_name: str = "{key}_output_{qps}.csv"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.qps) and self.qps > 0):
+            raise UsageError(f"{self.name}: qps is {self.qps}; it must be a finite number above 0")
+
+    def output_file(self, key: str) -> str:
+        return self.output_name.format(key=key, qps=f"{self.qps:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class AgenticParameters:
+    """One run of the agentic program: one trace file per user. LMBenchmark's example has the same intervals."""
+
+    trace_files: tuple[str, ...]
+    request_interval_s: float = 3.0
+    new_user_interval_s: float = 5.0
+    name: str = "lmbenchmark-agentic"
+
+    def __post_init__(self) -> None:
+        if not self.trace_files:
+            raise UsageError(f"{self.name}: it requires at least one trace file")
+        for key in ("request_interval_s", "new_user_interval_s"):
+            if not (math.isfinite(getattr(self, key)) and getattr(self, key) >= 0):
+                raise UsageError(f"{self.name}: {key} is {getattr(self, key)}; it must be 0 or more")
+
+
+FaithfulParameters = LmbenchmarkParameters | ShareGptParameters | AgenticParameters

@@ -1,0 +1,204 @@
+"""Preparation: makes the plan of every cell, with one engine that no arm uses.
+
+The engine's tokenizer counts the tokens, its greedy answers become the history of every arm (`history: recorded`), and
+its cold prompts determine the interval. It has no kvbm and a G1 that holds everything. Without a profile, the first
+server does this, and is emptied afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvbm.errors import EngineError
+from kvbm_cli.bench.analysis.statistics import percentile
+from kvbm_cli.bench.arms import RunningEngine
+from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.client.request import Target, open_session, send
+from kvbm_cli.bench.comparison import RECORDING
+from kvbm_cli.bench.control import Control
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.scripts import script_of
+from kvbm_cli.bench.workload.content import Content, TextWriter, TokenWriter, Writer
+from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest, RecordedAnswer, unplanned
+from kvbm_cli.bench.workload.script import AnswerOf, Part, Phase, Script
+
+SMALLEST_INTERVAL_S = 0.05
+CALIBRATION_REQUESTS = 5
+PROBE_TIMEOUT_S = 60.0
+PROBE_TEXT = "Blocks of a prompt are kept in host memory, and brought back when it comes again. " * 24
+MOST_MISSING_FEATURES = 3
+
+OnRecord = Callable[[RequestRecord], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What all servers of the arms have in common. `can_reset`: each can empty its cache between two runs."""
+
+    dialect: Dialect
+    writer: Writer
+    can_reset: bool
+
+
+def capabilities_of(engines: Sequence[RunningEngine], *, are_launched: bool, seed: int) -> Capabilities:
+    """OpenArm that kvbm launches have everything; other servers are asked. EngineError if the models differ."""
+    models = {engine.model for engine in engines}
+    if len(models) > 1:
+        raise EngineError(
+            f"the servers serve different models: {', '.join(sorted(models))}",
+            hint="start them with one `--served-model-name`",
+        )
+    controls = [engine.control() for engine in engines]
+    dialect = Dialect(models.pop())
+    if are_launched:
+        return Capabilities(dialect, TokenWriter(controls[0].tokenize, seed=seed), can_reset=True)
+    can_reset = all(map(Control.try_reset, controls))
+    tokens = [control.try_tokenize(PROBE_TEXT) for control in controls]
+    if tokens[0] and all(one == tokens[0] for one in tokens):
+        found = _common_dialect(engines, dialect, tuple(tokens[0]))
+        if found is not None:
+            return Capabilities(found, TokenWriter(controls[0].tokenize, seed=seed), can_reset)
+    found = _common_dialect(engines, replace(dialect, has_token_ids=False), PROBE_TEXT)
+    if found is None:
+        raise EngineError("a server refused a plain request to /v1/completions", hint="`curl` it to see its error")
+    return Capabilities(found, TextWriter(_characters_per_token(engines[0], found)), can_reset)
+
+
+def _common_dialect(
+    engines: Sequence[RunningEngine], dialect: Dialect, prompt: tuple[int, ...] | str
+) -> Dialect | None:
+    """The first of four dialects that all servers accept; `None` if they accept none."""
+    for fewer in range(MOST_MISSING_FEATURES + 1):
+        tried = _with_fewer(dialect, fewer)
+        records = [_probe(engine, tried, prompt) for engine in engines]
+        if all(record.is_ok and (not tried.has_token_ids or record.token_ids) for record in records):
+            return tried
+    return None
+
+
+def _with_fewer(dialect: Dialect, count: int) -> Dialect:
+    """Without the first `count` features that not every server has."""
+    return replace(
+        dialect,
+        has_token_ids=dialect.has_token_ids and count < 1,
+        has_ignore_eos=count < 2,
+        has_usage=count < 3,
+    )
+
+
+def _probe(engine: RunningEngine, dialect: Dialect, prompt: tuple[int, ...] | str) -> RequestRecord:
+    return asyncio.run(_send_all(engine, [unplanned(dialect, (prompt,), 2)], PROBE_TIMEOUT_S))[0]
+
+
+def _characters_per_token(engine: RunningEngine, dialect: Dialect) -> float:
+    """Measured on one prompt; 4 if the server does not count tokens."""
+    record = _probe(engine, dialect, PROBE_TEXT)
+    return len(PROBE_TEXT) / record.prompt_tokens if record.prompt_tokens else 4.0
+
+
+async def _send_all(engine: RunningEngine, requests: Sequence[PlannedRequest], timeout_s: float) -> list[RequestRecord]:
+    """One after the other."""
+    target = _target(engine)
+    async with open_session() as session:
+        return [await send(session, target, request, timeout_s=timeout_s) for request in requests]
+
+
+def _target(engine: RunningEngine) -> Target:
+    return Target(RECORDING, RECORDING, RECORDING, 0, engine.base_url, headers=engine.headers)
+
+
+def warm_up(engine: RunningEngine, plan: Plan) -> None:
+    """Send one long prompt unmeasured: the first one of a process pays for memory and threads."""
+    record = asyncio.run(_send_all(engine, [plan.warmup], plan.request_timeout_s))[0]
+    if record.error is not None:
+        raise EngineError(f"the warm-up request failed: {record.error}")
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Makes plans with a running engine."""
+
+    engine: RunningEngine
+    capabilities: Capabilities
+
+    def plan(self, cell: Cell, script: Script, on_record: OnRecord) -> Plan:
+        """Record, calibrate, and fix all launch times."""
+        answers, cold = self._record(script, cell, on_record) if _repeats_answers(script) else ((), ())
+        launches = self._launches(cell, script, cold)
+        return Plan.make(
+            script,
+            launches,
+            self.capabilities.dialect,
+            answers=answers,
+            request_timeout_s=cell.workload.request_timeout_s,
+        )
+
+    def script(self, cell: Cell, *, seed: int) -> Script:
+        return script_of(cell.workload, self.capabilities.writer, seed=seed)
+
+    def _launches(self, cell: Cell, script: Script, cold: Sequence[RequestRecord]) -> Launches:
+        schedule = cell.schedule
+        if schedule.concurrency is not None:
+            return Launches(None, schedule.concurrency, schedule.think_s, schedule.duration_s)
+        if all(request.at_s is not None or request.after for request in script.requests):
+            return Launches(duration_s=schedule.duration_s)  # the workload fixes its own times
+        interval_s = schedule.interval_s or self._interval_s(cell, script, cold or self._calibrate(script, cell))
+        return Launches(interval_s=interval_s, duration_s=schedule.duration_s)
+
+    def _interval_s(self, cell: Cell, script: Script, cold: Sequence[RequestRecord]) -> float:
+        """The interval at which computing every prompt takes `target_utilisation` of the time."""
+        token_ms = percentile(
+            [record.end_to_end_ms / (record.prompt_tokens or 1) for record in cold if record.end_to_end_ms], 75
+        )
+        assert token_ms is not None
+        lengths = [request.prompt_token_count for request in script.requests]
+        service_s = token_ms / 1e3 * sum(lengths) / len(lengths)
+        return max(SMALLEST_INTERVAL_S, round(service_s / cell.schedule.target_utilisation, 2))
+
+    def _calibrate(self, script: Script, cell: Cell) -> Sequence[RequestRecord]:
+        """Cold requests, one at a time; the engine is emptied afterwards by its next user."""
+        cold = [request for request in script.requests if request.phase is Phase.COLD][:CALIBRATION_REQUESTS]
+        requests = [
+            unplanned(self.capabilities.dialect, _contents(request.parts), request.answer_tokens) for request in cold
+        ]
+        records = asyncio.run(_send_all(self.engine, requests, cell.workload.request_timeout_s))
+        for record in records:
+            if record.error is not None:
+                raise EngineError(f"a request that measures the time of a cold prompt failed: {record.error}")
+        return records
+
+    def _record(
+        self, script: Script, cell: Cell, on_record: OnRecord
+    ) -> tuple[tuple[RecordedAnswer, ...], tuple[RequestRecord, ...]]:
+        """The answers to all requests, sent one at a time in order, and the records of the cold ones."""
+
+        async def all_answers() -> list[tuple[RecordedAnswer, RequestRecord]]:
+            answers: list[tuple[RecordedAnswer, RequestRecord]] = []
+            target = _target(self.engine)
+            async with open_session() as session:
+                for one in script.requests:
+                    parts = _contents(one.parts, [answer for answer, _ in answers])
+                    request = unplanned(self.capabilities.dialect, parts, one.answer_tokens)
+                    timeout_s = cell.workload.request_timeout_s
+                    record = await send(session, target, request, timeout_s=timeout_s)
+                    if record.error is not None:
+                        message = f"recording turn {one.turn} of session {one.session} failed: {record.error}"
+                        raise EngineError(message)
+                    answer = RecordedAnswer(tuple(record.token_ids), tuple(record.logprobs), record.text)
+                    answers.append((answer, record))
+                    on_record(record)
+            return answers
+
+        found = asyncio.run(all_answers())
+        cold = [record for one, (_, record) in zip(script.requests, found, strict=True) if one.phase is Phase.COLD]
+        return tuple(answer for answer, _ in found), tuple(cold)
+
+
+def _repeats_answers(script: Script) -> bool:
+    return any(isinstance(part, AnswerOf) for request in script.requests for part in request.parts)
+
+
+def _contents(parts: Sequence[Part], answers: Sequence[RecordedAnswer] = ()) -> tuple[Content, ...]:
+    return tuple(answers[part.request].content if isinstance(part, AnswerOf) else part for part in parts)

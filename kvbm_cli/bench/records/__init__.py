@@ -1,0 +1,1 @@
+"""Records of requests and runs, and the directory that has them."""

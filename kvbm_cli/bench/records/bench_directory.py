@@ -1,0 +1,148 @@
+"""BenchDirectory: the files of an experiment. What has ended is written at once, so that a run can be resumed.
+
+    plan.json                  arms, cells, order of runs, workloads, seed, and a digest of all that
+    cells/<cell>/plan.json     every token and launch time of a cell
+    requests.jsonl             one line per request of every run, errors included
+    runs.jsonl                 one line per run that has ended
+    runs/<run>/                engine.log, server-metrics.jsonl
+    summary.json, report.html  the result; `"complete": false` marks an interrupted experiment
+
+The name of a cell is its workload, with the pressure if there is one; the name of a run is <cell>.<pair>.<arm>.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from kvbm.errors import EnvironmentProblem, UsageError, reason_of
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.system.filesystem import write_atomically
+
+DEFAULT_PARENT = Path("kvbm-runs")
+REQUESTS, RUNS, PLAN, SUMMARY = "requests.jsonl", "runs.jsonl", "plan.json", "summary.json"
+
+
+class BenchDirectory:
+    """Owns the directory of an experiment and its open files; `close()` closes them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, IO[str]] = {}
+
+    @classmethod
+    def create(cls, path: Path | None) -> BenchDirectory:
+        """Create the directory; without `path` it is named after the time. UsageError if it is not empty."""
+        path = path or _named_after_now(DEFAULT_PARENT)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                hint = f"`--resume {path}` continues it" if (path / PLAN).exists() else None
+                raise UsageError(f"`--output {path}` is not empty: name a new or empty directory", hint=hint)
+            return cls(path)
+        except OSError as error:
+            raise cannot_write(path, error) from None
+
+    @classmethod
+    def open(cls, path: Path) -> BenchDirectory:
+        """Open an existing one. UsageError if it is none."""
+        if not (path / PLAN).is_file():
+            raise UsageError(f"{path} is not the directory of a run: it has no {PLAN}")
+        return cls(path)
+
+    def run(self, name: str) -> Path:
+        return _made(self.path / "runs" / name)
+
+    def cell(self, name: str) -> Path:
+        return _made(self.path / "cells" / name)
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        """Append one line of JSON; it is flushed at once."""
+        if name not in self._files:
+            self._files[name] = (self.path / name).open("a", encoding="utf-8", buffering=1)
+        self._files[name].write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def write_json(self, path: Path | str, content: dict[str, Any], *, indent: int | None = 2) -> None:
+        """Write the file atomically."""
+        write_atomically(self.path / path, json.dumps(content, indent=indent) + "\n")
+
+    def read_json(self, path: Path | str) -> dict[str, Any]:
+        """UsageError if the file is missing or not JSON."""
+        file = self.path / path
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"cannot read {file}: {reason_of(error)}") from None
+        except ValueError as error:
+            raise UsageError(f"{file} is not JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise UsageError(f"{file} must be a JSON object")
+        return content
+
+    def lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """Every line of a JSONL file. A last line that was cut off is left out; UsageError for any other damage."""
+        path = self.path / name
+        if not path.exists():
+            return
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    found = json.loads(line)
+                except ValueError as error:
+                    if not line.endswith("\n"):
+                        return
+                    raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
+                if not isinstance(found, dict):
+                    raise UsageError(f"{path}, line {number}: must be a JSON object")
+                yield found
+
+    def records(self) -> dict[str, list[RequestRecord]]:
+        """The records of every run that has ended, in the order of the plan. UsageError for a damaged line."""
+        ended = {run["run"] for run in self.runs()}
+        records: dict[str, list[RequestRecord]] = {name: [] for name in ended}
+        for number, line in enumerate(self.lines(REQUESTS), start=1):
+            try:
+                record = RequestRecord.from_json(line)
+            except TypeError as error:
+                raise UsageError(f"{self.path / REQUESTS}, line {number}: {error}") from None
+            if record.run in ended:
+                records[record.run].append(record)
+        return {name: sorted(of_run, key=lambda record: record.index) for name, of_run in records.items()}
+
+    def runs(self) -> list[dict[str, Any]]:
+        return list(self.lines(RUNS))
+
+    def forget_unfinished(self) -> set[str]:
+        """Drop the records of runs that have not ended; returns the names of those that have."""
+        runs = self.runs()
+        ended = {run["run"] for run in runs}
+        self._rewrite(RUNS, runs)
+        self._rewrite(REQUESTS, (line for line in self.lines(REQUESTS) if line.get("run") in ended))
+        return ended
+
+    def _rewrite(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        write_atomically(self.path / name, text)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def cannot_write(path: Path, error: OSError) -> EnvironmentProblem:
+    return EnvironmentProblem(f"cannot write to {path}: {reason_of(error)}")
+
+
+def _named_after_now(parent: Path) -> Path:
+    stem = time.strftime("%Y-%m-%dT%H-%M-%S")
+    candidates = (parent / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
+    return next(path for path in candidates if not path.exists())

@@ -1,0 +1,119 @@
+"""Results: the runs of an experiment, read from the files of its directory; all that is printed follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm.errors import UsageError
+from kvbm_cli.bench.records.bench_directory import PLAN, BenchDirectory
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.workload.plan import Plan
+from kvbm_cli.bench.workload.script import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """One arm, once. `facts` is the line of runs.jsonl."""
+
+    run: str
+    arm: str
+    pair: int
+    facts: Mapping[str, Any]
+    records: tuple[RequestRecord, ...]
+
+    @property
+    def client(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.facts["client"]
+        return found
+
+    @property
+    def server(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.facts["server"]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """All runs of one cell, and its plan; `plan` is `None` for a faithful run of LMBenchmark, which has none.
+
+    `are_pairs_equal` is false if servers that cannot be emptied got other prompts in every pair.
+    """
+
+    definition: Mapping[str, Any]
+    plan: Plan | None
+    digest: str | None
+    runs: tuple[RunResult, ...]
+    are_pairs_equal: bool = True
+
+    @property
+    def name(self) -> str:
+        return str(self.definition["name"])
+
+    def of_arm(self, arm: str) -> tuple[RunResult, ...]:
+        return tuple(run for run in self.runs if run.arm == arm)
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(run.arm for run in self.runs))
+
+    @property
+    def primary(self) -> str:
+        """The phase that the result is about; `all` if no request can reuse anything."""
+        phases = {record.phase for run in self.runs for record in run.records}
+        return next((phase.value for phase in (Phase.STEADY, Phase.FILL) if phase.value in phases), "all")
+
+    def primary_records(self, run: RunResult) -> list[RequestRecord]:
+        """Those that were answered."""
+        primary = self.primary
+        return [record for record in run.records if record.is_ok and primary in ("all", record.phase)]
+
+    @property
+    def pairs_done(self) -> int:
+        return max((run.pair for run in self.runs), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """`plan` is the content of plan.json."""
+
+    plan: Mapping[str, Any]
+    cells: tuple[CellResult, ...]
+
+    @property
+    def arms(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.plan["arms"]
+        return found
+
+    @classmethod
+    def read(cls, directory: BenchDirectory) -> Results:
+        """UsageError for a file that is missing or damaged."""
+        plan = directory.read_json(PLAN)
+        runs, records = directory.runs(), directory.records()
+        try:
+            cells = tuple(_cell(directory, one, runs, records) for one in plan["cells"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{directory.path} is damaged: {type(error).__name__}: {error}") from None
+        return cls(plan, cells)
+
+
+def _cell(
+    directory: BenchDirectory,
+    definition: Mapping[str, Any],
+    runs: Sequence[Mapping[str, Any]],
+    records: Mapping[str, Sequence[RequestRecord]],
+) -> CellResult:
+    path = f"cells/{definition['name']}/plan.json"
+    data = directory.read_json(path) if (directory.path / path).exists() else None
+    return CellResult(
+        definition,
+        Plan.from_json(data) if data else None,
+        data["digest"] if data else None,
+        tuple(
+            RunResult(run["run"], run["arm"], run["pair"], run, tuple(records[run["run"]]))
+            for run in runs
+            if run["cell"] == definition["name"]
+        ),
+        are_pairs_equal=not (directory.path / f"cells/{definition['name']}/plan-2.json").exists(),
+    )

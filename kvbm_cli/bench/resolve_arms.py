@@ -1,0 +1,148 @@
+"""Resolves `--profile` and `--compare` to the arms of a comparison, and checks that they can be compared."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from kvbm.config.layers import find
+from kvbm.errors import ProfileError, UsageError
+from kvbm_cli.bench.comparison import BASELINE, FLOOR, KVBM, RESERVED, Arm, Comparison, free_name
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.diff import differences
+from kvbm_cli.profile.machine_problems import problems_here, require_none
+from kvbm_cli.profile.preflight import check
+from kvbm_cli.profile.resolve import resolve
+
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+
+_URL = re.compile(r"(?:(?P<name>[A-Za-z0-9_-]{1,40})=)?(?P<url>https?://.*)")
+BASELINE_OF = f"{BASELINE}:"
+
+
+def comparison_of(reference: str | None, overrides: Sequence[str], compare: Sequence[str]) -> Comparison:
+    """UsageError or ProfileError for an arm that cannot be resolved or that cannot be compared."""
+    compared = tuple(compare) or ((BASELINE,) if reference is not None else ())
+    if reference is None:
+        return _of_servers(compared, overrides)
+    resolved = resolve(reference, overrides)
+    _require_usable(resolved)
+    is_named = any(not _is_server(one) and not one.startswith(BASELINE) for one in compared)
+    measured = Arm(free_name(resolved.name, RESERVED) if is_named else KVBM, "kvbm", resolved)
+    references: list[Arm] = []
+    for one in compared:
+        taken = (measured.name, FLOOR, *(arm.name for arm in references))
+        references.append(_reference(one, resolved, taken))
+    return Comparison(measured, tuple(references), Arm(FLOOR, "floor", resolved))
+
+
+def _of_servers(compared: Sequence[str], overrides: Sequence[str]) -> Comparison:
+    """Without a profile: the first server is measured, the others are its references."""
+    if not compared or not all(map(_is_server, compared)):
+        raise UsageError(
+            "without `--profile`, `--compare` takes URLs of running servers, the measured one first",
+            hint="`kvbm bench --profile demo`, or `kvbm bench --compare http://127.0.0.1:8000`",
+        )
+    if overrides:
+        raise UsageError("`--set` requires `--profile`")
+    arms: list[Arm] = []
+    for one in compared:
+        arms.append(_server(one, [arm.name for arm in arms]))
+    return Comparison(arms[0], tuple(arms[1:]), None)
+
+
+def _is_server(text: str) -> bool:
+    return _URL.fullmatch(text) is not None
+
+
+def _server(text: str, taken: Sequence[str]) -> Arm:
+    found = _URL.fullmatch(text)
+    assert found is not None
+    url = found["url"]
+    try:
+        parts = urlsplit(url)
+        is_plain = parts.scheme == "http" and parts.hostname and parts.port != 0
+    except ValueError:
+        is_plain = False
+    if not is_plain:
+        raise UsageError(f"`{url}` must be a URL such as `http://127.0.0.1:8000`; TLS is not supported")
+    if parts.username is not None:
+        raise UsageError("a URL must not contain a password", hint="set KVBM_BENCH_API_KEY instead")
+    name = found["name"] or f"url-{len(taken) + 1}"
+    if name in taken:
+        raise UsageError(f"two servers are named `{name}`")
+    return Arm(name, "url", url=url)
+
+
+def _reference(text: str, measured: ResolvedProfile, taken: Sequence[str]) -> Arm:
+    if _is_server(text):
+        return _server(text, taken)
+    if text == BASELINE:
+        if BASELINE in taken:
+            raise UsageError("`--compare baseline` is given twice")
+        return Arm(BASELINE, "baseline", measured)
+    is_baseline = text.startswith(BASELINE_OF)
+    resolved = _profile_to_compare(text.removeprefix(BASELINE_OF))
+    _require_usable(resolved)
+    _require_comparable(measured, resolved)
+    found = {key: (one.value, another.value) for key, one, another in differences(measured, resolved)}
+    name = free_name(resolved.name, (*RESERVED, *taken))
+    return Arm(name, "baseline" if is_baseline else "profile", resolved, differences=found)
+
+
+def _profile_to_compare(compare: str) -> ResolvedProfile:
+    """UsageError for a name that is neither `baseline` nor a profile; ProfileError for a wrong profile."""
+    try:
+        find(compare, directories=[profiles_directory()])
+    except ProfileError as error:
+        hint = f"did you mean `{BASELINE}`?" if difflib.get_close_matches(compare, [BASELINE]) else error.hint
+        message = f"--compare takes `{BASELINE}`, a profile or a URL: {error.message}"
+        raise UsageError(message, hint=hint) from None
+    return resolve(compare)
+
+
+def _require_usable(resolved: ResolvedProfile) -> None:
+    """UsageError for a profile whose engine `kvbm bench` cannot measure."""
+    if resolved.profile.disaggregated.is_enabled:
+        message = f"`{resolved.name}` starts several engines, and `kvbm bench` starts one per arm"
+        raise UsageError(message, hint="use the profile that it extends")
+    if resolved.profile.engine.kind == "tensorrt-llm":
+        raise UsageError(
+            "`kvbm bench` cannot start TensorRT-LLM: its server has no `/tokenize` and no `/reset_prefix_cache`",
+            hint="start `kvbm serve` and `kvbm serve --baseline` on two ports, and give both URLs to `--compare`",
+        )
+
+
+def _require_comparable(resolved: ResolvedProfile, other: ResolvedProfile) -> None:
+    """UsageError unless both engines answer the same requests."""
+    for key, one, another in (
+        ("engine.kind", resolved.profile.engine.kind, other.profile.engine.kind),
+        ("engine.model", resolved.profile.engine.model, other.profile.engine.model),
+        ("engine.arguments.served_model_name", resolved.profile.engine.served_name, other.profile.engine.served_name),
+    ):
+        if one != another:
+            message = f"`{resolved.name}` and `{other.name}` cannot be compared: `{key}` is `{one}` and `{another}`"
+            raise UsageError(message, hint=f"`--compare` takes a profile with the same `{key}`")
+
+
+def require_startable(comparison: Comparison) -> None:
+    """The checks of `kvbm serve` for every profile, with free ports. Raises the first problem."""
+    for profile in profiles_of(comparison):
+        require_none(problems_here(_on_free_port(profile), check(profile)))
+
+
+def profiles_of(comparison: Comparison) -> list[ResolvedProfile]:
+    """Every profile once."""
+    found = {id(arm.resolved): arm.resolved for arm in comparison.arms if arm.resolved is not None}
+    return list(found.values())
+
+
+def _on_free_port(resolved: ResolvedProfile) -> ResolvedProfile:
+    """Returns the profile with a free port for its server, as each arm has it."""
+    server = resolved.profile.server.model_copy(update={"port": 0})
+    return replace(resolved, profile=resolved.profile.model_copy(update={"server": server}))

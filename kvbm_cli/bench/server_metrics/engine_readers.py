@@ -1,0 +1,176 @@
+"""Translates the metrics of an engine and its KV cache into one set of names.
+
+A counter is a total since the engine started, a gauge is its state now. A name that the page lacks is left out: unknown
+is never 0. Every metric name here was read from a running engine, or from the source of the released package that
+exports it: vLLM 0.32, SGLang 0.5.23, LMCache 0.5.6. docs/reference/server-metrics.md has the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvbm.metrics import COUNTERS as KVBM_METRICS
+from kvbm_cli.bench.server_metrics.metrics_page import MetricsPage
+
+KVBM_STATES = ("kvbm_disabled", "kvbm_disk_off")  # 0 or 1
+KVBM_COUNTERS = tuple(name for name in KVBM_METRICS if name not in KVBM_STATES)
+KVBM_BLOCKS = {"g2_blocks": "kvbm_host_blocks", "g3_blocks": "kvbm_disk_blocks"}
+CONFIG = "vllm:cache_config_info"
+STARTED = ("vllm:prompt_tokens_created", "process_start_time_seconds")
+WRITE_AMPLIFICATION = "kvbm_disk_write_amplification"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSource:
+    """One series, or the sum of the series with these labels."""
+
+    metric: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+    def total(self, page: MetricsPage) -> float | None:
+        values = page.values(self.metric, **dict(self.labels))
+        return sum(values) if values else None
+
+
+def _source(metric: str, **labels: str) -> MetricSource:
+    return MetricSource(metric, tuple(labels.items()))
+
+
+# name -> sources, of which the first that the page has counts
+COUNTERS = MappingProxyType(
+    {
+        "prompt_tokens": (_source("vllm:prompt_tokens"), _source("sglang:prompt_tokens")),
+        "device_hit_tokens": (
+            _source("vllm:prompt_tokens_by_source", source="local_cache_hit"),
+            _source("sglang:cached_tokens", cache_source="device"),
+        ),
+        "external_tokens": (_source("vllm:prompt_tokens_by_source", source="external_kv_transfer"),),
+        "computed_tokens": (_source("vllm:prompt_tokens_by_source", source="local_compute"),),
+        "host_hit_tokens": (
+            _source("vllm:prompt_tokens_cached_by_source", source="host"),
+            _source("sglang:cached_tokens", cache_source="host"),
+        ),
+        "disk_hit_tokens": (
+            _source("vllm:prompt_tokens_cached_by_source", source="disk"),
+            _source("sglang:cached_tokens", cache_source="storage"),
+        ),
+        "other_hit_tokens": (_source("vllm:prompt_tokens_cached_by_source", source="external_unspecified"),),
+        "peer_hit_tokens": (_source("vllm:prompt_tokens_cached_by_source", source="p2p"),),
+        "external_queried_tokens": (
+            _source("vllm:external_prefix_cache_queries"),
+            _source("lmcache:num_requested_tokens"),
+        ),
+        "external_found_tokens": (_source("vllm:external_prefix_cache_hits"), _source("lmcache:num_hit_tokens")),
+        "requests": (_source("vllm:request_success"), _source("sglang:num_requests")),
+        "preemptions": (_source("vllm:num_preemptions"), _source("sglang:num_retracted_requests")),
+        "queue_wait_s": (_source("vllm:request_queue_time_seconds_sum"), _source("sglang:queue_time_seconds_sum")),
+        "queue_waits": (_source("vllm:request_queue_time_seconds_count"), _source("sglang:queue_time_seconds_count")),
+        "evictions": (_source("kvbm_evicted_blocks"), _source("lmcache:local_cpu_evict_keys_count")),
+        "g1_to_g2_blocks": (_source("kvbm_offload_blocks_d2h"),),
+        "g1_to_g2_bytes": (
+            _source("kvbm_offload_bytes_d2h"),
+            _source("vllm:kv_offload_store_bytes"),
+            _source("sglang:hicache_backup_bytes"),
+        ),
+        "g1_to_g2_seconds": (
+            _source("vllm:kv_offload_store_time"),
+            _source("sglang:hicache_backup_duration_seconds_sum"),
+            _source("lmcache:time_to_store_sum"),
+        ),
+        "g2_to_g1_blocks": (_source("kvbm_onboard_blocks_h2d"), _source("vllm:simple_kv_offload_load_blocks")),
+        "g2_to_g1_bytes": (
+            _source("kvbm_onboard_bytes_h2d"),
+            _source("vllm:kv_offload_load_bytes"),
+            _source("sglang:load_back_bytes"),
+        ),
+        "g2_to_g1_seconds": (
+            _source("vllm:kv_offload_load_time"),
+            _source("sglang:load_back_duration_seconds_sum"),
+            _source("lmcache:time_to_retrieve_sum"),
+        ),
+        "g2_to_g3_blocks": (_source("kvbm_offload_blocks_h2d"),),
+        "g2_to_g3_bytes": (
+            _source("kvbm_offload_bytes_h2d"),
+            _source("vllm:kv_offload_tiering_write_bytes"),
+            _source("lmcache:num_remote_write_bytes"),
+        ),
+        "g2_to_g3_seconds": (_source("vllm:kv_offload_tiering_write_time"),),
+        "g3_to_g2_blocks": (_source("kvbm_disk_fetched_blocks"),),
+        "g3_to_g2_bytes": (
+            _source("vllm:kv_offload_tiering_read_bytes"),
+            _source("lmcache:num_remote_read_bytes"),
+        ),
+        "g3_to_g2_seconds": (_source("vllm:kv_offload_tiering_read_time"),),
+    }
+)
+GAUGES = MappingProxyType(
+    {
+        "running": (_source("vllm:num_requests_running"), _source("sglang:num_running_reqs")),
+        "waiting": (_source("vllm:num_requests_waiting"), _source("sglang:num_queue_reqs")),
+    }
+)
+KV_USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
+SGLANG_SIZES = {"block_size": "sglang:page_size", "g1_tokens": "sglang:max_total_num_tokens"}
+
+NAMES = frozenset(
+    [source.metric for sources in (*COUNTERS.values(), *GAUGES.values()) for source in sources]
+    + [*KVBM_METRICS, *KVBM_BLOCKS.values(), *KV_USAGE, *SGLANG_SIZES.values(), *STARTED, CONFIG, WRITE_AMPLIFICATION]
+)
+
+
+def read_counters(page: MetricsPage) -> dict[str, float]:
+    """Returns the counters of the page by the names of COUNTERS, and every kvbm_* counter by its own name."""
+    found = {name: _first(sources, page) for name, sources in COUNTERS.items()}
+    found |= {name: MetricSource(name).total(page) for name in KVBM_COUNTERS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def read_gauges(page: MetricsPage) -> dict[str, float]:
+    """Returns `running`, `waiting`, `kv_usage` (0 to 1, the mean of data-parallel engines) and the states of kvbm."""
+    found = {name: _first(sources, page) for name, sources in GAUGES.items()}
+    for name in KV_USAGE:
+        if usage := page.values(name):
+            found["kv_usage"] = sum(usage) / len(usage)
+    for name in (*KVBM_STATES, WRITE_AMPLIFICATION):
+        found[name] = max(page.values(name), default=None)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def read_facts(page: MetricsPage) -> dict[str, int]:
+    """Returns what does not change while the engine runs: block size in tokens, blocks and tokens of every tier."""
+    facts: dict[str, int] = {}
+    for name, metric in SGLANG_SIZES.items():
+        if values := page.values(metric):
+            facts[name] = round(max(values))
+    if "g1_tokens" in facts and facts.get("block_size"):
+        facts["g1_blocks"] = facts["g1_tokens"] // facts["block_size"]
+    facts |= _vllm_sizes(page.labels_of(CONFIG))
+    for name, metric in KVBM_BLOCKS.items():
+        if values := page.values(metric):
+            facts[name] = round(sum(values))
+    return facts
+
+
+def started_s(page: MetricsPage) -> float | None:
+    """Returns a time that is different after a restart of the engine, in seconds since 1970."""
+    return next((min(values) for name in STARTED if (values := page.values(name))), None)
+
+
+def _first(sources: tuple[MetricSource, ...], page: MetricsPage) -> float | None:
+    return next((total for source in sources if (total := source.total(page)) is not None), None)
+
+
+def _vllm_sizes(engines: list[dict[str, str]]) -> dict[str, int]:
+    """Sums up data-parallel engines. vLLM reports `None` as text until the blocks are allocated."""
+    blocks = [int(labels["num_gpu_blocks"]) for labels in engines if labels.get("num_gpu_blocks", "").isdigit()]
+    sizes = [int(labels["block_size"]) for labels in engines if labels.get("block_size", "").isdigit()]
+    tokens = [
+        int(labels["kv_cache_size_tokens"]) for labels in engines if labels.get("kv_cache_size_tokens", "").isdigit()
+    ]
+    facts = {"block_size": sizes[0]} if sizes else {}
+    if blocks:
+        facts["g1_blocks"] = sum(blocks)
+    if tokens or (blocks and sizes):
+        facts["g1_tokens"] = sum(tokens) or sum(blocks) * sizes[0]
+    return facts

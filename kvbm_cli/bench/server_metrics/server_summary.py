@@ -1,0 +1,248 @@
+"""Summary of server-metrics.jsonl: what the engine did between its first and its last sample.
+
+A counter that a page has not exported yet counts as 0 at the start, because series appear with their first event. After
+a restart of the engine no difference is known. docs/reference/server-metrics.md describes every field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbm.errors import UsageError, reason_of
+from kvbm_cli.bench.server_metrics.engine_readers import KVBM_COUNTERS, KVBM_STATES, WRITE_AMPLIFICATION
+from kvbm_cli.bench.server_metrics.prompt_tokens import prompt_tokens_by_tier
+from kvbm_cli.bench.server_metrics.sample_line import QUANTITIES, SampleLine
+
+PAIRS = ("g2_to_g1", "g1_to_g2", "g3_to_g2", "g2_to_g3")
+PEAKS = ("running", "waiting", "kv_usage")
+WHOLE = ("blocks", "bytes")
+
+Change = Callable[[str], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSummary:
+    """Differences between the first and the last sample, and peaks. None if the engine does not report it.
+
+    `prompt_tokens` has g1, g2, g3 and computed; `hit_shares` the share of the first three, 0 to 1. `transfers` has
+    blocks, bytes, seconds and gb_per_s by pair of tiers. `disk` is what the engine's processes read and wrote. `engine`
+    has the sizes of the engine. `kvbm_counters` has every kvbm_* counter by its name, `kvbm_states` every 0 or 1.
+    """
+
+    samples: int
+    failed_samples: int
+    first_ms: float | None
+    last_ms: float | None
+    requests: int | None
+    prompt_tokens: dict[str, int | None] | None
+    hit_shares: dict[str, float | None] | None
+    external_hit_share: float | None
+    queue_wait_ms: float | None
+    preemptions: int | None
+    evictions: int | None
+    transfers: dict[str, dict[str, float | None]]
+    disk: dict[str, float | None]
+    peaks: dict[str, float | None]
+    cpu_s: float | None
+    gpu: tuple[dict[str, float | int | None], ...]
+    energy_j: float | None
+    kvbm_counters: dict[str, float]
+    kvbm_states: dict[str, float]
+    engine: dict[str, int]
+    caveats: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "gpu": list(self.gpu), "caveats": list(self.caveats)}
+
+    def prompt_tokens_by_source(self) -> dict[str, int] | None:
+        """Prompt tokens by `g1`, `g2` (all that were loaded, from disk too) and `computed`."""
+        tokens = self.prompt_tokens
+        if tokens is None:
+            return None
+        found = {tier: count or 0 for tier, count in tokens.items()}
+        return {"g1": found["g1"], "g2": found["g2"] + found["g3"], "computed": found["computed"]}
+
+
+def summarise(path: Path) -> ServerSummary:
+    """Raises UsageError if the file cannot be read, has no complete line, or is not one of a sampler."""
+    return summary_of(read_samples(path))
+
+
+def read_samples(path: Path) -> list[SampleLine]:
+    """Reads all samples. Ignores a last line that is incomplete, because the sampler may have been killed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read `{path}`: {reason_of(error)}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"`{path}` is not a text file: {error.reason} at byte {error.start}") from None
+    lines = text.split("\n")[:-1]  # what follows the last end of line is incomplete
+    if not lines:
+        raise UsageError(f"`{path}` has no complete line; a sampler writes at least one")
+    return [_sample(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def summary_of(samples: Sequence[SampleLine]) -> ServerSummary:
+    answered = [sample for sample in samples if sample.counters]
+    has_restarted = _has_restarted(answered)
+    counters = {} if has_restarted else _changes(answered)
+    facts = {name: value for sample in answered for name, value in sample.facts.items()}
+    tokens = prompt_tokens_by_tier(counters)
+    requests = counters.get("requests")
+    process = _process_changes(samples)
+    gpu = _gpu(samples)
+    states = [sample.gauges for sample in answered]
+    energy = [one["energy_j"] for one in gpu]
+    return ServerSummary(
+        samples=len(samples),
+        failed_samples=sum(sample.error is not None for sample in samples),
+        first_ms=answered[0].t_ms if answered else None,
+        last_ms=answered[-1].t_ms if answered else None,
+        requests=_whole(requests),
+        prompt_tokens=tokens,
+        hit_shares=_shares(tokens),
+        external_hit_share=_ratio(counters.get("external_found_tokens"), counters.get("external_queried_tokens")),
+        queue_wait_ms=_ratio(counters.get("queue_wait_s"), counters.get("queue_waits"), 1e3),
+        preemptions=_whole(counters.get("preemptions")),
+        evictions=_whole(counters.get("evictions")),
+        transfers={pair: _transfer(pair, counters.get) for pair in PAIRS},
+        disk=_disk(process, requests),
+        peaks={
+            **{name: _peak(sample.process.get(name) for sample in samples) for name in ("rss_bytes", "shared_bytes")},
+            **{name: _peak(gauges.get(name) for gauges in states) for name in PEAKS},
+        },
+        cpu_s=process["cpu_s"],
+        gpu=gpu,
+        energy_j=sum(value for value in energy if value) if energy and None not in energy else None,
+        kvbm_counters={name: counters[name] for name in KVBM_COUNTERS if name in counters},
+        kvbm_states={
+            name: value
+            for name in (*KVBM_STATES, WRITE_AMPLIFICATION)
+            if (value := _peak(gauges.get(name) for gauges in states)) is not None
+        },
+        engine=facts,
+        caveats=tuple(_caveats(samples, answered, has_restarted, process)),
+    )
+
+
+def _sample(line: str, where: str) -> SampleLine:
+    try:
+        return SampleLine.from_json(json.loads(line))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{where}: not a sample of server metrics: {reason}") from None
+
+
+def _has_restarted(samples: Sequence[SampleLine]) -> bool:
+    """Whether the start time changed, or a counter fell. Compares only samples that lack the same page: two pages may
+    count the same events with a different delay."""
+    if len({sample.started_s for sample in samples if sample.started_s is not None}) > 1:
+        return True
+    last_by_error: dict[str | None, dict[str, float]] = {}
+    for sample in samples:
+        last = last_by_error.setdefault(sample.error, {})
+        if any(value < last.get(name, value) for name, value in sample.counters.items()):
+            return True
+        last |= sample.counters
+    return False
+
+
+def _changes(samples: Sequence[SampleLine]) -> dict[str, float]:
+    """Empty with fewer than two samples: one sample has no difference.
+
+    A counter that is missing before the first sample in which all pages answered was not known; later, it was 0.
+    """
+    if len(samples) < 2:
+        return {}
+    first: dict[str, float] = {}
+    for sample in samples:
+        first = {**sample.counters, **first}
+        if sample.error is None:
+            break
+    last: dict[str, float] = {}
+    for sample in samples:
+        last |= sample.counters
+    return {name: value - first.get(name, 0.0) for name, value in last.items()}
+
+
+def _process_changes(samples: Sequence[SampleLine]) -> dict[str, float | None]:
+    """Changes of CPU time and disk traffic; None if unknown, or if a process took its share along when it ended."""
+    changes: dict[str, float | None] = {}
+    for name in ("cpu_s", "read_bytes", "written_bytes"):
+        values = [value for sample in samples if (value := sample.process.get(name)) is not None]
+        changes[name] = values[-1] - values[0] if len(values) > 1 and values[-1] >= values[0] else None
+    return changes
+
+
+def _disk(process: dict[str, float | None], requests: float | None) -> dict[str, float | None]:
+    found = {name: process[name] for name in ("read_bytes", "written_bytes")}
+    return {**found, **{f"{name}_per_1000_requests": _ratio(value, requests, 1e3) for name, value in found.items()}}
+
+
+def _transfer(pair: str, change: Change) -> dict[str, float | None]:
+    values = {quantity: change(f"{pair}_{quantity}") for quantity in QUANTITIES}
+    whole = {name: _whole(value) if name in WHOLE else value for name, value in values.items()}
+    return {**whole, "gb_per_s": _ratio(values["bytes"], values["seconds"], 1e-9)}
+
+
+def _gpu(samples: Sequence[SampleLine]) -> tuple[dict[str, float | int | None], ...]:
+    """Peak memory, mean utilisation and energy of every GPU."""
+    series: dict[int, list[dict[str, float | int | None]]] = {}
+    for sample in samples:
+        for entry in sample.gpu:
+            series.setdefault(int(entry["index"] or 0), []).append(dict(entry))
+    return tuple(_one_gpu(index, entries) for index, entries in sorted(series.items()))
+
+
+def _one_gpu(index: int, entries: Sequence[dict[str, float | int | None]]) -> dict[str, float | int | None]:
+    rates = [value for entry in entries if (value := entry["utilisation"]) is not None]
+    energy = [value for entry in entries if (value := entry["energy_j"]) is not None]
+    return {
+        "index": index,
+        "mean_utilisation": sum(rates) / len(rates) if rates else None,
+        "peak_memory_bytes": _peak(entry["memory_bytes"] for entry in entries),
+        "energy_j": energy[-1] - energy[0] if len(energy) > 1 and energy[-1] >= energy[0] else None,
+    }
+
+
+def _shares(tokens: dict[str, int | None] | None) -> dict[str, float | None] | None:
+    if tokens is None:
+        return None
+    total = sum(count or 0 for count in tokens.values())
+    return {tier: _ratio(tokens[tier], total) for tier in ("g1", "g2", "g3")}
+
+
+def _caveats(
+    samples: Sequence[SampleLine], answered: Sequence[SampleLine], has_restarted: bool, process: dict[str, float | None]
+) -> Iterable[str]:
+    failed = [sample for sample in samples if sample.error is not None]
+    if failed:
+        yield f"{len(failed)} of {len(samples)} samples of server metrics failed; the first: {failed[0].error}"
+    if not answered:
+        yield "the server reported no metrics"
+    elif len(answered) == 1:
+        yield "the server reported metrics only once, so no difference is known"
+    if has_restarted:
+        yield "the engine was restarted during the run, so no difference of its counters is known"
+    if answered and answered[0] is not samples[0]:
+        yield f"the server's counters before {answered[0].t_ms / 1e3:.1f} s are not known"
+    if answered and answered[-1] is not samples[-1]:
+        yield f"the server's counters after {answered[-1].t_ms / 1e3:.1f} s are not known"
+    if process["cpu_s"] is None and any(sample.process.get("cpu_s") is not None for sample in samples):
+        yield "a process of the engine ended during the run, so its CPU time is not known"
+
+
+def _ratio(part: float | None, whole: float | None, factor: float = 1.0) -> float | None:
+    return factor * part / whole if part is not None and whole else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _peak(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,188 @@
+"""Analysis of a trace: lengths, sessions, what prompts have in common, and the hit-rate curve of a cache.
+
+Prompts given as `input_length` are analysed; those given as text have no known length and are only counted. Without
+`hash_ids`, the content of a line is unknown, and counts as one block that no other line shares. If the lines of a
+session hold what each turn adds, the answer stays in the cache after its request, because the next prompt repeats it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import quantiles
+
+from kvbm_cli.bench.trace.hit_curve import HitCurve, Use, hit_curve
+from kvbm_cli.bench.trace.prefix_tree import PrefixTree
+from kvbm_cli.bench.trace.reader import TraceReader
+from kvbm_cli.bench.trace.sessions import Placement, Sessions
+from kvbm_cli.bench.trace.trace_request import TraceFormat, TraceRequest, Turns
+
+LONGEST_PREFIX_TABLE = 5
+REPORT_EVERY = 1000
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens per request."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: int
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Lengths | None:
+        if not values:
+            return None
+        cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else [float(values[0])] * 99
+        return cls(sum(values) / len(values), cuts[49], cuts[89], cuts[98], max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class CommonPrefix:
+    """The longest prefix that `requests` requests have in common."""
+
+    tokens: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceAnalysis:
+    """Numbers of a trace. `curve` is None without a prompt of known length; `duration_s` without timestamps."""
+
+    form: TraceFormat
+    requests: int
+    text_requests: int
+    requests_without_ids: int
+    sessions: int
+    largest_turn: int
+    duration_s: float | None
+    prompt: Lengths | None
+    answer: Lengths | None
+    unique_blocks: int
+    unique_tokens: int
+    block_uses: int
+    repeated_block_uses: int
+    shared: tuple[CommonPrefix, ...]
+    curve: HitCurve | None
+    ignored: Mapping[str, int]
+
+
+def analyse(path: Path, form: TraceFormat, *, report: Report = lambda phase: None) -> TraceAnalysis:
+    """Reads the file once, then computes. `report` is called with what is being done."""
+    reader = TraceReader(path, form)
+    trace = _CollectedTrace(Sessions(path, form), form)
+    for number, request in enumerate(reader):
+        trace.add(request)
+        if number % REPORT_EVERY == 0:
+            lines = reader.lines
+            report(f"reading, {lines.bytes_read / 2**20:.1f} of {lines.byte_count / 2**20:.1f} MiB")
+    return trace.analysis(reader.ignored, report)
+
+
+@dataclass(slots=True)
+class _CollectedTrace:
+    """What is kept of the requests while the file is read."""
+
+    sessions: Sessions
+    form: TraceFormat
+    tree: PrefixTree = field(default_factory=PrefixTree)
+    uses: list[Use] = field(default_factory=list)
+    launches: list[float] = field(default_factory=list)  # of all requests
+    use_launches: list[float] = field(default_factory=list)  # of those in `uses`
+    answers: array[int] = field(default_factory=lambda: array("q"))
+    histories: dict[int, int] = field(default_factory=dict)  # session: node after its latest answer
+    text_requests: int = 0
+    requests_without_ids: int = 0
+    largest_turn: int = 0
+
+    def add(self, request: TraceRequest) -> None:
+        placed = self.sessions.place(request)
+        self.largest_turn = max(self.largest_turn, placed.turn)
+        if placed.launch_ms is not None:
+            self.launches.append(placed.launch_ms)
+        if request.output_tokens is not None:
+            self.answers.append(request.output_tokens)
+        if request.input_tokens is None:
+            self.text_requests += 1
+            return
+        self.requests_without_ids += request.hash_ids is None
+        self.use_launches.append(0.0 if placed.launch_ms is None else placed.launch_ms)
+        self.uses.append(self._use(request, placed, request.input_tokens))
+
+    def _use(self, request: TraceRequest, placed: Placement, input_tokens: int) -> Use:
+        is_added = self.sessions.repeats_answers(request)
+        start = self.histories.get(placed.session, 0) if is_added else 0
+        if request.hash_ids is None:
+            prompt = self.tree.append(start, input_tokens)
+        else:
+            block_tokens = self.form.block_tokens
+            prompt = self.tree.add(start, request.hash_ids, token_count=input_tokens, block_tokens=block_tokens)
+        if not is_added:
+            return Use(prompt, prompt)
+        kept = prompt if request.output_tokens is None else self.tree.append(prompt, request.output_tokens)
+        self.histories[placed.session] = kept
+        return Use(prompt, kept)
+
+    def analysis(self, ignored: Counter[str], report: Report) -> TraceAnalysis:
+        tree = self.tree
+        uses = [self.uses[index] for index in sorted(range(len(self.uses)), key=self.use_launches.__getitem__)]
+        counts = tree.use_counts(use.prompt for use in uses)
+        prompt_nodes = sum(count > 0 for count in counts[1:])
+        block_uses = sum(counts[1:])
+        curve = None
+        if uses:
+            curve = hit_curve(
+                tree, uses, report=lambda done: report(f"computing hit rates, {done} of {len(uses)} requests")
+            )
+        return TraceAnalysis(
+            form=self.form,
+            requests=self.sessions.request_count,
+            text_requests=self.text_requests,
+            requests_without_ids=self.requests_without_ids,
+            sessions=self.sessions.session_count,
+            largest_turn=self.largest_turn,
+            duration_s=(max(self.launches) - min(self.launches)) / 1000 if self.launches else None,
+            prompt=Lengths.of([tree.depth_tokens[use.prompt] for use in uses]),
+            answer=Lengths.of(self.answers),
+            unique_blocks=prompt_nodes,
+            unique_tokens=sum(tree.tokens),
+            block_uses=block_uses,
+            repeated_block_uses=block_uses - prompt_nodes,
+            shared=_most_shared(tree, counts),
+            curve=curve,
+            ignored=dict(ignored),
+        )
+
+
+def _most_shared(tree: PrefixTree, counts: array[int]) -> tuple[CommonPrefix, ...]:
+    """The prefixes of most requests. A prefix counts only at its full length, where fewer requests continue it."""
+    continued = array("q", bytes(8 * len(tree)))
+    for node in range(1, len(tree)):
+        continued[tree.parent[node]] = max(continued[tree.parent[node]], counts[node])
+    ends = [node for node in range(1, len(tree)) if 1 < counts[node] > continued[node]]
+    ends.sort(key=lambda node: (-counts[node], -tree.depth_tokens[node]))
+    return tuple(CommonPrefix(tree.depth_tokens[node], counts[node]) for node in ends[:LONGEST_PREFIX_TABLE])
+
+
+def has_sessions(analysis: TraceAnalysis) -> bool:
+    return analysis.largest_turn > 1
+
+
+def notes(analysis: TraceAnalysis) -> list[str]:
+    """What a reader of the numbers must know about this trace."""
+    found = [f"the field `{name}` of {count:,} lines is ignored" for name, count in sorted(analysis.ignored.items())]
+    if analysis.text_requests:
+        found.append(f"{analysis.text_requests:,} requests hold text of unknown length; the hit rates are without them")
+    if analysis.requests_without_ids:
+        found.append(f"{analysis.requests_without_ids:,} requests have no hash ids; they count as content of their own")
+    if analysis.duration_s is None:
+        found.append("the trace has no timestamps: the hit rates are for the order of the lines")
+    if has_sessions(analysis) and analysis.form.turns is Turns.ADDED:
+        found.append("a line holds what its turn adds; `--turns whole` is for lines that hold whole prompts")
+    return found

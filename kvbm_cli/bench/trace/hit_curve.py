@@ -1,0 +1,134 @@
+"""HitCurve: the token hit rate of an LRU cache of any capacity, from one pass over the requests.
+
+The cache keeps the blocks that were used last, up to its capacity in tokens. A request uses the blocks of its prompt
+from the last to the first, so that a block is evicted before the prefix that it depends on. Its lookup comes before its
+changes. A block is therefore found if and only if its stack distance is at most the capacity: the tokens of the blocks
+that were used since its last use, with its own. The prefix of a found block has smaller distances, so it is found, too.
+One pass yields all distances (Mattson et al., 1970). A Fenwick tree over the uses holds the tokens of uses that a later
+use replaced, so that a distance takes O(log uses).
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from kvbm_cli.bench.trace.prefix_tree import PrefixTree
+
+REPORT_EVERY = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class HitCurve:
+    """`distances` ascend; `found_tokens[i]` are the tokens found with a capacity of `distances[i]`."""
+
+    distances: Sequence[int]
+    found_tokens: Sequence[int]
+    prompt_tokens: int
+
+    @property
+    def ideal(self) -> float:
+        """The hit rate of a cache of unlimited size."""
+        return self.found_tokens[-1] / self.prompt_tokens if self.found_tokens else 0.0
+
+    def hit_rate(self, capacity_tokens: float) -> float:
+        index = bisect_right(self.distances, capacity_tokens)
+        return self.found_tokens[index - 1] / self.prompt_tokens if index else 0.0
+
+    def capacity_for(self, share: float) -> int | None:
+        """The smallest capacity in tokens with this share of the ideal hit rate; None if nothing repeats."""
+        if not self.found_tokens:
+            return None
+        index = bisect_left(self.found_tokens, share * self.found_tokens[-1])
+        return self.distances[min(index, len(self.distances) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A request: the last node of its prompt, and of what it leaves in the cache: the prompt or one answer after it."""
+
+    prompt: int
+    kept: int
+
+
+def hit_curve(tree: PrefixTree, uses: Sequence[Use], *, report: Callable[[int], None] = lambda done: None) -> HitCurve:
+    """`uses` are in the order of the launches. `report` is called with the number of finished requests."""
+    stack = _Stack(tree, sum(tree.depth[use.kept] for use in uses))
+    found: Counter[int] = Counter()
+    for number, use in enumerate(uses):
+        path = tree.path(use.prompt)
+        for distance, tokens in stack.distances(reversed(path)):
+            found[distance] += tokens
+        stack.use(path if use.kept == use.prompt else [use.kept, *path])
+        if number % REPORT_EVERY == 0:
+            report(number)
+    distances = sorted(found)
+    totals = list(accumulate(found[distance] for distance in distances))
+    return HitCurve(distances, totals, sum(tree.depth_tokens[use.prompt] for use in uses))
+
+
+class _Stack:
+    """The blocks by their last use. A use has a slot; `_slot` and `_pushed` belong to the last use of a node.
+
+    The blocks of a prompt were mostly used together before, so they are in adjacent slots (a run), the first block in
+    the highest one. Nothing is between two adjacent slots, so the tree is needed only once per run.
+    """
+
+    def __init__(self, tree: PrefixTree, use_count: int) -> None:
+        self._tokens = tree.tokens
+        self._pushed_tokens = 0
+        self._replaced_tokens = 0
+        self._pushed = array("q", [-1]) * len(tree)  # tokens of all uses up to this one
+        self._slot = array("q", bytes(8 * len(tree)))
+        self._next_slot = 1
+        self._fenwick = array("q", bytes(8 * (use_count + 1)))
+
+    def distances(self, nodes: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Stack distance and tokens of each block from the first one, until one was not used before."""
+        run_slot = distance = 0
+        for node in nodes:
+            if self._pushed[node] < 0:
+                return
+            slot, tokens = self._slot[node], self._tokens[node]
+            distance = distance + tokens if slot == run_slot - 1 else self._newer_tokens(node) + tokens
+            run_slot = slot
+            yield distance, tokens
+
+    def use(self, path: Sequence[int]) -> None:
+        """Makes the nodes the latest ones, from the last to the first of the prompt."""
+        tokens, pushed, slots = self._tokens, self._pushed, self._slot
+        run_slot = run_tokens = 0
+        for node in path:
+            if pushed[node] < 0:
+                continue
+            if slots[node] != run_slot + 1:
+                self._replace(run_slot, run_tokens)
+                run_tokens = 0
+            run_slot = slots[node]
+            run_tokens += tokens[node]
+        self._replace(run_slot, run_tokens)
+        for node in path:
+            self._pushed_tokens += tokens[node]
+            pushed[node] = self._pushed_tokens
+            slots[node] = self._next_slot
+            self._next_slot += 1
+
+    def _newer_tokens(self, node: int) -> int:
+        """Tokens of the blocks that were used after this one."""
+        fenwick, slot, replaced_before = self._fenwick, self._slot[node], 0
+        while slot:
+            replaced_before += fenwick[slot]
+            slot &= slot - 1
+        return self._pushed_tokens - self._pushed[node] - (self._replaced_tokens - replaced_before)
+
+    def _replace(self, slot: int, token_count: int) -> None:
+        """Marks a run as replaced, at its last slot: no block that is still in the stack is within the run."""
+        self._replaced_tokens += token_count
+        fenwick, size = self._fenwick, len(self._fenwick)
+        while 0 < slot < size:
+            fenwick[slot] += token_count
+            slot += slot & -slot

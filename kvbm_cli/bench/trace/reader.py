@@ -1,0 +1,254 @@
+"""TraceReader: the requests of a trace file, each line validated. It holds one line at a time.
+
+The format is Mooncake's, with the fields that aiperf adds: docs/reference/trace.md. A wrong line ends the reading with
+a ProfileError that names the file, the line, the field, the value and what is expected. Unknown fields are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvbm.errors import ProfileError
+from kvbm_cli.bench.trace.trace_lines import TraceLines
+from kvbm_cli.bench.trace.trace_request import FIELDS, INPUTS, TraceFormat, TraceRequest
+
+MAX_TOKENS = 10_000_000
+MAX_MS = 1e13  # of a time stamp since 1970 in milliseconds, in the year 2286
+MAX_HASH_ID = 2**64 - 1
+MAX_SHOWN = 60
+
+
+class TraceReader:
+    """Iterates over the requests in the order of the file. `ignored` counts the lines with each unknown field."""
+
+    def __init__(self, path: Path, form: TraceFormat) -> None:
+        self.form = form
+        self.path = path
+        self.ignored: Counter[str] = Counter()
+        self.lines = TraceLines(path)
+        self._known = frozenset(form.name(name) for name in FIELDS)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        is_empty = True
+        for number, text in self.lines:
+            is_empty = False
+            line = _Line(self.path, number, self.form, _parsed(text, f"{self.path}:{number}"))
+            self.ignored.update(line.values.keys() - self._known)
+            yield line.request()
+        if is_empty:
+            raise ProfileError(f"{self.path}: the file holds no request", hint="a trace has one JSON object per line")
+
+
+class _WrongJson(ValueError):
+    """JSON that Python accepts and a trace does not."""
+
+
+def _parsed(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_not_a_number)
+    except UnicodeDecodeError as error:
+        raise ProfileError(
+            f"{where}: not UTF-8 text (byte {error.start + 1} of the line is 0x{text[error.start]:02x})"
+        ) from None
+    except RecursionError:
+        raise ProfileError(f"{where}: the values are nested too deeply") from None
+    except json.JSONDecodeError as error:
+        near = _shown(error.doc[max(0, error.pos - 10) : error.pos + 20])
+        raise ProfileError(
+            f"{where}: not JSON: {error.msg[:1].lower()}{error.msg[1:]} in column {error.colno}, near {near}",
+            hint="a trace has one JSON object per line",
+        ) from None
+    except _WrongJson as error:
+        raise ProfileError(f"{where}: {error}") from None
+    except ValueError:  # the limit of Python on the digits of an integer
+        raise ProfileError(f"{where}: a number has more than 4300 digits") from None
+    if not isinstance(value, dict):
+        raise ProfileError(
+            f"{where}: a line must be a JSON object, not {_shown(value)}",
+            hint='for example `{"timestamp": 0, "input_length": 700, "output_length": 50, "hash_ids": [1, 2]}`',
+        )
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in names.items() if count > 1)
+        raise _WrongJson(f"the key {_shown(twice)} appears {names[twice]} times")
+    return values
+
+
+def _not_a_number(text: str) -> NoReturn:
+    raise _WrongJson(f"`{text}` is not a number in JSON")
+
+
+def _shown(value: object) -> str:
+    """A value in a message: JSON in ASCII, shortened."""
+    # Only the beginning is encoded: a value may have millions of characters.
+    if isinstance(value, str | list | tuple) and len(value) > MAX_SHOWN:
+        value = value[:MAX_SHOWN]
+    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
+        return f"`a number of about {value.bit_length() * 3 // 10} digits`"
+    text = json.dumps(value)
+    return f"`{text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'}`"
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The fields of one line and their checks."""
+
+    path: Path
+    number: int
+    form: TraceFormat
+    values: dict[str, Any]
+
+    def request(self) -> TraceRequest:
+        given = [name for name in INPUTS if self._get(name) is not None]
+        if len(given) != 1:
+            names = [f"`{self.form.name(name)}`" for name in (given or INPUTS)]
+            found = f"{' and '.join(names)} are given" if given else "there is none"
+            self._refuse(f"exactly one of {self._names(INPUTS)} is required, and {found}")
+        input_tokens = self._count("input_length")
+        return TraceRequest(
+            line=self.number,
+            timestamp_ms=self._milliseconds("timestamp"),
+            delay_ms=self._milliseconds("delay"),
+            session_id=self._session_id(),
+            input_tokens=input_tokens,
+            output_tokens=self._count("output_length"),
+            hash_ids=self._hash_ids(input_tokens),
+            text=self._text(),
+            messages=self._messages(),
+            tools=self._tools(),
+            payload=self._payload(),
+            extra=self._object("extra"),
+        )
+
+    def _get(self, name: str) -> Any:
+        return self.values.get(self.form.name(name))
+
+    def _names(self, names: tuple[str, ...]) -> str:
+        shown = [f"`{self.form.name(name)}`" for name in names]
+        return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+    def _refuse(self, message: str, *, hint: str | None = None) -> NoReturn:
+        raise ProfileError(f"{self.path}:{self.number}: {message}", hint=hint)
+
+    def _refuse_value(self, name: str, expected: str, value: object, *, hint: str | None = None) -> NoReturn:
+        self._refuse(f"`{self.form.name(name)}` must be {expected}, not {_shown(value)}", hint=hint)
+
+    def _count(self, name: str) -> int | None:
+        value = self._get(name)
+        if value is None:
+            return None
+        if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+            self._refuse_value(name, f"a whole number of tokens from 1 to {MAX_TOKENS:,}", value)
+        return value
+
+    def _milliseconds(self, name: str) -> float | None:
+        value = self._get(name)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not (0 <= value <= MAX_MS / self.form.time_scale):
+            limit = f"from 0 to {MAX_MS / self.form.time_scale:.3g}"
+            hint = "for microseconds, set the time scale to 0.001" if type(value) in (int, float) else None
+            self._refuse_value(name, f"a number of milliseconds {limit}", value, hint=hint)
+        return float(value) * self.form.time_scale
+
+    def _session_id(self) -> str | None:
+        value = self._get("session_id")
+        if value is None:
+            return None
+        if type(value) is int and abs(value) <= MAX_HASH_ID:
+            return str(value)
+        if not isinstance(value, str) or not value:
+            self._refuse_value("session_id", "text or a whole number", value)
+        return value
+
+    def _hash_ids(self, input_tokens: int | None) -> tuple[int, ...] | None:
+        value = self._get("hash_ids")
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            self._refuse_value("hash_ids", "a list of whole numbers", value)
+        for one in value:
+            if type(one) is not int or not 0 <= one <= MAX_HASH_ID:
+                self._refuse_value("hash_ids", "a list of whole numbers from 0 to 2^64 - 1", one)
+        if input_tokens is None:
+            self._refuse(f"`{self.form.name('hash_ids')}` requires `{self.form.name('input_length')}`")
+        block_tokens = self.form.block_tokens
+        if len(value) != (expected := math.ceil(input_tokens / block_tokens)):
+            self._refuse(
+                f"`{self.form.name('hash_ids')}` has {len(value)} ids, and `{self.form.name('input_length')}` "
+                f"{input_tokens} requires {expected} blocks of {block_tokens} tokens",
+                hint=_other_block(input_tokens, len(value)),
+            )
+        return tuple(value)
+
+    def _text(self) -> str | None:
+        value = self._get("text_input")
+        if value is not None and (not isinstance(value, str) or not value):
+            self._refuse_value("text_input", "text", value)
+        if value is not None:
+            self._require_unicode("text_input", value)
+        return value if value is None else str(value)
+
+    def _messages(self) -> tuple[dict[str, Any], ...] | None:
+        messages = self._objects("messages")
+        for message in messages or ():
+            if not isinstance(message.get("role"), str):
+                self._refuse_value("messages", "a list of objects with a text `role`", message)
+        return messages
+
+    def _tools(self) -> tuple[dict[str, Any], ...] | None:
+        tools = self._objects("tools")
+        if tools is not None and self._get("messages") is None:
+            self._refuse(f"`{self.form.name('tools')}` requires `{self.form.name('messages')}`")
+        return tools
+
+    def _payload(self) -> dict[str, Any] | None:
+        payload = self._object("payload")
+        if payload is not None and ("prompt" in payload) == ("messages" in payload):
+            self._refuse_value("payload", "the body of a request with either `prompt` or `messages`", payload)
+        return payload
+
+    def _objects(self, name: str) -> tuple[dict[str, Any], ...] | None:
+        value = self._get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
+            self._refuse_value(name, "a list of at least one object", value)
+        self._require_unicode(name, value)
+        return tuple(value)
+
+    def _object(self, name: str) -> dict[str, Any] | None:
+        value = self._get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict) or not value:
+            self._refuse_value(name, "an object with at least one key", value)
+        self._require_unicode(name, value)
+        return value
+
+    def _require_unicode(self, name: str, value: object) -> None:
+        """Half of a surrogate pair is possible in JSON, and in no request."""
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            code = ord(str(error.object)[error.start])
+            self._refuse(f"`{self.form.name(name)}` has half of a surrogate pair, U+{code:04X}, which is no character")
+
+
+def _other_block(input_tokens: int, id_count: int) -> str | None:
+    """A hint with a usual block length that fits, if there is one."""
+    for block_tokens in (512, 16, 32, 64, 128, 256, 1024):
+        if math.ceil(input_tokens / block_tokens) == id_count:
+            return f"{block_tokens} tokens per block would fit this line"
+    return None

@@ -1,0 +1,211 @@
+"""The paired comparison: hand-computed values, properties, and simulations of known truth.
+
+The simulations are those of bench/micro/bench_statistics.py, with its first seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm_cli.bench.analysis.paired import (
+    MARGIN,
+    TYPICAL_RUN_DEVIATION,
+    PairedRatio,
+    direction,
+    is_tight,
+    noise_of,
+    paired_ratio,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "micro"))
+
+import bench_statistics
+
+REPETITIONS = 20
+times = st.floats(0.1, 1e5)
+experiments = st.dictionaries(
+    st.integers(1, 4),
+    st.dictionaries(st.integers(0, 6), st.lists(st.tuples(times, times), max_size=4), min_size=1, max_size=6),
+    max_size=4,
+)
+
+
+def compare(pairs) -> PairedRatio:
+    ratio = paired_ratio(pairs)
+    assert ratio is not None
+    return ratio
+
+
+def test_ratio_is_the_geometric_mean_over_all_requests():
+    ratio = compare({1: {0: [(8.0, 1.0), (2.0, 1.0)], 1: [(4.0, 1.0)]}})
+    assert ratio.ratio == pytest.approx(4.0)
+    assert (ratio.request_count, ratio.session_count, ratio.run_count) == (3, 2, 1)
+
+
+def test_runs_have_equal_weight():
+    ratio = compare({1: {0: [(8.0, 1.0)] * 10}, 2: {0: [(2.0, 1.0)]}})
+    assert ratio.ratio == pytest.approx(4.0)
+    assert ratio.typical == pytest.approx(8.0)
+
+
+def test_interval_has_no_width_when_all_sessions_of_one_run_agree():
+    ratio = compare({1: {session: [(3.0, 1.0), (3.0, 1.0)] for session in range(5)}})
+    assert (ratio.low, ratio.ratio, ratio.high) == pytest.approx((3.0, 3.0, 3.0))
+    assert not ratio.covers_runs
+
+
+def test_interval_is_of_sessions_not_of_requests():
+    """Two sessions, one at ratio 2 and one at 8: ten requests each say no more about other sessions than one would."""
+    ratio = compare({1: {0: [(2.0, 1.0)] * 10, 1: [(8.0, 1.0)] * 10}})
+    assert ratio.ratio == pytest.approx(4.0)
+    assert (ratio.low, ratio.high) == pytest.approx((4 * 2**-12.71, 4 * 2**12.71))
+
+
+def test_interval_of_one_run_is_students_t_over_the_means_of_sessions():
+    """The expected numbers are mean and standard deviation of six logs, times t at 5 degrees of freedom, by hand."""
+    ratio = compare({1: {user: [(10.0 + user + turn, 2.0 + 0.1 * user) for turn in range(3)] for user in range(6)}})
+    assert ratio.ratio == pytest.approx(5.95727126)
+    assert (ratio.low, ratio.high) == pytest.approx((5.61002195, 6.32601462))
+
+
+def test_interval_of_equal_runs_has_the_width_of_typical_differences_between_runs():
+    """Three runs without any variation: variance 3 * 0.03**2 / 5 / 3, and t at 5 degrees of freedom, by hand."""
+    ratio = compare({run: {session: [(2.0, 1.0)] for session in range(6)} for run in (1, 2, 3)})
+    half = 2.571 * math.sqrt(3 * TYPICAL_RUN_DEVIATION**2 / 5 / 3)
+    assert ratio.covers_runs
+    assert (ratio.low, ratio.high) == pytest.approx((2 * math.exp(-half), 2 * math.exp(half)))
+
+
+def test_runs_that_differ_more_than_typical_widen_the_interval():
+    steady = {run: {session: [(2.0, 1.0)] for session in range(6)} for run in (1, 2, 3)}
+    shaken = {run: {session: [(2.0 * 1.2**run, 1.2**2)] for session in range(6)} for run in (1, 2, 3)}
+    assert compare(shaken).ratio == pytest.approx(2.0)
+    assert compare(shaken).high / compare(shaken).low > 1.2 * compare(steady).high / compare(steady).low
+
+
+def test_one_session_says_nothing_about_others():
+    ratio = compare({1: {0: [(2.0, 1.0)] * 10}})
+    assert (ratio.low, ratio.ratio, ratio.high) == (0.0, pytest.approx(2.0), math.inf)
+    assert direction(ratio) == "same"
+
+
+def test_ratio_of_no_pairs_is_none():
+    assert paired_ratio({}) is None
+    assert paired_ratio({1: {}, 2: {0: [], 1: []}}) is None
+
+
+@given(experiments)
+def test_ratio_is_inverted_when_the_arms_are_swapped(pairs):
+    swapped = {run: {s: [(b, a) for a, b in some] for s, some in sessions.items()} for run, sessions in pairs.items()}
+    ratio, inverse = paired_ratio(pairs), paired_ratio(swapped)
+    assert (ratio is None) == (inverse is None)
+    if ratio and inverse:
+        assert ratio.ratio * inverse.ratio == pytest.approx(1)
+        assert ratio.typical * inverse.typical == pytest.approx(1)
+        assert math.isinf(ratio.high) == (inverse.low == 0)
+        assert math.isinf(ratio.high) or ratio.high * inverse.low == pytest.approx(1)
+        opposite = {"faster": "slower", "slower": "faster", "same": "same"}
+        assert direction(inverse) == opposite[direction(ratio)]
+
+
+@given(experiments, st.randoms())
+def test_ratio_does_not_depend_on_order(pairs, random):
+    def shuffled(items):
+        return random.sample(list(items), len(items))
+
+    other = {run: {s: shuffled(pairs[run][s]) for s in shuffled(pairs[run])} for run in shuffled(pairs)}
+    ratio, again = paired_ratio(pairs), paired_ratio(other)
+    assert (ratio is None) == (again is None)
+    if ratio and again:
+        assert again.ratio == pytest.approx(ratio.ratio)
+        assert (again.low, again.high) == pytest.approx((ratio.low, ratio.high), rel=1e-6)
+
+
+@given(experiments, st.floats(0.5, 20))
+def test_a_faster_measured_arm_shifts_the_interval_and_keeps_its_width(pairs, factor):
+    faster = {run: {s: [(a, b / factor) for a, b in some] for s, some in arms.items()} for run, arms in pairs.items()}
+    ratio, shifted = paired_ratio(pairs), paired_ratio(faster)
+    if ratio and shifted and math.isfinite(ratio.high):
+        assert (shifted.low, shifted.ratio, shifted.high) == pytest.approx(
+            (ratio.low * factor, ratio.ratio * factor, ratio.high * factor), rel=1e-6
+        )
+
+
+def ratio_of(low: float, middle: float, high: float, *, runs: int = 3, typical: float | None = None) -> PairedRatio:
+    deviation = 0.03 if runs > 1 else None
+    return PairedRatio(middle, low, high, typical or middle, 60, 12, runs, run_deviation=deviation)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (ratio_of(1.02, 1.08, 1.14), "faster"),
+        (ratio_of(0.99, 1.08, 1.17), "same"),
+        (ratio_of(1.01, 1.04, 1.07), "same"),
+        (ratio_of(1.02, 1.08, 1.14, typical=0.99), "same"),
+        (ratio_of(1.02, 1.08, 1.14, runs=1), "same"),
+        (ratio_of(1.02, 1.12, 1.22, runs=1), "faster"),
+        (ratio_of(0.88, 0.93, 0.98), "slower"),
+        (ratio_of(0.88, 0.93, 0.98, runs=1), "same"),
+        (ratio_of(0.88, 0.93, 0.98, typical=1.01), "same"),
+    ],
+)
+def test_direction_needs_interval_mean_and_typical_request(ratio, expected):
+    assert direction(ratio, MARGIN) == expected
+
+
+@pytest.mark.parametrize("deviation", [0.01, 0.02, 0.03])
+@pytest.mark.parametrize(("sessions", "turns"), [(8, 5), (12, 5), (20, 5)])
+def test_equal_arms_are_rarely_called_different(sessions, turns, deviation):
+    case = bench_statistics.Case(sessions=sessions, turns=turns, run_deviation=deviation)
+    found = [direction(ratio) for ratio in bench_statistics.ratios(case, REPETITIONS)]
+    assert len([one for one in found if one != "same"]) <= 2
+
+
+@pytest.mark.parametrize(("sessions", "turns", "deviation"), [(12, 5, 0.01), (20, 5, 0.01), (20, 5, 0.02)])
+def test_ten_percent_is_detected(sessions, turns, deviation):
+    case = bench_statistics.Case(1.1, sessions=sessions, turns=turns, run_deviation=deviation)
+    assert [direction(ratio) for ratio in bench_statistics.ratios(case, REPETITIONS)].count("faster") >= 18
+
+
+@pytest.mark.parametrize("speedup", [1.0, 1.1, 3.0])
+@pytest.mark.parametrize("runs", [2, 3, 5])
+def test_intervals_hold_the_truth(runs, speedup):
+    case = bench_statistics.Case(speedup, runs=runs, effect_deviation=0.1)
+    found = list(bench_statistics.ratios(case, 200))
+    assert sum(ratio.low <= speedup <= ratio.high for ratio in found) >= 0.92 * 200
+
+
+def test_stopping_when_the_interval_is_tight_keeps_its_coverage():
+    case = bench_statistics.Case(request_deviation=0.1)
+    found = [bench_statistics.stopped_early(case, seed) for seed in range(200)]
+    assert min(ratio.run_count for ratio in found) < 4
+    assert sum(ratio.low <= 1 <= ratio.high for ratio in found) >= 0.92 * 200
+
+
+def test_one_run_or_a_wide_interval_is_not_tight():
+    assert is_tight(ratio_of(0.97, 1.0, 1.03))
+    assert not is_tight(ratio_of(0.97, 1.0, 1.03, runs=1))
+    assert not is_tight(ratio_of(0.9, 1.0, 1.1))
+    assert not is_tight(ratio_of(0.0, 1.0, math.inf))
+    assert not is_tight(None)
+
+
+def test_noise_is_the_largest_difference_between_runs_of_one_arm():
+    first = {(session, turn): 100.0 + session for session in range(4) for turn in (2, 3)}
+    third = {key: value * 1.1 for key, value in first.items()}
+    noise = noise_of({1: first, 2: {key: value * 1.02 for key, value in first.items()}, 3: third})
+    assert noise is not None
+    assert noise.source == "baseline, pair 3 against pair 1"
+    assert (noise.low, noise.ratio, noise.high) == pytest.approx((1.1, 1.1, 1.1))
+
+
+def test_noise_of_one_run_is_unknown():
+    assert noise_of({1: {(0, 2): 100.0}}) is None
+    assert noise_of({1: {(0, 2): 100.0}, 2: {(1, 2): 100.0}}) is None

@@ -1,0 +1,301 @@
+"""The faithful driver against a recording server: what it sends and records, and what the file leaves out."""
+
+import asyncio
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+from recording_server import Behaviour, RecordingServer, answer_texts
+
+from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm_cli.bench.client.request import Target
+from kvbm_cli.bench.lmbenchmark.driver import run_faithful
+from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
+
+START_UP_REQUESTS = 10
+SMALL = replace(
+    preset("lmbenchmark-short", sizes="as-shipped"),
+    users=3,
+    rounds=3,
+    answer_tokens=4,
+    qps=9.0,
+    duration_s=1.3,
+    warm_up_users=0,
+)
+
+
+def run(parameters, server, *, on_record=lambda record: None, **changes):
+    target = Target("cell.1.kvbm", "kvbm", "cell", 1, server.url, **changes)
+    return asyncio.run(run_faithful(parameters, target, model="m", on_record=on_record))
+
+
+def rows_of(result):
+    return list(csv.DictReader(result.csv.splitlines()))
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completions", "chat"])
+def test_multi_round_run_sends_live_history_and_records_every_request(is_chat):
+    seen = []
+    with RecordingServer() as server:
+        result = run(replace(SMALL, is_chat=is_chat), server, on_record=seen.append)
+    start_up, sent = server.requests[:START_UP_REQUESTS], server.requests[START_UP_REQUESTS:]
+    assert {request.user for request in start_up} == {None}
+    assert all(request.json["max_tokens"] == 100 for request in start_up)
+    assert all(request.headers["authorization"] == "Bearer EMPTY" for request in server.requests)
+    assert {request.path for request in sent} == {"/v1/chat/completions" if is_chat else "/v1/completions"}
+    of_user = [request for request in sent if request.user == "5"]  # the user that joins at the first tick
+    assert len(of_user) == 3
+    first_answer = "".join(answer_texts(of_user[0].body, 3))
+    second = of_user[1].json
+    if is_chat:
+        assert second["messages"][1] == {"role": "assistant", "content": first_answer}
+    else:
+        assert f"\nASSISTANT: {first_answer}\nUSER: Here's question #2: " in second["prompt"]
+
+    assert len(result.records) == len(sent) == len(seen) == len(rows_of(result))
+    assert [record.index for record in sorted(seen, key=lambda one: one.index)] == list(range(len(sent)))
+    assert {(record.run, record.arm, record.cell, record.pair) for record in seen} == {
+        ("cell.1.kvbm", "kvbm", "cell", 1)
+    }
+    assert all(record.is_ok and 0 <= record.lateness_ms < 200 for record in seen)
+    assert result.notes == ()
+
+
+def test_file_and_records_agree():
+    with RecordingServer(Behaviour(first_token_s=0.05)) as server:
+        result = run(SMALL, server)
+    by_key = {(record.session, record.turn): record for record in result.records}
+    rows = rows_of(result)
+    assert len(rows) == len(by_key) > 5
+    for row in rows:
+        record = by_key[int(row["user_id"]), int(row["question_id"])]
+        assert float(row["prompt_tokens"]) == record.prompt_tokens
+        assert float(row["generation_tokens"]) == record.output_tokens == 3
+        assert float(row["launch_time"]) * 1e3 == pytest.approx(
+            result.started_unix_s * 1e3 + record.launched_ms, abs=5.0
+        )
+        assert float(row["ttft"]) * 1e3 == pytest.approx(record.ttft_from_launch_ms, abs=5.0)
+        assert float(row["ttft"]) > 0.05
+        assert float(row["finish_time"]) - float(row["launch_time"]) == pytest.approx(
+            float(row["ttft"]) + float(row["generation_time"]), abs=1e-6
+        )
+
+
+def test_warm_up_run_precedes_and_decides_the_phase():
+    with RecordingServer() as server:
+        cold = run(replace(SMALL, duration_s=0.5), server)
+    with RecordingServer() as server:
+        warm = run(replace(SMALL, duration_s=0.5, warm_up_users=4), server)
+    assert {record.phase for record in cold.records} == {"cold", "steady"}
+    first = min(warm.records, key=lambda record: record.index)
+    assert (first.session, first.turn, first.phase) == (5, 1, "steady")  # the warm-up has sent users 3 to 6
+    assert warm.warm_up_requests > 4
+    assert len(server.requests) == 2 * START_UP_REQUESTS + warm.warm_up_requests + len(warm.records)
+
+
+def test_failed_requests_are_records_without_rows_and_are_not_repeated():
+    refused = range(START_UP_REQUESTS, 1000, 3)
+    with RecordingServer(Behaviour(status_of=lambda position: 503 if position in refused else 200)) as server:
+        result = run(SMALL, server)
+    failed = [record for record in result.records if not record.is_ok]
+    assert len(server.requests) == START_UP_REQUESTS + len(result.records)
+    assert len(failed) == sum(position in refused for position in range(len(server.requests)))
+    assert all(record.error == 'HTTP 503: {"error":{"message":"refused by the test"}}' for record in failed)
+    assert len(rows_of(result)) == len(result.records) - len(failed)
+    assert f"{len(failed)} of {len(result.records)} requests failed" in result.notes[0]
+    assert any(  # the session of a failed request continues
+        later.session == one.session and later.turn == one.turn + 1 for one in failed for later in result.records
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        ([b'{"choices":[{"text":" a"}]}'], "the answer ended after 1 chunks, without [DONE]"),
+        ([b'{"error":{"message":"out of memory"}}'], "error in the stream: {'message': 'out of memory'}"),
+        ([b"not JSON", b"[DONE]"], "unreadable answer: JSONDecodeError"),
+    ],
+)
+def test_broken_answers_are_errors(events, error):
+    position = []
+
+    def answer(request):
+        position.append(1)
+        return server.events(request) if len(position) <= START_UP_REQUESTS else events
+
+    with RecordingServer(Behaviour(answer=answer)) as server:
+        result = run(replace(SMALL, duration_s=0.2), server)
+    assert result.records
+    assert all(record.error.startswith(error) for record in result.records)
+    assert rows_of(result) == []
+
+
+def test_missing_usage_is_zero_and_causes_no_second_request():
+    with RecordingServer(Behaviour(has_usage=False)) as server:
+        result = run(SMALL, server)
+    assert len(server.requests) == START_UP_REQUESTS + len(result.records)
+    assert {row["prompt_tokens"] for row in rows_of(result)} == {"0.0"}
+    assert {record.prompt_tokens for record in result.records} == {None}
+    assert f"{len(result.records)} answers had no token counts" in result.notes[0]
+
+
+def test_server_that_refuses_everything_ends_the_run_at_once():
+    with (
+        RecordingServer(Behaviour(status_of=lambda position: 404)) as server,
+        pytest.raises(EnvironmentProblem, match="none of the 10 requests of the warm-up: HTTP 404"),
+    ):
+        run(SMALL, server)
+    assert len(server.requests) == START_UP_REQUESTS
+
+
+def test_failure_of_the_writer_ends_the_run_as_it_is():
+    def on_record(record):
+        raise OSError("no space left")
+
+    with RecordingServer() as server, pytest.raises(OSError, match="no space left"):
+        run(SMALL, server, on_record=on_record)
+
+
+def test_run_can_be_cancelled_while_answers_are_open():
+    async def cancelled(url):
+        target = Target("cell.1.kvbm", "kvbm", "cell", 1, url)
+        running = asyncio.create_task(run_faithful(SMALL, target, model="m", on_record=lambda record: None))
+        while len(server.requests) <= START_UP_REQUESTS:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running], timeout=5)
+        assert running.cancelled()
+
+    def slow(request):
+        return server.events(request) if request.user is None else forever()
+
+    def forever():
+        while True:
+            yield b'{"choices":[{"text":" a"}]}'
+
+    with RecordingServer(Behaviour(answer=slow)) as server:
+        asyncio.run(cancelled(server.url))
+
+
+def test_address_may_end_with_v1_and_key_is_sent():
+    parameters = replace(SMALL, duration_s=0.1)
+    with RecordingServer() as server:
+        target = Target("cell.1.kvbm", "kvbm", "cell", 1, server.url + "/v1", api_key="secret")
+        asyncio.run(run_faithful(parameters, target, model="m", on_record=lambda record: None))
+    assert {request.path for request in server.requests} == {"/v1/completions"}
+    assert {request.headers["authorization"] for request in server.requests} == {"Bearer secret"}
+
+
+def test_sharegpt_run_is_an_open_loop_over_prepared_transcripts(tmp_path):
+    warm_up, main = tmp_path / "warmup.json", tmp_path / "run.json"
+    warm_up.write_text(json.dumps([{"input": "one", "output_length": 4}, {"input": "two", "output_length": 5}]))
+    transcripts = [{"input": f"{start}\nanswer\nnext", "output_length": 7} for start in ("one", "two", "three")]
+    main.write_text(json.dumps([*transcripts, {"input": "one\nanswer\nnext\nanswer\nlast"}]))
+    parameters = ShareGptParameters(str(main), str(warm_up), qps=20, pause_s=0.1)
+    with RecordingServer(Behaviour(first_token_s=0.3)) as server:
+        result = run(parameters, server)
+    assert [request.json["prompt"] for request in server.requests][:2] == ["USER: 20.0 one", "USER: 20.0 two"]
+    assert [request.json["max_tokens"] for request in server.requests] == [4, 5, 7, 7, 7, 1]
+    assert {request.user for request in server.requests} == {None}
+    records = sorted(result.records, key=lambda record: record.index)
+    assert [(record.session, record.turn, record.phase) for record in records] == [
+        *((0, 2, "fill"), (1, 2, "fill"), (2, 1, "cold"), (0, 3, "steady"))
+    ]
+    assert [record.intended_ms for record in records] == [0.0, 50.0, 100.0, 150.0]
+    assert all(record.lateness_ms < 45 for record in records)  # no launch waits for an answer
+    assert [row["prompt_tokens"] for row in rows_of(result)] == [
+        str(len(request.body)) for request in server.requests[2:]
+    ]
+
+
+def test_sharegpt_run_ends_at_the_time_limit(tmp_path):
+    main = tmp_path / "run.json"
+    main.write_text(json.dumps([{"input": str(number)} for number in range(50)]))
+    with RecordingServer() as server:
+        result = run(ShareGptParameters(str(main), qps=20, duration_s=0.32), server)
+    assert len(result.records) == 7
+
+
+def test_agentic_run_fires_the_agents_of_a_round_together(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    rounds = [
+        {"round_id": 0, "agent_id": [0, 1], "output_tokens": [3, 4], "input_from": [[], [[0, 0, "input"]]]},
+        {"round_id": 1, "agent_id": [0], "output_tokens": [5], "input_from": [[[0, 1, "both"], [0, 0, "output"]]]},
+    ]
+    trace.write_text("\n".join(map(json.dumps, rounds)))
+    parameters = AgenticParameters((str(trace), str(trace)), request_interval_s=0.15, new_user_interval_s=0.05)
+    with RecordingServer(Behaviour(first_token_s=0.4)) as server:
+        result = run(parameters, server)
+    first, second, third = [request for request in server.requests if request.user == "1"]
+    assert second.arrived_s - first.arrived_s < 0.05
+    assert 0.4 < third.arrived_s - first.arrived_s < 0.7  # the first tick after both answers
+    names = [(message["role"], message["name"]) for message in third.json["messages"]]
+    assert names == [
+        *(("user", "agent1-0"), ("assistant", "agent1-0"), ("assistant", "agent0-0"), ("user", "agent0-1"))
+    ]
+    assert third.json["messages"][2]["content"] == "".join(answer_texts(first.body, 3))
+    assert third.json["messages"][0]["content"] == "hihihihihi"
+    records = sorted((record for record in result.records if record.session == 1), key=lambda one: one.index)
+    assert [(record.turn, record.phase) for record in records] == [(1, "cold"), (2, "fill"), (3, "steady")]
+    assert len(result.records) == 6
+    row = next(row for row in rows_of(result) if row["user_id"] == "1" and row["round_id"] == "1")
+    assert row["input"] == str(third.json["messages"])
+
+
+def test_agentic_run_ends_although_requests_fail(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    line = {"round_id": 0, "agent_id": [0, 1], "output_tokens": [3, 4], "input_from": [[], []]}
+    trace.write_text(json.dumps(line))
+    parameters = AgenticParameters((str(trace),))
+    with RecordingServer(Behaviour(status_of=lambda position: 500 if position else 200)) as server:
+        result = run(parameters, server)
+    assert sorted(record.is_ok for record in result.records) == [False, True]
+    assert len(rows_of(result)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "run.json: the prepared transcripts cannot be read: No such file"),
+        ("{", "run.json: this is not JSON"),
+        ("[]", "run.json: expected a list"),
+        ('[{"input": "a"}, {"output_length": 3}]', "run.json: entry 1: `input` is None; it must be a text"),
+        ('[{"input": "a", "output_length": 0}]', "entry 0: `output_length` is 0; it must be an integer above 0"),
+    ],
+)
+def test_unreadable_transcripts_are_refused(tmp_path, text, message):
+    file = tmp_path / "run.json"
+    if text is not None:
+        file.write_text(text)
+    with RecordingServer() as server, pytest.raises(UsageError, match=message):
+        run(ShareGptParameters(str(file)), server)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "trace.jsonl, line 2: Expecting property name"),
+        ('{"agent_id": [0], "output_tokens": [1]}', "line 2: the key 'input_from' is missing"),
+        ('{"agent_id": [0], "output_tokens": [1, 2], "input_from": [[]]}', "must be lists of the same length"),
+        ('{"agent_id": [], "output_tokens": [], "input_from": []}', "a round requires at least one agent"),
+        (
+            '{"agent_id": [-2], "output_tokens": [1], "input_from": [[]]}',
+            "`agent_id` has -2; it must be an integer, 0 or more",
+        ),
+        ('{"agent_id": [0], "output_tokens": [0], "input_from": [[]]}', "`output_tokens` has 0"),
+        (
+            '{"agent_id": [0], "output_tokens": [1], "input_from": [[[2, 0, "both"]]]}',
+            "has \\[2, 0, 'both'\\]; the part must be one of input, output, both, the round at most 1",
+        ),
+        ('{"agent_id": [0], "output_tokens": [1], "input_from": [[[0, 0, "all"]]]}', "has \\[0, 0, 'all'\\]; the part"),
+        ('{"agent_id": [0], "output_tokens": [1], "input_from": [["a"]]}', "it must be \\[round, agent, input"),
+    ],
+)
+def test_unreadable_agentic_traces_are_refused(tmp_path, line, message):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"agent_id": [0], "output_tokens": [1], "input_from": [[]]}\n' + line)
+    with RecordingServer() as server, pytest.raises(UsageError, match=message):
+        run(AgenticParameters((str(trace),)), server)
+    assert server.requests == []

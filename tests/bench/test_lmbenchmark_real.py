@@ -1,0 +1,233 @@
+"""LMBenchmark's programs and our driver send the same bodies at the same times, and write the same CSV file.
+
+Both run against the same recording server. Requires KVBM_LMBENCHMARK, a checkout of LMBenchmark, and
+KVBM_LMBENCHMARK_PYTHON, an interpreter in a `bin` directory with `openai` and `pandas`.
+"""
+
+import asyncio
+import csv
+import json
+import os
+import subprocess
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recording_server import Behaviour, RecordingServer
+
+from kvbm_cli.bench.client.request import Target
+from kvbm_cli.bench.lmbenchmark.driver import run_faithful
+from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
+from kvbm_cli.bench.lmbenchmark.result_csv import SHAREGPT_COLUMNS
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(
+        not {"KVBM_LMBENCHMARK", "KVBM_LMBENCHMARK_PYTHON"} <= os.environ.keys(),
+        reason="KVBM_LMBENCHMARK and KVBM_LMBENCHMARK_PYTHON are not set",
+    ),
+]
+TICK_S, SLACK_S = 0.1, 0.1
+MEASURED = {"ttft", "generation_time", "launch_time", "finish_time"}
+
+
+def checkout():
+    return Path(os.environ["KVBM_LMBENCHMARK"])
+
+
+def run_program(command, *, is_chat=False, **variables):
+    python = Path(os.environ["KVBM_LMBENCHMARK_PYTHON"])
+    environment = {**os.environ, "USE_CHAT_COMPLETIONS": str(is_chat), **variables}
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def run_ours(parameters, server):
+    target = Target("cell.1.kvbm", "kvbm", "cell", 1, server.url)
+    return asyncio.run(run_faithful(parameters, target, model="m", on_record=lambda record: None))
+
+
+def recorded(run, behaviour):
+    """(bodies and arrival times by user, what `run` returned); times count from the first request with a user."""
+    with RecordingServer(behaviour) as server:
+        result = run(server)
+    by_user = defaultdict(list)
+    start_s = next((one.arrived_s for one in server.requests if one.user), server.requests[0].arrived_s)
+    for one in server.requests:
+        by_user[one.user].append((one.path, one.body, one.arrived_s - start_s))
+    return by_user, result
+
+
+def assert_same_requests(theirs, ours, *, slack_s=SLACK_S):
+    assert {user: len(sent) for user, sent in ours.items()} == {user: len(sent) for user, sent in theirs.items()}
+    for user, sent in theirs.items():
+        # The start-up requests have no user; they are sent together, in any order.
+        order = (lambda one: one) if user is None else (lambda one: one[2])
+        for (path, body, at_s), (our_path, our_body, our_at_s) in zip(
+            sorted(sent, key=order), sorted(ours[user], key=order), strict=True
+        ):
+            assert (our_path, our_body) == (path, body)
+            assert user is None or abs(our_at_s - at_s) < TICK_S + slack_s, (user, at_s, our_at_s)
+
+
+def assert_same_table(theirs, ours):
+    """All cells are the same text except those of measured columns, which are floats in both."""
+    their_rows, our_rows = (list(csv.DictReader(text.splitlines())) for text in (theirs, ours))
+    assert ours.splitlines()[0] == theirs.splitlines()[0]
+    assert len(our_rows) == len(their_rows) > 5
+    for their_row, our_row in zip(their_rows, our_rows, strict=True):
+        for column, cell in their_row.items():
+            if column in MEASURED:
+                assert repr(float(cell)) == cell
+                assert repr(float(our_row[column])) == our_row[column]
+            else:
+                assert our_row[column] == cell
+
+
+def small(**changes):
+    sizes = {"users": 4, "rounds": 3, "system_words": 20, "history_words": 300, "answer_tokens": 5, "qps": 4 / 0.95}
+    sizes |= {"warm_up_users": 0, "duration_s": 7.0}
+    return replace(preset("lmbenchmark-long"), **{**sizes, **changes})
+
+
+def program_command(parameters, url, output):
+    flags = {
+        "num-users": parameters.users,
+        "num-rounds": parameters.rounds,
+        "qps": parameters.qps,
+        "shared-system-prompt": parameters.system_words,
+        "user-history-prompt": parameters.history_words,
+        "answer-len": parameters.answer_tokens,
+        "model": "m",
+        "base-url": url,
+        "output": output,
+        "init-user-id": parameters.first_user_id,
+        "time": int(parameters.duration_s),
+    }
+    flags_of_command = [part for flag, value in flags.items() for part in (f"--{flag}", value)]
+    strict = ["--enforce-strict-concurrent-users"] if parameters.strict_concurrent_users else []
+    return ["python3", checkout() / "synthetic-multi-round-qa" / "multi-round-qa.py", *flags_of_command, *strict]
+
+
+@pytest.mark.parametrize(
+    ("changes", "first_token_s"),
+    [
+        ({}, 0.02),
+        ({"is_chat": True}, 0.02),
+        ({"strict_concurrent_users": True}, 0.02),
+        ({}, 1.25),  # each answer is later than the user's next launch
+    ],
+    ids=["completions", "chat", "strict concurrent users", "late answers"],
+)
+def test_multi_round_program(tmp_path, changes, first_token_s):
+    parameters = small(**changes)
+    output = tmp_path / "theirs.csv"
+    theirs, _ = recorded(
+        lambda server: run_program(program_command(parameters, server.url, output), is_chat=parameters.is_chat),
+        Behaviour(first_token_s=first_token_s),
+    )
+    ours, result = recorded(lambda server: run_ours(parameters, server), Behaviour(first_token_s=first_token_s))
+    assert_same_requests(theirs, ours)
+    assert_same_table(output.read_text(), result.csv)
+    assert any("launched late" in note for note in result.notes) == (first_token_s > 1)
+
+
+def test_long_script_with_its_warm_up_and_two_rates(tmp_path):
+    script = checkout() / "synthetic-multi-round-qa" / "long_input_short_output_run.sh"
+    variables = {"NUM_USERS_WARMUP": "5", "NUM_USERS": "3", "NUM_ROUNDS": "3", "TEST_DURATION": "3", "ANSWER_LEN": "7"}
+    behaviour = Behaviour(first_token_s=0.02)
+    theirs, _ = recorded(
+        lambda server: run_program(["bash", script, "m", server.url, tmp_path / "key", "2.25", "4.07"], **variables),
+        behaviour,
+    )
+    parameters = replace(
+        *(preset("lmbenchmark-long"),),
+        users=3,
+        rounds=3,
+        answer_tokens=7,
+        duration_s=3.0,
+        warm_up_users=5,
+        user_id_step=5,
+    )
+    runs = parameters.at_rates([2.25, 4.07])
+    ours, results = recorded(lambda server: [run_ours(one, server) for one in runs], behaviour)
+    for one, result in zip(runs, results, strict=True):
+        assert_same_table(Path(one.output_file(str(tmp_path / "key"))).read_text(), result.csv)
+    # The script starts a process per run, so only bodies are compared.
+    assert {user: sorted(body for _, body, _ in sent) for user, sent in ours.items()} == {
+        user: sorted(body for _, body, _ in sent) for user, sent in theirs.items()
+    }
+
+
+def test_process_summary_reads_our_file(tmp_path):
+    with RecordingServer(Behaviour(first_token_s=0.02)) as server:
+        result = run_ours(small(duration_s=3.0), server)
+    ours = tmp_path / "ours.csv"
+    ours.write_text(result.csv)
+    program = checkout() / "synthetic-multi-round-qa" / "multi-round-qa.py"
+    shown = run_program(["python3", program, "--process-summary", ours])
+    rows = list(csv.DictReader(result.csv.splitlines()))
+    mean_ttft_s = sum(float(row["ttft"]) for row in rows) / len(rows)
+    assert f"Average TTFT: \x1b[32m{mean_ttft_s:.4f}s" in shown
+    assert "Processing speed" in shown
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completions", "chat"])
+def test_sharegpt_program(tmp_path, is_chat):
+    transcripts = [{"input": f"Question {n}é\nanswer\nnext", "output_length": n + 1} for n in range(20)]
+    run_file, output = tmp_path / "run.json", tmp_path / "theirs.csv"
+    run_file.write_text(json.dumps([*transcripts, {"input": "without a length"}]))
+    command = [
+        *("python3", checkout() / "sharegpt" / "sharegpt-qa.py", "--qps", "6.5", "--model", "m"),
+        *("--sharegpt-file", run_file, "--output", output, "--base-url"),
+    ]
+    behaviour = Behaviour(first_token_s=0.4)
+    theirs, _ = recorded(lambda server: run_program([*command, server.url], is_chat=is_chat), behaviour)
+    parameters = ShareGptParameters(str(run_file), qps=6.5, is_chat=is_chat)
+    ours, result = recorded(lambda server: run_ours(parameters, server), behaviour)
+    assert len(theirs[None]) == 21
+    for (path, body, at_s), (our_path, our_body, our_at_s) in zip(theirs[None], ours[None], strict=True):
+        assert (our_path, our_body) == (path, body)
+        assert abs(our_at_s - at_s) < SLACK_S
+    assert tuple(result.csv.splitlines()[0].split(",")) == SHAREGPT_COLUMNS
+    assert_same_table(output.read_text(), result.csv)
+
+
+def test_agentic_program(tmp_path):
+    traces = [checkout() / "agentic" / "demo.jsonl", tmp_path / "second.jsonl"]
+    rounds = [
+        {"round_id": 0, "agent_id": [2], "output_tokens": [3], "input_from": [[]]},
+        {
+            "round_id": 1,
+            "agent_id": [0, 2],
+            "output_tokens": [4, 5],
+            "input_from": [[[0, 2, "both"]], [[1, 0, "input"]]],
+        },
+    ]
+    traces[1].write_text("\n".join(map(json.dumps, rounds)))
+    output = tmp_path / "theirs.csv"
+    command = [
+        *("python3", checkout() / "agentic" / "agentic-qa.py", "--num-agents", 3, "--model", "m"),
+        *("--user-request-interval", 0.65, "--new-user-interval", 0.45, "--trace-file", *traces),
+        *("--output", output, "--base-url"),
+    ]
+    behaviour = Behaviour(first_token_s=0.02)
+    theirs, _ = recorded(lambda server: run_program([*command, server.url]), behaviour)
+    parameters = AgenticParameters(tuple(map(str, traces)), request_interval_s=0.65, new_user_interval_s=0.45)
+    ours, result = recorded(lambda server: run_ours(parameters, server), behaviour)
+    assert {user: sorted(body for _, body, _ in sent) for user, sent in ours.items()} == {
+        user: sorted(body for _, body, _ in sent) for user, sent in theirs.items()
+    }
+    for user, sent in theirs.items():
+        times_s = {body: at_s for _, body, at_s in ours[user]}
+        assert all(abs(times_s[body] - at_s) < TICK_S + SLACK_S for _, body, at_s in sent)
+    kept = ("user_id", "round_id", "agentID", "prompt_tokens", "generation_tokens", "input", "output")
+    their_rows, our_rows = (
+        sorted([row[column] for column in kept] for row in csv.DictReader(text.splitlines()))
+        for text in (output.read_text(), result.csv)
+    )
+    assert our_rows == their_rows
+    assert result.csv.splitlines()[0] == output.read_text().splitlines()[0]

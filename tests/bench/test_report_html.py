@@ -1,0 +1,401 @@
+"""report.html without a browser: its content, that data cannot become markup, and which directories are refused."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import statistics
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_sample import write_json, write_sample
+
+from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm_cli.bench.html.build import build_report
+from kvbm_cli.bench.html.figures import CellView, by_source, by_turn, ecdf
+from kvbm_cli.bench.html.load_figures import parts_of_time
+from kvbm_cli.bench.html.page import LIBRARY
+from kvbm_cli.bench.html.run_data import read_run
+from kvbm_cli.bench.html.series import distribution, quantile, rates, thinned
+from kvbm_cli.bench.html.timeline import timeline
+
+ECHARTS_6_1_0 = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
+HOSTILE = "</script><img src=x onerror='alert(1)'>\"&\u2028\u202e\x1b[31m{{}}${x}\ud800"
+MOST_BYTES = 5_000_000
+
+
+class Document(HTMLParser):
+    """Elements with their attributes, the text of scripts and styles, and the text that is shown."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.raw: list[tuple[str, dict[str, str | None], str]] = []
+        self.shown = ""
+        self._inside: list[str] = []
+        self.feed(content)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        if tag in ("script", "style"):
+            self.raw.append((tag, dict(attributes), ""))
+        if tag != "meta":
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._inside.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._inside and self._inside[-1] in ("script", "style"):
+            tag, attributes, text = self.raw[-1]
+            self.raw[-1] = (tag, attributes, text + data)
+        else:
+            self.shown += data
+
+    @property
+    def charts(self) -> dict[str, Any]:
+        [text] = [text for _, attributes, text in self.raw if attributes.get("id") == "data"]
+        return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    write_sample(directory, sessions=6, turns=4, pairs=2)
+    return directory
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """One cell, which the test may damage."""
+    write_sample(tmp_path, sessions=6, turns=3, pairs=1, pressures=(None,))
+    return tmp_path
+
+
+def built(directory: Path) -> Document:
+    return Document(build_report(directory).read_text(encoding="utf-8"))
+
+
+def change_summary(directory: Path, **changes: Any) -> None:
+    summary = json.loads((directory / "summary.json").read_text())
+    write_json(directory / "summary.json", {**summary, **changes})
+
+
+def requests_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "requests.jsonl").read_text().splitlines()]
+
+
+def view_of(directory: Path) -> CellView:
+    run_data = read_run(directory)
+    return CellView.of(run_data, run_data.cells()[0])
+
+
+def test_chart_library_is_the_released_file() -> None:
+    assert hashlib.sha256(LIBRARY.read_bytes()).hexdigest() == ECHARTS_6_1_0
+    assert (LIBRARY.parent / "NOTICE").read_text().startswith("Apache ECharts\n")
+    assert "Apache License" in (LIBRARY.parent / "LICENSE").read_text()
+
+
+def test_policy_allows_exactly_the_scripts_and_the_style_of_the_page(sample: Path) -> None:
+    page = built(sample)
+    [policy] = [a["content"] or "" for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split("; ")}
+
+    def hashes(tag: str) -> list[str]:
+        texts = [text for name, attributes, text in page.raw if name == tag and "type" not in attributes]
+        return [f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in texts]
+
+    assert rules["default-src"] == ["'none'"]
+    assert rules["script-src"] == hashes("script")
+    assert rules["style-src-elem"] == hashes("style")
+    assert "connect-src" not in rules
+
+
+def test_page_loads_nothing(sample: Path) -> None:
+    page = built(sample)
+    assert not [tag for tag, _ in page.elements if tag in ("link", "img", "iframe", "object", "base", "form")]
+    addresses = [
+        value for _, attributes in page.elements for key, value in attributes.items() if key in ("src", "href")
+    ]
+    assert addresses
+    assert all((address or "").startswith("#cell-") for address in addresses)
+
+
+def test_names_from_data_are_text_everywhere(small: Path) -> None:
+    for file in ("summary.json", "requests.jsonl", "runs.jsonl"):
+        content = (small / file).read_text().replace('"kvbm"', json.dumps(HOSTILE))
+        (small / file).write_text(content.replace('"conversations"', json.dumps(HOSTILE)))
+    change_summary(small, explanation=HOSTILE, caveats=[HOSTILE], reasons=[HOSTILE], hint=f"`{HOSTILE}`")
+    content = build_report(small).read_text(encoding="utf-8")
+    page = Document(content)
+    assert HOSTILE in page.charts["arms"]
+    assert [tag for tag, _ in page.elements].count("script") == 3
+    assert not [attributes for _, attributes in page.elements if any(key.startswith("on") for key in attributes)]
+    assert not re.search("[\u2028\u202e\x1b]", content.replace(LIBRARY.read_text(encoding="utf-8"), ""))
+    assert "</script><img src=x onerror='alert(1)'>\"&\\u2028\\u202e\\x1b[31m{{}}${x}\\ud800" in page.shown
+
+
+def test_equal_directories_give_equal_bytes(small: Path) -> None:
+    first = build_report(small).read_bytes()
+    assert build_report(small).read_bytes() == first
+
+
+def test_report_has_no_path_of_the_machine(small: Path) -> None:
+    assert str(small) not in build_report(small).read_text(encoding="utf-8")
+    assert [path.name for path in small.iterdir() if path.name.startswith(".")] == []
+
+
+def test_twenty_thousand_requests_fit_into_the_limit(tmp_path: Path) -> None:
+    write_sample(tmp_path, sessions=278, turns=8, pairs=3, answer_tokens=2, pressures=(2.0,))
+    assert len(read_run(tmp_path).points) > 20_000
+    assert build_report(tmp_path).stat().st_size < MOST_BYTES
+
+
+def test_verdict_caveats_and_numbers_are_text(sample: Path) -> None:
+    summary = json.loads((sample / "summary.json").read_text())
+    shown = built(sample).shown
+    order = [shown.index(text) for text in (summary["explanation"][1:], "Results", "Caveats", "Results by workload")]
+    assert order == sorted(order)
+    paired = summary["ttft_speedup_paired"]
+    low, high = paired["interval_95"]
+    assert f"{paired['geometric_mean']:.2f}× speed-up" in shown
+    assert f"95% interval {low:.2f} to {high:.2f}" in shown
+    assert "p99 requires 368 samples: it is not reported." in shown
+    for cell in summary["cells"]:
+        assert cell["comparisons"][0]["explanation"][1:] in shown
+
+
+def test_every_chart_has_words_and_a_table(sample: Path) -> None:
+    page = built(sample)
+    boxes = [attributes for tag, attributes in page.elements if attributes.get("class") == "chart"]
+    kinds = [chart["kind"] for chart in page.charts["charts"]]
+    assert kinds == ["ladder", *["turns", "sources", "ecdf", "parts", "timeline"] * 3]
+    assert [int(box["data-chart"] or "") for box in boxes] == list(range(len(kinds)))
+    assert all(box["role"] == "img" and len(box["aria-label"] or "") > 60 for box in boxes)
+    assert [tag for tag, _ in page.elements].count("details") == len(kinds)
+
+
+def test_turns_chart_has_the_quartiles_of_the_requests(small: Path) -> None:
+    figure = by_turn(view_of(small))
+    assert figure is not None
+    rows = [row for row in requests_of(small) if row["arm"] == "kvbm" and row["turn"] == 2]
+    low, middle, high = statistics.quantiles([row["ttft_ms"] for row in rows], n=4, method="inclusive")
+    assert figure.data["arms"][1]["points"][1] == [2, round(low, 2), round(middle, 2), round(high, 2)]
+
+
+def test_requests_count_for_the_source_of_most_of_their_tokens(small: Path) -> None:
+    figure = by_source(view_of(small))
+    assert figure is not None
+    assert figure.data["sources"] == ["G1", "G2", "G3", "computed"]
+    computed = [row["ttft_ms"] for row in requests_of(small) if row["arm"] == "baseline" and row["g1_tokens"] == 0]
+    assert figure.data["arms"][0]["boxes"][3][2] == pytest.approx(statistics.median(computed), abs=0.01)
+    assert figure.data["arms"][0]["boxes"][1] is None
+
+
+def test_distribution_is_over_the_steady_requests(small: Path) -> None:
+    figure = ecdf(view_of(small))
+    assert figure is not None
+    steady = [r["ttft_ms"] for r in requests_of(small) if r["arm"] == "floor" and r["phase"] == "steady"]
+    points = figure.data["arms"][2]["points"]
+    assert [x for x, _ in points] == [round(value, 2) for value in sorted(steady)]
+    assert [y for _, y in points] == [round(rank / 6, 4) for rank in range(1, 7)]
+
+
+def test_parts_of_the_time_add_up_to_the_whole(small: Path) -> None:
+    figure = parts_of_time(view_of(small))
+    assert figure is not None
+    whole = statistics.fmean(row["end_to_end_ms"] for row in requests_of(small) if row["arm"] == "kvbm")
+    assert sum(figure.data["rows"][1]) == pytest.approx(whole, abs=0.05)
+
+
+def test_timeline_shows_the_counters_of_the_tested_arm(small: Path) -> None:
+    figure = timeline(view_of(small))
+    assert figure is not None
+    file = small / "runs" / "conversations.1.kvbm" / "server-metrics.jsonl"
+    last = json.loads(file.read_text().splitlines()[-1])
+    for tier, total in last["prompt_tokens"].items():
+        assert sum(rate for _, rate in figure.data["server"]["tokens"][tier]) == pytest.approx(total, abs=0.5)
+    assert "arm kvbm" in figure.note
+
+
+def test_without_server_metrics_the_timeline_has_requests_only(tmp_path: Path) -> None:
+    write_sample(tmp_path, sessions=6, turns=3, pairs=1, pressures=(None,), server_metrics=False)
+    charts = {chart["kind"]: chart for chart in built(tmp_path).charts["charts"]}
+    assert charts["timeline"]["server"] is None
+    assert charts["timeline"]["sources"] == []
+    assert "Cost of the engine" not in built(tmp_path).shown
+
+
+def test_cached_tokens_of_an_unknown_tier_are_a_source(small: Path) -> None:
+    rows = [{**row, "g1_tokens": None, "g2_tokens": None, "g3_tokens": None} for row in requests_of(small)]
+    (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figure = by_source(view_of(small))
+    assert figure is not None
+    assert figure.data["sources"] == ["cached", "computed"]
+
+
+def test_a_server_that_reports_no_source_has_no_chart_of_sources(small: Path) -> None:
+    unknown = dict.fromkeys(("g1_tokens", "g2_tokens", "g3_tokens", "computed_tokens", "cached_tokens"))
+    (small / "requests.jsonl").write_text("".join(json.dumps({**row, **unknown}) + "\n" for row in requests_of(small)))
+    assert by_source(view_of(small)) is None
+    built(small)
+
+
+def test_one_arm_alone_has_charts_and_no_comparison(tmp_path: Path) -> None:
+    write_sample(tmp_path, arms=("kvbm",), sessions=6, turns=3, pairs=1, pressures=(None,))
+    page = built(tmp_path)
+    assert "Invalid" in page.shown
+    assert [chart["kind"] for chart in page.charts["charts"]] == ["turns", "sources", "ecdf", "parts", "timeline"]
+
+
+def test_interrupted_run_shows_the_requests_that_it_has(small: Path) -> None:
+    (small / "runs.jsonl").unlink()
+    change_summary(
+        small,
+        complete=False,
+        cells=[],
+        arms={},
+        compared=None,
+        verdict="invalid",
+        explanation="interrupted",
+    )
+    content = (small / "requests.jsonl").read_text()
+    (small / "requests.jsonl").write_text(content[:-20])
+    page = built(small)
+    assert "incomplete: the run was interrupted" in page.shown
+    assert (
+        "kvbm bench --profile demo --compare baseline --workload conversations" in page.shown
+    )  # the arms are in plan.json
+    assert "last line of requests.jsonl is incomplete and was ignored" in page.shown
+    assert len(page.charts["charts"]) == 5
+
+
+def test_run_that_was_interrupted_before_its_first_request(tmp_path: Path) -> None:
+    summary = {"format": 2, "complete": False, "verdict": "invalid", "explanation": "interrupted", "arms": {}}
+    write_json(tmp_path / "summary.json", summary)
+    page = built(tmp_path)
+    assert page.charts == {"arms": [], "charts": []}
+    assert "requests.jsonl is missing" in page.shown
+
+
+def test_requests_of_a_run_that_was_repeated_count_once(small: Path) -> None:
+    rows = requests_of(small)
+    late = [{**row, "ttft_ms": 9e6} for row in rows[:3]] + [{**rows[0], "run": "conversations.2.kvbm", "pair": 2}]
+    (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*late, *rows]))
+    points = read_run(small).points
+    assert len(points) == len(rows)
+    assert max(point.ttft_ms or 0 for point in points) < 9e6
+
+
+@pytest.mark.parametrize(
+    ("verdict", "badge"), [("wrong", "Wrong answers"), ("invalid", "Invalid"), ("slower", "Slower")]
+)
+def test_reasons_of_a_bad_verdict_come_first(small: Path, verdict: str, badge: str) -> None:
+    change_summary(small, verdict=verdict, reasons=["arm kvbm answered 3 requests differently"], hint="run `x`")
+    shown = built(small).shown
+    assert badge in shown
+    assert (
+        shown.index("Arm kvbm answered 3 requests differently.")
+        < shown.index("What to do: run x")
+        < shown.index("× speed-up")
+    )
+
+
+def test_failed_requests_are_counted_and_not_drawn(small: Path) -> None:
+    rows = requests_of(small)
+    rows[0] |= {"status": "error", "ttft_ms": None, "end_to_end_ms": None, "ttft_from_launch_ms": None}
+    (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(view_of(small).answered) == len(rows) - 1
+    built(small)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("summary.json", "{", "`{}/summary.json` is not valid JSON: line 1"),
+        ("summary.json", '{"format": 1}', "`{}/summary.json`: `format` is 1, and this version of kvbm reads 2"),
+        ("summary.json", "[]", "`format` is \\[\\], and this version"),
+        ("summary.json", '{"format": 2, "arms": []}', "`arms` is \\[\\]; an object by the names of the arms"),
+        ("summary.json", '{"format": 2, "cells": [3]}', "`cells` has 3; an object with a `name`"),
+        ("summary.json", '{"format": 2, "cells": {"a": 1}}', '`cells` is {"a": 1}; a list is required'),
+        ("requests.jsonl", "{]\n{}\n", "`{}/requests.jsonl` line 1 is not valid JSON"),
+        ("requests.jsonl", "3\n", "`{}/requests.jsonl` line 1: 3 is not an object"),
+        ("requests.jsonl", '{"run": 4}\n', "`{}/requests.jsonl` line 1: `run` is 4; a string is required"),
+        ("runs.jsonl", '{"run": "a", "arm": "b"}\n', "`{}/runs.jsonl` line 1: `cell` is null; a string is required"),
+    ],
+)
+def test_damaged_directory_is_refused_with_file_line_and_value(
+    small: Path, file: str, content: str, message: str
+) -> None:
+    (small / file).write_text(content)
+    with pytest.raises(UsageError, match=message.replace("{}", str(small))):
+        build_report(small)
+    assert not (small / "report.html").exists()
+
+
+def test_wrong_values_of_requests_are_named(small: Path) -> None:
+    rows = requests_of(small)
+    rows[1]["ttft_ms"] = "fast"
+    (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UsageError, match=r'requests.jsonl` line 2: `ttft_ms` is "fast"; a number or null is required'):
+        build_report(small)
+
+
+def test_name_of_a_run_cannot_leave_the_directory(small: Path) -> None:
+    content = (small / "runs.jsonl").read_text().replace("conversations.1.kvbm", "../../elsewhere")
+    (small / "runs.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=r'"../../elsewhere" is not the name of a run'):
+        build_report(small)
+
+
+@pytest.mark.parametrize(("name", "message"), [("missing", "does not exist"), ("file", "is not a directory")])
+def test_what_is_not_a_directory_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=message):
+        build_report(tmp_path / name)
+
+
+def test_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"it has no summary\.json"):
+        build_report(tmp_path)
+
+
+def test_unwritable_directory_is_an_environment_problem(small: Path) -> None:
+    (small / "report.html").mkdir()
+    with pytest.raises(EnvironmentProblem, match=r"cannot write `.*report.html`: is a directory"):
+        build_report(small)
+
+
+def test_quantiles_are_linear_between_values() -> None:
+    assert [quantile([1.0, 2.0, 4.0], share) for share in (0, 0.25, 0.5, 0.75, 1)] == [1, 1.5, 2, 3, 4]
+    assert quantile([7.0], 0.9) == 7
+
+
+def test_long_distribution_keeps_its_ends() -> None:
+    points = distribution([float(value) for value in range(1000)], limit=50)
+    assert len(points) == 50
+    assert points[0] == (0.0, 0.001)
+    assert points[-1] == (999.0, 1.0)
+    assert all(share == (value + 1) / 1000 for value, share in points)
+
+
+def test_thinned_points_keep_the_ends_and_a_spike() -> None:
+    points = [(float(x), 500.0 if x == 421 else x % 3) for x in range(1000)]
+    kept = thinned(points, 40)
+    assert len(kept) == 40
+    assert kept == sorted(set(kept))
+    assert {points[0], points[421], points[-1]} <= set(kept)
+
+
+def test_rates_of_counters_that_appear_late_or_restart() -> None:
+    values = [None, None, 10, 30, 5]
+    samples = [{"t_ms": 2000.0 * i, "n": value} for i, value in enumerate(values)]
+    assert rates(samples, "n") == [(2.0, 0.0), (4.0, 5.0), (6.0, 10.0), (8.0, 0.0)]
+    failed = [{**samples[0], "error": "timeout"}, *samples[1:]]
+    assert rates(failed, "n")[0] == (4.0, 5.0)
+    assert rates(samples, "missing") == []

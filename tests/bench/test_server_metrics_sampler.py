@@ -1,0 +1,366 @@
+"""The sampler against a server whose page the test controls: rate, faults, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from metrics_server import MetricsServerForTests
+
+from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm_cli.bench.server_metrics.gpus import Gpus
+from kvbm_cli.bench.server_metrics.process_tree import ProcessTree
+from kvbm_cli.bench.server_metrics.sampler import Sampler
+from kvbm_cli.bench.server_metrics.server_summary import summarise
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERVAL_S = 0.1
+PAGE = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} 3.0
+vllm:prompt_tokens_by_source_total{engine="0",source="local_cache_hit"} %d
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 20.0
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 30.0
+vllm:request_success_total{finished_reason="length"} %d
+"""
+
+
+def page(number: int) -> str:
+    return PAGE % (number, number)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "server-metrics.jsonl"
+
+
+@pytest.fixture
+def server():
+    with MetricsServerForTests(page(1)) as running:
+        yield running
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_until(condition, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timeout"
+        time.sleep(0.01)
+
+
+def test_first_sample_is_written_before_the_run_and_the_last_one_after_it(server, path):
+    with Sampler.start(path, base_url=server.url, interval_s=60) as sampler:
+        assert [line["prompt_tokens"]["g1"] for line in lines(path)] == [1]
+        server.pages.text = page(5)
+    assert [line["prompt_tokens"]["g1"] for line in lines(path)] == [1, 5]
+    assert sampler.failure is None
+    assert sampler.path == path
+    summary = summarise(path)
+    assert summary.requests == 4
+    assert summary.prompt_tokens == {"g1": 4, "g2": 0, "g3": 0, "computed": 0}
+    assert summary.caveats == ()
+
+
+def test_samples_follow_the_interval_and_count_from_the_start_of_the_run(server, path):
+    start_ns = time.perf_counter_ns() + 60 * 10**9  # the run starts later than the sampler
+    with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S, start_ns=start_ns):
+        time.sleep(10.5 * INTERVAL_S)
+    times = [line["t_ms"] for line in lines(path)]
+    assert -60_000 < times[0] < 0
+    assert 4 <= len(times) <= 13  # 12 on an idle machine
+    assert times == sorted(times)
+    assert times[-1] - times[0] > 1e3 * 10 * INTERVAL_S
+
+
+def test_a_page_that_takes_longer_than_the_interval_does_not_pile_up(server, path):
+    server.pages.delay_s = 2.5 * INTERVAL_S
+    with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
+        time.sleep(12 * INTERVAL_S)
+    found = lines(path)
+    assert all("error" not in line for line in found)
+    assert 3 <= len(found) <= 8
+    assert server.pages.requests <= len(found) + 1
+
+
+def test_one_slow_page_is_not_followed_by_a_burst(server, path):
+    with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
+        server.pages.delay_s = 8 * INTERVAL_S
+        wait_until(lambda: server.pages.requests >= 2)
+        server.pages.delay_s = 0
+        time.sleep(13 * INTERVAL_S)
+    assert len(lines(path)) <= 10  # 8 missed samples are not made up for
+
+
+def test_an_answer_to_an_earlier_sample_is_ignored(server, path):
+    with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
+        server.pages.text, server.pages.delay_s = page(2), 0.6
+        wait_until(lambda: server.pages.requests >= 2)
+        time.sleep(0.3)
+        server.pages.text = page(5)
+    assert lines(path)[-1]["prompt_tokens"]["g1"] == 5
+
+
+def test_a_server_that_dies_leaves_lines_with_an_error(server, path):
+    with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S) as sampler:
+        wait_until(lambda: len(lines(path)) >= 2)
+        server.close()
+        wait_until(lambda: sum("error" in line for line in lines(path)) >= 2)
+    assert sampler.failure is None
+    last = lines(path)[-1]
+    assert "refused" in last["error"]
+    assert last["prompt_tokens"] is None
+    assert last["running"] is None
+    assert any("after" in caveat and "not known" in caveat for caveat in summarise(path).caveats)
+
+
+def test_a_server_that_comes_back_is_sampled_again(path):
+    with MetricsServerForTests(page(1)) as server, Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
+        server.pages.status = 503
+        wait_until(lambda: "error" in lines(path)[-1])
+        server.pages.status = 200
+        wait_until(lambda: "error" not in lines(path)[-1])
+    assert summarise(path).prompt_tokens is not None
+
+
+def test_a_server_that_hangs_delays_neither_the_start_nor_the_end(server, path):
+    server.pages.hangs = True
+    started = time.monotonic()
+    sampler = Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S)
+    try:
+        assert time.monotonic() - started < 10  # 1.5 s on an idle machine
+        assert "no complete answer" in lines(path)[0]["error"]
+        time.sleep(0.3)  # it waits for the next answer
+    finally:
+        stopping = time.monotonic()
+        sampler.stop()
+    assert time.monotonic() - stopping < 3.0
+    assert sampler.failure is None
+    assert max(line["took_ms"] for line in lines(path)) < 1e3 * (INTERVAL_S + 3)  # 1.1 s on an idle machine
+    assert summarise(path).caveats[-1] == "the server reported no metrics"
+
+
+def test_a_sample_that_waits_does_not_delay_the_end(server, path):
+    with Sampler.start(path, base_url=server.url, interval_s=1.5) as sampler:
+        server.pages.hangs = True
+        wait_until(lambda: server.pages.requests >= 2)  # this sample may take 2.5 s
+        stopping = time.monotonic()
+    assert time.monotonic() - stopping < 2.4
+    assert sampler.failure is None
+    assert ["error" in line for line in lines(path)] == [False, True]
+
+
+def test_a_page_that_hangs_does_not_delay_the_other_one(server, path):
+    server.pages.text = 'kvbm_evicted_blocks 7.0\nkvbm_host_blocks{state="free"} 4.0\n'
+    with MetricsServerForTests(page(1)) as engine:
+        engine.pages.hangs = True
+        with Sampler.start(path, base_url=engine.url, kvbm_metrics_url=f"{server.url}/metrics", interval_s=INTERVAL_S):
+            pass
+    first = lines(path)[0]
+    assert first["error"].startswith("engine: no ")
+    assert first["evictions"] == 7
+    assert first["facts"] == {"g2_blocks": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "error"),
+    [
+        ("<html><body>Not a page of metrics</body></html>", 200, "engine: the answer has no metrics"),
+        (b"\xff\xfe\x00\x80" * 100, 200, "engine: the answer has no metrics"),
+        ('{"error": {"message": "no such page"}}', 404, "engine: HTTP 404: no such page"),
+    ],
+)
+def test_a_page_without_metrics_is_an_error(server, path, text, status, error):
+    server.pages.text, server.pages.status = text, status
+    with Sampler.start(path, base_url=server.url):
+        pass
+    assert [line["error"] for line in lines(path)] == [error, error]
+
+
+def test_damaged_series_are_left_out(server, path):
+    server.pages.text = (
+        page(1) + "vllm:num_preemptions_total{ 5\nvllm:num_requests_waiting NaN\nvllm:kv_cache_usage_perc x\n"
+    )
+    with Sampler.start(path, base_url=server.url):
+        pass
+    assert [(line["waiting"], line["kv_usage"], line["running"]) for line in lines(path)] == [(None, None, 3)] * 2
+    assert summarise(path).preemptions is None
+
+
+def test_headers_are_sent_but_no_user_sees_them(server, path):
+    with Sampler.start(path, base_url=server.url, headers={"X-Secret": "0123456789"}) as sampler:
+        command = Path(f"/proc/{sampler.pid}/cmdline").read_bytes()
+        assert os.getpgid(sampler.pid) == sampler.pid  # Ctrl-C in a terminal does not end it before its last sample
+    assert server.pages.headers["X-Secret"] == "0123456789"
+    assert b"0123456789" not in command
+    assert "0123456789" not in path.read_text()
+
+
+@pytest.mark.parametrize("has_heir", [False, True], ids=["", "another process holds its input open"])
+def test_the_sampler_ends_with_its_parent(server, path, has_heir):
+    code = (
+        "import os, sys, time; from pathlib import Path; from kvbm_cli.bench.server_metrics.sampler import Sampler\n"
+        f"sampler = Sampler.start(Path({str(path)!r}), base_url={server.url!r}, interval_s=0.1)\n"
+        f"heir = os.fork() if {has_heir} else 0\n"
+        f"if heir or not {has_heir}: print(sampler.pid, heir, flush=True)\n"
+        "time.sleep(20)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert parent.stdout is not None
+    pid, heir = map(int, parent.stdout.readline().split())
+    try:
+        assert is_alive(pid)
+        parent.kill()
+        wait_until(lambda: not is_alive(pid))
+        assert not has_heir or is_alive(heir)
+    finally:
+        if has_heir:
+            os.kill(heir, signal.SIGKILL)
+        parent.kill()
+        parent.communicate()
+    assert all("error" not in line for line in lines(path))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def test_a_sampler_that_was_killed_is_reported(server, path):
+    with Sampler.start(path, base_url=server.url, interval_s=60) as sampler:
+        os.kill(sampler.pid, signal.SIGKILL)
+        wait_until(lambda: not is_alive(sampler.pid))
+    assert sampler.failure is not None
+    assert "exit code -9" in sampler.failure
+    assert "the server reported metrics only once" in summarise(path).caveats[0]
+    sampler.stop()
+
+
+def test_samples_of_an_earlier_attempt_are_replaced(server, path):
+    path.write_text("samples of an earlier attempt\n")
+    with Sampler.start(path, base_url=server.url, interval_s=60):
+        pass
+    assert len(lines(path)) == 2
+
+
+def test_a_file_that_cannot_be_written_is_an_error(server, tmp_path):
+    with pytest.raises(EnvironmentProblem, match=r"cannot write .*missing/file"):
+        Sampler.start(tmp_path / "missing/file", base_url=server.url)
+
+
+def test_an_interval_without_length_is_an_error(server, path):
+    with pytest.raises(UsageError, match=r"`interval_s` is 0, but must be at least 0\.05"):
+        Sampler.start(path, base_url=server.url, interval_s=0)
+
+
+def test_memory_cpu_time_and_disk_traffic_of_all_descendants(server, path):
+    burn = "sum(i * i for i in range(3_000_000)); data = bytearray(b'1') * 50_000_000"
+    child = f"import subprocess, sys, time; {burn}; print('up', flush=True); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, process_group=0)
+    try:
+        assert parent.stdout.readline() == b"up\n"
+        with Sampler.start(path, base_url=server.url, pid=parent.pid):
+            pass
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
+    last = lines(path)[-1]
+    assert last["rss_bytes"] > 50_000_000
+    assert last["cpu_s"] > 0.05
+    summary = summarise(path)
+    assert summary.peaks["rss_bytes"] >= last["rss_bytes"]
+    assert summary.cpu_s is not None
+    assert summary.cpu_s >= 0
+    assert summary.disk["written_bytes"] in (None, 0)
+
+
+def fake_process(proc: Path, pid: int, parent: int, *, ticks: int, io: str | None) -> None:
+    folder = proc / str(pid)
+    folder.mkdir(parents=True)
+    (folder / "stat").write_text(f"{pid} (a) b) S {parent} {pid} 1 0 0 0 0 0 0 0 {ticks} 1 2 3 0 0\n")
+    (folder / "status").write_text("Name:\ta\nVmRSS:\t  100 kB\nRssShmem:\t  40 kB\n")
+    if io is not None:
+        (folder / "io").write_text(io)
+
+
+IO = "rchar: 9\nread_bytes: 100\nwrite_bytes: 70\ncancelled_write_bytes: 20\n"
+
+
+def test_children_count_and_strangers_do_not(tmp_path):
+    for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1)):
+        fake_process(tmp_path, pid, parent, ticks=4, io=IO)
+    tree = ProcessTree(10, proc=tmp_path)
+    usage = tree.usage()
+    assert tree.pids == {10, 11, 12}
+    assert (usage.processes, usage.rss_bytes, usage.shared_bytes) == (3, 3 * 102_400, 3 * 40_960)
+    assert usage.cpu_s == pytest.approx(3 * 10 / os.sysconf("SC_CLK_TCK"))
+    assert (usage.read_bytes, usage.written_bytes) == (300, 150)
+
+
+def test_traffic_that_may_not_be_read_is_unknown(tmp_path, monkeypatch):
+    fake_process(tmp_path, 10, 1, ticks=4, io=IO)
+    fake_process(tmp_path, 11, 10, ticks=4, io=IO)
+    read_text = Path.read_text
+
+    def refuse(self, *arguments, **options):
+        if self == tmp_path / "11/io":
+            raise PermissionError
+        return read_text(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    usage = ProcessTree(10, proc=tmp_path).usage()
+    assert (usage.read_bytes, usage.written_bytes) == (None, None)
+    assert usage.rss_bytes is not None
+
+
+def test_an_engine_that_has_ended_is_unknown(tmp_path):
+    (tmp_path / "1").mkdir()
+    usage = ProcessTree(10, proc=tmp_path).usage()
+    assert (usage.processes, usage.rss_bytes, usage.cpu_s, usage.read_bytes) == (0, None, None, None)
+
+
+class FakeNvml:
+    """The functions of pynvml that kvbm uses. GPU 1 reports no energy."""
+
+    class NVMLError(Exception): ...
+
+    def nvmlDeviceGetCount(self):
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return f"handle-{index}"
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return [SimpleNamespace(pid=100 + int(handle[-1]))]
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        return SimpleNamespace(gpu=40, memory=9)
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(used=5 << 30)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        if handle == "handle-1":
+            raise self.NVMLError
+        return 7500
+
+
+def test_only_the_gpus_of_the_engine_count():
+    gpus = Gpus(FakeNvml())
+    assert gpus.sample({101}) == [{"index": 1, "utilisation": 0.4, "memory_bytes": 5 << 30, "energy_j": None}]
+    assert [gpu["index"] for gpu in gpus.sample({999})] == [0, 1, 2]  # unknown process ids: a container
+    assert gpus.sample({100})[0]["energy_j"] == 7.5
+    assert Gpus(None).sample({100}) == []

@@ -1,0 +1,296 @@
+"""The reader of traces: what it accepts, and what it says about a wrong file, line, field or value."""
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
+from kvbm_cli.bench.trace import trace_lines
+from kvbm_cli.bench.trace.reader import TraceReader
+from kvbm_cli.bench.trace.sessions import Sessions
+from kvbm_cli.bench.trace.trace_request import TraceFormat, Turns, parse_columns
+
+HEAD = Path(__file__).parent / "data/mooncake-conversation-head.jsonl.gz"
+
+
+def written(tmp_path, *lines, name="t.jsonl"):
+    path = tmp_path / name
+    texts = [line if isinstance(line, str | bytes) else json.dumps(line) for line in lines]
+    path.write_bytes(b"".join((text.encode() if isinstance(text, str) else text) + b"\n" for text in texts))
+    return path
+
+
+def read(path, **form):
+    return list(TraceReader(path, TraceFormat(**form)))
+
+
+def refused(tmp_path, *lines, **form):
+    """The message about wrong lines, without the directory of the file."""
+    with pytest.raises(ProfileError) as caught:
+        read(written(tmp_path, *lines), **form)
+    return caught.value.message.replace(f"{tmp_path}/", "")
+
+
+def placed(tmp_path, *lines, **form):
+    path = written(tmp_path, *lines)
+    sessions = Sessions(path, TraceFormat(**form))
+    return [sessions.place(request) for request in read(path, **form)]
+
+
+def misplaced(tmp_path, *lines, **form):
+    with pytest.raises(ProfileError) as caught:
+        placed(tmp_path, *lines, **form)
+    return caught.value.message.replace(f"{tmp_path}/", "")
+
+
+def test_a_line_of_mooncake_is_read(tmp_path):
+    [one] = read(written(tmp_path, {"timestamp": 7, "input_length": 700, "output_length": 9, "hash_ids": [4, 5]}))
+    assert (one.line, one.timestamp_ms, one.input_tokens, one.output_tokens, one.hash_ids) == (1, 7.0, 700, 9, (4, 5))
+    assert one.input_kind == "input_length"
+
+
+def test_all_fields_of_aiperf_are_read(tmp_path):
+    lines = [
+        {"session_id": "a", "text_input": "hi", "output_length": 3, "extra": {"top_p": 1}},
+        {
+            "session_id": 7,
+            "delay": 2.5,
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function"}],
+        },
+        {"payload": {"prompt": "p", "max_tokens": 4}, "timestamp": None},
+    ]
+    text, chat, payload = read(written(tmp_path, *lines))
+    assert (text.text, text.session_id, text.extra) == ("hi", "a", {"top_p": 1})
+    assert (chat.session_id, chat.delay_ms, chat.messages[0]["role"], len(chat.tools)) == ("7", 2.5, "user", 1)
+    assert (payload.payload["prompt"], payload.timestamp_ms, payload.input_kind) == ("p", None, "payload")
+
+
+def test_gzip_is_found_by_its_content_and_empty_lines_are_skipped(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(gzip.compress(b'\xef\xbb\xbf{"input_length": 3}\r\n\n  \n{"input_length": 4}'))
+    assert [(one.line, one.input_tokens) for one in read(path)] == [(1, 3), (4, 4)]
+
+
+def test_columns_time_scale_and_block_length_are_configurable(tmp_path):
+    path = written(tmp_path, {"at_us": 3000, "prompt": 33, "ids": [1, 2, 3]})
+    columns = parse_columns(["timestamp=at_us", "input_length=prompt", "hash_ids=ids"])
+    [one] = read(path, columns=columns, time_scale=0.001, block_tokens=16)
+    assert (one.timestamp_ms, one.input_tokens, one.hash_ids) == (3.0, 33, (1, 2, 3))
+
+
+def test_unknown_fields_are_counted(tmp_path):
+    reader = TraceReader(written(tmp_path, {"input_length": 1, "group": 1}, {"input_length": 1}), TraceFormat())
+    assert len(list(reader)) == 2
+    assert reader.ignored == {"group": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"input_length": -5}, "t.jsonl:1: `input_length` must be a whole number of tokens from 1 to 10,000,000, not"),
+        ({"input_length": 0}, "`input_length` must be a whole number"),
+        ({"input_length": 1.5}, "not `1.5`"),
+        ({"input_length": True}, "not `true`"),
+        ({"input_length": "12"}, 'not `"12"`'),
+        ({"input_length": 10**40}, "not `1000000000"),
+        ({"input_length": 10**90}, "a number of about 89 digits"),
+        ({"input_length": 4, "output_length": 0}, "`output_length` must be a whole number of tokens"),
+        ({"input_length": 4, "timestamp": -1}, "`timestamp` must be a number of milliseconds from 0 to 1e+13, not `-1"),
+        ({"input_length": 4, "timestamp": "0"}, 'a number of milliseconds from 0 to 1e+13, not `"0"`'),
+        ('{"input_length": 4, "delay": 1e999}', "`delay` must be a number of milliseconds from 0 to 1e+13, not `Inf"),
+        ('{"input_length": 4, "delay": NaN}', "t.jsonl:1: `NaN` is not a number in JSON"),
+        ('{"input_length": ' + "9" * 5000 + "}", "t.jsonl:1: a number has more than 4300 digits"),
+        ({"input_length": 4, "session_id": ""}, "`session_id` must be text or a whole number"),
+        ({"input_length": 4, "session_id": [1]}, "`session_id` must be text or a whole number, not `[1]`"),
+        ({"input_length": 4, "hash_ids": 1}, "`hash_ids` must be a list of whole numbers, not `1`"),
+        ({"input_length": 4, "hash_ids": ["a"]}, "`hash_ids` must be a list of whole numbers from 0 to 2^64 - 1"),
+        ({"input_length": 4, "hash_ids": [-1]}, "2^64 - 1, not `-1`"),
+        ({"input_length": 4, "hash_ids": []}, "`hash_ids` has 0 ids, and `input_length` 4 requires 1 blocks"),
+        (
+            {"input_length": 513, "hash_ids": [1]},
+            "t.jsonl:1: `hash_ids` has 1 ids, and `input_length` 513 requires 2 blocks of 512 tokens",
+        ),
+        ({"text_input": "x", "hash_ids": [1]}, "`hash_ids` requires `input_length`"),
+        ({}, "exactly one of `input_length`, `text_input`, `messages` and `payload` is required, and there is none"),
+        ({"input_length": 1, "text_input": "x"}, "and `input_length` and `text_input` are given"),
+        ({"text_input": ""}, "`text_input` must be text"),
+        ({"text_input": 5}, "`text_input` must be text, not `5`"),
+        ('{"text_input": "a\\ud800"}', "`text_input` has half of a surrogate pair, U+D800"),
+        ('{"messages": [{"role": "user", "content": "\\udfff"}]}', "`messages` has half of a surrogate pair, U+DFFF"),
+        ({"messages": []}, "`messages` must be a list of at least one object, not `[]`"),
+        ({"messages": [{"content": "x"}]}, "`messages` must be a list of objects with a text `role`"),
+        ({"text_input": "x", "tools": [{}]}, "`tools` requires `messages`"),
+        ({"payload": {"x": 1}}, "`payload` must be the body of a request with either `prompt` or `messages`"),
+        ({"payload": []}, "`payload` must be an object with at least one key, not `[]`"),
+        ({"input_length": 1, "extra": 3}, "`extra` must be an object with at least one key, not `3`"),
+        ([1, 2], "t.jsonl:1: a line must be a JSON object, not `[1, 2]`"),
+        ("7", "a line must be a JSON object, not `7`"),
+        ("timestamp,input_length", "t.jsonl:1: not JSON: expecting value in column 1, near `\"timestamp,input_leng"),
+        ('{"input_length": 1,', "t.jsonl:1: not JSON"),
+        ('{"input_length": 1, "input_length": 2}', '`"input_length"` appears 2 times'),
+        ('{"input_length": 1, "extra": ' + "[" * 100_000, "t.jsonl:1: the values are nested too deeply"),
+        (b'{"input_length": 1, "x": "\xff"}', "t.jsonl:1: not UTF-8 text (byte 27 of the line is 0xff)"),
+        (b"\x00\x01\x02", "t.jsonl:1: not JSON"),
+        ("[" + "1," * 1000 + "1]", "..."),
+    ],
+)  # fmt: skip
+def test_a_wrong_line_is_refused(tmp_path, line, expected):
+    message = refused(tmp_path, line)
+    assert expected in message
+    assert len(message) < 300
+    assert message.isprintable()
+
+
+def test_a_wrong_line_is_named_by_its_number_and_its_column(tmp_path):
+    message = refused(tmp_path, {"prompt": 3}, {"prompt": -3}, columns={"input_length": "prompt"})
+    assert message.startswith("t.jsonl:2: `prompt` must be")
+
+
+def test_a_block_length_that_would_fit_is_proposed(tmp_path):
+    with pytest.raises(ProfileError) as caught:
+        read(written(tmp_path, {"input_length": 33, "hash_ids": [1, 2, 3]}))
+    assert caught.value.hint == "16 tokens per block would fit this line"
+
+
+def test_microseconds_are_recognised(tmp_path):
+    with pytest.raises(ProfileError) as caught:
+        read(written(tmp_path, {"input_length": 1, "timestamp": 1.7e15}))
+    assert caught.value.hint == "for microseconds, set the time scale to 0.001"
+    [one] = read(written(tmp_path, {"input_length": 1, "timestamp": 1.7e15}), time_scale=0.001)
+    assert one.timestamp_ms == 1.7e12
+
+
+def test_files_that_are_no_traces_are_refused(tmp_path):
+    def message(path, error=ProfileError):
+        with pytest.raises(error) as caught:
+            read(path)
+        return caught.value.message
+
+    assert "the file holds no request" in message(written(tmp_path))
+    assert "the file holds no request" in message(written(tmp_path, "", "  "))
+    assert "there is no file" in message(tmp_path / "missing.jsonl", UsageError)
+    assert "is a directory" in message(tmp_path, UsageError)
+    assert "is not a regular file" in message(Path("/dev/zero"), UsageError)
+    assert "not compressed with gzip" in message(written(tmp_path, {"input_length": 1}, name="t.jsonl.gz"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole[:-4],
+        lambda whole: whole + b"more",
+        lambda whole: whole[:2] + b"\xff" * 50,
+        lambda whole: whole[:-6] + b"\x00" + whole[-5:],
+    ],
+)
+def test_damaged_gzip_data_is_refused(tmp_path, damage):
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(damage(HEAD.read_bytes()))
+    with pytest.raises(ProfileError, match=r"t.jsonl.gz: the gzip data is damaged or incomplete after line \d+: ."):
+        read(path)
+
+
+def test_a_file_that_fails_to_be_read_is_a_problem_of_the_machine(tmp_path, monkeypatch):
+    def fails(*arguments, **options):
+        raise OSError(5, "Input/output error")
+
+    path = written(tmp_path, {"input_length": 1})
+    reader = TraceReader(path, TraceFormat())
+    monkeypatch.setattr("builtins.open", fails)
+    with pytest.raises(EnvironmentProblem, match="input/output error"):
+        list(reader)
+
+
+def test_a_line_of_100_mb_is_refused_with_bounded_memory(tmp_path):
+    path = tmp_path / "t.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"text_input": "')
+        for _ in range(100):
+            file.write(b"x" * 2**20)
+        file.write(b'"}\n')
+    tracemalloc.start()
+    with pytest.raises(ProfileError, match=r"t\.jsonl\.gz:1: the line is longer than 32 MiB"):
+        read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * trace_lines.MAX_LINE_BYTES
+
+
+def test_random_bytes_give_an_error_of_ours(tmp_path):
+    import random
+
+    generator = random.Random(0)
+    line = json.dumps({"timestamp": 0, "input_length": 700, "output_length": 9, "hash_ids": [4, 5]}).encode()
+    path = tmp_path / "t.jsonl"
+    outcomes = set()
+    for _ in range(500):
+        changed = bytearray(line)
+        for _ in range(generator.randint(1, 3)):
+            changed[generator.randrange(len(changed))] = generator.randrange(256)
+        path.write_bytes(bytes(changed))
+        try:
+            read(path)
+            outcomes.add("accepted")
+        except KvbmError:
+            outcomes.add("refused")
+    assert outcomes == {"accepted", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"block_tokens": 0}, "the tokens of a block must be from 1 to 65536, not 0"),
+        ({"time_scale": float("nan")}, "the time scale must be from 0.000001 to 1000000, not nan"),
+        ({"columns": {"lenght": "x"}}, "`lenght` is no field of a trace"),
+        ({"columns": {"timestamp": "delay"}}, "the fields `timestamp` and `delay` have one column, `delay`"),
+    ],
+)
+def test_a_wrong_format_is_refused(form, expected):
+    with pytest.raises(UsageError, match="^" + expected.replace("(", r"\(")):
+        TraceFormat(**form)
+
+
+@pytest.mark.parametrize("text", ["input_length", "=x", "input_length=", "delay=a delay=b"])
+def test_a_wrong_column_is_refused(text):
+    with pytest.raises(UsageError):
+        parse_columns(text.split())
+
+
+def test_turns_follow_each_other_and_times_are_estimated(tmp_path):
+    lines = [
+        {"session_id": "a", "timestamp": 1000, "input_length": 1},
+        {"timestamp": 1200, "input_length": 1},
+        {"session_id": "a", "delay": 500, "input_length": 1},
+        {"session_id": "a", "timestamp": 9000, "delay": 1, "input_length": 1},
+    ]
+    found = [(one.session, one.turn, one.previous, one.launch_ms) for one in placed(tmp_path, *lines)]
+    assert found == [(0, 1, None, 1000), (1, 1, None, 1200), (0, 2, 0, 1500), (0, 3, 2, 9000)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"timestamp": 0}, {"session_id": "b"}, "the first turn of a session has no `timestamp` here"),
+        ({}, {"session_id": "b", "timestamp": 0}, "has `timestamp` here, and no `timestamp` in line 1"),
+        ({}, {"timestamp": 0}, "the session has `timestamp` here, and none in line 1"),
+        ({}, {"session_id": "b", "delay": 3}, "`delay` is 3 ms in the first turn of a session"),
+        ({"timestamp": 9}, {"timestamp": 8}, "`timestamp` is 8 ms, and the previous turn of the session is launched"),
+        ({}, {"input_length": None, "text_input": "x"}, "has `text_input` here, and `input_length` in line 1"),
+        ({"hash_ids": [3]}, {"hash_ids": [3]}, "turn 2 of the session begins with block 3, as line 1 does"),
+    ],
+)
+def test_a_line_that_contradicts_another_is_refused(tmp_path, first, second, expected):
+    base = {"session_id": "a", "input_length": 1}
+    message = misplaced(tmp_path, {**base, **first}, {**base, **second})
+    assert message.startswith("t.jsonl:2: ")
+    assert expected in message
+
+
+def test_whole_prompts_may_repeat_the_first_block(tmp_path):
+    line = {"session_id": "a", "input_length": 1, "hash_ids": [3]}
+    assert [one.turn for one in placed(tmp_path, line, line, turns=Turns.WHOLE)] == [1, 2]
