@@ -94,14 +94,13 @@ def _changes(one: Results, other: Results) -> Iterator[ArmChange]:
 
 
 def _change(cell: CellResult, second: CellResult, arm: str) -> ArmChange:
-    medians = [
-        percentile(
-            [time for run in one.of_arm(arm) for record in one.primary_records(run) if (time := record.ttft_ms)], 50
-        )
-        for one in (cell, second)
-    ]
     ratio = paired_ratio(pairs_of(cell, cell.of_arm(arm), second.of_arm(arm)))
-    return ArmChange(cell.name, arm, ratio, (medians[0], medians[1]))
+    return ArmChange(cell.name, arm, ratio, (_median_ms(cell, arm), _median_ms(second, arm)))
+
+
+def _median_ms(cell: CellResult, arm: str) -> float | None:
+    records = [record for run in cell.of_arm(arm) for record in cell.primary_records(run)]
+    return percentile([time for record in records if (time := record.ttft_ms) is not None], 50)
 
 
 def _notes(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kvbm_cli.profile.workload import KEYS, Workload, load_workload, parse_workload, shipped_workloads
 
 from kvbm.errors import ProfileError, UsageError
-from kvbm_cli.profile.workload import KEYS, Workload, load_workload, parse_workload, shipped_workloads
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/bench.md"
 TEXT = """

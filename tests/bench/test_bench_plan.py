@@ -6,7 +6,6 @@ import zlib
 
 import pytest
 from bench_rig import WORKLOAD
-
 from kvbm_cli.bench.schedule import Plan, RecordedAnswer, Script, random_text, random_tokens
 
 ANSWERS = [[RecordedAnswer((user, turn, 1, 2, 3, 4)) for turn in (1, 2)] for user in range(3)]

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 from bench_rig import WORKLOAD
+from kvbm_cli.bench.output_directory import OutputDirectory
 
 from kvbm.config.load import load
 from kvbm.errors import EngineError, EnvironmentProblem
@@ -12,7 +13,6 @@ from kvbm_cli.bench.arms import ProfileEngines, fresh_disk
 from kvbm_cli.bench.comparison import AGAINST_BASELINE
 from kvbm_cli.bench.control import ScrapedMetrics
 from kvbm_cli.bench.experiment import _require_empty_disk
-from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.package_data import profiles_directory
 
 
