@@ -329,6 +329,18 @@ def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
     return body.report(directory, as_json=json)
 
 
+@bench_app.command("diff", cls=Command)
+def bench_diff(
+    first: Annotated[Path, _argument("A", "Directory of the first run.", FILES)],
+    second: Annotated[Path, _argument("B", "Directory of the second run.", FILES)],
+    json: JsonOption = False,
+) -> int:
+    """Compare the same arms of two runs that sent the same requests."""
+    from kvbm_cli.bench.diff import diff
+
+    return diff(first, second, as_json=json)
+
+
 @app.command(cls=Command)
 def size(
     model: Annotated[str | None, _argument("MODEL", SIZED_HELP, _completed_by("models"))] = None,

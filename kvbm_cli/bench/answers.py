@@ -7,6 +7,7 @@ own answers.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,15 +151,22 @@ def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]
     runs = [run for name in _control_arms(results) for run in cell.of_arm(name)]
     source = _source(results, cell)
     if source.recorded is not None:
-        return {run.run: compare_answers(source.recorded, _answers(run)) for run in runs}
+        recorded = source.recorded
+        return {
+            f"{arm} against the recording": pooled(
+                compare_answers(recorded, _answers(run)) for run in runs if run.arm == arm
+            )
+            for arm in dict.fromkeys(run.arm for run in runs)
+        }
     if not runs and len(results.plan["references"]) > 0:
         runs = list(cell.of_arm(results.plan["references"][0]))
-    return {
-        f"{one.run} and {other.run}": compare_answers(_answers(one), _answers(other))
-        for position, one in enumerate(runs)
-        for other in runs[position + 1 :]
-        if cell.are_pairs_equal or one.pair == other.pair
-    }
+    compared: dict[str, list[OutputDifference]] = defaultdict(list)
+    for position, one in enumerate(runs):
+        for other in runs[position + 1 :]:
+            if cell.are_pairs_equal or one.pair == other.pair:
+                name = f"two runs of {one.arm}" if one.arm == other.arm else f"{one.arm} against {other.arm}"
+                compared[name].append(compare_answers(_answers(one), _answers(other)))
+    return {name: pooled(parts) for name, parts in compared.items()}
 
 
 def _answers(run: RunResult) -> dict[Key, Answer]:

@@ -61,7 +61,7 @@ class Compared:
         return {
             "compared": {"measured": self.measured, "reference": self.reference},
             "ttft_speedup": self.ttft_speedup,
-            "ttft_speedup_paired": _ratio(self.ratio),
+            "ttft_speedup_paired": ratio_data(self.ratio),
             "outputs_equal": self.outputs_equal,
             "share_of_possible_gain": self._share(),
         }
@@ -75,7 +75,7 @@ class Compared:
             "reasons": list(self.judgement.reasons),
             "hint": self.judgement.hint,
             "ttft_speedup": self.ttft_speedup,
-            "ttft_speedup_paired": _ratio(self.ratio),
+            "ttft_speedup_paired": ratio_data(self.ratio),
             "ttft_percentiles": {f"p{percent}": _percentiles(one) for percent, one in self.percentiles.items()},
             "noise": self.noise and asdict(self.noise),
             "share_of_possible_gain": self._share(),
@@ -96,7 +96,7 @@ class Compared:
 def compare(results: Results, cell: CellResult, reference: str, limits: VerdictLimits) -> Compared:
     measured: str = results.plan["measured"]
     one, other = cell.of_arm(reference), cell.of_arm(measured)
-    ratio = paired_ratio(_pairs(cell, one, other))
+    ratio = paired_ratio(pairs_of(cell, one, other))
     deviation = ratio.run_deviation if ratio else None
     samples = {name: _samples(cell, runs) for name, runs in ((reference, one), (measured, other))}
     answers = answers_of(results, cell)
@@ -124,7 +124,7 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
         has_loads=has_loads,
         clients=[_client(run) for run in (*one, *other)],
         utilisation=_utilisation(one),
-        queue_share=_queue_share(one),
+        queue_share=_queue_share(one) if cell.plan is not None else None,  # else its warm-up counts, too
         is_closed_loop=cell.plan is not None and cell.plan.launches.interval_s is None,
         what=_what(cell),
     )
@@ -158,17 +158,21 @@ def is_cell_tight(measured: str, reference: str, primary: str, records: Sequence
     return is_tight(paired_ratio(pairs))
 
 
-def _pairs(
+def pairs_of(
     cell: CellResult, reference: Sequence[RunResult], measured: Sequence[RunResult]
 ) -> dict[int, dict[int, list[tuple[float, float]]]]:
-    """Times to first token in both arms, by pair and session, of every primary request that both answered."""
+    """Times to first token in both arms, by pair and session, of every primary request that both answered.
+
+    If pairs got other prompts, their sessions have other numbers.
+    """
+    step = 0 if cell.are_pairs_equal else 1 + max((one.session for run in reference for one in run.records), default=0)
     others = {run.pair: {one.key: one.ttft_ms for one in cell.primary_records(run)} for run in measured}
     pairs: dict[int, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for run in reference:
         for record in cell.primary_records(run):
             other_ms = others.get(run.pair, {}).get(record.key)
             if record.ttft_ms and other_ms:
-                pairs[run.pair][record.session].append((record.ttft_ms, other_ms))
+                pairs[run.pair][record.session + step * run.pair].append((record.ttft_ms, other_ms))
     return pairs
 
 
@@ -252,7 +256,7 @@ def _what(cell: CellResult) -> str:
     )
 
 
-def _ratio(ratio: PairedRatio | None) -> dict[str, Any] | None:
+def ratio_data(ratio: PairedRatio | None) -> dict[str, Any] | None:
     if ratio is None:
         return None
     return {

@@ -29,6 +29,7 @@ from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Comparison, RunGroup, groups
 from kvbm_cli.bench.lmbenchmark.driver import run_faithful
 from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
+from kvbm_cli.bench.lmbenchmark.presets import LmbenchmarkParameters, ShareGptParameters
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
 from kvbm_cli.bench.records.bench_directory import PLAN, REQUESTS, RUNS, BenchDirectory
@@ -36,13 +37,15 @@ from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.server_metrics.sampler import Sampler
 from kvbm_cli.bench.server_metrics.server_summary import ServerSummary, summarise
 from kvbm_cli.bench.workload.plan import Plan
+from kvbm_cli.system.filesystem import write_atomically
 from kvbm_cli.workload.schema import Lmbenchmark
 
 FORMAT = 2
 SMALLEST_PAIRS = 2
 SMALLEST_ROOM_TOKENS = 8192
 SERVER_METRICS = "server-metrics.jsonl"
-FAITHFUL_CSV = "lmbenchmark.csv"
+FAITHFUL_CSV = "agentic.csv"
+WITH_FILE_NAME = (LmbenchmarkParameters, ShareGptParameters)
 
 
 class ExperimentProgress(Protocol):
@@ -235,14 +238,22 @@ class _Experiment:
                 result = asyncio.run(self._faithful(workload, target, engine.model, monitor))
             health = ClientHealth.of([monitor.result()], result.records)
             facts = FaithfulFacts(result.started_unix_s, result.duration_s, health)
-            (self._directory.run(run) / FAITHFUL_CSV).write_text(result.csv, encoding="utf-8")
+            self._write_csv(group.cell, name, run, result.csv)
             line = _run_line(name, engine, group, facts, summarise(path))
             self._directory.append(RUNS, {**line, "notes": list(result.notes)})
+
+    def _write_csv(self, cell: Cell, name: str, run: str, text: str) -> None:
+        """The CSV file that LMBenchmark would write."""
+        parameters = faithful_parameters(cell.workload) if isinstance(cell.workload, Lmbenchmark) else None
+        file = FAITHFUL_CSV if not isinstance(parameters, WITH_FILE_NAME) else parameters.output_file(run)
+        folder = self._directory.path / "exports" / name / cell.name
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / file, text)
 
     async def _faithful(
         self, workload: Lmbenchmark, target: Target, model: str, monitor: HealthMonitor
     ) -> FaithfulResult:
-        async with monitor.running():
+        with monitor.garbage_collector_off(), monitor.running():
             return await run_faithful(faithful_parameters(workload), target, model=model, on_record=self._keep_record)
 
     def _started(

@@ -6,6 +6,8 @@ The load client only changes plain attributes; the thread of ProgressDisplay dra
 from __future__ import annotations
 
 import time
+from collections import deque
+from statistics import median
 
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.terminal.progress import ProgressDisplay
@@ -14,6 +16,7 @@ from kvbm_cli.terminal.show_error import coloured
 BAR_CELLS = 20
 SMALLEST_BAR_CELLS = 8
 GREEN, DIM = "32", "2"
+RECENT_REQUESTS = 20  # of an arm, whose median is shown
 
 
 class BenchProgress(ProgressDisplay):
@@ -26,19 +29,20 @@ class BenchProgress(ProgressDisplay):
         self._remaining_s: float | None = None
         self._answered = 0
         self._failed = 0
-        self._last_ttft_ms: float | None = None
+        self._ttft_ms: dict[str, deque[float]] = {}
 
     def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None:
         self._phase_started = time.monotonic()
         self._expected_s, self._remaining_s = expected_s, remaining_s
         self._answered = self._failed = 0
-        self._last_ttft_ms = None
+        self._ttft_ms = {}
         self.report(text)
 
     def request_ended(self, record: RequestRecord) -> None:
         self._answered += record.is_ok
         self._failed += not record.is_ok
-        self._last_ttft_ms = record.ttft_ms if record.is_ok else self._last_ttft_ms
+        if record.is_ok and record.ttft_ms is not None:
+            self._ttft_ms.setdefault(record.arm, deque(maxlen=RECENT_REQUESTS)).append(record.ttft_ms)
 
     def left_s(self) -> float | None:
         """Seconds until the whole run ends; unknown until the recording has fixed the schedule."""
@@ -65,8 +69,10 @@ class BenchProgress(ProgressDisplay):
         details = []
         if self._answered or self._failed:
             details.append(f"{self._answered} answered" + (f", {self._failed} failed" if self._failed else ""))
-        if self._last_ttft_ms is not None:
-            details.append(f"first token {self._last_ttft_ms:.0f} ms")
+        arms = dict(self._ttft_ms)  # the client's thread adds arms
+        if arms:
+            medians = (f"{name} {median(tuple(times)):.0f}" for name, times in arms.items())
+            details.append(f"first token: {', '.join(medians)} ms")
         while len(words := " · ".join([phase, *details, clock])) > room and details:
             details.pop()
         return words

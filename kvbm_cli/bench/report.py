@@ -73,7 +73,9 @@ def _printable(value: Any) -> Any:
 
 def _workload_line(cell: Mapping[str, Any]) -> str:
     plan = cell["plan"]
-    parts = [f"{plan['requests']} requests of {plan['sessions']} sessions"] if plan["requests"] else []
+    if not plan["requests"]:
+        return f"{cell['name']}: LMBenchmark's scenario {cell['workload']['scenario']}, as LMBenchmark runs it"
+    parts = [f"{plan['requests']} requests of {plan['sessions']} sessions"]
     if plan["interval_s"]:
         parts.append(f"one every {plan['interval_s']:g} s")
     if plan["concurrency"]:

@@ -105,8 +105,20 @@ def _cell(results: Results, cell: CellResult, compared: Sequence[Compared]) -> d
         "arms": {arm: arm_summary(cell, arm) for arm in results.arms if cell.of_arm(arm)},
         "comparisons": [one.to_json() for one in compared],
         "answers": {arm: found.to_json() for arm, found in answers_of(results, cell).items()},
-        "caveats": [caveat for one in compared for caveat in one.judgement.caveats],
+        "caveats": [*(caveat for one in compared for caveat in one.judgement.caveats), *_notes(cell)],
     }
+
+
+def _notes(cell: CellResult) -> list[str]:
+    """What the runs noticed: LMBenchmark's schedule, and gaps in the engine's metrics."""
+    found = []
+    for run in cell.runs:
+        found += [f"{run.run}: {note}" for note in (*run.facts.get("notes", ()), *run.server.get("caveats", ()))]
+    if cell.plan is None:
+        found.append("histories are live answers, so the arms may have sent different prompts after the first turn")
+    if not cell.are_pairs_equal:
+        found.append("a server cannot be emptied, so every pair sent other prompts, and no noise was measured")
+    return found
 
 
 def arm_summary(cell: CellResult, arm: str) -> dict[str, Any]:

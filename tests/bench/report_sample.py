@@ -57,7 +57,8 @@ def write_sample(
     summary = _summary(cells, arms)
     _write_lines(directory / "requests.jsonl", records)
     _write_lines(directory / "runs.jsonl", runs)
-    write_json(directory / "plan.json", {"format": 2, "seed": seed, "arms": summary["arms"], "pairs": pairs})
+    definitions = [{name: cell[name] for name in ("name", "pressure", "g1_tokens", "workload")} for cell in cells]
+    write_json(directory / "plan.json", {"format": 2, "seed": seed, "arms": summary["arms"], "cells": definitions})
     write_json(directory / "summary.json", summary)
     return summary
 
@@ -210,10 +211,8 @@ def _spread(values: list[float]) -> dict[str, Any]:
     def at(share: float, least: int) -> float | None:
         return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2) if len(ordered) >= least else None
 
-    p50 = at(0.5, 5)
-    spread = {"p50": p50, "p90": at(0.9, 20), "p99": at(0.99, 368), "count": len(ordered)}
-    around = None if p50 is None else [round(p50 * 0.96, 2), round(p50 * 1.05, 2)]
-    return {**spread, "mean": round(statistics.fmean(ordered), 2) if ordered else None, "p50_interval_95": around}
+    percentiles = {"p50": at(0.5, 5), "p90": at(0.9, 20), "p99": at(0.99, 368)}
+    return {**percentiles, "mean": round(statistics.fmean(ordered), 2) if ordered else None, "count": len(ordered)}
 
 
 def _times(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -311,23 +310,24 @@ def _comparison(by_arm: dict[str, list[dict[str, Any]]], measured: str, referenc
         "verdict": "faster" if ratio > 1.05 else "same",
         "explanation": f"in steady state, the first token comes {ratio:.1f} times faster with {measured}, same outputs",
         "ttft_speedup": round(times[reference]["p50"] / times[measured]["p50"], 3),
-        "ttft_speedup_paired": {**paired, "pairs": len(logs), "sessions": 12, "runs": pairs},
+        "ttft_speedup_paired": {**paired, "covers_runs": pairs > 1, "pairs": len(logs), "sessions": 12, "runs": pairs},
         "ttft_percentiles": {
             name: {
-                "measured": {"value": times[measured][name], "interval_95": None},
-                "reference": {"value": times[reference][name], "interval_95": None},
+                "measured": _estimate(times[measured][name]),
+                "reference": _estimate(times[reference][name]),
                 "difference": _difference(times[measured][name], times[reference][name]),
             }
             for name in ("p50", "p90")
             if times[measured][name] is not None
         },
         "noise": {"ratio": 1.01, "low": 0.97, "high": 1.04, "source": "baseline, pairs 1 and 2"},
-        "share_of_possible_gain": {"value": 0.87, "interval_95": [0.81, 0.93]},
+        "share_of_possible_gain": {"value": 0.87, "interval_95": [0.81, 0.93], "is_noise": False},
         "outputs": {
             "compared": len(logs),
             "different": 0,
             "largest_logprob_difference": 0.0,
             "verdict": "equal",
+            "reason": f"all {len(logs)} answers are equal",
             "control_compared": len(logs),
             "control_different": 0,
         },
@@ -346,6 +346,10 @@ def _comparison(by_arm: dict[str, list[dict[str, Any]]], measured: str, referenc
         if ratio < 1.6
         else [],
     }
+
+
+def _estimate(value: float) -> dict[str, Any]:
+    return {"value": value, "interval_95": [round(value * 0.96, 2), round(value * 1.05, 2)]}
 
 
 def _difference(measured: float, reference: float) -> dict[str, Any]:

@@ -224,12 +224,12 @@ def test_agentic_run_fires_the_agents_of_a_round_together(tmp_path):
         {"round_id": 1, "agent_id": [0], "output_tokens": [5], "input_from": [[[0, 1, "both"], [0, 0, "output"]]]},
     ]
     trace.write_text("\n".join(map(json.dumps, rounds)))
-    parameters = AgenticParameters((str(trace), str(trace)), request_interval_s=0.15, new_user_interval_s=0.35)
-    with RecordingServer(Behaviour(first_token_s=0.02)) as server:
+    parameters = AgenticParameters((str(trace), str(trace)), request_interval_s=0.15, new_user_interval_s=0.05)
+    with RecordingServer(Behaviour(first_token_s=0.4)) as server:
         result = run(parameters, server)
     first, second, third = [request for request in server.requests if request.user == "1"]
     assert second.arrived_s - first.arrived_s < 0.05
-    assert 0.15 < third.arrived_s - first.arrived_s < 0.45
+    assert 0.4 < third.arrived_s - first.arrived_s < 0.7  # the first tick after both answers
     names = [(message["role"], message["name"]) for message in third.json["messages"]]
     assert names == [
         *(("user", "agent1-0"), ("assistant", "agent1-0"), ("assistant", "agent0-0"), ("user", "agent0-1"))
@@ -237,7 +237,7 @@ def test_agentic_run_fires_the_agents_of_a_round_together(tmp_path):
     assert third.json["messages"][2]["content"] == "".join(answer_texts(first.body, 3))
     assert third.json["messages"][0]["content"] == "hihihihihi"
     records = sorted((record for record in result.records if record.session == 1), key=lambda one: one.index)
-    assert [(record.turn, record.phase) for record in records] == [(1, "cold"), (2, "fill"), (3, "fill")]
+    assert [(record.turn, record.phase) for record in records] == [(1, "cold"), (2, "fill"), (3, "steady")]
     assert len(result.records) == 6
     row = next(row for row in rows_of(result) if row["user_id"] == "1" and row["round_id"] == "1")
     assert row["input"] == str(third.json["messages"])

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bench_analysis
+import bench_lmbenchmark
 import bench_trace
 import cli
 import core
@@ -43,21 +44,8 @@ import worker
 from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-TABLES = (
-    core,
-    leader,
-    onboards,
-    disk,
-    disk_tier,
-    identity,
-    device,
-    worker,
-    trtllm,
-    sizing,
-    cli,
-    bench_analysis,
-    bench_trace,
-)
+CACHE = (core, leader, onboards, disk, disk_tier, identity, device, worker, trtllm)
+TABLES = (*CACHE, sizing, cli, bench_analysis, bench_lmbenchmark, bench_trace)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them
 

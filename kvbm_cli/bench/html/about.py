@@ -71,12 +71,9 @@ def _values(data: Any) -> list[tuple[str, str]]:
 
 def reproduce(run_data: RunData) -> Markup:
     """The command of an equal run, from the names in the summary."""
-    summary = run_data.summary
-    digests = [
-        f"{cell['name']}: {digest}" for cell in summary["cells"] if (digest := string(at(cell, "plan", "digest")))
-    ]
+    digests = [f"{cell['name']}: {found}" for cell in run_data.cells() if (found := string(at(cell, "plan", "digest")))]
     return join(
-        element("pre", element("code", " ".join(map(shlex.quote, _command(summary))))),
+        element("pre", element("code", " ".join(map(shlex.quote, _command(run_data))))),
         element(
             "p",
             "The command repeats the run if the profile and the workloads are unchanged. In the directory of the run, "
@@ -87,8 +84,9 @@ def reproduce(run_data: RunData) -> Markup:
     )
 
 
-def _command(summary: dict[str, Any]) -> list[str]:
-    profile, cells = string(at(summary, "profile", "name")), summary["cells"]
+def _command(run_data: RunData) -> list[str]:
+    summary = run_data.summary
+    profile, cells = string(at(summary, "profile", "name")), run_data.cells()
     compared = [_compared(name, arm, profile) for name, arm in summary["arms"].items()]
     pressures = [f"{amount:g}" for cell in cells if (amount := number(cell.get("pressure"))) is not None]
     pairs = [f"{amount:.0f}" for cell in cells if (amount := number(cell.get("pairs"))) is not None]

@@ -1,4 +1,4 @@
-"""`kvbm bench report DIR`: writes report.html into the directory of a run."""
+"""Writes report.html into the directory of a run, for `kvbm bench` and `kvbm bench report DIR`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,3 @@ def build_report(directory: Path) -> Path:
     except OSError as error:
         raise EnvironmentProblem(f"cannot write `{path}`: {reason_of(error)}") from None
     return path
-
-
-def report(directory: Path) -> int:
-    """The command: builds the report and prints its path. Returns the exit code."""
-    print(build_report(directory))
-    return 0

@@ -22,15 +22,16 @@ from kvbm_cli.bench.html.numbers import (
 from kvbm_cli.bench.html.run_data import TIERS
 from kvbm_cli.bench.html.wording import sentence_case
 
+ARMS_RUN = {True: "at the same time", False: "one after the other"}
 PHASES = {"steady": "the steady phase", "fill": "the phase that fills the caches", "all": "all requests"}
 
 
-def comparisons(cell: dict[str, Any]) -> list[Markup]:
-    """Every comparison of a cell: its sentence, its evidence, and why there is no gain."""
-    return [_comparison(found) for found in listing(cell.get("comparisons")) if isinstance(found, dict)]
+def comparisons(cell: dict[str, Any], *, shown: str | None) -> list[Markup]:
+    """Every comparison of a cell: its sentence unless the page has it already, evidence, and why there is no gain."""
+    return [_comparison(found, shown) for found in listing(cell.get("comparisons")) if isinstance(found, dict)]
 
 
-def _comparison(found: dict[str, Any]) -> Markup:
+def _comparison(found: dict[str, Any], shown: str | None) -> Markup:
     names = f"{found.get('measured')} against {found.get('reference')}"
     why = [
         f"{item['text']} (profile key `{item['key']}`)" if string(item.get("key")) else item["text"]
@@ -50,7 +51,9 @@ def _comparison(found: dict[str, Any]) -> Markup:
     heads = ("Percentile", str(found.get("reference")), str(found.get("measured")), "Difference", "95% interval")
     return join(
         element("h3", f"{names}: {string(found.get('verdict')) or 'no verdict'}"),
-        element("p", prose(sentence_case(sentence))) if (sentence := string(found.get("explanation"))) else None,
+        element("p", prose(sentence_case(sentence)))
+        if (sentence := string(found.get("explanation"))) not in (None, shown)
+        else None,
         facts(_evidence(found)),
         join(
             element("p", "Causes of a small gain, most likely first:"),
@@ -68,13 +71,19 @@ def _evidence(found: dict[str, Any]) -> list[tuple[str, str]]:
     loads = {True: "proven", False: "none found"}
     rows = [
         ("Speed-up", with_interval(ratio(paired.get("geometric_mean")), interval(paired.get("interval_95")))),
-        ("Noise", with_interval(ratio(noise.get("ratio")), interval([noise.get("low"), noise.get("high")]))),
-        ("Noise, from", string(noise.get("source"))),
+        (
+            "Noise, the same arm twice",
+            with_interval(ratio(noise.get("ratio")), interval([noise.get("low"), noise.get("high")])),
+        ),
+        ("Noise from", string(noise.get("source"))),
         (
             "Share of the possible gain",
-            with_interval(percent(share.get("value")), interval(share.get("interval_95"), percent)),
+            "all, within the noise"
+            if share.get("is_noise") is True
+            else with_interval(percent(share.get("value")), interval(share.get("interval_95"), percent)),
         ),
         ("Outputs", string(outputs.get("verdict"))),
+        ("Outputs, reason", string(outputs.get("reason"))),
         ("Answers compared", count(outputs.get("compared"))),
         ("Different answers", count(outputs.get("different"))),
         ("Different answers without kvbm", _control(outputs)),
@@ -95,15 +104,22 @@ def _scientific(value: Any) -> str | None:
     return None if amount is None else f"{amount:.2g}"
 
 
+def median_interval(cell: dict[str, Any], arm: str) -> str | None:
+    """The interval of an arm's median TTFT, which is part of its comparisons."""
+    for found in listing(cell.get("comparisons")):
+        for role in ("measured", "reference"):
+            if at(found, role) == arm:
+                return interval(at(found, "ttft_percentiles", "p50", role, "interval_95"), milliseconds)
+    return None
+
+
 def latencies(cell: dict[str, Any]) -> Markup | None:
     """Percentiles of every arm; those that the sample size does not carry are dashes."""
     arms = mapping(cell.get("arms"))
     rows = [
         (
             arm,
-            with_interval(
-                milliseconds(at(own, "ttft_ms", "p50")), interval(at(own, "ttft_ms", "p50_interval_95"), milliseconds)
-            ),
+            with_interval(milliseconds(at(own, "ttft_ms", "p50")), median_interval(cell, arm)),
             *(milliseconds(at(own, "ttft_ms", name)) for name in ("p90", "p99")),
             *(milliseconds(at(own, metric, "p50")) for metric in ("itl_ms", "tpot_ms", "end_to_end_ms")),
             count(own.get("requests")),
@@ -150,7 +166,7 @@ def load(cell: dict[str, Any]) -> Markup | None:
             decimal(at(own, "throughput", "requests_per_s")),
             count(at(own, "throughput", "prompt_tokens_per_s")),
             decimal(at(own, "throughput", "output_tokens_per_s")),
-            percent(at(own, "goodput", "share")),
+            with_interval(percent(at(own, "goodput", "share")), interval(at(own, "goodput", "interval_95"), percent)),
             percent(own.get("utilisation")),
             milliseconds(own.get("queue_wait_ms")),
             milliseconds(at(own, "client", "lateness_ms", "p90")),
@@ -179,10 +195,10 @@ def plan(cell: dict[str, Any]) -> Markup | None:
         ("Sessions at a time", count(at(cell, "plan", "concurrency"))),
         ("Result is about", PHASES.get(str(at(cell, "plan", "primary")))),
         ("Duration of a run, s", decimal(at(cell, "plan", "duration_s"))),
-        ("Arms run", {True: "at the same time", False: "in turn"}.get(cell.get("interleaved") is True)),
+        ("Arms run", ARMS_RUN[cell["interleaved"] is True] if "interleaved" in cell else None),
         ("Pairs of runs", count(cell.get("pairs_done"))),
         ("Stopped early", "yes" if cell.get("stopped_early") is True else None),
-        ("Plan digest", string(at(cell, "plan", "digest"))),
+        ("Plan digest", (string(at(cell, "plan", "digest")) or "")[:12] or None),
     ]
     known = [(name, value) for name, value in rows if value is not None]
     return facts(known) if known else None

@@ -69,7 +69,7 @@ def decimal(value: Any) -> str | None:
 
 def ratio(value: Any) -> str | None:
     amount = number(value)
-    return None if amount is None else f"{amount:.2f}"
+    return None if amount is None else f"{amount:.{2 if abs(amount) < 10 else 1}f}"
 
 
 def percent(value: Any) -> str | None:

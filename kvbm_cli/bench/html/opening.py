@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvbm_cli.bench.html.cell_tables import median_interval
 from kvbm_cli.bench.html.markup import Markup, bullets, element, join, prose, table, text
 from kvbm_cli.bench.html.numbers import (
     at,
@@ -73,7 +74,8 @@ def key_numbers(run_data: RunData) -> Markup:
         found += _medians(run_data.summary["cells"][0], summary)
     gains = bullets(found, class_="plain") if found else element("p", "The run has no result.")
     notes = [prose(sentence_case(note)) for note in [*_caveats(run_data), *run_data.notes]] or [text(NO_CAVEATS)]
-    reasons = [prose(sentence_case(reason)) for reason in strings(summary.get("reasons"))]
+    given = [reason for reason in strings(summary.get("reasons")) if reason != summary.get("explanation")]
+    reasons = [prose(sentence_case(reason)) for reason in given]
     hint = string(summary.get("hint"))
     return element(
         "section",
@@ -98,12 +100,15 @@ def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
         ends = interval(paired.get("interval_95"))
         sizes = [_counted(paired[name], name) for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
         counted = f"; {', '.join(sizes)}" if sizes else ""
+        counted += "; it does not cover differences between runs" if paired.get("covers_runs") is False else ""
         found.append(
             _fact(f"{mean}×", f"speed-up of the time to first token, geometric mean of pairs ({_ends(ends)}{counted})")
         )
     if quotient := ratio(headline.get("ttft_speedup")):
         found.append(_fact(f"{quotient}×", "ratio of the median times to first token"))
-    if gain := percent(share.get("value")):
+    if share.get("is_noise") is True:
+        found.append(_fact("All", "of the possible gain, within the noise of this run"))
+    elif gain := percent(share.get("value")):
         ends = interval(share.get("interval_95"), percent)
         found.append(_fact(gain, f"of the possible gain ({_ends(ends)})"))
     equal = headline.get("outputs_equal")
@@ -127,7 +132,7 @@ def _medians(cell: dict[str, Any], headline: dict[str, Any]) -> list[Markup]:
         arm = string(at(headline, "compared", role))
         times = at(cell, "arms", arm or "", "ttft_ms")
         if arm and (median := milliseconds(at(times, "p50"))):
-            ends = interval(at(times, "p50_interval_95"), milliseconds)
+            ends = median_interval(cell, arm)
             found.append(_fact(f"{median} ms", f"median time to first token with {arm} ({_ends(ends)})"))
     return found
 

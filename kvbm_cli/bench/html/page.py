@@ -14,7 +14,8 @@ from typing import Any
 from kvbm_cli.bench.html import about, cell_tables, opening
 from kvbm_cli.bench.html.figures import CellView, Figure, figures_of
 from kvbm_cli.bench.html.load_figures import costs, ladder, parts_of_time, time_models
-from kvbm_cli.bench.html.markup import Markup, element, join, json_for_script
+from kvbm_cli.bench.html.markup import Markup, element, join, json_for_script, prose
+from kvbm_cli.bench.html.numbers import string
 from kvbm_cli.bench.html.run_data import RunData
 from kvbm_cli.bench.html.timeline import timeline
 from kvbm_cli.bench.html.wording import anchor
@@ -37,7 +38,7 @@ class FigureList:
         self.charts.append({"kind": figure.kind, **figure.data})
         return element(
             "figure",
-            element("figcaption", element("h3", figure.title), element("p", figure.note, class_="muted")),
+            element("figcaption", element("h3", figure.title), element("p", prose(figure.note), class_="muted")),
             figure.legend,
             element("div", class_="chart", role="img", aria_label=figure.description, data_chart=len(self.charts) - 1),
             element("p", figure.description, class_="description"),
@@ -123,7 +124,7 @@ def _cell(view: CellView, index: int, figures: FigureList) -> Markup:
     return element(
         "section",
         element("h2", cell["name"]),
-        cell_tables.comparisons(cell),
+        cell_tables.comparisons(cell, shown=string(view.run_data.summary.get("explanation"))),
         cell_tables.latencies(cell),
         element("div", drawn, class_="figures") if view.answered else element("p", "No request was answered."),
         cell_tables.prompt_sources(cell),

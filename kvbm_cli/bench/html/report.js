@@ -144,7 +144,7 @@
         symbolSize: values.length > 900 ? 4 : 6, itemStyle: { color: armColour(arm.arm), opacity: 0.75 },
         tooltip: { formatter: (at) => rows(at.seriesName, [["launched at", `${digits(at.value[0])} s`], ["first token after", `${digits(10 ** at.value[1])} ms`]]) },
       }));
-      const hasTokens = chart.sources.length > 0, hasEvictions = Boolean(chart.server?.evictions.length);
+      const hasTokens = chart.sources.length > 0, hasEvictions = chart.has_evictions;
       const panels = 1 + hasTokens + hasEvictions;
       const room = box.clientHeight - 46 - 32 * panels - 8 * (panels - 1);
       const shares = [0.5, hasTokens ? 0.3 : 0, hasEvictions ? 0.2 : 0];
@@ -208,7 +208,6 @@
     const kept = drawn.get(box) ?? echarts.init(box, null, { renderer: "svg" });
     drawn.set(box, kept);
     kept.setOption(options[chart.kind](chart, box), true);
-    kept.getZr().flush();
   }
   const isShown = (box) => box.getClientRects().length > 0;
   const drawShown = () => boxes.filter(isShown).forEach(draw);

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
-from kvbm_cli.bench.html.numbers import number
+from kvbm_cli.bench.html.numbers import at, listing, mapping, number
 
 FORMAT = 2
 TIERS = ("g1", "g2", "g3", "computed")
@@ -43,9 +43,14 @@ class RequestPoint:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """`samples` has the lines of server-metrics.jsonl by run. `notes` are what the reader must know of the files."""
+    """`samples` has the lines of server-metrics.jsonl by run. `notes` are what the reader must know of the files.
+
+    The summary of an interrupted run has no arms and cells. Its arms are then in plan.json, and `planned` has the
+    definitions of its cells by name.
+    """
 
     summary: dict[str, Any]
+    planned: dict[str, dict[str, Any]]
     points: list[RequestPoint]
     runs: list[dict[str, Any]]
     samples: dict[str, list[dict[str, Any]]]
@@ -58,9 +63,8 @@ class RunData:
     def cells(self) -> list[dict[str, Any]]:
         """The cells of the summary, then those that only have requests, as after an interruption."""
         known = {cell["name"]: cell for cell in self.summary["cells"]}
-        return list(known.values()) + [
-            {"name": name} for name in dict.fromkeys(point.cell for point in self.points) if name not in known
-        ]
+        names = dict.fromkeys(point.cell for point in self.points if point.cell not in known)
+        return [*known.values(), *({**self.planned.get(name, {}), "name": name} for name in names)]
 
 
 def read_run(directory: Path) -> RunData:
@@ -69,6 +73,9 @@ def read_run(directory: Path) -> RunData:
         problem = "is not a directory" if directory.exists() else "does not exist"
         raise UsageError(f"`{directory}` {problem}", hint="name the directory that `kvbm bench` printed")
     summary = _summary(directory / "summary.json")
+    plan = {} if summary["arms"] else _plan(directory / "plan.json")
+    summary["arms"] = summary["arms"] or mapping(plan.get("arms"))
+    planned = {str(at(cell, "name")): mapping(cell) for cell in listing(plan.get("cells"))}
     notes: list[str] = []
     runs = [row for _, row in _lines(directory / "runs.jsonl", notes)]
     for row, run in enumerate(runs, start=1):
@@ -78,16 +85,13 @@ def read_run(directory: Path) -> RunData:
     if completed:
         points = [point for point in points if point.run in completed]
     samples = {name: _samples(directory, name, notes) for name in completed}
-    return RunData(summary, points, runs, {name: found for name, found in samples.items() if found}, notes)
+    return RunData(summary, planned, points, runs, {name: found for name, found in samples.items() if found}, notes)
 
 
 def _summary(file: Path) -> dict[str, Any]:
     if not file.exists():
         raise UsageError(f"`{file.parent}` is not the directory of a benchmark run: it has no summary.json")
-    try:
-        content = json.loads(_text(file))
-    except json.JSONDecodeError as error:
-        raise UsageError(f"`{file}` is not valid JSON: line {error.lineno}: {error.msg}") from None
+    content = _json(file)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else content
         raise UsageError(
@@ -105,6 +109,17 @@ def _summary(file: Path) -> dict[str, Any]:
         if not isinstance(cell, dict) or not isinstance(cell.get("name"), str):
             raise UsageError(f"`{file}`: `cells` has {_shown(cell)}; an object with a `name` is required")
     return content
+
+
+def _plan(file: Path) -> dict[str, Any]:
+    return mapping(_json(file)) if file.exists() else {}
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(_text(file))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"`{file}` is not valid JSON: line {error.lineno}: {error.msg}") from None
 
 
 def _points(file: Path, notes: list[str]) -> list[RequestPoint]:

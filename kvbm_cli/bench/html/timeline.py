@@ -23,16 +23,18 @@ def timeline(view: CellView) -> Figure | None:
         return None
     arm = _arm_with_samples(view, pair, list(own))
     server = None if arm is None else _server(view.run_data.samples[_run_of(view, pair, arm)])
-    sources = [tier for tier in TIERS if server and server["tokens"][tier]]
+    sources = [tier for tier in TIERS if server and _has_events(server["tokens"][tier])]
     title = "Time to first token over the run, in ms"
-    note = f"Pair {pair}; one mark per request"
+    note = f"Pair {pair}; one mark per request."
     if server is not None:
-        title += ", with the server's prompt tokens by source and evictions per second"
-        note += f"; counters of arm {arm}"
+        shown = ["prompt tokens by source"] * bool(sources) + ["evictions"] * _has_events(server["evictions"])
+        title += f", with the server's {' and '.join(shown)} per second" if shown else ""
+        note += f" Counters of arm {arm}."
+        note += " There were no evictions." if server["evictions"] and "evictions" not in shown else ""
     return Figure(
         kind="timeline",
         title=title,
-        note=f"{note}.",
+        note=note,
         description=_timeline_in_words(points, arm, server),
         legend=Markup(
             arm_legend(view, points, "mark") + (source_legend([*sources]) if sources else "") + _evictions_key(server)
@@ -44,13 +46,14 @@ def timeline(view: CellView) -> Figure | None:
             ],
             "sources": sources,
             "server": server,
+            "has_evictions": server is not None and _has_events(server["evictions"]),
         },
         table=_timeline_table(title, points, arm, server),
     )
 
 
 def _evictions_key(server: dict[str, Any] | None) -> Markup:
-    return legend_of([("line evictions", "evictions")]) if server and server["evictions"] else Markup("")
+    return legend_of([("line evictions", "evictions")]) if server and _has_events(server["evictions"]) else Markup("")
 
 
 def _launches(points: Sequence[RequestPoint]) -> list[tuple[float, float]]:
@@ -73,7 +76,13 @@ def _arm_with_samples(view: CellView, pair: int, arms: list[str]) -> str | None:
 def _server(samples: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     tokens = {tier: [rounded(point) for point in rates(samples, "prompt_tokens", tier)] for tier in TIERS}
     evictions = [rounded(point) for point in rates(samples, "evictions")]
-    return {"tokens": tokens, "evictions": evictions} if evictions or any(tokens.values()) else None
+    if not evictions and not any(tokens.values()):
+        return None
+    return {"tokens": tokens, "evictions": evictions}
+
+
+def _has_events(line: Sequence[Sequence[float]]) -> bool:
+    return any(rate for _, rate in line)
 
 
 def _timeline_in_words(
@@ -81,7 +90,7 @@ def _timeline_in_words(
 ) -> str:
     spans = [f"{name}: {count(len(found))} requests" for name, found in points.items()]
     text = f"Scatter chart of time to first token by launch time. {'; '.join(spans)}."
-    return text if server is None else f"{text} Below: prompt tokens per second by source, and evictions, of arm {arm}."
+    return text if server is None else f"{text} Below: counters of the server, per second, of arm {arm}."
 
 
 def _timeline_table(
