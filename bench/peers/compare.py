@@ -20,18 +20,7 @@ requests in a cache than the baseline, which finds only the shared system prompt
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
-import time
-import urllib.request
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from kvbm_cli.app import run as kvbm
 
 ROOT = Path(__file__).resolve().parents[2]
 LMCACHE = Path(".nox/lmcache")  # profiles name it relative to ROOT
