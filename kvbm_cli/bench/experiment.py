@@ -253,7 +253,7 @@ class _Experiment:
     async def _faithful(
         self, workload: Lmbenchmark, target: Target, model: str, monitor: HealthMonitor
     ) -> FaithfulResult:
-        async with monitor.running():
+        with monitor.garbage_collector_off(), monitor.running():
             return await run_faithful(faithful_parameters(workload), target, model=model, on_record=self._keep_record)
 
     def _started(

@@ -303,6 +303,16 @@ class Trace(Workload):
     )
 
 
+MULTI_ROUND_KEYS = frozenset(
+    ("sizes", "qps", "time_s", "users", "rounds", "system_words", "history_words", "answer_tokens", "chat")
+)
+SCENARIO_KEYS: Mapping[str, frozenset[str]] = {
+    "sharegpt": frozenset(("qps", "time_s", "chat", "file", "warm_up_file")),
+    "agentic": frozenset(("users", "time_s", "file")),
+}
+LMBENCHMARK_KEYS = MULTI_ROUND_KEYS.union(*SCENARIO_KEYS.values())
+
+
 class Lmbenchmark(Workload):
     """A scenario of LMBenchmark. docs/reference/lmbenchmark.md describes both modes and lists the presets."""
 
@@ -335,9 +345,17 @@ class Lmbenchmark(Workload):
         default=None,
         description="Transcripts of `sharegpt` or trace of `agentic`, relative to this file.",
     )
+    warm_up_file: str | None = Field(
+        default=None,
+        description="Transcripts that `faithful` sends before those of `sharegpt`, relative to this file.",
+    )
 
     @model_validator(mode="after")
     def _has_its_file(self) -> Self:
+        for key in sorted(
+            self.model_fields_set & LMBENCHMARK_KEYS - SCENARIO_KEYS.get(self.scenario, MULTI_ROUND_KEYS)
+        ):
+            raise WrongKey(key, f"does not exist in the scenario `{self.scenario}`")
         if self.file is None and self.scenario in ("sharegpt", "agentic"):
             raise WrongKey("file", f"is required for the scenario `{self.scenario}`")
         if self.mode == "faithful" and self.schedule.arms == "interleaved":

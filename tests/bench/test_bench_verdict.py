@@ -33,7 +33,9 @@ def ratio(low: float, middle: float, high: float) -> PairedRatio:
     )
 
 
-def outputs(different: int = 0, *, without: int = 0, logprob: float | None = 1e-6, transfers: int = 800) -> OutputJudgement:
+def outputs(
+    different: int = 0, *, without: int = 0, logprob: float | None = 1e-6, transfers: int = 800
+) -> OutputJudgement:
     """Of 24 answers, this many differ with kvbm and without it."""
 
     def difference(count: int, probability: float | None) -> OutputDifference:

@@ -174,7 +174,7 @@ class Launcher:
 
     async def _send(self, request: PlannedRequest, due_s: float) -> None:
         record = self._target.record_of(request)
-        record.intended_ms = due_s * 1e3
+        record.intended_ms = round(due_s * 1e3, 6)
         try:
             body = await self._body_of(request)
             if (delay_s := due_s - self._now_s()) > 0:
