@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -265,9 +266,9 @@ def test_contexts_of_agents_grow_by_answer_and_tool_result():
         assert others == []
         lengths = [whole.requests[index].prompt_token_count for index in own]
         assert lengths[0] == 100
-        assert all(5 + 10 <= later - before <= 5 + 40 for before, later in zip(lengths, lengths[1:], strict=False))
+        assert all(5 + 10 <= later - before <= 5 + 40 for before, later in pairwise(lengths))
         prompts = [tokens(whole, whole.requests[index]) for index in own]
-        assert all(common(*pair) == len(pair[0]) for pair in zip(prompts, prompts[1:], strict=False))
+        assert all(common(*pair) == len(pair[0]) for pair in pairwise(prompts))
         assert [whole.requests[index].after for index in own] == [(), *((index,) for index in own[:-1])]
         assert [whole.requests[index].delay_s for index in own] == [0.0, *[0.25] * 5]
 
@@ -297,7 +298,7 @@ def test_no_context_exceeds_the_limit_and_a_full_one_is_summarised(context_token
         assert one.prompt_token_count + one.answer_tokens <= context_tokens
     indices = [index for index, one in enumerate(whole.requests) if one.session == 0]
     lengths = [whole.requests[index].prompt_token_count for index in indices]
-    assert any(later < before for before, later in zip(lengths, lengths[1:], strict=False))
+    assert any(later < before for before, later in pairwise(lengths))
 
 
 def test_a_script_takes_little_memory_because_prompts_share_their_parts():

@@ -158,7 +158,7 @@ def test_every_number_of_a_known_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("later_ms", "share", "is_noise"), [(20.0, 380 / 384, False), (14.0, 386 / 384, True), (415.0, -15 / 384, False)]
+    ("later_ms", "share", "is_noise"), [(20.0, 380 / 384, False), (14.0, 1.0, True), (415.0, -15 / 384, False)]
 )
 def test_more_than_the_possible_gain_is_noise(tmp_path, later_ms, share, is_noise):
     summary = Made(kvbm=(520.0, later_ms, (32, 400))).summarised(tmp_path)
