@@ -100,12 +100,15 @@ def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
         ends = interval(paired.get("interval_95"))
         sizes = [_counted(paired[name], name) for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
         counted = f"; {', '.join(sizes)}" if sizes else ""
+        counted += "; it does not cover differences between runs" if paired.get("covers_runs") is False else ""
         found.append(
             _fact(f"{mean}×", f"speed-up of the time to first token, geometric mean of pairs ({_ends(ends)}{counted})")
         )
     if quotient := ratio(headline.get("ttft_speedup")):
         found.append(_fact(f"{quotient}×", "ratio of the median times to first token"))
-    if gain := percent(share.get("value")):
+    if share.get("is_noise") is True:
+        found.append(_fact("All", "of the possible gain, within the noise of this run"))
+    elif gain := percent(share.get("value")):
         ends = interval(share.get("interval_95"), percent)
         found.append(_fact(gain, f"of the possible gain ({_ends(ends)})"))
     equal = headline.get("outputs_equal")

@@ -7,13 +7,13 @@ from contextlib import closing
 
 import pytest
 from bench_rig import PATIENT, SLOW_G2_TOKEN_MS, STEADY_S, STEADY_WORKLOAD, WORKLOAD, MockEngines, SilentProgress
+from kvbm_cli.bench.output_directory import OutputDirectory
+from kvbm_cli.profile.workload import Schedule
 
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.comparison import AGAINST_BASELINE
 from kvbm_cli.bench.experiment import run_experiment
-from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.bench.summary import summarise
-from kvbm_cli.profile.workload import Schedule
 
 ARMS = AGAINST_BASELINE.arms
 
