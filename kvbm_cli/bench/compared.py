@@ -124,7 +124,7 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
         has_loads=has_loads,
         clients=[_client(run) for run in (*one, *other)],
         utilisation=_utilisation(one),
-        queue_share=_queue_share(one) if cell.plan is not None else None,  # else its warm-up counts, too
+        queue_share=queue_share_of(one) if cell.plan is not None else None,  # else its warm-up counts, too
         is_closed_loop=cell.plan is not None and cell.plan.launches.interval_s is None,
         what=_what(cell),
     )
@@ -232,7 +232,7 @@ def utilisation_of(run: RunResult) -> float | None:
     return busy_share(intervals, min(start for start, _ in intervals), max(end for _, end in intervals))
 
 
-def _queue_share(runs: Sequence[RunResult]) -> float | None:
+def queue_share_of(runs: Sequence[RunResult]) -> float | None:
     """The largest share of the mean TTFT that requests of a run waited in the engine's queue."""
     shares = []
     for run in runs:
