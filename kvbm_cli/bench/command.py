@@ -57,6 +57,23 @@ class BenchRequest:
     is_dry_run: bool = False
     as_json: bool = False
 
+    def words(self) -> list[str]:
+        """The command line that sends the same requests; without the directory of the output."""
+        schedule = self.schedule
+        options: list[tuple[str, Sequence[object]]] = [
+            ("--profile", [self.profile]),
+            ("--set", self.overrides),
+            ("--compare", self.compare),
+            ("--workload", self.workloads),
+            ("--pressure", [self.pressure]),
+            ("--rate", [schedule.rate]),
+            ("--concurrency", [schedule.concurrency]),
+            ("--duration", [schedule.duration_s]),
+            ("--pairs", [schedule.pairs]),
+        ]
+        given = [(flag, value) for flag, values in options for value in values if value is not None]
+        return ["kvbm", "bench", *(word for flag, value in given for word in (flag, f"{value}"))]
+
 
 def bench(request: BenchRequest) -> int:
     """Resolve the arms and the workloads, then measure. Returns the exit code of the verdict."""
@@ -73,7 +90,7 @@ def bench(request: BenchRequest) -> int:
     for resolved in profiles_of(comparison):
         make_model(resolved.profile, say=print_note)
     directory = BenchDirectory.open(request.resume) if request.resume else BenchDirectory.create(request.output)
-    return measure(setup, directory, as_json=request.as_json)
+    return measure(setup, directory, as_json=request.as_json, words=request.words())
 
 
 def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
@@ -117,14 +134,15 @@ def measure(
     directory: BenchDirectory,
     *,
     as_json: bool,
+    words: Sequence[str] = (),
     engines: OpenArm | None = None,
     limits: VerdictLimits | None = None,
 ) -> int:
     """Measure, write and print the result; returns the exit code of the verdict.
 
-    `engines` and `limits` are for tests.
+    `words` are the command line. `engines` and `limits` are for tests.
     """
-    surroundings = _surroundings(setup.comparison)
+    surroundings = {"command": list(words), **_surroundings(setup.comparison)}
     with _interruptible():
         try:
             with BenchProgress() as progress:
