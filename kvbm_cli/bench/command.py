@@ -154,7 +154,8 @@ def measure(
                 limits=limits or DEFAULT_LIMITS,
             )
         except KeyboardInterrupt:
-            directory.write_json(SUMMARY, interrupted_summary("interrupted", surroundings))
+            with contextlib.suppress(OSError):  # Ctrl-C ends the command on a full disk, too
+                directory.write_json(SUMMARY, interrupted_summary("interrupted", surroundings))
             print_note(f"interrupted; `--resume {directory.path}` with the same options continues")
             return INTERRUPTED_EXIT_CODE
         except (KvbmError, OSError) as error:
