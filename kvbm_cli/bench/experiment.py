@@ -32,7 +32,7 @@ from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
 from kvbm_cli.bench.lmbenchmark.presets import LmbenchmarkParameters, ShareGptParameters
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
-from kvbm_cli.bench.records.bench_directory import PLAN, REQUESTS, RUNS, BenchDirectory
+from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.server_metrics.sampler import Sampler
 from kvbm_cli.bench.server_metrics.server_summary import ServerSummary, summarise
@@ -40,7 +40,6 @@ from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.system.filesystem import write_atomically
 from kvbm_cli.workload.schema import Lmbenchmark
 
-FORMAT = 2
 SMALLEST_PAIRS = 2
 SMALLEST_ROOM_TOKENS = 8192
 SERVER_METRICS = "server-metrics.jsonl"
