@@ -24,6 +24,7 @@ from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 from kvbm_cli.bench.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
 from kvbm_cli.bench.workload.script import Phase
 
+PRIMARY_OF_EVERY_CELL = Phase.STEADY.value
 Samples = dict[int, dict[int, list[float]]]
 
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from kvbm.config.sizes import format_size
+from kvbm_cli.bench.arms import HEADROOM
 from kvbm_cli.bench.comparison import Arm
 from kvbm_cli.bench.experiment import Setup
 from kvbm_cli.profile.size import size_if_known
@@ -43,7 +44,8 @@ def plan_of(setup: Setup) -> dict[str, Any]:
         described["working_set_tokens"] = cell.workload.working_set_tokens
         described["duration_s"] = _cell_duration_s(setup, described)
     durations = [cell["duration_s"] for cell in content["cells"]]
-    memory = {arm.name: _memory_bytes(arm) for arm in setup.comparison.arms}
+    working_set = max((cell.workload.working_set_tokens or 0 for cell in setup.cells), default=0)
+    memory = {arm.name: _memory_bytes(arm, working_set) for arm in setup.comparison.arms}
     groups = [group.arms for cell in setup.cells for group in setup.groups(cell)]
     at_once = max((sum(memory[one] or 0 for one in arms) for arms in groups), default=0)
     return {
@@ -74,11 +76,17 @@ def _request_count(workload: dict[str, Any]) -> int | None:
     return workload.get("requests")
 
 
-def _memory_bytes(arm: Arm) -> int | None:
-    """G1 and G2 of the arm; `None` if only the engine knows, or for a server that runs elsewhere."""
+def _memory_bytes(arm: Arm, working_set_tokens: int) -> int | None:
+    """G1 and G2 of the arm; `None` if only the engine knows, or for a server that runs elsewhere.
+
+    G1 of the floor holds the working set.
+    """
     sizing = size_if_known(arm.resolved) if arm.resolved is not None else None
     if sizing is None or sizing.device is None:
         return None
+    if arm.kind == "floor":
+        needed = round(HEADROOM * working_set_tokens)
+        return sizing.device.total_bytes * max(needed, sizing.device.token_count) // sizing.device.token_count
     return sizing.device.total_bytes + (sizing.host.total_bytes if arm.has_kvbm else 0)
 
 
@@ -92,5 +100,5 @@ def _tokens(count: int | None) -> str:
 
 def _duration(seconds: float | None) -> str:
     if seconds is None:
-        return "unknown: launch times are measured first"
+        return "a duration that is known after the preparation, or with --duration"
     return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {seconds:.0f} s"

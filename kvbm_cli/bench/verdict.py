@@ -195,7 +195,7 @@ def _caveats(evidence: Evidence, limits: VerdictLimits) -> list[str]:
         for arm, output in evidence.outputs.items()
         if output.verdict is OutputVerdict.EQUAL and output.evidence.measured.logprob is None
     ]
-    if evidence.ratio is not None and not evidence.ratio.covers_runs:
+    if evidence.ratio is not None and evidence.ratio.run_count == 1:
         caveats.append("every arm ran once, so the interval does not cover differences between runs; `--pairs` repeats")
     if _is_overloaded(evidence, limits) and not evidence.is_closed_loop:
         return caveats  # the verdict reports the overload

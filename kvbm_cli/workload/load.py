@@ -49,9 +49,11 @@ def parse_workload(text: str, *, source: str) -> Workload:
 
 
 def _with_absolute_file(workload: AnyWorkload, path: Path) -> AnyWorkload:
-    """The same workload; a file that it names is relative to its own."""
-    named = getattr(workload, "file", None)
-    return workload.model_copy(update={"file": str(path.resolve().parent / named)}) if named else workload
+    """The same workload; files that it names are relative to its own."""
+    named = {key: getattr(workload, key, None) for key in ("file", "warm_up_file")}
+    return workload.model_copy(
+        update={key: str(path.resolve().parent / file) for key, file in named.items() if file is not None}
+    )
 
 
 def _validated(document: Document, path: Path) -> Workload:

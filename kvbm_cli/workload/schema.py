@@ -8,6 +8,7 @@ names; a kind without such a number has `None`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -18,6 +19,7 @@ from kvbm.types import MAX_SECONDS
 
 DEFAULT_KIND = "conversations"
 LONGEST_DEFAULT_TIMEOUT_S = 60.0
+LIMITS = re.compile(r"(ttft|tpot|e2e):\d+(\.\d+)?(,(ttft|tpot|e2e):\d+(\.\d+)?)*")
 
 
 class Schedule(Section):
@@ -90,20 +92,30 @@ class Workload(Section):
     )
     slo: str | None = Field(
         default=None,
-        pattern=r"^(ttft|tpot|e2e):\d+(\.\d+)?(,(ttft|tpot|e2e):\d+(\.\d+)?)*$",
         description="Limits of a good request in milliseconds, such as `ttft:500,tpot:50`; goodput counts such "
         "requests.",
     )
+
+    @model_validator(mode="after")
+    def _has_readable_limits(self) -> Self:
+        if self.slo is not None and not LIMITS.fullmatch(self.slo):
+            raise WrongKey("slo", "must be limits of `ttft`, `tpot` or `e2e` in ms, such as `ttft:500,tpot:50`")
+        return self
 
     @property
     def working_set_tokens(self) -> int | None:
         return None
 
+    @property
+    def smallest_count(self) -> int:
+        """Of the key that `scale_key` names."""
+        return 1
+
     def scaled(self, working_set_tokens: int) -> Self:
         """The same workload with about this working set. The kind must have a `scale_key`."""
         assert self.scale_key is not None
         one, two = (self._with_count(count).working_set_tokens or 0 for count in (1, 2))
-        return self._with_count(max(1, math.ceil((working_set_tokens - one) / (two - one)) + 1))
+        return self._with_count(max(self.smallest_count, math.ceil((working_set_tokens - one) / (two - one)) + 1))
 
     def _with_count(self, count: int) -> Self:
         assert self.scale_key is not None
@@ -226,6 +238,10 @@ class Rag(Workload):
     def working_set_tokens(self) -> int:
         return self.system_tokens + self.documents * self.document_tokens
 
+    @property
+    def smallest_count(self) -> int:
+        return self.documents_per_request
+
 
 class AgenticCoding(Workload):
     """Coding agents: long system prompt with tools, a context that grows by tool results, and subagents.
@@ -287,6 +303,16 @@ class Trace(Workload):
     )
 
 
+MULTI_ROUND_KEYS = frozenset(
+    ("sizes", "qps", "time_s", "users", "rounds", "system_words", "history_words", "answer_tokens", "chat")
+)
+SCENARIO_KEYS: Mapping[str, frozenset[str]] = {
+    "sharegpt": frozenset(("qps", "time_s", "chat", "file", "warm_up_file")),
+    "agentic": frozenset(("users", "time_s", "file")),
+}
+LMBENCHMARK_KEYS = MULTI_ROUND_KEYS.union(*SCENARIO_KEYS.values())
+
+
 class Lmbenchmark(Workload):
     """A scenario of LMBenchmark. docs/reference/lmbenchmark.md describes both modes and lists the presets."""
 
@@ -319,9 +345,17 @@ class Lmbenchmark(Workload):
         default=None,
         description="Transcripts of `sharegpt` or trace of `agentic`, relative to this file.",
     )
+    warm_up_file: str | None = Field(
+        default=None,
+        description="Transcripts that `faithful` sends before those of `sharegpt`, relative to this file.",
+    )
 
     @model_validator(mode="after")
     def _has_its_file(self) -> Self:
+        for key in sorted(
+            self.model_fields_set & LMBENCHMARK_KEYS - SCENARIO_KEYS.get(self.scenario, MULTI_ROUND_KEYS)
+        ):
+            raise WrongKey(key, f"does not exist in the scenario `{self.scenario}`")
         if self.file is None and self.scenario in ("sharegpt", "agentic"):
             raise WrongKey("file", f"is required for the scenario `{self.scenario}`")
         if self.mode == "faithful" and self.schedule.arms == "interleaved":

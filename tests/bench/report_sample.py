@@ -310,7 +310,7 @@ def _comparison(by_arm: dict[str, list[dict[str, Any]]], measured: str, referenc
         "verdict": "faster" if ratio > 1.05 else "same",
         "explanation": f"in steady state, the first token comes {ratio:.1f} times faster with {measured}, same outputs",
         "ttft_speedup": round(times[reference]["p50"] / times[measured]["p50"], 3),
-        "ttft_speedup_paired": {**paired, "pairs": len(logs), "sessions": 12, "runs": pairs},
+        "ttft_speedup_paired": {**paired, "covers_runs": pairs > 1, "pairs": len(logs), "sessions": 12, "runs": pairs},
         "ttft_percentiles": {
             name: {
                 "measured": _estimate(times[measured][name]),
@@ -321,12 +321,13 @@ def _comparison(by_arm: dict[str, list[dict[str, Any]]], measured: str, referenc
             if times[measured][name] is not None
         },
         "noise": {"ratio": 1.01, "low": 0.97, "high": 1.04, "source": "baseline, pairs 1 and 2"},
-        "share_of_possible_gain": {"value": 0.87, "interval_95": [0.81, 0.93]},
+        "share_of_possible_gain": {"value": 0.87, "interval_95": [0.81, 0.93], "is_noise": False},
         "outputs": {
             "compared": len(logs),
             "different": 0,
             "largest_logprob_difference": 0.0,
             "verdict": "equal",
+            "reason": f"all {len(logs)} answers are equal",
             "control_compared": len(logs),
             "control_different": 0,
         },

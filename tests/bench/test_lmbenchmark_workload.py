@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from kvbm.errors import UsageError
+from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
 from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
 from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
 from kvbm_cli.bench.lmbenchmark.sharegpt_preparation import prepare_sharegpt
-from kvbm_cli.bench.lmbenchmark.workload_parameters import parameters_of
+from kvbm_cli.workload.load import load_workload
 from kvbm_cli.workload.schema import Lmbenchmark
 
 
@@ -22,36 +24,46 @@ def workload(scenario, **keys):
 
 
 def test_scenario_without_keys_is_its_preset():
-    assert parameters_of(workload("long")) == preset("lmbenchmark-long")
-    assert parameters_of(workload("short", sizes="as-shipped")) == preset("lmbenchmark-short", sizes="as-shipped")
+    assert faithful_parameters(workload("long")) == preset("lmbenchmark-long")
+    assert faithful_parameters(workload("short", sizes="as-shipped")) == preset("lmbenchmark-short", sizes="as-shipped")
 
 
 def test_keys_of_a_workload_replace_those_of_the_preset():
-    one = parameters_of(workload("long-long", qps=2.5, time_s=30, users=7, rounds=3, answer_tokens=9, chat=True))
+    one = faithful_parameters(workload("long-long", qps=2.5, time_s=30, users=7, rounds=3, answer_tokens=9, chat=True))
     assert one == replace(
         preset("lmbenchmark-long-long"), qps=2.5, duration_s=30.0, users=7, rounds=3, answer_tokens=9, is_chat=True
     )
-    assert parameters_of(workload("long", history_words=20)).sizes == "custom"
-    assert parameters_of(workload("long", history_words=20000)).sizes == "documented"
+    assert faithful_parameters(workload("long", history_words=20)).sizes == "custom"
+    assert faithful_parameters(workload("long", history_words=20000)).sizes == "documented"
 
 
 def test_file_scenarios_take_their_file():
-    assert parameters_of(workload("sharegpt", file="run.json", qps=2)) == ShareGptParameters("run.json", qps=2.0)
-    assert parameters_of(workload("agentic", file="trace.jsonl")) == AgenticParameters(("trace.jsonl",))
+    assert faithful_parameters(workload("sharegpt", file="run.json", qps=2)) == ShareGptParameters("run.json", qps=2.0)
+    assert faithful_parameters(workload("agentic", file="trace.jsonl")) == AgenticParameters(("trace.jsonl",))
+
+
+def test_both_files_of_sharegpt_are_relative_to_the_workload(tmp_path):
+    file = tmp_path / "one.yaml"
+    lines = ("name: one", "kind: lmbenchmark", "scenario: sharegpt", "file: run.json", "warm_up_file: a/warmup.json")
+    file.write_text("\n".join(lines))
+    assert faithful_parameters(load_workload(str(file))) == ShareGptParameters(
+        str(tmp_path / "run.json"), str(tmp_path / "a" / "warmup.json")
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("keys", "message"),
     [
-        (workload("sharegpt"), "the scenario sharegpt of LMBenchmark requires a file"),
-        (workload("agentic", file="a", qps=1), "the scenario agentic of LMBenchmark has no key `qps`"),
-        (workload("sharegpt", file="a", users=1), "has no key `users`"),
-        (workload("long", file="a"), "the scenario long of LMBenchmark has no key `file`"),
+        ({"scenario": "sharegpt"}, "is required for the scenario `sharegpt`"),
+        ({"scenario": "agentic", "file": "a", "qps": 1.0}, "does not exist in the scenario `agentic`"),
+        ({"scenario": "sharegpt", "file": "a", "users": 1}, "does not exist in the scenario `sharegpt`"),
+        ({"scenario": "long", "file": "a"}, "does not exist in the scenario `long`"),
+        ({"scenario": "agentic", "file": "a", "sizes": "as-shipped"}, "does not exist in the scenario `agentic`"),
     ],
 )
-def test_keys_that_a_scenario_does_not_have_are_refused(given, message):
-    with pytest.raises(UsageError, match=message):
-        parameters_of(given)
+def test_keys_that_a_scenario_does_not_have_are_refused(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        workload(**keys)
 
 
 def conversation(name, rounds):

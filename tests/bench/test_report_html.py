@@ -18,10 +18,12 @@ from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.html.build import build_report
 from kvbm_cli.bench.html.figures import CellView, by_source, by_turn, ecdf
 from kvbm_cli.bench.html.load_figures import parts_of_time
+from kvbm_cli.bench.html.markup import prose
 from kvbm_cli.bench.html.page import LIBRARY
 from kvbm_cli.bench.html.run_data import read_run
 from kvbm_cli.bench.html.series import distribution, quantile, rates, thinned
 from kvbm_cli.bench.html.timeline import timeline
+from kvbm_cli.bench.html.wording import sentence_case
 
 ECHARTS_6_1_0 = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
 HOSTILE = "</script><img src=x onerror='alert(1)'>\"&\u2028\u202e\x1b[31m{{}}${x}\ud800"
@@ -161,10 +163,11 @@ def test_verdict_caveats_and_numbers_are_text(sample: Path) -> None:
     shown = built(sample).shown
     order = [shown.index(text) for text in (summary["explanation"][1:], "Results", "Caveats", "Results by workload")]
     assert order == sorted(order)
-    paired = summary["ttft_speedup_paired"]
-    low, high = paired["interval_95"]
-    assert f"{paired['geometric_mean']:.2f}× speed-up" in shown
-    assert f"95% interval {low:.2f} to {high:.2f}" in shown
+    for cell in summary["cells"]:
+        paired = cell["comparisons"][0]["ttft_speedup_paired"]
+        low, high = paired["interval_95"]
+        assert f"{paired['geometric_mean']:.2f}× {cell['name']}, kvbm against baseline: speed-up" in shown
+        assert f"95% interval {low:.2f} to {high:.2f}" in shown
     assert "p99 requires 368 samples: it is not reported." in shown
     for cell in summary["cells"]:
         assert cell["comparisons"][0]["explanation"][1:] in shown
@@ -299,6 +302,7 @@ def test_reasons_of_a_bad_verdict_come_first(small: Path, verdict: str, badge: s
     change_summary(small, verdict=verdict, reasons=["arm kvbm answered 3 requests differently"], hint="run `x`")
     shown = built(small).shown
     assert badge in shown
+    assert ("Results, not usable" in shown) == (verdict != "slower")
     assert (
         shown.index("Arm kvbm answered 3 requests differently.")
         < shown.index("What to do: run x")
@@ -371,6 +375,68 @@ def test_unwritable_directory_is_an_environment_problem(small: Path) -> None:
         build_report(small)
 
 
+def test_ladder_has_the_paired_ratios_of_the_summary(sample: Path) -> None:
+    [chart] = [chart for chart in built(sample).charts["charts"] if chart["kind"] == "ladder"]
+    cells = json.loads((sample / "summary.json").read_text())["cells"]
+    paired = [cell["comparisons"][0]["ttft_speedup_paired"] for cell in cells]
+    points = [
+        [cell["pressure"], one["interval_95"][0], one["geometric_mean"], one["interval_95"][1]]
+        for cell, one in zip(cells, paired, strict=True)
+    ]
+    assert chart["lines"] == [{"arm": 1, "points": points}]
+
+
+def test_unusable_points_of_the_ladder_are_named(tmp_path: Path) -> None:
+    summary = write_sample(tmp_path, sessions=6, turns=3, pairs=1)
+    summary["cells"][1]["comparisons"][0]["verdict"] = "invalid"
+    write_json(tmp_path / "summary.json", summary)
+    shown = built(tmp_path).shown
+    assert "Not usable: pressure 1.20 (invalid)." in shown
+    assert "conversations-x1.2, kvbm against baseline (invalid): speed-up" in shown
+
+
+def test_interval_of_one_pair_of_runs_does_not_claim_to_cover_runs(small: Path, sample: Path) -> None:
+    note = "it does not cover differences between runs"
+    assert note in built(small).shown
+    assert note not in built(sample).shown
+
+
+def test_gain_beyond_the_possible_is_noise(small: Path) -> None:
+    change_summary(small, share_of_possible_gain={"value": 1.4, "interval_95": None, "is_noise": True})
+    shown = built(small).shown
+    assert "All of the possible gain, within the noise of this run" in shown
+    assert "140%" not in shown
+
+
+@pytest.mark.parametrize(
+    ("sentence", "shown"),
+    [
+        ("the run ended", "The run ended."),
+        ("p99 is unknown", "p99 is unknown."),
+        ("kvbm is faster!", "kvbm is faster!"),
+        ("`dtype` differs", "`dtype` differs."),
+    ],
+)
+def test_sentences_begin_with_a_capital_unless_they_begin_with_a_name(sentence: str, shown: str) -> None:
+    assert sentence_case(sentence) == shown
+
+
+def test_code_in_backticks_is_escaped_too() -> None:
+    assert prose("run `a<b`") == "run <code>a&lt;b</code>"
+    assert prose("one ` alone") == "one ` alone"
+
+
+def test_password_of_an_address_is_not_shown(small: Path) -> None:
+    arms = {
+        "a": {"kind": "url", "url": "http://me:secret@127.0.0.1:1/v1"},
+        "b": {"kind": "url", "url": "http://127.0.0.1:2"},
+    }
+    change_summary(small, arms=arms, profile=None)
+    shown = built(small).shown
+    assert "secret" not in shown
+    assert "kvbm bench --compare a=http://127.0.0.1:1/v1 --compare b=http://127.0.0.1:2 --workload conv" in shown
+
+
 def test_quantiles_are_linear_between_values() -> None:
     assert [quantile([1.0, 2.0, 4.0], share) for share in (0, 0.25, 0.5, 0.75, 1)] == [1, 1.5, 2, 3, 4]
     assert quantile([7.0], 0.9) == 7
@@ -385,11 +451,11 @@ def test_long_distribution_keeps_its_ends() -> None:
 
 
 def test_thinned_points_keep_the_ends_and_a_spike() -> None:
-    points = [(float(x), 500.0 if x == 421 else x % 3) for x in range(1000)]
+    points = [(float(x), 500.0 if x == 433 else x % 3) for x in range(1000)]
     kept = thinned(points, 40)
     assert len(kept) == 40
     assert kept == sorted(set(kept))
-    assert {points[0], points[421], points[-1]} <= set(kept)
+    assert {points[0], points[433], points[-1]} <= set(kept)
 
 
 def test_rates_of_counters_that_appear_late_or_restart() -> None:

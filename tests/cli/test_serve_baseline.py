@@ -18,7 +18,7 @@ from test_serve_vllm import QWEN3
 from kvbm.config.load import load
 from kvbm_cli.bench import arms
 from kvbm_cli.bench.output_directory import OutputDirectory
-from kvbm_cli.profile.workload import load_workload
+from kvbm_cli.workload.load import load_workload
 
 CACHE_FLAGS = {"mine": "--connector", "vllm": "--kv-transfer-config"}
 NOWHERE = "disk: {capacity: 1GiB, directory: /dev/null/nowhere}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbm_cli.bench.client.drive_part import drive_part
-from kvbm_cli.bench.client.health import ClientHealth, ProcessHealth
+from kvbm_cli.bench.client.health import ClientHealth, HealthMonitor, ProcessHealth
 from kvbm_cli.bench.client.launcher import OnRecord, Part
 from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.client.workers import WorkerCount, parts_of, started_workers, worker_count
@@ -45,9 +45,12 @@ async def drive(
 
     parts = parts_of(plan, worker_count(plan, len(targets), workers))
     if len(parts) == 1:
-        start = _Start.after(parts)
-        processes = [await drive_part(parts[0], targets, start.ns, take)]
-        duration_s = start.elapsed_s()
+        monitor = HealthMonitor()
+        with monitor.garbage_collector_off():
+            start = _Start.after(parts)
+            await drive_part(parts[0], targets, start.ns, take, monitor)
+            duration_s = start.elapsed_s()
+        processes = [monitor.result()]
     else:
         async with started_workers(parts, targets) as workers_ready:
             start = _Start.after(parts)

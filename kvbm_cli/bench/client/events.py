@@ -54,6 +54,7 @@ class StreamedAnswer:
         self._reads: list[Read] = []
         self._unparsed_bytes = 0
         self.token_count = 0
+        self._texts: list[str] = []
         self._usage: dict[str, Any] | None = None
         self.is_done = False
 
@@ -65,45 +66,53 @@ class StreamedAnswer:
 
     def finish(self) -> None:
         """Parse what is left, and count. ValueError, TypeError, AttributeError or KeyError if it is unreadable."""
-        last_ns = self._reads[-1][0] if self._reads else 0
-        self._parse()
-        self._take_payloads([(last_ns, payload) for payload in self._splitter.last()])
-        self._count()
+        last_ms = (self._reads[-1][0] - self._start_ns) / 1e6 if self._reads else 0.0
+        try:
+            self._parse()
+            self._take_payloads(self._splitter.last(), [last_ms])
+        finally:
+            self._count()
 
     def _parse(self) -> None:
         reads, self._reads, self._unparsed_bytes = self._reads, [], 0
-        feed = self._splitter.feed
-        self._take_payloads([(stamp, payload) for stamp, data in reads for payload in feed(data)])
+        feed, start_ns = self._splitter.feed, self._start_ns
+        payloads: list[bytes] = []
+        times_ms: list[float] = []
+        for stamp_ns, data in reads:
+            new = feed(data)
+            payloads += new
+            times_ms += [(stamp_ns - start_ns) / 1e6] * len(new)
+        self._take_payloads(payloads, times_ms)
 
-    def _take_payloads(self, payloads: list[Read]) -> None:
-        if self.is_done:
-            return
-        for number, (stamp, payload) in enumerate(payloads):
-            if payload == DONE:
-                self.is_done = True
-                self._record.end_ms = self._ms(stamp)
-                payloads = payloads[:number]
-                break
-        for (stamp, _), event in zip(payloads, _parsed([payload for _, payload in payloads]), strict=True):
-            self._take_event(event, stamp)
+    def _take_payloads(self, payloads: list[bytes], times_ms: list[float]) -> None:
+        if DONE in payloads and not self.is_done:
+            end = payloads.index(DONE)
+            self.is_done = True
+            self._record.end_ms = times_ms[end]
+            self._take_events(payloads[:end], times_ms)
+        elif not self.is_done:
+            self._take_events(payloads, times_ms)
 
-    def _take_event(self, event: dict[str, Any], stamp: int) -> None:
-        if event.get("error"):
-            self._record.error = self._record.error or _shortened(f"error in the stream: {event['error']}")
-            return
-        for choice in event.get("choices") or ():
-            self._take_choice(choice, stamp)
-        if usage := event.get("usage"):
-            self._usage = usage
+    def _take_events(self, payloads: list[bytes], times_ms: list[float]) -> None:
+        take_choice = self._take_choice
+        for event, now_ms in zip(_parsed(payloads), times_ms, strict=False):
+            if choices := event.get("choices"):
+                for choice in choices:
+                    take_choice(choice, now_ms)
+            if usage := event.get("usage"):
+                self._usage = usage
+            if error := event.get("error"):
+                self._record.error = self._record.error or f"error in the stream: {error}"[:ERROR_TEXT_CHARACTERS]
 
-    def _take_choice(self, choice: dict[str, Any], stamp: int) -> None:
-        record, delta = self._record, choice.get("delta")
-        if delta is None:
-            text, has_other = choice.get("text"), False
+    def _take_choice(self, choice: dict[str, Any], now_ms: float) -> None:
+        record = self._record
+        has_other = False
+        if (delta := choice.get("delta")) is None:
+            text = choice.get("text")
         else:
             text = delta.get("content")
             has_other = bool(delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls"))
-        logprobs = _logprobs(choice["logprobs"]) if choice.get("logprobs") else ()
+        logprobs = _logprobs(given) if (given := choice.get("logprobs")) else ()
         token_ids = choice.get("token_ids")
         if token_ids is not None:
             count = len(token_ids)
@@ -111,33 +120,35 @@ class StreamedAnswer:
         else:
             count = (len(logprobs) or 1) if text or has_other else 0
         if count:
-            self._take_tokens(count, stamp)
+            self._take_tokens(count, now_ms)
             record.logprobs += logprobs
         if text:
+            self._texts.append(text)
             if record.first_text_ms is None:
-                record.first_text_ms = self._ms(stamp)
-            record.text += text
+                record.first_text_ms = now_ms
         if reason := choice.get("finish_reason"):
             record.finish_reason = reason
 
-    def _take_tokens(self, count: int, stamp: int) -> None:
+    def _take_tokens(self, count: int, now_ms: float) -> None:
         """Split the time since the last chunk evenly over the tokens of this one; the first chunk has no gap."""
-        record, now_ms = self._record, self._ms(stamp)
-        if record.last_token_ms is None:
-            record.first_token_ms = now_ms
-            record.first_chunk_tokens = count
-        else:
-            gap_ms = round((now_ms - record.last_token_ms) / count, 4)
-            record.token_gaps_ms += [gap_ms] * count
+        record, last_ms = self._record, self._record.last_token_ms
         record.last_token_ms = now_ms
         self.token_count += count
+        if last_ms is None:
+            record.first_token_ms = now_ms
+            record.first_chunk_tokens = count
+        elif count == 1:
+            record.token_gaps_ms.append(round(now_ms - last_ms, 4))
+        else:
+            record.token_gaps_ms += [round((now_ms - last_ms) / count, 4)] * count
 
     def _count(self) -> None:
-        """Without token ids, only the usage tells how many tokens there were. Without usage, counts stay unknown."""
+        """Without token ids, only the usage has the number of tokens. Without usage, counts stay unknown."""
         record, usage = self._record, self._usage
         if record.token_ids:
             record.output_tokens = len(record.token_ids)
-            record.text = ""
+        else:
+            record.text = "".join(self._texts)
         if usage is None:
             return
         if not record.token_ids:
@@ -149,9 +160,6 @@ class StreamedAnswer:
             record.g1_tokens = tiers.get("device", 0)
             record.g2_tokens = tiers.get("host", 0)
             record.g3_tokens = tiers.get("disk", 0)
-
-    def _ms(self, stamp_ns: int) -> float:
-        return (stamp_ns - self._start_ns) / 1e6
 
 
 def _parsed(payloads: list[bytes]) -> Iterable[dict[str, Any]]:
@@ -170,7 +178,3 @@ def _logprobs(given: dict[str, Any]) -> list[float]:
     if (of_tokens := given.get("token_logprobs")) is not None:
         return list(of_tokens)
     return [one["logprob"] for one in given.get("content") or ()]
-
-
-def _shortened(text: str) -> str:
-    return text[:ERROR_TEXT_CHARACTERS]

@@ -123,7 +123,8 @@ class Exchange:
     ) -> None:
         headers = {**self._headers, "X-Request-Id": f"{self._run}-{request.index}"}
         data = body if len(body) <= LARGEST_SINGLE_WRITE_BYTES else io.BytesIO(body)
-        async with self._session.post(self._base_url + request.path, data=data, headers=headers) as response:
+        url = self._base_url + request.path
+        async with self._session.post(url, data=data, headers=headers, allow_redirects=False) as response:
             record.http_status = response.status
             if response.status != 200:
                 text = (await response.text(errors="replace")).strip()

@@ -7,7 +7,6 @@ worker -> parent    READY, then lists of records, then ProcessHealth
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,8 @@ from dataclasses import replace
 
 from kvbm_cli.bench.client.channel import encoded, read_message
 from kvbm_cli.bench.client.drive_part import drive_part
+from kvbm_cli.bench.client.health import HealthMonitor
+from kvbm_cli.bench.client.launcher import Part
 from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.records.request_record import RequestRecord
 
@@ -53,21 +54,32 @@ async def work(output: int) -> None:
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(output, "wb"))
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
     part, targets = await read_message(reader)
-    gc.collect()
-    writer.write(encoded(READY))
-    start_ns = await read_message(reader)
+    monitor = HealthMonitor()
+    with monitor.garbage_collector_off():
+        writer.write(encoded(READY))
+        start_ns = await read_message(reader)
+        await _send(part, targets, start_ns, reader, writer, monitor)
+    writer.write(encoded(monitor.result()))
+    await writer.drain()
+    writer.close()
+
+
+async def _send(
+    part: Part,
+    targets: Sequence[Target],
+    start_ns: int,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    monitor: HealthMonitor,
+) -> None:
     ended: set[int] = set()
-    background = [asyncio.create_task(_watch(reader, ended))]
     batches = RecordBatches(writer)
-    background.append(asyncio.create_task(batches.run()))
-    health = await drive_part(part, _with_ends(targets, ended), start_ns, batches.add)
+    background = [asyncio.create_task(_watch(reader, ended)), asyncio.create_task(batches.run())]
+    await drive_part(part, _with_ends(targets, ended), start_ns, batches.add, monitor)
     for task in background:
         task.cancel()
     await asyncio.gather(*background, return_exceptions=True)
     await batches.flush()
-    writer.write(encoded(health))
-    await writer.drain()
-    writer.close()
 
 
 async def _watch(reader: asyncio.StreamReader, ended: set[int]) -> None:

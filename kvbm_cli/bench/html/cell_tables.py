@@ -78,9 +78,12 @@ def _evidence(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("Noise from", string(noise.get("source"))),
         (
             "Share of the possible gain",
-            with_interval(percent(share.get("value")), interval(share.get("interval_95"), percent)),
+            "all, within the noise"
+            if share.get("is_noise") is True
+            else with_interval(percent(share.get("value")), interval(share.get("interval_95"), percent)),
         ),
         ("Outputs", string(outputs.get("verdict"))),
+        ("Outputs, reason", string(outputs.get("reason"))),
         ("Answers compared", count(outputs.get("compared"))),
         ("Different answers", count(outputs.get("different"))),
         ("Different answers without kvbm", _control(outputs)),
@@ -163,7 +166,7 @@ def load(cell: dict[str, Any]) -> Markup | None:
             decimal(at(own, "throughput", "requests_per_s")),
             count(at(own, "throughput", "prompt_tokens_per_s")),
             decimal(at(own, "throughput", "output_tokens_per_s")),
-            percent(at(own, "goodput", "share")),
+            with_interval(percent(at(own, "goodput", "share")), interval(at(own, "goodput", "interval_95"), percent)),
             percent(own.get("utilisation")),
             milliseconds(own.get("queue_wait_ms")),
             milliseconds(at(own, "client", "lateness_ms", "p90")),

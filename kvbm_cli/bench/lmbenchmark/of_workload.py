@@ -36,7 +36,9 @@ def faithful_parameters(workload: Lmbenchmark) -> FaithfulParameters:
     """The preset with the changes of the workload. UsageError for values that LMBenchmark does not take."""
     if workload.scenario == "sharegpt":
         assert workload.file is not None
-        found = ShareGptParameters(workload.file, is_chat=workload.chat, duration_s=workload.time_s)
+        found = ShareGptParameters(
+            workload.file, workload.warm_up_file, is_chat=workload.chat, duration_s=workload.time_s
+        )
         return replace(found, qps=workload.qps) if workload.qps else found
     if workload.scenario == "agentic":
         assert workload.file is not None
@@ -51,9 +53,10 @@ def faithful_parameters(workload: Lmbenchmark) -> FaithfulParameters:
         "qps": workload.qps,
         "duration_s": workload.time_s,
     }
-    return replace(
+    changed = replace(
         found_preset, is_chat=workload.chat, **{key: value for key, value in changes.items() if value is not None}
     )
+    return changed if changed.words == found_preset.words else replace(changed, sizes="custom")
 
 
 def strict_workload(workload: Workload) -> Workload:

@@ -54,6 +54,10 @@ class LmbenchmarkParameters:
             value = getattr(self, key)
             _require(self, key, math.isfinite(value) and value > 0, "a finite number above 0")
 
+    @property
+    def words(self) -> tuple[int, int]:
+        return self.system_words, self.history_words
+
     # The order of these operations decides which virtual users retire at once; see `schedule`.
     @property
     def gap_s(self) -> float:

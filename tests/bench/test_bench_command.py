@@ -21,15 +21,15 @@ from bench_rig import (
     WORKLOAD,
     MockEngines,
 )
+from kvbm_cli.bench.output_directory import OutputDirectory
+from kvbm_cli.profile.workload import Schedule
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, ProfileError, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import ProfileEngines, with_reset, with_room
 from kvbm_cli.bench.comparison import Comparison
-from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.profile.resolve import resolve
-from kvbm_cli.profile.workload import Schedule
 
 RESOLVED = resolve("demo")
 MOCK = Path(__file__).with_name("mock_engine.py")

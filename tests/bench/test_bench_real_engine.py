@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from bench_rig import PATIENT
+from kvbm_cli.profile.workload import Schedule, Workload
 
 from kvbm.config.load import ResolvedProfile
 from kvbm_cli.bench import command
 from kvbm_cli.profile.resolve import resolve
-from kvbm_cli.profile.workload import Schedule, Workload
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="the embedded engine needs torch")
 
@@ -98,8 +98,9 @@ def test_one_wrong_block_per_onboarding_is_found(tmp_path, capsys):
 
 def test_the_shipped_demo_keeps_its_promises():
     """Six users of four turns, long prompts, room for two conversations in G1 and not for all, room for all in G2."""
-    from kvbm_cli.profile.size import size_of
     from kvbm_cli.profile.workload import load_workload
+
+    from kvbm_cli.profile.size import size_of
 
     resolved = resolve("demo")
     workload = load_workload(resolved.profile.bench.workload or "")

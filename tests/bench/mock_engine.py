@@ -3,7 +3,7 @@
 G1 and G2 are LRU lists of block names with a capacity. A request's time to first token is a base plus a price per token
 computed and per token brought from G2; requests are served one after the other. Answers follow from the prompt alone,
 so that any two engines agree, unless a fault is asked for: `faults` maps the number of a request (0, 1, ... since the
-last reset) to what goes wrong with it.
+last reset) to what goes wrong with it. A prompt is a list of token ids, or a text, of which each byte is a token.
 
 Used in a thread of the test, or as a program: `python mock_engine.py --port N --options JSON`.
 """
@@ -29,7 +29,11 @@ VOCABULARY = 256
 @dataclass
 class Options:
     """Times in milliseconds. `g2_blocks` of 0 is an engine without block manager; `is_like_vllm` one that says in the
-    body whether it was reset, and not per request which tier a cached token came from."""
+    body whether it was reset, and not per request which tier a cached token came from.
+
+    Without `has_token_ids`, `return_token_ids` is ignored. Without `has_ignore_eos` or `has_usage`, a request that has
+    such a field is refused. `salt` changes all answers, and `resets_to_refuse` of -1 is a server that cannot be reset.
+    """
 
     g1_blocks: int = 10_000
     g2_blocks: int = 0
@@ -41,6 +45,20 @@ class Options:
     has_metrics: bool = True
     resets_to_refuse: int = 1
     is_like_vllm: bool = False
+    model: str = "mock"
+    has_tokenize: bool = True
+    has_token_ids: bool = True
+    has_ignore_eos: bool = True
+    has_usage: bool = True
+    refuses_all: bool = False
+    salt: str = ""
+
+    @property
+    def unknown_fields(self) -> set[str]:
+        return {
+            *(() if self.has_ignore_eos else ("ignore_eos", "min_tokens")),
+            *(() if self.has_usage else ("stream_options",)),
+        }
 
 
 class LruTier:
@@ -75,8 +93,8 @@ def block_names(tokens: Sequence[int]) -> list[bytes]:
     return names
 
 
-def answer_to(prompt: Sequence[int], count: int) -> list[int]:
-    seed = hashlib.sha256(bytes(prompt)).digest()
+def answer_to(prompt: Sequence[int], count: int, salt: str = "") -> list[int]:
+    seed = hashlib.sha256(bytes(prompt) + salt.encode()).digest()
     return [hashlib.sha256(seed + bytes([index])).digest()[0] for index in range(count)]
 
 
@@ -89,11 +107,14 @@ class Model:
         self.tokens = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
         self.resets_to_refuse = options.resets_to_refuse
         self.queue_s, self.served, self.number, self.free_at = 0.0, 0, 0, 0.0
+        self.resets = 0
+        self.bodies: list[dict[str, object]] = []
 
     def reset(self) -> None:
         self.g1.clear()
         self.g2.clear()
         self.number = 0
+        self.resets += 1
 
     def admit(self, prompt: list[int], answer: list[int], now: float) -> tuple[int, int, float]:
         """Tokens from G1 and G2, and the time at which the first token is there."""
@@ -134,10 +155,6 @@ class Model:
 class MockEngine:
     """Serves a Model on 127.0.0.1 from a thread of its own; a context manager."""
 
-    model = "mock"
-    startup_s = 0.0
-    admin_token = None
-
     def __init__(self, options: Options, *, port: int = 0) -> None:
         self._model = Model(options)
         self._port = port
@@ -167,6 +184,15 @@ class MockEngine:
     @property
     def resets_to_refuse(self) -> int:
         return self._model.resets_to_refuse
+
+    @property
+    def resets(self) -> int:
+        return self._model.resets
+
+    @property
+    def bodies(self) -> list[dict[str, object]]:
+        """Of all completions, the refused ones included."""
+        return self._model.bodies
 
     def has_ended(self) -> bool:
         return self._ended
@@ -203,21 +229,26 @@ class MockEngine:
 
     async def _answer(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection stays open."""
+        options = self._model.options
         if path == "/v1/completions":
             return await self._complete(json.loads(body), writer)
-        if path == "/tokenize":
+        if path == "/v1/models":
+            self._plain(writer, 200, json.dumps({"object": "list", "data": [{"id": options.model}]}))
+        elif path == "/tokenize" and options.has_tokenize:
             tokens = [byte % VOCABULARY for byte in json.loads(body)["prompt"].encode()]
             self._plain(writer, 200, json.dumps({"tokens": tokens, "count": len(tokens)}))
-        elif path == "/metrics" and self._model.options.has_metrics:
+        elif path == "/metrics" and options.has_metrics:
             self._plain(writer, 200, self._model.metrics())
         elif path == "/metrics":
             self._plain(writer, 200, "")
+        elif path == "/reset_prefix_cache" and options.resets_to_refuse < 0:
+            self._plain(writer, 404, "")
         elif path == "/reset_prefix_cache" and self._model.resets_to_refuse:
             self._model.resets_to_refuse -= 1
             self._refuse_reset(writer)
         elif path == "/reset_prefix_cache":
             self._model.reset()
-            self._plain(writer, 200, '{"success": true}' if self._model.options.is_like_vllm else "")
+            self._plain(writer, 200, '{"success": true}' if options.is_like_vllm else "")
         else:
             self._plain(writer, 200 if path == "/health" else 404, f'{{"pid": {os.getpid()}}}')
         await writer.drain()
@@ -236,9 +267,18 @@ class MockEngine:
 
     async def _complete(self, request: dict[str, object], writer: asyncio.StreamWriter) -> bool:
         model, options = self._model, self._model.options
-        prompt, count = request["prompt"], request["max_tokens"]
-        assert isinstance(prompt, list)
+        model.bodies.append(request)
+        given, count = request["prompt"], request["max_tokens"]
         assert isinstance(count, int)
+        if isinstance(given, str):
+            prompt = list(given.encode())
+        else:
+            assert isinstance(given, list)
+            prompt = given
+        if options.refuses_all or options.unknown_fields & request.keys():
+            unknown = ", ".join(sorted(options.unknown_fields & request.keys()))
+            self._plain(writer, 400, json.dumps({"error": {"message": f"unknown fields: {unknown}"}}))
+            return True
         fault = options.faults.get(model.number, "")
         model.number += 1
         if fault.startswith("http_"):
@@ -249,7 +289,7 @@ class MockEngine:
             return False
         if fault == "exit":
             os._exit(3)
-        answer = answer_to(prompt, count)
+        answer = answer_to(prompt, count, options.salt)
         from_g1, from_g2, first_at = model.admit(prompt, answer, asyncio.get_running_loop().time())
         if fault == "stall":
             await asyncio.sleep(3600)
@@ -263,31 +303,31 @@ class MockEngine:
             if start:
                 await asyncio.sleep(options.token_ms * width / 1e3)
             logprob = None if fault == "no_logprobs" else -0.48 if fault == "improbable" else -0.5
-            await self._event(writer, sent[start : start + width], split=fault == "split_utf8", logprob=logprob)
+            chunk = sent[start : start + width]
+            await self._event(writer, choice_of(chunk, logprob, options), split=fault == "split_utf8")
         if fault == "break_off":
             return False
         if fault == "error_event":
             self._chunk(writer, b'data: {"error": {"message": "asked for"}}\n\n')
-        if fault != "no_usage":
+        if fault != "no_usage" and options.has_usage:
             tiers = {"device": from_g1, "host": from_g2}
             details: dict[str, object] = {"cached_tokens": from_g1 + from_g2}
             details |= {} if options.is_like_vllm else {"cached_tokens_by_tier": tiers}
             extra = 1 if fault == "miscount" else 0
-            usage = {"prompt_tokens": len(prompt) + extra, "prompt_tokens_details": details}
+            usage = {
+                "prompt_tokens": len(prompt) + extra,
+                "completion_tokens": len(sent),
+                "prompt_tokens_details": details,
+            }
             self._chunk(writer, b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
         self._chunk(writer, b": a comment\r\n\r\ndata: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True
 
-    async def _event(
-        self, writer: asyncio.StreamWriter, tokens: list[int], *, split: bool, logprob: float | None
-    ) -> None:
-        choice = {"index": 0, "text": "€" * len(tokens), "token_ids": tokens, "finish_reason": None}
-        if logprob is not None:
-            choice["logprobs"] = {"token_logprobs": [logprob] * len(tokens)}
+    async def _event(self, writer: asyncio.StreamWriter, choice: dict[str, object], *, split: bool) -> None:
         data = b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
-        middle = data.index("€".encode()) + 1 if split else len(data)
+        middle = data.index(str(choice["text"]).encode()) + 1 if split else len(data)
         for part in (data[:middle], data[middle:]):
             if part:
                 self._chunk(writer, part)
@@ -297,6 +337,17 @@ class MockEngine:
     @staticmethod
     def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
         writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+def choice_of(tokens: list[int], logprob: float | None, options: Options) -> dict[str, object]:
+    """Each token is a character of three bytes."""
+    text = "".join(chr(ord("€") + token) for token in tokens)
+    choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": None}
+    if options.has_token_ids:
+        choice["token_ids"] = tokens
+        if logprob is not None:
+            choice["logprobs"] = {"token_logprobs": [logprob] * len(tokens)}
+    return choice
 
 
 def main() -> None:

@@ -1,0 +1,112 @@
+"""An OpenAI server without a model for overhead.py: streams 20 one-token events per request and stamps its work.
+
+It costs little, so that the client is the limit: a raw asyncio protocol that writes prepared bytes. /stamps returns and
+forgets, per request, its X-Request-Id, when the request was complete, and when its first event was written, in seconds
+of `time.perf_counter()`, which is one clock for all processes of a machine.
+
+    python bench/client/server.py --first-ms 50 --token-ms 20      # prints its port
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+
+TOKENS = 20
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+FRAME = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1700000000, "model": "mock"}
+USAGE = {"prompt_tokens": 200, "completion_tokens": TOKENS, "total_tokens": 200 + TOKENS}
+
+
+def chunk(payload: bytes) -> bytes:
+    data = b"data: " + payload + b"\n\n"
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def event(token: int) -> bytes:
+    choice = {"index": 0, "text": f" w{token}", "logprobs": None, "finish_reason": None, "stop_reason": None}
+    if token == TOKENS - 1:
+        choice["finish_reason"] = "length"
+    return chunk(json.dumps({**FRAME, "choices": [{**choice, "token_ids": [token]}], "usage": None}).encode())
+
+
+EVENTS = [event(token) for token in range(TOKENS)]
+END = chunk(json.dumps({**FRAME, "choices": [], "usage": USAGE}).encode()) + chunk(b"[DONE]") + b"0\r\n\r\n"
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, first_s: float, token_s: float, stamps: list[list[object]]) -> None:
+        self._first_s, self._token_s, self._stamps = first_s, token_s, stamps
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        self._buffer += data
+        head, separator, body = self._buffer.partition(b"\r\n\r\n")
+        if not separator:
+            return
+        lines = head.lower().split(b"\r\n")
+        headers = dict(line.split(b": ", 1) for line in lines[1:])
+        if len(body) < int(headers.get(b"content-length", 0)):
+            return
+        self._buffer = b""
+        if lines[0].startswith(b"post"):
+            stamp = [headers.get(b"x-request-id", b"").decode(), now, None]
+            self._stamps.append(stamp)
+            self._answer(stamp)
+        else:
+            self._plain(lines[0].split(b" ")[1])
+
+    def _answer(self, stamp: list[object]) -> None:
+        if self._token_s or self._first_s:
+            asyncio.get_running_loop().call_later(self._first_s, self._next, stamp, 0)
+        else:
+            stamp[2] = time.perf_counter()
+            self._transport.write(HEAD + EVENTS[0])
+            for data in EVENTS[1:]:
+                self._transport.write(data)
+            self._transport.write(END)
+
+    def _next(self, stamp: list[object], token: int) -> None:
+        if self._transport.is_closing():
+            return
+        if token == 0:
+            stamp[2] = time.perf_counter()
+        last = token == TOKENS - 1
+        self._transport.write((HEAD if token == 0 else b"") + EVENTS[token] + (END if last else b""))
+        if not last:
+            asyncio.get_running_loop().call_later(self._token_s, self._next, stamp, token + 1)
+
+    def _plain(self, path: bytes) -> None:
+        value: object = {"object": "list", "data": [{"id": "mock", "object": "model"}]}
+        if path == b"/stamps":
+            value = [*self._stamps]
+            self._stamps.clear()
+        data = json.dumps(value).encode()
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        self._transport.write(head.encode() + data)
+
+
+async def serve(first_s: float, token_s: float) -> None:
+    stamps: list[list[object]] = []
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(first_s, token_s, stamps), "127.0.0.1", 0, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first-ms", type=float, default=0.0)
+    parser.add_argument("--token-ms", type=float, default=0.0)
+    given = parser.parse_args()
+    asyncio.run(serve(given.first_ms / 1e3, given.token_ms / 1e3))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Shared by the tests of `kvbm bench`: a small workload, mock engines by arm, and limits for a busy machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mock_engine import MockEngine, Options
+
+from kvbm_cli.bench import command
+from kvbm_cli.bench.arms import NeededRoom, RunningEngine
+from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.comparison import Comparison
+from kvbm_cli.bench.experiment import Setup, run_experiment
+from kvbm_cli.bench.records.bench_directory import BenchDirectory
+from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.records.results import Results
+from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench.server_metrics.sample_line import SampleLine
+from kvbm_cli.bench.summary import summarise
+from kvbm_cli.bench.verdict import VerdictLimits
+from kvbm_cli.workload.schema import Conversations, Schedule, Workload
+
+WORKLOAD = Conversations(
+    name="small",
+    users=3,
+    turns=2,
+    system_tokens=32,
+    history_tokens=400,
+    question_tokens=16,
+    answer_tokens=6,
+    schedule=Schedule(arms="interleaved", interval_s=0.12, pairs=1),
+    request_timeout_s=5.0,
+)
+REQUESTS = 6
+# With steady engines, a busy machine changes no verdict: it adds some 50 ms to a request, and times differ by 200 ms.
+STEADY_S = 0.5
+STEADY_WORKLOAD = WORKLOAD.model_copy(update={"schedule": Schedule(arms="interleaved", interval_s=STEADY_S, pairs=1)})
+STEADY_OPTIONS: dict[str, Any] = {"base_ms": 60.0, "computed_token_ms": 0.4}
+SLOW_G2_TOKEN_MS = 0.9
+PATIENT = VerdictLimits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)
+SMALL_G1_BLOCKS = 60
+COMPUTED_TOKEN_MS = 0.1
+
+
+def in_turn(workload: Workload = WORKLOAD, *, pairs: int = 1, interval_s: float | None = 0.05) -> Workload:
+    return workload.model_copy(update={"schedule": Schedule(arms="in_turn", interval_s=interval_s, pairs=pairs)})
+
+
+class MockEngines:
+    """One mock engine per arm: G1 holds two of the three conversations, except where it has room for everything."""
+
+    def __init__(self, **changes: Options) -> None:
+        small = Options(g1_blocks=SMALL_G1_BLOCKS, computed_token_ms=COMPUTED_TOKEN_MS)
+        roomy = Options(computed_token_ms=COMPUTED_TOKEN_MS)
+        self.options = {
+            "recording": roomy,
+            "baseline": small,
+            "kvbm": replace(small, g2_blocks=10_000),
+            "floor": roomy,
+            **changes,
+        }
+        self.started: list[str] = []
+        self.rooms: list[NeededRoom] = []
+        self.running = self.most_at_once = 0
+
+    @contextmanager
+    def __call__(self, arm: str, log: Path, room: NeededRoom) -> Iterator[RunningEngine]:
+        self.started.append(arm)
+        self.rooms.append(room)
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        try:
+            with MockEngine(self.options[arm]) as engine:
+                yield RunningEngine(engine.base_url, self.options[arm].model, 0.0, engine.has_ended)
+        finally:
+            self.running -= 1
+
+    @classmethod
+    def steady(cls) -> MockEngines:
+        return cls(**{arm: replace(options, **STEADY_OPTIONS) for arm, options in cls().options.items()})
+
+    def changed(self, arm: str, **changes: Any) -> MockEngines:
+        return MockEngines(**{**self.options, arm: replace(self.options[arm], **changes)})
+
+    def renamed(self, **names: str) -> MockEngines:
+        """Other arms with the engines of these: `renamed(demo="kvbm")`."""
+        return MockEngines(**{**self.options, **{new: self.options[old] for new, old in names.items()}})
+
+
+class SilentProgress:
+    """Collects what it receives."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.expected: dict[str, float | None] = {}
+        self.records: list[RequestRecord] = []
+
+    def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None:
+        self.phases.append(text)
+        self.expected[text] = expected_s
+
+    def request_ended(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+
+def comparison(*compare: str) -> Comparison:
+    return comparison_of("demo", (), compare)
+
+
+def setup_of(*workloads: Workload, compare: Sequence[str] = ()) -> Setup:
+    cells = tuple(Cell(one.name, one) for one in workloads or (WORKLOAD,))
+    return command._setup(comparison(*compare), cells)
+
+
+def measure(
+    tmp_path: Path,
+    engines: MockEngines,
+    *workloads: Workload,
+    compare: Sequence[str] = (),
+    as_json: bool = True,
+    limits: VerdictLimits | None = PATIENT,
+    resume: bool = False,
+) -> int:
+    """The command from its resolved arms on. Returns its exit code."""
+    path = tmp_path / "run"
+    directory = BenchDirectory.open(path) if resume else BenchDirectory.create(path)
+    setup = setup_of(*workloads, compare=compare)
+    return command.measure(setup, directory, as_json=as_json, engines=engines, limits=limits)
+
+
+def run(
+    tmp_path: Path, engines: MockEngines, *workloads: Workload, compare: Sequence[str] = ()
+) -> tuple[dict[str, Any], SilentProgress]:
+    """The summary of an experiment, and its progress."""
+    progress = SilentProgress()
+    with closing(BenchDirectory.create(tmp_path / "run")) as directory:
+        run_experiment(setup_of(*workloads, compare=compare), engines, directory, progress)
+        return summarise(Results.read(directory), surroundings={}, limits=PATIENT), progress
+
+
+def summary_of(tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
+    return found
+
+
+def lines_of(tmp_path: Path, name: str = "requests.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+
+
+@pytest.fixture
+def without_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter runs: no process that samples server metrics, and less time before the first launch."""
+
+    def sampler(path: Path, engine: RunningEngine, start_ns: int) -> nullcontext[None]:
+        path.write_text(json.dumps(SampleLine(t_ms=0.0, took_ms=0.0).to_json()) + "\n")
+        return nullcontext()
+
+    monkeypatch.setattr("kvbm_cli.bench.experiment._sampler", sampler)
+    monkeypatch.setattr("kvbm_cli.bench.client.launcher.LEAD_S", 0.03)
