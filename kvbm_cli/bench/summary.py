@@ -14,14 +14,11 @@ from kvbm_cli.bench.analysis.goodput import RequestTimes, Slo, goodput
 from kvbm_cli.bench.analysis.statistics import spread
 from kvbm_cli.bench.answers import answers_of
 from kvbm_cli.bench.compared import Compared, compare, utilisation_of
-<<<<<<< HEAD
 from kvbm_cli.bench.reasons.cell_facts import CellFacts
 from kvbm_cli.bench.reasons.lost_blocks import small_g2
 from kvbm_cli.bench.reasons.why import Why
 from kvbm_cli.bench.reasons.why_not import why_not
-=======
 from kvbm_cli.bench.records.bench_directory import FORMAT
->>>>>>> wt-diff
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 from kvbm_cli.bench.rounding import rounded
