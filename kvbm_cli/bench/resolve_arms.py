@@ -133,8 +133,11 @@ def _require_comparable(resolved: ResolvedProfile, other: ResolvedProfile) -> No
 
 def require_startable(comparison: Comparison) -> None:
     """The checks of `kvbm serve` for every profile, with free ports. Raises the first problem."""
+    with_kvbm = {id(arm.resolved) for arm in comparison.arms if arm.has_kvbm}
     for profile in profiles_of(comparison):
-        require_none(problems_here(_on_free_port(profile), check(profile)))
+        has_cache = id(profile) in with_kvbm
+        sizing = check(profile, has_cache=has_cache)
+        require_none(problems_here(_on_free_port(profile), sizing, has_cache=has_cache))
 
 
 def profiles_of(comparison: Comparison) -> list[ResolvedProfile]:
