@@ -78,7 +78,8 @@ def incomplete_summary(summary: Mapping[str, Any], *, missing: int, planned: int
     """The summary of the runs that have ended, if others have not. Only wrong outputs are a result already."""
     verdict = Verdict.WRONG if summary["verdict"] == Verdict.WRONG else Verdict.INVALID
     reason = f"incomplete: {missing} of {planned} runs have not ended"
-    so_far = f"; so far {summary['verdict']}: {summary['explanation']}" if summary["cells"] else ""
+    has_result = any(cell["comparisons"] for cell in summary["cells"])
+    so_far = f"; so far {summary['verdict']}: {summary['explanation']}" if has_result else ""
     return {
         "ttft_speedup": None,
         "outputs_equal": None,
@@ -92,7 +93,10 @@ def incomplete_summary(summary: Mapping[str, Any], *, missing: int, planned: int
 
 
 def _comparisons(results: Results, cell: CellResult, limits: VerdictLimits) -> list[Compared]:
-    return [compare(results, cell, reference, limits) for reference in results.plan["references"]]
+    """Of the arms that have run: an interrupted experiment may have only one of two."""
+    if not cell.of_arm(results.plan["measured"]):
+        return []
+    return [compare(results, cell, one, limits) for one in results.plan["references"] if cell.of_arm(one)]
 
 
 def _explanation(results: Results, leading: Compared | None, count: int) -> str:
