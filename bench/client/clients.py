@@ -141,7 +141,7 @@ async def of_kvbm(url: str, requests: int, in_flight: int, *, workers: int = 1) 
         )
         for index in range(requests)
     )
-    plan = Plan(planned, Launches(concurrency=in_flight), 60.0, None)
+    plan = Plan(planned, Launches(concurrency=in_flight), 60.0, None, 0, planned[0])
     target = Target("r", "kvbm", "cell", 1, url)
     result = await drive(plan, [target], on_record=lambda record: None, workers=workers)
     records = result.records["r"]

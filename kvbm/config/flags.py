@@ -43,7 +43,7 @@ def flag_name(written: str) -> str:
 
 
 def refused_flags(document: Document) -> Iterator[Mistake]:
-    """Yields a mistake for each invalid flag, flag that kvbm sets, and setting for another connector."""
+    """Yields a mistake for each invalid flag, flag that kvbm sets, and setting that replaces the connector's."""
     arguments = entry_at(document, ["engine", "arguments"])
     for name, entry in ((arguments.section if arguments else None) or {}).items():
         mistake = _refused_flag(name, entry)
@@ -78,15 +78,9 @@ def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
 
 
 def _contradictions(transfer: Mapping[str, Entry]) -> Iterator[Mistake]:
-    prefix = "engine.arguments.kv_transfer_config"
-    for name, ours in (("kv_connector", CONNECTOR), ("kv_connector_module_path", CONNECTOR_MODULE)):
-        entry = transfer.get(name)
-        if entry is not None and entry.value != ours:
-            message = f"`kv_transfer_config.{name}` must be `{ours}`, not `{entry.value}`"
-            hint = "remove it; to use another connector, start vLLM without `kvbm`"
-            yield located(message, entry.source, hint=hint, key=f"{prefix}.{name}")
     extra = transfer.get("kv_connector_extra_config")
     inside = (extra.section or {}).get("kvbm") if extra is not None else None
     if inside is not None:
         hint, name = "use `tiers`, `offload` and `transfer` of the profile", "kv_connector_extra_config.kvbm"
-        yield located(f"`{name}` is set by kvbm from the profile", inside.key, hint=hint, key=f"{prefix}.{name}")
+        key = f"engine.arguments.kv_transfer_config.{name}"
+        yield located(f"`{name}` is set by kvbm from the profile", inside.key, hint=hint, key=key)

@@ -8,7 +8,8 @@ nothing else:
     PYTHONHASHSEED                   before 0.29, required for equal block hashes in all processes
     VLLM_CPU_NUM_OF_RESERVED_CPU     on a CPU, vLLM with a connector reserves one more core per rank
 
-A variable that the profile or the caller sets is not changed.
+A variable that the profile or the caller sets is not changed. Without kvbm's connector, vLLM runs with another one if
+the profile names it.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def plan(
     assert isinstance(engine, VllmEngine), f"the engine of the profile is of kind {engine.kind}"
     argv = [*_program(engine, installation), "--host", host, "--port", str(port), "--enable-prompt-tokens-details"]
     argv += _flags(engine.arguments, profile.tiers.disk.drain_s if connector and profile.tiers.disk else 0.0)
-    if connector:
-        argv += ["--kv-transfer-config", _compact(transfer_config(profile, engine.arguments))]
+    transfer = transfer_config(profile, engine.arguments) if connector else other_connector(engine.arguments)
+    if transfer is not None:
+        argv += ["--kv-transfer-config", _compact(transfer)]
     base_url = f"http://{reachable(host)}:{port}"
     defaults = _default_variables(engine.arguments, installation)
     added = {name: value for name, value in defaults.items() if name not in (environment or {})}
@@ -68,6 +70,7 @@ def plan(
 
 def transfer_config(profile: Profile, arguments: VllmArguments) -> dict[str, object]:
     """Return the connector and its configuration. vLLM recomputes a block that could not be loaded."""
+    assert other_connector(arguments) is None, "the profile names another connector"
     added = dict(arguments.kv_transfer_config or {})
     extra = added.pop("kv_connector_extra_config", None)
     base = {
@@ -82,6 +85,13 @@ def transfer_config(profile: Profile, arguments: VllmArguments) -> dict[str, obj
         **added,
         "kv_connector_extra_config": {**(extra if isinstance(extra, dict) else {}), "kvbm": contents},
     }
+
+
+def other_connector(arguments: VllmArguments) -> Mapping[str, object] | None:
+    """Return the configuration of a connector that is not kvbm's, None if the profile names none."""
+    given = arguments.kv_transfer_config or {}
+    ours = {"kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE}
+    return given if any(given.get(name, value) != value for name, value in ours.items()) else None
 
 
 def _program(engine: VllmEngine, installation: VllmInstallation | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Caveats that follow from the profiles, the workloads and the load of the machine."""
+"""Caveats that follow from the profiles and the load of the machine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from kvbm_cli.bench.experiment import Setup
 from kvbm_cli.bench.machine import load_average, usable_cpu_count
 from kvbm_cli.engine.engines import has_prefix_caching, runs_on_cpu
-from kvbm_cli.profile.size import size_if_known
 
 
 def caveats_of(setup: Setup) -> list[str]:
-    return [*_of_profile(setup), *_of_cells(setup), *_of_machine()]
+    return [*_of_profile(setup), *_of_machine()]
 
 
 def _of_profile(setup: Setup) -> Iterator[str]:
@@ -28,19 +27,6 @@ def _of_profile(setup: Setup) -> Iterator[str]:
         if arm.engine_differences:
             keys = ", ".join(f"`{key}`" for key in arm.engine_differences)
             yield f"the engine of {arm.name} differs in {keys}; its answers were not judged"
-
-
-def _of_cells(setup: Setup) -> Iterator[str]:
-    resolved = setup.comparison.measured.resolved
-    sizing = size_if_known(resolved) if resolved else None
-    for cell in setup.cells:
-        needed = cell.workload.working_set_tokens
-        if needed is None:
-            continue
-        if sizing is not None and sizing.host.token_count < needed:
-            yield f"{cell.name}: G2 holds {sizing.host.token_count:,} tokens, less than the working set of {needed:,}"
-        if cell.g1_tokens is not None and cell.g1_tokens >= needed:
-            yield f"{cell.name}: the working set of {needed:,} tokens fits into G1 ({cell.g1_tokens:,} tokens)"
 
 
 def _of_machine() -> Iterator[str]:

@@ -17,7 +17,6 @@ from kvbm.errors import KvbmError, UsageError
 from kvbm_cli.bench.arms import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.caveats import caveats_of
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
-from kvbm_cli.bench.compared import PRIMARY_OF_EVERY_CELL, is_cell_tight
 from kvbm_cli.bench.comparison import Comparison
 from kvbm_cli.bench.dry_run import show_plan
 from kvbm_cli.bench.experiment import Setup, run_experiment
@@ -31,7 +30,8 @@ from kvbm_cli.bench.report import WIDTH, show
 from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
 from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
 from kvbm_cli.bench.unfinished import missing_runs, planned_runs
-from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
+from kvbm_cli.bench.verdicts.compared import PRIMARY_OF_EVERY_CELL, is_cell_tight
+from kvbm_cli.bench.verdicts.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.terminal.console import print_note
@@ -59,6 +59,23 @@ class BenchRequest:
     is_dry_run: bool = False
     as_json: bool = False
 
+    def words(self) -> list[str]:
+        """The command line that sends the same requests; without the directory of the output."""
+        schedule = self.schedule
+        options: list[tuple[str, Sequence[object]]] = [
+            ("--profile", [self.profile]),
+            ("--set", self.overrides),
+            ("--compare", self.compare),
+            ("--workload", self.workloads),
+            ("--pressure", [self.pressure]),
+            ("--rate", [schedule.rate]),
+            ("--concurrency", [schedule.concurrency]),
+            ("--duration", [schedule.duration_s]),
+            ("--pairs", [schedule.pairs]),
+        ]
+        given = [(flag, value) for flag, values in options for value in values if value is not None]
+        return ["kvbm", "bench", *(word for flag, value in given for word in (flag, f"{value}"))]
+
 
 def bench(request: BenchRequest) -> int:
     """Resolve the arms and the workloads, then measure. Returns the exit code of the verdict."""
@@ -75,7 +92,7 @@ def bench(request: BenchRequest) -> int:
     for resolved in profiles_of(comparison):
         make_model(resolved.profile, say=print_note)
     directory = BenchDirectory.open(request.resume) if request.resume else BenchDirectory.create(request.output)
-    return measure(setup, directory, as_json=request.as_json)
+    return measure(setup, directory, as_json=request.as_json, words=request.words())
 
 
 def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
@@ -119,14 +136,15 @@ def measure(
     directory: BenchDirectory,
     *,
     as_json: bool,
+    words: Sequence[str] = (),
     engines: OpenArm | None = None,
     limits: VerdictLimits | None = None,
 ) -> int:
     """Measure, write and print the result; returns the exit code of the verdict.
 
-    `engines` and `limits` are for tests.
+    `words` are the command line. `engines` and `limits` are for tests.
     """
-    surroundings = _surroundings(setup.comparison)
+    surroundings = {"command": list(words), **_surroundings(setup.comparison)}
     with _interruptible():
         try:
             with BenchProgress() as progress:
@@ -138,7 +156,8 @@ def measure(
                 limits=limits or DEFAULT_LIMITS,
             )
         except KeyboardInterrupt:
-            directory.write_json(SUMMARY, interrupted_summary("interrupted", surroundings))
+            with contextlib.suppress(OSError):  # Ctrl-C ends the command on a full disk, too
+                directory.write_json(SUMMARY, interrupted_summary("interrupted", surroundings))
             print_note(f"interrupted; `--resume {directory.path}` with the same options continues")
             return INTERRUPTED_EXIT_CODE
         except (KvbmError, OSError) as error:

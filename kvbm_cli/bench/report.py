@@ -35,10 +35,28 @@ def show(summary: dict[str, Any], console: Console, *, directory: str | os.PathL
     console.print(Text.assemble((f"{verdict}: ", f"bold {COLOURS[verdict]}"), summary["explanation"]))
     if summary["hint"]:
         console.print(Text(f"hint: {summary['hint']}"))
+    for line in _why_lines(summary):
+        console.print(line)
     for caveat in [*summary["caveats"], *_caveats_of_cells(summary)]:
         console.print(Padding(Text(f"note: {caveat}", style="dim"), (0, 0, 0, 2)))
     path = printable(os.fspath(directory))
     console.print(f"\nreport: {path}/report.html\nevery request: {path}", highlight=False, soft_wrap=True)
+
+
+def _why_lines(summary: Mapping[str, Any]) -> Iterator[Any]:
+    """Why a comparison shows no gain: a title, and one numbered paragraph per cause."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    cells = summary["cells"]
+    for cell in cells:
+        for comparison in cell["comparisons"]:
+            if not comparison["why_not"]:
+                continue
+            place = f" in {cell['name']}" if len(cells) > 1 else ""
+            yield Text(f"why {comparison['measured']} was not faster than {comparison['reference']}{place}:")
+            for number, why in enumerate(comparison["why_not"], start=1):
+                yield Padding(Text(f"{number}. {why['text']}"), (0, 0, 0, 2))
 
 
 def _caveats_of_cells(summary: Mapping[str, Any]) -> list[str]:
@@ -173,8 +191,6 @@ def _comparison_lines(comparison: Mapping[str, Any], cell: Mapping[str, Any], *,
     if share := comparison["share_of_possible_gain"]:
         yield f"{prefix}{_share(share)}"
     yield f"{prefix}{_outputs(comparison['outputs'])}"
-    for why in comparison.get("why_not", ()):
-        yield f"{prefix}{why['text']}"
 
 
 def _load(arm: Mapping[str, Any], name: str) -> str:

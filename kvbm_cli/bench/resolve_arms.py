@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from urllib.parse import urlsplit
 
 from kvbm.config.layers import find
 from kvbm.errors import ProfileError, UsageError
-from kvbm_cli.bench.comparison import BASELINE, FLOOR, KVBM, RESERVED, Arm, Comparison, free_name
+from kvbm_cli.bench.comparison import BASELINE, FLOOR, KVBM, RECORDING, RESERVED, Arm, Comparison, free_name
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.diff import differences
 from kvbm_cli.profile.machine_problems import problems_here, require_none
@@ -73,9 +74,9 @@ def _server(text: str, taken: Sequence[str]) -> Arm:
         raise UsageError(f"`{url}` must be a URL such as `http://127.0.0.1:8000`; TLS is not supported")
     if parts.username is not None:
         raise UsageError("a URL must not contain a password", hint="set KVBM_BENCH_API_KEY instead")
-    name = found["name"] or f"url-{len(taken) + 1}"
-    if name in taken:
-        raise UsageError(f"two servers are named `{name}`")
+    name = found["name"] or next(one for number in itertools.count(1) if (one := f"url-{number}") not in taken)
+    if name in (RECORDING, *taken):
+        raise UsageError(f"`{name}` is the name of another arm: give the server another name")
     return Arm(name, "url", url=url)
 
 
@@ -132,8 +133,11 @@ def _require_comparable(resolved: ResolvedProfile, other: ResolvedProfile) -> No
 
 def require_startable(comparison: Comparison) -> None:
     """The checks of `kvbm serve` for every profile, with free ports. Raises the first problem."""
+    with_kvbm = {id(arm.resolved) for arm in comparison.arms if arm.has_kvbm}
     for profile in profiles_of(comparison):
-        require_none(problems_here(_on_free_port(profile), check(profile)))
+        has_cache = id(profile) in with_kvbm
+        sizing = check(profile, has_cache=has_cache)
+        require_none(problems_here(_on_free_port(profile), sizing, has_cache=has_cache))
 
 
 def profiles_of(comparison: Comparison) -> list[ResolvedProfile]:

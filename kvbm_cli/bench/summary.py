@@ -7,17 +7,22 @@ phase `steady`, or all requests of a workload that never repeats a prefix. `phas
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kvbm_cli.bench.analysis.goodput import RequestTimes, Slo, goodput
 from kvbm_cli.bench.analysis.statistics import spread
-from kvbm_cli.bench.answers import answers_of
-from kvbm_cli.bench.compared import Compared, compare, utilisation_of
+from kvbm_cli.bench.reasons.cell_facts import CellFacts
+from kvbm_cli.bench.reasons.lost_blocks import small_g2
+from kvbm_cli.bench.reasons.why import Why
+from kvbm_cli.bench.reasons.why_not import why_not
 from kvbm_cli.bench.records.bench_directory import FORMAT
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 from kvbm_cli.bench.rounding import rounded
-from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
+from kvbm_cli.bench.verdicts.answers import answers_of
+from kvbm_cli.bench.verdicts.compared import Compared, compare, utilisation_of
+from kvbm_cli.bench.verdicts.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
 from kvbm_cli.bench.workload.script import Phase
 
 TIERS = ("g1", "g2", "g3", "computed")
@@ -32,6 +37,7 @@ def summarise(
 ) -> dict[str, Any]:
     """The content of summary.json. `surroundings` (machine, versions, profile) is copied into it unchanged."""
     compared = {cell.name: _comparisons(results, cell, limits) for cell in results.cells if cell.runs}
+    profile = surroundings.get("profile")
     every = [one for of_cell in compared.values() for one in of_cell]
     verdict = worst_of(one.judgement.verdict for one in every)
     leading = next((one for one in every if one.judgement.verdict is verdict), None)
@@ -46,7 +52,9 @@ def summarise(
             "hint": leading.judgement.hint if leading else None,
             **(headline.headline() if headline else {}),
             "arms": results.arms,
-            "cells": [_cell(results, cell, compared[cell.name]) for cell in results.cells if cell.runs],
+            "cells": [
+                _cell(results, cell, compared[cell.name], profile, limits) for cell in results.cells if cell.runs
+            ],
             "caveats": list(caveats),
             "seed": results.plan["seed"],
             "digest": results.plan["digest"],
@@ -106,8 +114,18 @@ def _explanation(results: Results, leading: Compared | None, count: int) -> str:
     return place + leading.judgement.sentence
 
 
-def _cell(results: Results, cell: CellResult, compared: Sequence[Compared]) -> dict[str, Any]:
+def _cell(
+    results: Results,
+    cell: CellResult,
+    compared: Sequence[Compared],
+    profile: Mapping[str, Any] | None,
+    limits: VerdictLimits,
+) -> dict[str, Any]:
     definition, plan = cell.definition, cell.plan
+    arms = {arm: arm_summary(cell, arm) for arm in results.arms if cell.of_arm(arm)}
+    floor = results.plan["floor"]
+    facts = [CellFacts.of(one, arms, floor=floor, profile=profile, limits=limits) for one in compared]
+    causes = [why_not(one) for one in facts]
     return {
         **definition,
         "working_set_tokens": plan.working_set_tokens if plan else None,
@@ -123,10 +141,17 @@ def _cell(results: Results, cell: CellResult, compared: Sequence[Compared]) -> d
         },
         "pairs_done": cell.pairs_done,
         "stopped_early": cell.pairs_done < definition["pairs"],
-        "arms": {arm: arm_summary(cell, arm) for arm in results.arms if cell.of_arm(arm)},
-        "comparisons": [one.to_json() for one in compared],
+        "arms": arms,
+        "comparisons": [
+            {**one.to_json(), "why_not": [asdict(why) for why in found]}
+            for one, found in zip(compared, causes, strict=True)
+        ],
         "answers": {arm: found.to_json() for arm, found in answers_of(results, cell).items()},
-        "caveats": [*(caveat for one in compared for caveat in one.judgement.caveats), *_notes(cell)],
+        "caveats": [
+            *(caveat for one in compared for caveat in one.judgement.caveats),
+            *_size_caveats(facts, causes),
+            *_notes(cell),
+        ],
     }
 
 
@@ -140,6 +165,13 @@ def _notes(cell: CellResult) -> list[str]:
     if not cell.are_pairs_equal:
         found.append("a server cannot be emptied, so every pair sent other prompts, and no noise was measured")
     return found
+
+
+def _size_caveats(facts: Sequence[CellFacts], causes: Sequence[Sequence[Why]]) -> list[str]:
+    """Whether G2 is smaller than the working set, unless a cause says so."""
+    if any(why.cause == "g2-too-small" for found in causes for why in found):
+        return []
+    return [caveat for one in facts if (caveat := small_g2(one)) is not None][:1]
 
 
 def arm_summary(cell: CellResult, arm: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import together
+from kvbm.config.engine import VllmArguments
+from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE
 from kvbm.config.values import count_of
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing
@@ -55,7 +57,7 @@ def examine_here(
         sizing = unknown
     except ProfileError as mistake:
         mistakes.append(mistake)
-    of_cache = (_require_metrics, _require_directory) if has_cache else ()
+    of_cache = (_require_connector, _require_metrics, _require_directory) if has_cache else ()
     for require in (_require_program, _require_address, *of_cache):
         try:
             require(resolved)
@@ -112,6 +114,18 @@ def _require_program(resolved: ResolvedProfile) -> None:
     if python is not None and shutil.which(python) is None:
         hint = "name an executable, or remove `engine.python` to use the interpreter of `kvbm`"
         raise resolved.mistake("engine.python", f"`engine.python`: `{python}` is not an executable", hint=hint)
+
+
+def _require_connector(resolved: ResolvedProfile) -> None:
+    """ProfileError for the connector of another cache, which vLLM can only run without kvbm."""
+    arguments = resolved.profile.engine.arguments
+    transfer = (arguments.kv_transfer_config or {}) if isinstance(arguments, VllmArguments) else {}
+    for name, ours in (("kv_connector", CONNECTOR), ("kv_connector_module_path", CONNECTOR_MODULE)):
+        value = transfer.get(name, ours)
+        if value != ours:
+            message = f"`kv_transfer_config.{name}` must be `{ours}`, not `{value}`"
+            hint = "remove it; to use another connector, start vLLM without kvbm: `kvbm serve --baseline`"
+            raise resolved.mistake("engine.arguments.kv_transfer_config", message, hint=hint)
 
 
 def _require_address(resolved: ResolvedProfile) -> None:

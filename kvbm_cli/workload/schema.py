@@ -7,7 +7,7 @@ names; a kind without such a number has `None`.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -18,6 +18,7 @@ from kvbm.types import MAX_SECONDS
 
 DEFAULT_KIND = "conversations"
 LONGEST_DEFAULT_TIMEOUT_S = 60.0
+LIMITS = re.compile(r"(ttft|tpot|e2e):\d+(\.\d+)?(,(ttft|tpot|e2e):\d+(\.\d+)?)*")
 
 
 class Schedule(Section):
@@ -90,20 +91,30 @@ class Workload(Section):
     )
     slo: str | None = Field(
         default=None,
-        pattern=r"^(ttft|tpot|e2e):\d+(\.\d+)?(,(ttft|tpot|e2e):\d+(\.\d+)?)*$",
         description="Limits of a good request in milliseconds, such as `ttft:500,tpot:50`; goodput counts such "
         "requests.",
     )
+
+    @model_validator(mode="after")
+    def _has_readable_limits(self) -> Self:
+        if self.slo is not None and not LIMITS.fullmatch(self.slo):
+            raise WrongKey("slo", "must be limits of `ttft`, `tpot` or `e2e` in ms, such as `ttft:500,tpot:50`")
+        return self
 
     @property
     def working_set_tokens(self) -> int | None:
         return None
 
+    @property
+    def smallest_count(self) -> int:
+        """Of the key that `scale_key` names."""
+        return 1
+
     def scaled(self, working_set_tokens: int) -> Self:
-        """The same workload with about this working set. The kind must have a `scale_key`."""
+        """The same workload with the nearest working set. The kind must have a `scale_key`."""
         assert self.scale_key is not None
         one, two = (self._with_count(count).working_set_tokens or 0 for count in (1, 2))
-        return self._with_count(max(1, math.ceil((working_set_tokens - one) / (two - one)) + 1))
+        return self._with_count(max(self.smallest_count, round((working_set_tokens - one) / (two - one)) + 1))
 
     def _with_count(self, count: int) -> Self:
         assert self.scale_key is not None
@@ -225,6 +236,10 @@ class Rag(Workload):
     @property
     def working_set_tokens(self) -> int:
         return self.system_tokens + self.documents * self.document_tokens
+
+    @property
+    def smallest_count(self) -> int:
+        return self.documents_per_request
 
 
 class AgenticCoding(Workload):

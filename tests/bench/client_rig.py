@@ -46,7 +46,7 @@ def planned(index: int = 0, *, dialect: Dialect = IDS, tokens: int = TOKENS, **c
 
 
 def plan_of(requests: Iterable[PlannedRequest], *, timeout_s: float = 5.0, **launches: Any) -> Plan:
-    return Plan(tuple(requests), Launches(**launches), timeout_s, 0, 0, planned())
+    return Plan(tuple(requests), Launches(**launches), timeout_s, None, 0, planned(0))
 
 
 def open_loop(count: int, interval_s: float, **changes: Any) -> Plan:

@@ -1,19 +1,26 @@
-"""Each run of the arm with kvbm has a disk tier of its own."""
+"""Engines of the arms: which profile, which port, which room, and a disk tier of their own."""
 
-import contextlib
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
 
 import pytest
-from bench_rig import WORKLOAD
-from kvbm_cli.bench.output_directory import OutputDirectory
+from bench_rig import COMPUTED_TOKEN_MS, SMALL_G1_BLOCKS, WORKLOAD, comparison
+from mock_engine import MockEngine, Options
 
+from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.load import load
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.bench import arms
-from kvbm_cli.bench.arms import ProfileEngines, fresh_disk
-from kvbm_cli.bench.comparison import AGAINST_BASELINE
-from kvbm_cli.bench.control import ScrapedMetrics
-from kvbm_cli.bench.experiment import _require_empty_disk
+from kvbm_cli.bench.arms import ArmEngines, NeededRoom, fresh_disk, running_server, with_reset, with_room
+from kvbm_cli.bench.resolve_arms import comparison_of
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.resolve import resolve
+
+MOCK = Path(__file__).with_name("mock_engine.py")
+ROOM = NeededRoom(WORKLOAD.working_set_tokens, WORKLOAD.users)
 
 
 def profile(directory):
@@ -43,18 +50,22 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path):
         pass
 
 
-def test_a_disk_that_is_not_empty_before_the_run_ends_it():
-    _require_empty_disk(
-        ScrapedMetrics.parse('kvbm_disk_blocks{state="free"} 8.0\nkvbm_disk_blocks{state="evictable"} 0.0\n')
-    )
-    _require_empty_disk(ScrapedMetrics.parse(""))
-    with pytest.raises(EngineError, match="holds 3 blocks"):
-        _require_empty_disk(ScrapedMetrics.parse('kvbm_disk_blocks{state="evictable"} 3.0\n'))
+def test_the_floor_has_room_for_the_working_set_and_its_prefix_cache_on():
+    tight = resolve("demo", ["engine.arguments.num_blocks=100", "engine.arguments.prefix_caching=false"]).profile
+    arguments = with_room(tight, ROOM).engine.arguments
+    assert arguments.num_blocks * arguments.block_size > 1.2 * WORKLOAD.working_set_tokens
+    assert arguments.prefix_caching
+    assert tight.engine.arguments.num_blocks == 100
+
+
+def test_only_arms_of_vllm_get_its_mode_for_developers_which_can_reset():
+    plan = LaunchPlan(("vllm",), {"A": "1"}, "", "", "m")
+    assert with_reset(plan, resolve("vllm-cpu-demo").profile).environment == {"A": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    assert with_reset(plan, resolve("demo").profile) == plan
 
 
 def test_engines_of_a_public_profile_listen_on_this_machine_only(monkeypatch, tmp_path):
     """vLLM gets its development mode, in which a client can call methods of the engine."""
-    directories, public = (profiles_directory(),), ("server.host=0.0.0.0",)
     plans = []
 
     def start(plan, *, log_path):
@@ -63,11 +74,88 @@ def test_engines_of_a_public_profile_listen_on_this_machine_only(monkeypatch, tm
 
     monkeypatch.setattr(arms.EngineProcess, "start", start)
     for name in ("demo", "vllm-cpu-demo"):
-        measured = load(name, directories=directories, overrides=public).profile
-        with contextlib.closing(OutputDirectory(tmp_path)) as directory:
-            engines = ProfileEngines(measured, WORKLOAD, directory)
-            for arm in AGAINST_BASELINE.arms[:2]:
-                with pytest.raises(EngineError, match="not started"), engines(arm):
-                    pass
+        compared = comparison_of(name, ("server.host=0.0.0.0",), ())
+        for arm in ("baseline", "kvbm"):
+            with pytest.raises(EngineError, match="not started"), ArmEngines(compared)(arm, tmp_path, ROOM):
+                pass
     assert {plan.argv[plan.argv.index("--host") + 1] for plan in plans} == {"127.0.0.1"}
     assert [plan.environment.get("VLLM_SERVER_DEV_MODE") for plan in plans] == [None, None, "1", "1"]
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Every engine of a profile is `mock_engine.py` in a process of its own. Collects what was planned."""
+    found = []
+
+    def plan(profile, *, connector, port):
+        options = {
+            "g1_blocks": SMALL_G1_BLOCKS if profile.engine.arguments.num_blocks == SMALL_G1_BLOCKS else 10_000,
+            "g2_blocks": 10_000 if connector else 0,
+            "computed_token_ms": COMPUTED_TOKEN_MS,
+        }
+        found.append((profile.engine.arguments.num_blocks, connector, profile.metrics.port))
+        base_url = f"http://127.0.0.1:{port}"
+        argv = (sys.executable, str(MOCK), "--port", str(port), "--options", json.dumps(options))
+        return LaunchPlan(argv, {}, base_url, f"{base_url}/health", "mock")
+
+    monkeypatch.setattr("kvbm.embedded.launch.plan", plan)
+    return found
+
+
+def test_arms_are_processes_of_their_own_which_end_with_the_arm(tmp_path, planned):
+    with ArmEngines(comparison())("kvbm", tmp_path, ROOM) as engine:
+        assert not engine.has_ended()
+        assert engine.startup_s > 0
+        assert engine.model == "mock"
+        assert Path(f"/proc/{engine.pid}").exists()
+    assert engine.has_ended()
+    assert (tmp_path / "engine.log").exists()
+
+
+def test_profiles_run_with_the_block_manager_and_a_free_metrics_port(tmp_path, planned):
+    """The baseline and the floor run without it, the floor with room for everything."""
+    another = tmp_path / "another.yaml"
+    another.write_text("extends: demo\nengine: {arguments: {num_blocks: 80}}\n")
+    compared = comparison_of("demo", ["engine.arguments.num_blocks=60"], ["baseline", str(another)])
+    engines = ArmEngines(compared)
+    for name in ("recording", *(arm.name for arm in compared.arms)):
+        with engines(name, tmp_path, NeededRoom(16_000, 3)):
+            pass
+    room = planned[0][0]
+    assert room > 1000
+    by_name = dict(zip(("recording", *(arm.name for arm in compared.arms)), planned, strict=True))
+    assert by_name == {
+        "recording": (room, False, 0),
+        "baseline": (60, False, 0),
+        "demo": (60, True, 6880),
+        "another": (80, True, 0),
+        "floor": (room, False, 0),
+    }
+
+
+def test_the_engine_of_a_compared_profile_runs_without_kvbm_with_baseline_before_its_name(tmp_path, planned):
+    other = tmp_path / "other.yaml"
+    other.write_text("extends: demo\nengine: {arguments: {num_blocks: 80}}\n")
+    compared = comparison_of("demo", (), [f"baseline:{other}"])
+    with ArmEngines(compared)(compared.references[0].name, tmp_path, ROOM):
+        pass
+    assert planned == [(80, False, 0)]
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_a_running_server_is_used_as_it_is(suffix, monkeypatch):
+    monkeypatch.setenv("KVBM_BENCH_API_KEY", "secret")
+    with MockEngine(Options(model="theirs")) as server:
+        engine = running_server(server.base_url + suffix)
+        assert (engine.base_url, engine.model, engine.pid) == (server.base_url, "theirs", None)
+        assert engine.headers == {"Authorization": "Bearer secret"}
+        assert not engine.has_ended()
+        with ArmEngines(comparison_of(None, (), [server.base_url]))("url-1", Path(), ROOM) as opened:
+            assert opened.base_url == server.base_url
+
+
+def test_a_server_that_is_not_there_is_an_error_that_names_its_address():
+    with MockEngine(Options()) as server:
+        address = server.base_url
+    with pytest.raises(EngineError, match=f"no server answers at {address}/v1/models: .*refused"):
+        running_server(address)

@@ -1,90 +1,206 @@
-"""Names of the arms, and how two arms with a block manager are judged."""
+"""Which arms a command compares, their names, and the order of their runs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
 
 import pytest
-from test_bench_verdict import GOOD
+from bench_rig import comparison
 
-from kvbm_cli.bench.comparison import AGAINST_BASELINE, Comparison
-from kvbm_cli.bench.verdict import Verdict, judge
+from kvbm.errors import ProfileError, UsageError
+from kvbm_cli.bench.comparison import RunGroup, free_name, groups
+from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of
 
-DISK = Comparison.of_profiles("demo", "demo-disk", {"tiers.disk.blocks": (None, 8)})
-ENGINE = Comparison.of_profiles("demo", "demo-64", {"engine.arguments.dtype": ("float32", "bfloat16")})
+ONE, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 
 
-def evidence(comparison: Comparison, **changes):
-    arms = comparison.arms
-    good = replace(
-        GOOD,
-        comparison=comparison,
-        different_answers=dict.fromkeys(arms, 0),
-        logprob_differences=dict.fromkeys(arms, 1e-6),
-        transfers_proven=dict.fromkeys(comparison.arms_with_kvbm, True),
-    )
-    return replace(good, **changes)
+def profile_file(tmp_path, text, name="other"):
+    path = tmp_path / f"{name}.yaml"
+    path.write_text("extends: demo\n" + text)
+    return str(path)
+
+
+def described(compared):
+    return [(arm.name, arm.kind) for arm in compared.arms]
 
 
 @pytest.mark.parametrize(
-    ("measured", "reference", "names"),
+    ("compare", "arms"),
     [
-        ("demo", "demo-disk", ("demo", "demo-disk")),
-        ("demo", "demo", ("demo", "demo-2")),
-        ("floor", "baseline", ("floor-2", "baseline-2")),
-        ("demo-2", "demo-2", ("demo-2", "demo-2-2")),
-        ("a b\n", "..", ("a-b", "profile")),
+        ((), [("baseline", "baseline"), ("kvbm", "kvbm"), ("floor", "floor")]),
+        (("baseline",), [("baseline", "baseline"), ("kvbm", "kvbm"), ("floor", "floor")]),
+        (("demo-disk",), [("demo-disk", "profile"), ("demo", "kvbm"), ("floor", "floor")]),
+        (("baseline:demo-disk",), [("demo-disk", "baseline"), ("kvbm", "kvbm"), ("floor", "floor")]),
+        (
+            ("baseline", "demo-disk", ONE),
+            [
+                ("baseline", "baseline"),
+                ("demo", "kvbm"),
+                ("demo-disk", "profile"),
+                ("url-1", "url"),
+                ("floor", "floor"),
+            ],
+        ),
+        ((f"theirs={ONE}",), [("theirs", "url"), ("kvbm", "kvbm"), ("floor", "floor")]),
+        ((ONE, OTHER), [("url-1", "url"), ("kvbm", "kvbm"), ("url-2", "url"), ("floor", "floor")]),
+        (("demo",), [("demo-2", "profile"), ("demo", "kvbm"), ("floor", "floor")]),
     ],
 )
-def test_arms_are_named_after_profiles_and_never_equal(measured, reference, names):
-    comparison = Comparison.of_profiles(measured, reference, {})
-    assert (comparison.measured, comparison.reference) == names
-    assert comparison.arms == (names[1], names[0], "floor")
-    assert comparison.arms_with_kvbm == (names[1], names[0])
+def test_a_profile_is_compared_with_what_is_asked_for(compare, arms):
+    assert described(comparison(*compare)) == arms
 
 
-def test_the_baseline_runs_without_kvbm():
-    assert AGAINST_BASELINE.arms == ("baseline", "kvbm", "floor")
-    assert AGAINST_BASELINE.arms_with_kvbm == AGAINST_BASELINE.judged_arms == ("kvbm",)
+def test_arms_with_kvbm_are_the_measured_one_and_profiles():
+    compared = comparison("baseline", "demo-disk", "baseline:demo", ONE)
+    assert [arm.name for arm in compared.arms if arm.has_kvbm] == ["demo", "demo-disk"]
+    assert not compared.is_of_urls
 
 
 @pytest.mark.parametrize(
-    ("middle", "words"),
-    [(20.0, "faster with demo than with demo-disk"), (1.01, "as fast with demo as with demo-disk")],
+    ("compare", "names"),
+    [
+        ((ONE,), ["url-1"]),
+        ((ONE, OTHER), ["url-2", "url-1"]),
+        ((f"new={ONE}", f"old={OTHER}/v1"), ["old", "new"]),
+        (("https://example.org",), None),
+        (("http://[::1]:80",), ["url-1"]),
+    ],
 )
-def test_the_sentence_names_both_profiles(middle, words):
-    ratio = replace(GOOD.ratio, ratio=middle, low=middle * 0.9, high=middle * 1.1)
-    assert words in judge(evidence(DISK, ratio=ratio)).sentence
+def test_without_a_profile_the_first_server_is_measured(compare, names):
+    if names is None:
+        with pytest.raises(UsageError, match="TLS is not supported"):
+            comparison_of(None, (), compare)
+        return
+    compared = comparison_of(None, (), compare)
+    assert [arm.name for arm in compared.arms] == names
+    assert compared.measured.name == names[-1]
+    assert compared.floor is None
+    assert compared.is_of_urls
 
 
-@pytest.mark.parametrize("arm", ["demo", "demo-disk"])
-def test_a_different_answer_in_either_arm_is_wrong(arm):
-    judgement = judge(evidence(DISK, different_answers={"demo": 0, "demo-disk": 0, "floor": 0, arm: 1}))
-    assert judgement.verdict is Verdict.WRONG
-    assert f"arm {arm} answered 1 of 24 requests differently" in judgement.sentence
+@pytest.mark.parametrize(
+    ("reference", "overrides", "compare", "message"),
+    [
+        (None, (), (), "without `--profile`, `--compare` takes URLs of running servers"),
+        (None, (), ("baseline",), "without `--profile`, `--compare` takes URLs of running servers"),
+        (None, ("a=1",), (ONE,), "`--set` requires `--profile`"),
+        (None, (), ("http://user:secret@host:1",), "a URL must not contain a password"),
+        ("demo", (), ("http://user:secret@host:1",), "a URL must not contain a password"),
+        (None, (), ("http://host:0",), "must be a URL such as"),
+        (None, (), ("http://host:70000",), "must be a URL such as"),
+        (None, (), ("http://",), "must be a URL such as"),
+        (None, (), (f"a={ONE}", f"a={OTHER}"), "`a` is the name of another arm"),
+        ("demo", (), ("baseline", "baseline"), "`--compare baseline` is given twice"),
+        ("demo", (), (f"baseline={ONE}", "baseline"), "`--compare baseline` is given twice"),
+        ("demo", (), (f"kvbm={ONE}",), "`kvbm` is the name of another arm"),
+        (None, (), (f"recording={ONE}",), "`recording` is the name of another arm"),
+        ("demo", (), (f"floor={ONE}",), "`floor` is the name of another arm"),
+        ("demo", (), ("basline",), "--compare takes `baseline`, a profile or a URL: no profile is named `basline`"),
+        ("demo", (), ("vllm-cpu-demo",), "cannot be compared: `engine.kind` is `embedded` and `vllm`"),
+        ("demo", (), ("baseline:vllm-cpu-demo",), "cannot be compared: `engine.kind` is `embedded` and `vllm`"),
+        ("demo", (), ("vllm-pd-cpu-demo",), "`vllm-pd-cpu-demo` starts several engines"),
+        ("vllm-pd-cpu-demo", (), (), "`vllm-pd-cpu-demo` starts several engines"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(reference, overrides, compare, message):
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        comparison_of(reference, overrides, compare)
+    assert "secret" not in f"{caught.value.message} {caught.value.hint}"
 
 
-def test_other_log_probabilities_in_the_reference_are_wrong():
-    judgement = judge(evidence(DISK, logprob_differences={"demo": 0.0, "demo-disk": 0.5, "floor": 0.0}))
-    assert judgement.verdict is Verdict.WRONG
-    assert "arm demo-disk computed different log-probabilities" in judgement.sentence
+def test_a_word_close_to_baseline_is_corrected():
+    with pytest.raises(UsageError) as caught:
+        comparison("basline")
+    assert caught.value.hint == "did you mean `baseline`?"
 
 
-def test_a_reference_with_another_engine_may_answer_otherwise_and_the_keys_are_named():
-    differing = evidence(
-        ENGINE,
-        different_answers={"demo": 0, "demo-64": 3, "floor": 0},
-        logprob_differences={"demo": 0.0, "demo-64": 0.5, "floor": 0.0},
-    )
-    judgement = judge(differing)
-    assert judgement.verdict is Verdict.FASTER
-    assert [one for one in judgement.caveats if "`engine.arguments.dtype`" in one and "3 of 24 differ" in one]
-    wrong = judge(replace(differing, different_answers={"demo": 1, "demo-64": 3, "floor": 0}))
-    assert wrong.verdict is Verdict.WRONG
+def test_tensorrt_llm_is_refused_with_what_to_do_instead():
+    with pytest.raises(UsageError, match="cannot start TensorRT-LLM") as caught:
+        comparison_of("trtllm", (), ())
+    assert "both URLs" in (caught.value.hint or "")
 
 
-def test_one_arm_without_transfers_is_a_caveat_and_two_are_invalid():
-    one = judge(evidence(DISK, transfers_proven={"demo": True, "demo-disk": False}))
-    assert one.verdict is Verdict.FASTER
-    assert "no prompt token came from G2 in arm demo-disk" in one.caveats
-    assert judge(evidence(DISK, transfers_proven={"demo": False, "demo-disk": False})).verdict is Verdict.INVALID
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("engine: {model: 'synthetic:small'}", "`engine.model` is `synthetic:tiny` and `synthetic:small`"),
+        ("engine: {arguments: {served_model_name: mine}}", "`engine.arguments.served_model_name` is `synthetic:tiny`"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "baseline:"])
+def test_engines_that_cannot_answer_the_same_requests_are_refused(tmp_path, text, message, prefix):
+    with pytest.raises(UsageError, match=message):
+        comparison(prefix + profile_file(tmp_path, text))
+
+
+def test_a_profile_to_compare_that_is_wrong_is_shown_with_its_line(tmp_path):
+    with pytest.raises(ProfileError, match=r"unknown key `server\.prt`"):
+        comparison(profile_file(tmp_path, "server: {prt: 1}"))
+
+
+def test_only_keys_of_the_engine_make_it_another_engine(tmp_path):
+    file = profile_file(tmp_path, "tiers: {host: {capacity: 64MiB}}\nengine: {arguments: {threads: 3}}")
+    (reference,) = comparison(file).references
+    assert reference.engine_differences == ("engine.arguments.threads",)
+    assert set(reference.differences) == {"engine.arguments.threads", "tiers.host.capacity"}
+    assert comparison("baseline").references[0].differences == {}
+
+
+def test_a_profile_of_several_arms_is_checked_once():
+    assert [profile.name for profile in profiles_of(comparison("baseline", "demo-disk"))] == ["demo", "demo-disk"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "taken", "name"),
+    [
+        ("demo", (), "demo"),
+        ("demo", ("demo", "demo-2"), "demo-3"),
+        ("floor", ("floor",), "floor-2"),
+        ("a b\n", (), "a-b"),
+        ("..", (), "arm"),
+        ("/", ("arm",), "arm-2"),
+        ("x" * 60, (), "x" * 40),
+    ],
+)
+def test_a_name_is_safe_as_a_directory_and_never_equal(wanted, taken, name):
+    assert free_name(wanted, taken) == name
+
+
+def names_of(order):
+    return [(group.pair, "+".join(group.arms)) for group in order]
+
+
+def test_arms_in_turn_alternate_and_the_floor_runs_once():
+    compared = comparison("baseline")
+    order = {seed: names_of(groups(compared, interleaved=False, pairs=3, seed=seed)) for seed in range(20)}
+    forward = ["baseline", "kvbm"], ["kvbm", "baseline"], ["baseline", "kvbm"]
+    for found in order.values():
+        by_pair = [[name for pair, name in found if pair == number and name != "floor"] for number in (1, 2, 3)]
+        assert by_pair in (list(forward), [one[::-1] for one in forward])
+        assert [pair for pair, name in found if name == "floor"] == [1]
+        assert found[2] == (1, "floor")
+    firsts = [found[0][1] for found in order.values()]
+    assert {"baseline", "kvbm"} == set(firsts)
+    assert names_of(groups(compared, interleaved=False, pairs=3, seed=7)) == order[7]
+
+
+def test_with_several_references_all_arms_are_in_every_pair():
+    order = groups(comparison("baseline", "demo-disk"), interleaved=False, pairs=2, seed=0)
+    for pair in (1, 2):
+        assert sorted(group.arms for group in order if group.pair == pair and group.arms != ("floor",)) == [
+            ("baseline",),
+            ("demo",),
+            ("demo-disk",),
+        ]
+    runs = [group.arms[0] for group in order if group.arms != ("floor",)]
+    assert runs[:3] == runs[:2:-1]
+
+
+def test_interleaved_arms_run_at_the_same_time_in_every_pair():
+    order = groups(comparison("baseline"), interleaved=True, pairs=2, seed=0)
+    assert order == [RunGroup(pair, ("baseline", "kvbm", "floor")) for pair in (1, 2)]
+
+
+def test_servers_have_no_floor():
+    order = groups(comparison_of(None, (), (ONE, OTHER)), interleaved=True, pairs=1, seed=0)
+    assert order == [RunGroup(1, ("url-2", "url-1"))]

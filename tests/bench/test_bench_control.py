@@ -1,11 +1,13 @@
+"""Control requests to an engine, and its counters."""
+
 from __future__ import annotations
 
 import pytest
-from mock_engine import MockEngine, Options
+from mock_engine import MockEngine, Model, Options
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench import control
-from kvbm_cli.bench.control import Control, MetricsDelta, ScrapedMetrics
+from kvbm_cli.bench.control import Control, MetricsDelta, ScrapedMetrics, served_model
 
 BEFORE = """
 # TYPE vllm:prompt_tokens_by_source counter
@@ -47,7 +49,7 @@ def test_an_engine_that_counts_nothing_says_nothing():
 def test_a_reset_waits_until_no_block_is_in_use(is_like_vllm):
     options = Options(resets_to_refuse=3, is_like_vllm=is_like_vllm)
     with MockEngine(options) as engine:
-        client = Control(engine.base_url, "mock")
+        client = Control(engine.base_url, "mock", headers={})
         client.reset_cache()
         assert engine.resets_to_refuse == 0
         assert client.tokenize("ab") == [97, 98]
@@ -60,11 +62,45 @@ def test_a_reset_that_is_refused_for_too_long_is_an_error(monkeypatch, is_like_v
         MockEngine(Options(resets_to_refuse=10**6, is_like_vllm=is_like_vllm)) as engine,
         pytest.raises(EngineError, match=r"still in use 0\.1 s"),
     ):
-        Control(engine.base_url, "mock").reset_cache()
+        Control(engine.base_url, "mock", headers={}).reset_cache()
 
 
 def test_nobody_there_is_an_error_that_names_the_question():
     with MockEngine(Options()) as engine:
         address = engine.base_url
     with pytest.raises(EngineError, match=r"did not answer GET /metrics: .*refused"):
-        Control(address, "mock").metrics()
+        Control(address, "mock", headers={}).metrics()
+
+
+def test_a_server_without_a_reset_or_a_tokenizer_is_known_as_such():
+    with MockEngine(Options(resets_to_refuse=-1, has_tokenize=False)) as engine:
+        client = Control(engine.base_url, "mock", headers={})
+        assert client.try_reset() is False
+        assert client.try_tokenize("ab") is None
+    with MockEngine(Options(resets_to_refuse=2)) as engine:
+        client = Control(engine.base_url, "mock", headers={})
+        assert client.try_reset() is True
+        assert engine.resets == 1
+        assert client.try_tokenize("ab") == [97, 98]
+
+
+@pytest.mark.parametrize(
+    ("page", "tokens"),
+    [
+        (AFTER, 416 * 16),
+        ("# TYPE sglang:max_total_num_tokens gauge\nsglang:max_total_num_tokens 5000.0\n", 5000),
+        ('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n', None),
+        ("", None),
+    ],
+)
+def test_the_size_of_g1_is_read_from_the_metrics(page, tokens, monkeypatch):
+    monkeypatch.setattr(Model, "metrics", lambda self: page)
+    with MockEngine(Options()) as engine:
+        assert Control(engine.base_url, "mock", headers={}).g1_tokens() == tokens
+
+
+def test_the_model_of_a_server_is_the_first_that_it_lists():
+    with MockEngine(Options(model="theirs")) as engine:
+        assert served_model(engine.base_url, {}) == "theirs"
+        with pytest.raises(EngineError, match=r"refused GET http.*/metrics/v1/models: HTTP 404"):
+            served_model(engine.base_url + "/metrics", {})

@@ -1,14 +1,22 @@
+"""Content, scripts and plans: exact lengths, fixed launch times, and equal bytes for equal seeds."""
+
 from __future__ import annotations
 
 import json
 import random
 import zlib
+from dataclasses import replace
 
 import pytest
 from bench_rig import WORKLOAD
-from kvbm_cli.bench.schedule import Plan, RecordedAnswer, Script, random_text, random_tokens
 
-ANSWERS = [[RecordedAnswer((user, turn, 1, 2, 3, 4)) for turn in (1, 2)] for user in range(3)]
+from kvbm_cli.bench.workload.build import build_script
+from kvbm_cli.bench.workload.content import LARGEST_POOL, TextWriter, TokenWriter, random_text, random_tokens
+from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer, unplanned
+from kvbm_cli.bench.workload.script import Phase, Script, ScriptedRequest
+
+ANSWERS = [RecordedAnswer((index, 1, 2, 3, 4, 5), (-0.5,) * 6) for index in range(6)]
+TEXTS = [RecordedAnswer(text=f"answer {index} ") for index in range(6)]
 
 
 def by_byte(text: str) -> list[int]:
@@ -20,16 +28,27 @@ def by_pair(text: str) -> list[int]:
     return [data[index] for index in range(0, len(data), 2)]
 
 
-def make_plan(*, seed: int = 0, interval_s: float = 0.5) -> Plan:
-    workload = WORKLOAD.model_copy(update={"seed": seed})
-    script = Script.write(workload, by_byte)
-    return Plan.make(workload, script, model="m", answers=ANSWERS, interval_s=interval_s)
+WRITER = TokenWriter(by_byte, seed=0)
+
+
+def make_plan(
+    *, seed: int = 0, launches: Launches | None = None, dialect: Dialect | None = None, writer=WRITER, answers=ANSWERS
+) -> Plan:
+    script = build_script(WORKLOAD, writer, seed=seed)
+    return Plan.make(
+        script, launches or Launches(interval_s=0.5), dialect or Dialect("m"), answers=answers, request_timeout_s=5.0
+    )
+
+
+def body(request) -> dict:
+    return json.loads(request.encode())
 
 
 @pytest.mark.parametrize("tokenize", [by_byte, by_pair])
 @pytest.mark.parametrize("count", [0, 1, 17, 2048])
 def test_token_counts_are_exact_whatever_the_tokenizer(tokenize, count):
     assert len(random_tokens(random.Random(0), count, tokenize)) == count
+    assert len(TokenWriter(tokenize, seed=0).content(random.Random(0), count)) == count
 
 
 def test_text_has_high_entropy():
@@ -37,33 +56,56 @@ def test_text_has_high_entropy():
     assert len(zlib.compress(text, 9)) > 0.7 * len(text)
 
 
-def test_two_users_share_nothing_but_the_system_prompt():
-    script = Script.write(WORKLOAD, by_byte)
-    first, second = script.prompt(0, 1, []), script.prompt(1, 1, [])
-    assert first[:32] == second[:32]
-    equal = sum(a == b for a, b in zip(first[32:], second[32:], strict=True))
-    assert equal < 0.1 * len(first)
+def test_a_writer_asks_the_engine_once_whatever_the_length():
+    asked = []
+
+    def tokenize(text):
+        asked.append(text)
+        return by_byte(text)
+
+    writer = TokenWriter(tokenize, seed=1)
+    generator = random.Random(1)
+    assert sum(len(writer.content(generator, 1000)) for _ in range(100)) == 100_000
+    assert len(asked) == 1
+    assert len(asked[0]) >= LARGEST_POOL
+
+
+@pytest.mark.parametrize("characters_per_token", [1.0, 4.0, 5.5])
+def test_text_has_about_the_length(characters_per_token):
+    text = TextWriter(characters_per_token).content(random.Random(0), 500)
+    assert len(text) == pytest.approx(500 * characters_per_token, rel=0.03)
+    assert TextWriter(characters_per_token).content(random.Random(0), 0) == ""
 
 
 def test_a_prompt_repeats_earlier_questions_and_recorded_answers_token_for_token():
     plan = make_plan()
-    first, second = (json.loads(plan.requests[index].body)["prompt"] for index in (1, 4))
-    assert (plan.requests[1].key, plan.requests[4].key) == ((1, 1), (1, 2))
+    first, second = (body(plan.requests[index])["prompt"] for index in (1, 4))
+    assert [(one.session, one.turn) for one in (plan.requests[1], plan.requests[4])] == [(1, 1), (1, 2)]
     assert second[: len(first)] == first
-    assert second[len(first) : len(first) + 6] == list(ANSWERS[1][0].token_ids)
+    assert second[len(first) : len(first) + 6] == list(ANSWERS[1].token_ids)
     assert len(second) == WORKLOAD.prompt_tokens(2) == plan.requests[4].prompt_tokens
 
 
+def test_text_prompts_repeat_the_text_of_answers():
+    plan = make_plan(dialect=Dialect("m", has_token_ids=False), writer=TextWriter(4.0), answers=TEXTS)
+    first, second = (body(plan.requests[index])["prompt"] for index in (1, 4))
+    assert second.startswith(first + "answer 1 ")
+    assert plan.requests[4].prompt_tokens is None
+    assert "return_token_ids" not in body(plan.requests[0])
+
+
 def test_users_take_turns_at_fixed_times():
-    plan = make_plan(interval_s=0.5)
-    assert [request.key for request in plan.requests] == [(0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)]
+    plan = make_plan()
+    assert [(one.session, one.turn) for one in plan.requests] == [(0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)]
     assert [request.intended_s for request in plan.requests] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    assert plan.duration_s == 3.0
+    assert (plan.session_count, plan.turns) == (3, 2)
 
 
 def test_a_request_asks_for_a_greedy_stream_of_fixed_length():
-    body = json.loads(make_plan().requests[0].body)
-    del body["prompt"]
-    assert body == {
+    asked = body(make_plan().requests[0])
+    del asked["prompt"]
+    assert asked == {
         "model": "m",
         "max_tokens": 6,
         "min_tokens": 6,
@@ -76,20 +118,94 @@ def test_a_request_asks_for_a_greedy_stream_of_fixed_length():
     }
 
 
+def test_a_poorer_dialect_has_only_fields_of_openai():
+    fields = Dialect("m", has_token_ids=False, has_ignore_eos=False, has_usage=False).fields(6)
+    assert fields == {"model": "m", "temperature": 0.0, "stream": True, "max_tokens": 6}
+    assert "max_tokens" not in Dialect("m").fields(None)
+
+
+def test_an_open_loop_awaits_no_answer_and_a_closed_loop_does():
+    open_loop, closed = make_plan(), make_plan(launches=Launches(concurrency=2, think_s=1.5))
+    assert [request.after for request in open_loop.requests] == [()] * 6
+    assert [request.after for request in closed.requests] == [(), (), (), (0,), (1,), (2,)]
+    assert [request.delay_s for request in closed.requests] == [0.0] * 3 + [1.5] * 3
+    assert {request.intended_s for request in closed.requests} == {None}
+    assert closed.duration_s is None
+
+
+def test_times_that_a_workload_fixes_are_kept_with_what_they_await():
+    requests = [
+        ScriptedRequest(0, 1, ((1, 2),), 2, at_s=1.0),
+        ScriptedRequest(0, 2, ((1, 2), (3,)), 2, after=(0,), delay_s=0.5, at_s=4.0),
+    ]
+    plan = Plan.make(Script.of(requests, warmup=(9,)), Launches(), Dialect("m"), request_timeout_s=1.0)
+    assert [(one.intended_s, one.after, one.delay_s) for one in plan.requests] == [(1.0, (), 0.0), (4.0, (0,), 0.5)]
+    assert plan.duration_s == 4.0
+
+
+@pytest.mark.parametrize(("duration_s", "count"), [(0.4, 1), (1.0, 2), (1.01, 3), (100.0, 6)])
+def test_a_duration_cuts_an_open_loop(duration_s, count):
+    plan = make_plan(launches=Launches(interval_s=0.5, duration_s=duration_s))
+    assert [request.index for request in plan.requests] == list(range(count))
+    closed = make_plan(launches=Launches(concurrency=1, duration_s=duration_s))
+    assert len(closed.requests) == 6
+    assert closed.duration_s == duration_s
+
+
 def test_the_same_seed_gives_the_same_digest_and_another_seed_another():
-    assert make_plan().digest == make_plan().digest
-    assert make_plan().digest != make_plan(seed=1).digest
-    assert make_plan().digest != make_plan(interval_s=0.51).digest
+    digest = make_plan().digest
+    assert make_plan().digest == digest
+    assert make_plan(seed=1).digest != digest
+    assert make_plan(launches=Launches(interval_s=0.51)).digest != digest
+    assert make_plan(dialect=Dialect("other")).digest != digest
+    changed = [replace(ANSWERS[0], token_ids=(9,) * 6), *ANSWERS[1:]]
+    assert make_plan(answers=changed).digest != digest
 
 
-def test_the_written_plan_is_enough_to_send_the_same_again():
+@pytest.mark.parametrize(
+    "launches", [Launches(interval_s=0.5), Launches(concurrency=2, think_s=0.1), Launches(interval_s=1, duration_s=3)]
+)
+def test_the_written_plan_is_enough_to_send_the_same_again(launches):
+    plan = make_plan(launches=launches)
+    read = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert read == plan
+    assert read.digest == plan.digest
+    assert [one.encode() for one in (read.warmup, *read.requests)] == [
+        one.encode() for one in (plan.warmup, *plan.requests)
+    ]
+
+
+def test_a_written_plan_of_text_is_enough_too():
+    plan = make_plan(dialect=Dialect("m", has_token_ids=False), writer=TextWriter(4.0), answers=TEXTS)
+    read = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert read == plan
+    assert read.digest == plan.digest
+
+
+def test_a_part_that_many_prompts_have_is_written_once():
     plan = make_plan()
-    written = json.loads(json.dumps(plan.to_json()))
-    for request, line in zip(plan.requests, written["requests"], strict=True):
-        user = written["users"][line["user"]]
-        prompt = [*written["system"], *user["history"]]
-        for turn in range(line["turn"] - 1):
-            prompt += [*user["questions"][turn], *user["answers"][turn]]
-        prompt += user["questions"][line["turn"] - 1]
-        assert json.loads(request.body)["prompt"] == prompt
-    assert written["digest"] == plan.digest
+    written = plan.to_json()
+    system = next(index for index, part in enumerate(written["contents"]) if len(part) == WORKLOAD.system_tokens)
+    assert [one["parts"][0] for one in written["requests"]] == [system] * 6
+    whole = sum(request.prompt_tokens or 0 for request in plan.requests)
+    assert sum(map(len, written["contents"])) < 0.75 * whole
+
+
+def test_what_is_no_plan_is_refused():
+    whole = make_plan().to_json()
+    for key in ("requests", "contents", "launches", "warmup"):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            Plan.from_json({name: value for name, value in whole.items() if name != key})
+
+
+def test_the_result_is_about_the_steady_phase_if_there_is_one():
+    plan = make_plan()
+    assert plan.primary() is Phase.STEADY
+    cold = [request for request in plan.requests if request.phase is Phase.COLD]
+    assert replace(plan, requests=tuple(cold)).primary() is None
+
+
+def test_a_request_outside_a_schedule_is_due_at_once():
+    request = unplanned(Dialect("m"), ((1, 2), (3,)), 2)
+    assert (request.intended_s, request.prompt_tokens, body(request)["prompt"]) == (0.0, 3, [1, 2, 3])
+    assert unplanned(Dialect("m", has_token_ids=False), ("a b",), 2).prompt_tokens is None

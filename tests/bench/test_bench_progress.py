@@ -3,16 +3,26 @@ from __future__ import annotations
 import io
 import re
 import sys
+import time
+from collections.abc import Callable
 
 import pytest
-from test_process import eventually
 
 from kvbm_cli.bench.progress import BenchProgress, duration
 from kvbm_cli.bench.records.request_record import RequestRecord
 
 
 def record(ttft_ms: float | None, error: str | None = None) -> RequestRecord:
-    return RequestRecord("kvbm", 0, 0, 1, intended_ms=0.0, first_token_ms=ttft_ms, error=error)
+    return RequestRecord(
+        "cell.1.kvbm", "kvbm", "cell", 1, 0, 0, 1, "steady", intended_ms=0.0, first_token_ms=ttft_ms, error=error
+    )
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline, "did not become true"
+        time.sleep(0.01)
 
 
 class Terminal(io.StringIO):
@@ -50,7 +60,7 @@ def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left(monk
         progress.request_ended(record(None, "HTTP 503"))
         wait_for_refreshes(terminal)
     text = terminal.getvalue()
-    assert "━  kvbm: 24 requests · 1 answered, 1 failed · first token 12 ms · 1 min" in text
+    assert "━  kvbm: 24 requests · 1 answered, 1 failed · first token: kvbm 12 ms · 1 min" in text
     assert " left" in text
 
 

@@ -4,272 +4,307 @@ from __future__ import annotations
 
 import io
 import json
-import re
+from contextlib import closing
+from typing import Any
 
 import pytest
-from bench_rig import WORKLOAD
-from kvbm_cli.bench.schedule import Plan, RecordedAnswer, Script
+from bench_rig import WORKLOAD, setup_of
 from rich.console import Console
 
-from kvbm_cli.bench.comparison import AGAINST_BASELINE
-from kvbm_cli.bench.control import MetricsDelta, ScrapedMetrics
-from kvbm_cli.bench.experiment import ArmResult, Experiment, Recording
+from kvbm.errors import UsageError
+from kvbm_cli.bench.records.bench_directory import PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.report import show
-from kvbm_cli.bench.summary import summarise
+from kvbm_cli.bench.summary import interrupted_summary, summarise
+from kvbm_cli.bench.workload.build import build_script
+from kvbm_cli.bench.workload.content import TokenWriter
+from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer
 
 ANSWER = RecordedAnswer((1, 2, 3, 4, 5, 6), (-0.5,) * 6)
-SCRIPT = Script.write(WORKLOAD, lambda text: list(text.encode()))
-PLAN = Plan.make(WORKLOAD, SCRIPT, model="m", answers=[[ANSWER, ANSWER]] * 3, interval_s=1.0)
+SIX = WORKLOAD.model_copy(update={"users": 6})
+SCRIPT = build_script(SIX, TokenWriter(lambda text: list(text.encode()), seed=0), seed=0)
+MADE = Plan.make(SCRIPT, Launches(interval_s=1.0), Dialect("m"), answers=[ANSWER] * 12, request_timeout_s=5.0)
 # arm -> time to first token of turn 1, of turn 2, and the tokens of turn 2 (of 470) from G1 and G2
 FASTER = {"baseline": (500.0, 400.0, (32, 0)), "kvbm": (520.0, 20.0, (32, 400)), "floor": (500.0, 16.0, (432, 0))}
 
 
-def metrics(g1: int, g2: int, computed: int, queue_s: float, count: int) -> ScrapedMetrics:
-    return ScrapedMetrics.parse(
-        f'vllm:prompt_tokens_by_source_total{{source="local_cache_hit"}} {g1}\n'
-        f'vllm:prompt_tokens_by_source_total{{source="external_kv_transfer"}} {g2}\n'
-        f'vllm:prompt_tokens_by_source_total{{source="local_compute"}} {computed}\n'
-        f"vllm:request_queue_time_seconds_sum {queue_s}\nvllm:request_queue_time_seconds_count {count}\n"
-        'vllm:cache_config_info{block_size="16",num_gpu_blocks="120"} 1.0\n'
-        f"kvbm_onboard_blocks_h2d {g2 // 16}\n"
-    )
-
-
-def arm(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], lateness_ms: float = 1.0) -> ArmResult:
-    records = []
-    for request in PLAN.requests:
-        intended_ms = request.intended_s * 1e3
+def records_of(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], *, lateness_ms: float = 1.0):
+    for request in MADE.requests:
+        intended_ms = (request.intended_s or 0.0) * 1e3
         first_token_ms = intended_ms + (first_ms if request.turn == 1 else later_ms)
         g1, g2 = sources if request.turn == 2 else (0, 0)
-        record = RequestRecord(
-            arm=name, index=request.index, user=request.user, turn=request.turn, intended_ms=intended_ms
+        yield RequestRecord(
+            run=f"small.1.{name}",
+            arm=name,
+            cell="small",
+            pair=1,
+            index=request.index,
+            session=request.session,
+            turn=request.turn,
+            phase=request.phase.value,
+            intended_ms=intended_ms,
+            http_status=200,
+            launched_ms=intended_ms + lateness_ms,
+            first_token_ms=first_token_ms,
+            last_token_ms=first_token_ms + 50,
+            end_ms=first_token_ms + 51,
+            first_chunk_tokens=1,
+            token_gaps_ms=[10.0] * 5,
+            token_ids=list(ANSWER.token_ids),
+            logprobs=list(ANSWER.logprobs),
+            output_tokens=6,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=g1 + g2,
+            g1_tokens=g1,
+            g2_tokens=g2,
+            g3_tokens=0,
         )
-        record.launched_ms, record.http_status = intended_ms + lateness_ms, 200
-        record.first_token_ms, record.last_token_ms, record.end_ms = (
-            first_token_ms,
-            first_token_ms + 50,
-            first_token_ms + 51,
-        )
-        record.token_ids, record.token_gaps_ms = list(request.answer.token_ids), [10.0] * 5
-        record.logprobs = list(request.answer.logprobs)
-        record.prompt_tokens, record.cached_tokens, record.g1_tokens, record.g2_tokens = (
-            request.prompt_tokens,
-            g1 + g2,
-            g1,
-            g2,
-        )
-        records.append(record)
-    g1, g2 = 3 * sources[0], 3 * sources[1]
-    total = sum(request.prompt_tokens for request in PLAN.requests)
-    delta = MetricsDelta(metrics(5, 7, 11, 1.0, 10), metrics(5 + g1, 7 + g2, 11 + total - g1 - g2, 1.006, 16))
-    return ArmResult(
-        name=name,
-        records=tuple(records),
-        client_cpu_share=0.05,
-        started_unix_s=0.0,
-        duration_s=6.0,
-        metrics=delta,
-        startup_s=2.0,
-        engine_ended=False,
-    )
 
 
-def experiment(**changes: ArmResult) -> Experiment:
-    recording = Recording(SCRIPT, ((ANSWER, ANSWER),) * 3, (500.0, 500.0, 500.0), 2.0)
-    return Experiment(
-        AGAINST_BASELINE, PLAN, recording, {**{name: arm(name, *times) for name, times in FASTER.items()}, **changes}
-    )
+class Made:
+    """A finished experiment in a directory; its records and the facts of its runs can be changed before it is read."""
+
+    def __init__(self, **changes: tuple[float, float, tuple[int, int]]) -> None:
+        self.records = {name: list(records_of(name, *times)) for name, times in {**FASTER, **changes}.items()}
+        self.facts = {name: self._facts(name) for name in self.records}
+
+    @staticmethod
+    def _facts(name: str) -> dict[str, Any]:
+        return {
+            "run": f"small.1.{name}",
+            "arm": name,
+            "cell": "small",
+            "pair": 1,
+            "position": 1,
+            "started_unix_s": 0.0,
+            "duration_s": 6.0,
+            "startup_s": 2.0,
+            "client": {"cpu_share": 0.05, "loop_lag_p99_ms": 0.5, "lateness_p99_ms": 1.0, "workers": 1},
+            "server": {"queue_wait_ms": 1.0},
+            "engine_ended": False,
+        }
+
+    def summarised(self, tmp_path, **options: Any) -> dict[str, Any]:
+        with closing(BenchDirectory.create(tmp_path / "made")) as directory:
+            directory.write_json(PLAN, setup_of(SIX).to_json())
+            directory.cell("small")
+            directory.write_json("cells/small/plan.json", {**MADE.to_json(), "can_reset": True})
+            for name, records in self.records.items():
+                for record in records:
+                    directory.append(REQUESTS, record.to_json())
+                directory.append(RUNS, self.facts[name])
+            return summarise(Results.read(directory), **{"surroundings": {}, **options})
 
 
-def test_every_number_of_a_known_run():
-    summary = summarise(experiment(), surroundings={"machine": {"cpu_count": 2}})
-    assert summary["verdict"] == "faster"
-    assert summary["complete"] is True
+def of_arm(summary: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = summary["cells"][0]["arms"][name]
+    return found
+
+
+def compared(summary: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = summary["cells"][0]["comparisons"][0]
+    return found
+
+
+def test_every_number_of_a_known_run(tmp_path):
+    summary = Made().summarised(tmp_path, surroundings={"machine": {"cpu_count": 2}}, caveats=["busy"])
+    assert (summary["format"], summary["complete"], summary["verdict"]) == (2, True, "faster")
+    assert summary["compared"] == {"measured": "kvbm", "reference": "baseline"}
     assert summary["ttft_speedup"] == 20.0
     assert summary["ttft_speedup_paired"] == {
         "geometric_mean": 20.0,
         "interval_95": [20.0, 20.0],
-        "pairs": 3,
-        "users": 3,
+        "covers_runs": False,
+        "pairs": 6,
+        "sessions": 6,
+        "runs": 1,
     }
     assert summary["outputs_equal"] is True
-    assert summary["kvbm_over_floor"] == 1.25
-    assert summary["share_of_possible_gain"] == pytest.approx(380 / 384, abs=1e-3)
-    assert summary["transfers"]["proven"] is True
-    assert summary["transfers"]["g2_tokens"] == 1200
-    assert summary["transfers"]["counters"] == {"kvbm_onboard_blocks_h2d": 75.0}
+    assert summary["share_of_possible_gain"]["value"] == pytest.approx(380 / 384, abs=1e-3)
     assert summary["machine"] == {"cpu_count": 2}
-    kvbm, baseline = summary["arms"]["kvbm"], summary["arms"]["baseline"]
-    assert kvbm["ttft_ms"] == {"p50": 20.0, "p90": 20.0, "p99": 20.0, "mean": 20.0}
-    assert kvbm["ttft_ms_all_turns"]["p50"] == 270.0
-    assert kvbm["ttft_ms_from_launch"]["p50"] == 19.0
+    assert summary["caveats"] == ["busy"]
+    assert summary["arms"]["kvbm"]["kind"] == "kvbm"
+    cell = summary["cells"][0]
+    assert cell["plan"] == {
+        "digest": MADE.digest,
+        "requests": 12,
+        "sessions": 6,
+        "turns": 2,
+        "duration_s": 12.0,
+        "interval_s": 1.0,
+        "concurrency": None,
+        "primary": "steady",
+    }
+    assert (cell["pairs_done"], cell["stopped_early"]) == (1, False)
+    kvbm, baseline = of_arm(summary, "kvbm"), of_arm(summary, "baseline")
+    assert (kvbm["ttft_ms"]["p50"], kvbm["ttft_ms"]["mean"], kvbm["ttft_ms"]["count"]) == (20.0, 20.0, 6)
+    assert kvbm["ttft_ms"]["p90"] is None  # 6 requests do not carry it
+    assert kvbm["ttft_from_launch_ms"]["mean"] == 19.0
+    assert kvbm["phases"]["cold"]["ttft_ms"]["mean"] == 520.0
     assert kvbm["itl_ms"]["p50"] == 10.0
-    assert kvbm["end_to_end_ms"]["p50"] == 71.0
-    assert kvbm["prompt_tokens"] == {"g1": 96, "g2": 1200, "computed": 3 * 448 + 3 * 470 - 1296}
-    assert kvbm["prompt_tokens"] == kvbm["prompt_tokens_by_metrics"]
-    assert kvbm["engine"] == {"block_size": 16, "g1_blocks": 120, "startup_s": 2.0, "ended_early": False}
-    assert [turn["ttft_ms"]["p50"] for turn in kvbm["turns"]] == [520.0, 20.0]
-    assert kvbm["turns"][1]["prompt_tokens"] == {"g1": 96, "g2": 1200, "computed": 114}
+    assert kvbm["tpot_ms"]["mean"] == 10.0
+    assert kvbm["end_to_end_ms"]["mean"] == 71.0
+    assert kvbm["prompt_tokens"] == {"g1": 192, "g2": 2400, "g3": 0, "computed": 6 * 448 + 6 * 470 - 2592}
+    assert [turn["ttft_ms"]["mean"] for turn in kvbm["turns"]] == [520.0, 20.0]
+    assert kvbm["turns"][1]["prompt_tokens"] == {"g1": 192, "g2": 2400, "g3": 0, "computed": 228}
     assert kvbm["turns"][0]["errors"] == 0
-    assert baseline["utilisation"] == pytest.approx((3 * 550 + 3 * 450) / 5450, abs=1e-3)
+    assert baseline["utilisation"] == pytest.approx((6 * 550 + 6 * 450) / 11450, abs=1e-3)
     assert baseline["queue_wait_ms"] == 1.0
-    assert baseline["queue_share_of_ttft"] == pytest.approx(1 / 450, abs=1e-3)
-    assert baseline["client"]["lateness_ms"]["p99"] == 1.0
-    assert baseline["throughput"]["requests_per_s"] == pytest.approx(6 / 5.45, abs=1e-3)
-    json.dumps(summary)
+    assert baseline["client"]["lateness_ms"]["mean"] == 1.0
+    assert baseline["startup_s"] == 2.0
+    assert baseline["throughput"]["requests_per_s"] == pytest.approx(12 / 11.45, abs=1e-3)
+    json.dumps(summary, allow_nan=False)
 
 
 @pytest.mark.parametrize(
-    ("later_ms", "share", "is_noise", "text"),
-    [
-        (20.0, 380 / 384, False, "TTFT of kvbm is 1.25 times that of the floor (…); 99% of the possible gain"),
-        (14.0, 386 / 384, True, "TTFT of kvbm equals that of the floor (…) within the noise of this run: all of the …"),
-        (415.0, -15 / 384, False, "TTFT of kvbm is 25.94 times that of the floor (…); 0% of the possible gain"),
-    ],
+    ("later_ms", "share", "is_noise"), [(20.0, 380 / 384, False), (14.0, 1.0, True), (415.0, -15 / 384, False)]
 )
-def test_more_than_the_possible_gain_is_noise(later_ms, share, is_noise, text, tmp_path):
-    summary = summarise(experiment(kvbm=arm("kvbm", 520.0, later_ms, (32, 400))), surroundings={})
-    assert summary["share_of_possible_gain"] == pytest.approx(share, abs=1e-3)
-    assert summary["share_of_possible_gain_is_noise"] is is_noise
-    console = Console(file=io.StringIO(), width=200)
-    show(summary, console, directory=tmp_path)
-    shown = console.file.getvalue()
-    assert all(part in shown for part in text.split("…")), shown
-    assert not any(int(percent) > 100 for percent in re.findall(r"(\d+)% of the possible", shown))
+def test_more_than_the_possible_gain_is_noise(tmp_path, later_ms, share, is_noise):
+    summary = Made(kvbm=(520.0, later_ms, (32, 400))).summarised(tmp_path)
+    assert summary["share_of_possible_gain"]["value"] == pytest.approx(share, abs=1e-3)
+    assert summary["share_of_possible_gain"]["is_noise"] is is_noise
 
 
-def test_equal_times_are_the_same():
-    summary = summarise(experiment(kvbm=arm("kvbm", 500.0, 400.0, (32, 400))), surroundings={})
-    assert (summary["verdict"], summary["ttft_speedup"]) == ("same", 1.0)
+@pytest.mark.parametrize(("later_ms", "verdict"), [(400.0, "same"), (800.0, "slower"), (200.0, "faster")])
+def test_the_verdict_follows_the_times(tmp_path, later_ms, verdict):
+    summary = Made(kvbm=(500.0, later_ms, (32, 400))).summarised(tmp_path)
+    assert (summary["verdict"], summary["ttft_speedup"]) == (verdict, 400.0 / later_ms)
 
 
-def test_longer_times_are_slower():
-    summary = summarise(experiment(kvbm=arm("kvbm", 500.0, 800.0, (32, 400))), surroundings={})
-    assert (summary["verdict"], summary["ttft_speedup"]) == ("slower", 0.5)
-
-
-def test_no_token_from_g2_is_invalid():
-    summary = summarise(experiment(kvbm=arm("kvbm", 500.0, 20.0, (432, 0))), surroundings={})
+def test_a_gain_without_a_loaded_block_is_invalid(tmp_path):
+    summary = Made(kvbm=(500.0, 20.0, (432, 0))).summarised(tmp_path)
     assert summary["verdict"] == "invalid"
-    assert "no prompt token came from G2" in summary["explanation"]
+    assert "loaded no block" in summary["explanation"]
+    assert summary["outputs_equal"] is None
     assert summary["share_of_possible_gain"] is None
 
 
-def test_one_other_token_is_wrong_and_named():
-    changed = experiment()
-    changed.arms["kvbm"].records[4].token_ids[5] += 1
-    summary = summarise(changed, surroundings={})
+def test_one_other_token_is_wrong_and_named(tmp_path):
+    made = Made()
+    made.records["kvbm"][7].token_ids[5] += 1
+    summary = made.summarised(tmp_path)
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
-    assert summary["different_answers"] == {"baseline": [], "kvbm": [[1, 2]], "floor": []}
+    assert compared(summary)["outputs"]["requests_that_differ"] == [[1, 2]]
+    assert summary["share_of_possible_gain"] is None
+    assert summary["cells"][0]["answers"]["baseline"]["different"] == 0
 
 
-def test_the_same_tokens_with_other_probabilities_are_wrong():
-    changed = experiment()
-    changed.arms["kvbm"].records[4].logprobs[3] += 0.02
-    changed.arms["floor"].records[4].logprobs[3] -= 1e-5
-    summary = summarise(changed, surroundings={})
+def test_the_same_tokens_with_other_probabilities_are_wrong(tmp_path):
+    made = Made()
+    made.records["kvbm"][7].logprobs[3] += 0.02
+    made.records["floor"][7].logprobs[3] -= 1e-5
+    summary = made.summarised(tmp_path)
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
-    assert summary["largest_logprob_difference"] == {"baseline": 0.0, "kvbm": 0.02, "floor": 1e-5}
-    assert "differ from the recording by up to 0.02, without kvbm by 1e-05" in summary["explanation"]
+    assert compared(summary)["outputs"]["largest_logprob_difference"] == 0.02
+    assert "differ by up to 0.02, without kvbm by 1e-05" in summary["explanation"]
 
 
-def test_probabilities_that_also_differ_without_kvbm_are_no_error_of_kvbm():
-    changed = experiment()
-    changed.arms["kvbm"].records[4].logprobs[3] += 0.02
-    changed.arms["baseline"].records[2].logprobs[0] += 0.01
-    assert summarise(changed, surroundings={})["verdict"] == "faster"
+def test_probabilities_that_also_differ_without_kvbm_are_no_error_of_kvbm(tmp_path):
+    made = Made()
+    made.records["kvbm"][7].logprobs[3] += 0.02
+    made.records["baseline"][2].logprobs[0] += 0.01
+    assert made.summarised(tmp_path)["verdict"] == "faster"
 
 
-def test_probabilities_after_the_first_other_token_are_not_compared():
-    changed = experiment()
-    record = changed.arms["kvbm"].records[4]
-    record.token_ids[2], record.logprobs[2:] = 9, [-4.0] * 4
-    assert summarise(changed, surroundings={})["largest_logprob_difference"]["kvbm"] == 0.0
-
-
-def test_an_engine_without_logprobs_is_pointed_out():
-    changed = experiment()
-    for record in changed.arms["kvbm"].records:
-        record.logprobs = []
-    summary = summarise(changed, surroundings={})
-    assert summary["verdict"] == "faster"
-    assert any("sends no logprobs" in caveat for caveat in summary["caveats"])
-
-
-def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out():
-    changed = experiment()
-    changed.arms["baseline"].records[3].error = "HTTP 503"
-    summary = summarise(changed, surroundings={})
+def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out(tmp_path):
+    made = Made()
+    made.records["baseline"][6].error = "HTTP 503"
+    summary = made.summarised(tmp_path)
     assert summary["verdict"] == "invalid"
-    assert summary["arms"]["baseline"]["errors"] == 1
-    assert [turn["errors"] for turn in summary["arms"]["baseline"]["turns"]] == [0, 1]
-    assert summary["ttft_speedup_paired"]["pairs"] == 2
+    assert of_arm(summary, "baseline")["errors"] == 1
+    assert [turn["errors"] for turn in of_arm(summary, "baseline")["turns"]] == [0, 1]
+    assert compared(summary)["ttft_speedup_paired"]["pairs"] == 5
     assert summary["outputs_equal"] is True
 
 
-def test_a_late_client_is_invalid():
-    summary = summarise(experiment(floor=arm("floor", 500.0, 90.0, (432, 0), lateness_ms=60.0)), surroundings={})
+def test_a_late_client_is_invalid_in_a_compared_arm(tmp_path):
+    made = Made()
+    made.facts["kvbm"]["client"]["lateness_p99_ms"] = 60.0
+    summary = made.summarised(tmp_path)
     assert summary["verdict"] == "invalid"
-    assert "launched requests late in arm floor" in summary["explanation"]
+    assert "launched requests late in small.1.kvbm: 60 ms at p99, the limit is 40 ms" in summary["explanation"]
 
 
-def test_without_usage_the_counters_tell_the_sources():
-    changed = experiment()
-    for record in changed.arms["kvbm"].records:
-        record.g1_tokens = record.g2_tokens = None
-    summary = summarise(changed, surroundings={})
-    assert summary["arms"]["kvbm"]["prompt_tokens"]["g2"] == 1200
+def test_tiers_that_only_the_counters_of_the_engine_have_are_known_for_the_whole_arm(tmp_path):
+    made = Made()
+    for record in made.records["kvbm"]:
+        record.g1_tokens = record.g2_tokens = record.g3_tokens = None
+    made.facts["kvbm"]["server"]["prompt_tokens"] = {"g1": 192, "g2": 2400, "g3": 0, "computed": 2916}
+    summary = made.summarised(tmp_path)
+    assert of_arm(summary, "kvbm")["prompt_tokens"]["g2"] == 2400
+    assert of_arm(summary, "kvbm")["prompt_tokens_by_usage"]["g2"] is None
+    assert of_arm(summary, "kvbm")["turns"][1]["prompt_tokens"]["g2"] is None
     assert summary["verdict"] == "faster"
 
 
-def test_sources_that_contradict_each_other_are_pointed_out():
-    changed = experiment()
-    changed.arms["kvbm"].records[4].g2_tokens -= 16
-    caveats = summarise(changed, surroundings={})["caveats"]
-    assert "arm kvbm: usage and /metrics disagree on where prompt tokens came from" in caveats
-
-
-def test_a_working_set_that_fits_into_g1_is_pointed_out():
-    changed = experiment()
-    after = changed.arms["baseline"].metrics.after
-    after.samples["vllm:cache_config_info", (("block_size", "16"), ("num_gpu_blocks", "1000"))] = 1.0
-    del after.samples["vllm:cache_config_info", (("block_size", "16"), ("num_gpu_blocks", "120"))]
-    assert any("fits into G1" in caveat for caveat in summarise(changed, surroundings={})["caveats"])
-
-
-def test_a_summary_of_an_arm_without_answers_is_still_whole():
-    changed = experiment()
-    for record in changed.arms["kvbm"].records:
+def test_a_summary_of_an_arm_without_answers_is_still_whole(tmp_path):
+    made = Made()
+    for record in made.records["kvbm"]:
         record.error, record.token_ids, record.first_token_ms = "the engine ended", [], None
-    summary = summarise(changed, surroundings={})
-    assert (summary["verdict"], summary["outputs_equal"]) == ("invalid", False)
+    made.facts["kvbm"]["engine_ended"] = True
+    summary = made.summarised(tmp_path)
+    assert (summary["verdict"], summary["outputs_equal"]) == ("invalid", None)
     assert summary["ttft_speedup"] is None
-    assert summary["arms"]["kvbm"]["ttft_ms"]["p50"] is None
+    assert of_arm(summary, "kvbm")["ttft_ms"]["p50"] is None
+    assert of_arm(summary, "kvbm")["engine_ended"] is True
+    json.dumps(summary, allow_nan=False)
 
 
-def without_tiers(result: ArmResult) -> ArmResult:
-    """As an engine answers that says only how many tokens of a prompt were cached."""
-    for record in result.records:
-        record.g1_tokens = record.g2_tokens = None
-    return result
+def test_a_run_that_never_ended_does_not_count(tmp_path):
+    made = Made()
+    del made.facts["floor"]
+    with closing(BenchDirectory.create(tmp_path / "made")) as directory:
+        directory.write_json(PLAN, setup_of(SIX).to_json())
+        directory.cell("small")
+        directory.write_json("cells/small/plan.json", MADE.to_json())
+        for records in made.records.values():
+            for record in records:
+                directory.append(REQUESTS, record.to_json())
+        for line in made.facts.values():
+            directory.append(RUNS, line)
+        summary = summarise(Results.read(directory), surroundings={})
+    assert set(summary["cells"][0]["arms"]) == {"baseline", "kvbm"}
+    assert summary["share_of_possible_gain"] is None
 
 
-def test_tiers_of_an_engine_that_tells_them_only_in_its_counters_are_known_for_the_whole_arm():
-    arms = {name: without_tiers(arm(name, *times)) for name, times in FASTER.items()}
-    summary = summarise(experiment(**arms), surroundings={})
-    kvbm = summary["arms"]["kvbm"]
-    assert kvbm["prompt_tokens"] == kvbm["prompt_tokens_by_metrics"]
-    assert kvbm["prompt_tokens"]["g2"] == 3 * 400
-    assert kvbm["prompt_tokens_by_usage"] == {"g1": None, "g2": None, "computed": kvbm["prompt_tokens"]["computed"]}
-    assert kvbm["turns"][1]["prompt_tokens"]["g2"] is None
-    assert kvbm["turns"][1]["prompt_tokens"]["computed"] == 3 * (PLAN.requests[3].prompt_tokens - 432)
-    assert [caveat for caveat in summary["caveats"] if "not per turn" in caveat]
-    assert not [caveat for caveat in summary["caveats"] if "disagree" in caveat]
+def test_equal_results_give_an_equal_summary(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    assert Made().summarised(tmp_path / "one") == Made().summarised(tmp_path / "two")
 
 
-def test_computed_tokens_that_usage_and_counters_count_differently_are_pointed_out():
-    result = without_tiers(arm("kvbm", *FASTER["kvbm"]))
-    result.records[0].cached_tokens += 16
-    summary = summarise(experiment(kvbm=result), surroundings={})
-    assert "arm kvbm: usage and /metrics disagree on where prompt tokens came from" in summary["caveats"]
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (PLAN, "{", "plan.json is not JSON"),
+        (PLAN, "[]", "plan.json must be a JSON object"),
+        (PLAN, "{}", "is damaged: KeyError: 'cells'"),
+        (REQUESTS, '{"run": 1}\n', "line 1: "),
+        (REQUESTS, "x\ny\n", "requests.jsonl, line 1: not JSON"),
+        (RUNS, "1\n", "runs.jsonl, line 1: must be a JSON object"),
+        ("cells/small/plan.json", "{}", "is damaged: KeyError"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, text, message):
+    Made().summarised(tmp_path)
+    (tmp_path / "made" / name).write_text(text)
+    with pytest.raises(UsageError, match=message):
+        Results.read(BenchDirectory.open(tmp_path / "made"))
+
+
+def test_an_interrupted_summary_has_the_keys_of_a_whole_one(tmp_path):
+    whole = Made().summarised(tmp_path)
+    part = interrupted_summary("interrupted", {})
+    assert part["complete"] is False
+    assert part.keys() <= whole.keys()
+
+
+def test_the_page_shows_any_result(tmp_path):
+    made = Made()
+    made.records["baseline"][6].error = "HTTP 503 [/bold] \x1b[31m"
+    console = Console(file=io.StringIO(), width=80, markup=False)
+    show(made.summarised(tmp_path), console, directory=tmp_path)
+    shown = console.file.getvalue()
+    assert "invalid: the result cannot be used: 1 of 12 requests of arm baseline failed" in " ".join(shown.split())
+    assert "\x1b" not in shown

@@ -1,11 +1,16 @@
+"""Workload files: every kind, its limits, and what a mistake shows."""
+
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from kvbm_cli.profile.workload import KEYS, Workload, load_workload, parse_workload, shipped_workloads
+import yaml
 
 from kvbm.errors import ProfileError, UsageError
+from kvbm_cli.workload.load import load_workload, parse_workload, shipped_workloads, workload_keys
+from kvbm_cli.workload.schema import KINDS, Conversations, Workload, as_definition
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/bench.md"
 TEXT = """
@@ -17,6 +22,193 @@ history_tokens: 100
 question_tokens: 5
 answer_tokens: 7
 """
+SMALLEST = {
+    "conversations": {
+        "users": 1,
+        "turns": 2,
+        "system_tokens": 0,
+        "history_tokens": 1,
+        "question_tokens": 1,
+        "answer_tokens": 1,
+    },
+    "shared-prefix": {
+        "groups": 1,
+        "requests_per_group": 1,
+        "prefix_tokens": 1,
+        "question_tokens": 0,
+        "answer_tokens": 1,
+    },
+    "unique": {"requests": 1, "prompt_tokens": 1, "answer_tokens": 1},
+    "rag": {
+        "documents": 1,
+        "document_tokens": 1,
+        "documents_per_request": 1,
+        "system_tokens": 0,
+        "question_tokens": 1,
+        "answer_tokens": 1,
+        "requests": 1,
+    },
+    "agentic-coding": {
+        "agents": 1,
+        "steps": 2,
+        "system_tokens": 1,
+        "task_tokens": 1,
+        "tool_result_tokens": 1,
+        "answer_tokens": 1,
+        "context_tokens": 8,
+    },
+    "trace": {"file": "trace.jsonl"},
+    "lmbenchmark": {"scenario": "short"},
+}
+
+
+def document(kind: str, **changes: object) -> str:
+    return yaml.safe_dump({"name": "one", "kind": kind, **SMALLEST[kind], **changes}, sort_keys=False)
+
+
+def parsed(kind: str, **changes: object) -> Workload:
+    return parse_workload(document(kind, **changes), source="here.yaml")
+
+
+def test_every_kind_has_a_smallest_workload_here():
+    assert list(SMALLEST) == list(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_smallest_workload_of_a_kind_is_valid_and_described_by_its_definition(kind):
+    workload = parsed(kind)
+    assert type(workload) is KINDS[kind]
+    definition = as_definition(workload)
+    assert definition["kind"] == kind
+    assert KINDS[kind].model_validate(definition) == workload
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(kind, key) for kind, keys in SMALLEST.items() for key in keys], ids=lambda value: value
+)
+def test_every_required_key_is_missed_by_name(kind, key):
+    content = {"name": "one", "kind": kind, **{name: value for name, value in SMALLEST[kind].items() if name != key}}
+    with pytest.raises(ProfileError, match=f"^`{key}`.* missing\n  here") as caught:
+        parse_workload(yaml.safe_dump(content), source="here")
+    assert f"a workload of kind `{kind}` requires `name`" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (kind, key)
+        for kind, keys in SMALLEST.items()
+        for key, value in keys.items()
+        if isinstance(value, int) and key != "context_tokens"
+    ],
+    ids=lambda value: value,
+)
+def test_a_number_below_the_limit_shows_the_limit_and_the_line(kind, key):
+    least = SMALLEST[kind][key]
+    with pytest.raises(ProfileError) as caught:
+        parsed(kind, **{key: least - 1})
+    message = caught.value.message
+    assert f"`{key}` must be at least {least}, not `{least - 1}`" in message
+    line = 1 + next(number for number, text in enumerate(document(kind).splitlines()) if text.startswith(f"{key}:"))
+    assert f"  here.yaml:{line}:" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("conversations", {"users": 100_001}, "`users` must be at most 100000, not `100001`"),
+        ("conversations", {"rounds_of_users": 0}, "`rounds_of_users` must be at least 1, not `0`"),
+        ("rag", {"documents_per_request": 2}, "`documents_per_request` must be at most `documents`, 1"),
+        (
+            "agentic-coding",
+            {"context_tokens": 7},
+            "`context_tokens` must be at least 8, which the first two steps take",
+        ),
+        ("agentic-coding", {"subagent_steps": 0}, "`subagent_steps` must be at least 1"),
+        ("agentic-coding", {"tool_s": -1}, "`tool_s` must be at least 0"),
+        ("trace", {"block_tokens": 0}, "`block_tokens` must be at least 1"),
+        ("trace", {"length_scale": 1.5}, "`length_scale` must be at most 1"),
+        ("trace", {"time_scale": 0}, "`time_scale` must be at least"),
+        ("trace", {"turns": "all"}, "`turns` must be 'added' or 'whole'"),
+        ("lmbenchmark", {"scenario": "medium"}, "`scenario` must be 'long', 'short'"),
+        ("lmbenchmark", {"qps": 0}, "`qps` must be more than 0"),
+        ("lmbenchmark", {"rounds": 1}, "`rounds` must be at least 2"),
+        ("unique", {"slo": "ttft<500"}, "`slo` must be limits of `ttft`, `tpot` or `e2e` in ms"),
+        ("unique", {"slo": "ttft:500,"}, "`slo` must be limits of `ttft`, `tpot` or `e2e` in ms"),
+        ("unique", {"name": ""}, "`name` must"),
+        ("unique", {"schedule": {"pairs": 0}}, "`schedule.pairs` must be at least 1"),
+        ("unique", {"schedule": {"concurrency": 0}}, "`schedule.concurrency` must be at least 1"),
+        ("unique", {"schedule": {"duration_s": 0}}, "`schedule.duration_s` must be more than 0"),
+        ("unique", {"schedule": {"arms": "both"}}, "`schedule.arms` must be 'interleaved' or 'in_turn'"),
+        ("unique", {"users": 3}, "unknown key `users`"),
+    ],
+)
+def test_what_a_kind_does_not_allow_is_refused_with_the_place(kind, changes, message):
+    with pytest.raises(ProfileError) as caught:
+        parsed(kind, **changes)
+    assert caught.value.message.startswith(message)
+    assert "here.yaml:" in caught.value.message
+
+
+@pytest.mark.parametrize("slo", ["ttft:500", "ttft:500,tpot:50.5", "e2e:1,ttft:2,tpot:3"])
+def test_limits_of_a_good_request_are_accepted(slo):
+    assert parsed("unique", slo=slo).slo == slo
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"),
+    [
+        ("conversation", "did you mean `conversations`?"),
+        ("Rag", "did you mean `rag`?"),
+        ("zzz", "kinds: `conversations`, `shared-prefix`"),
+        (3, "kinds: `conversations`"),
+    ],
+)
+def test_an_unknown_kind_is_refused_with_the_nearest_or_all(kind, hint):
+    with pytest.raises(ProfileError, match=f"no kind of workload is named `{kind}`\n  here.yaml:3:") as caught:
+        parse_workload(f"name: one\n\nkind: {kind}\n", source="here.yaml")
+    assert (caught.value.hint or "").startswith(hint)
+
+
+def test_a_file_without_a_kind_is_of_conversations():
+    assert isinstance(parse_workload(TEXT, source="here"), Conversations)
+
+
+LARGE = {
+    "conversations": {"system_tokens": 100, "history_tokens": 900, "turns": 4, "question_tokens": 30, "users": 5},
+    "shared-prefix": {"prefix_tokens": 700, "question_tokens": 20, "groups": 9},
+    "rag": {"document_tokens": 300, "documents": 9, "documents_per_request": 3, "system_tokens": 50},
+    "agentic-coding": {
+        "system_tokens": 200,
+        "task_tokens": 300,
+        "tool_result_tokens": 40,
+        "steps": 6,
+        "agents": 4,
+        "context_tokens": 1000,
+    },
+}
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.7, 40.0])
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_scaled_workload_has_about_the_working_set(kind, factor):
+    workload = parsed(kind, **LARGE[kind])
+    wanted = round(20_000 * factor)
+    scaled = workload.scaled(wanted)
+    assert scaled.working_set_tokens == pytest.approx(wanted, rel=0.1)
+    changed = {name for name in type(workload).model_fields if getattr(scaled, name) != getattr(workload, name)}
+    assert changed == {workload.scale_key}
+
+
+def test_kinds_without_a_number_to_scale_say_so():
+    assert {kind for kind in KINDS if KINDS[kind].scale_key is None} == {"unique", "trace", "lmbenchmark"}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_scaled_workload_is_still_valid(kind):
+    """A rag of few documents must not ask for more than there are."""
+    scaled = parsed(kind, **LARGE[kind]).scaled(1)
+    assert KINDS[kind].model_validate(scaled.model_dump()) == scaled
 
 
 @pytest.mark.parametrize("name", shipped_workloads())
@@ -26,6 +218,7 @@ def test_every_shipped_workload_is_valid_and_named_after_its_file(name):
 
 def test_the_default_workload_is_large_enough_to_mean_something():
     workload = load_workload("conversations")
+    assert isinstance(workload, Conversations)
     assert workload.users >= 6
     assert workload.turns >= 4
     assert workload.prompt_tokens(1) >= 1500
@@ -33,6 +226,7 @@ def test_the_default_workload_is_large_enough_to_mean_something():
 
 def test_lengths_grow_by_question_and_answer():
     workload = parse_workload(TEXT, source="here")
+    assert isinstance(workload, Conversations)
     assert [workload.prompt_tokens(turn) for turn in (1, 2)] == [115, 127]
     assert workload.conversation_tokens == 134
     assert workload.working_set_tokens == 10 + 3 * 124
@@ -42,6 +236,13 @@ def test_a_file_of_ones_own_is_read(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(TEXT)
     assert load_workload(str(path)).users == 3
+
+
+def test_a_file_that_a_workload_names_is_relative_to_its_own(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "w.yaml").write_text(document("trace", file="data/t.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    assert load_workload("inner/w.yaml").file == str(tmp_path / "inner" / "data" / "t.jsonl")
 
 
 def test_a_name_that_is_none_lists_the_shipped_ones():
@@ -56,7 +257,7 @@ def test_a_name_that_is_none_lists_the_shipped_ones():
         ("seed: -1", "`seed` must be at least 0, not `-1`", "-1"),
         ("seed: '3'", "`seed` must be a whole number, not the text `3`", "'3'"),
         ("schedule: {target_utilisation: 1.5}", "`schedule.target_utilisation` must be less than 1, not `1.5`", "1.5"),
-        ("history: live", "`history` must be 'recorded', not the text `live`", "live"),
+        ("history: live", "`history` must be 'recorded' or 'canned', not the text `live`", "live"),
         ("request_timeout_s: .inf", "`request_timeout_s` must be a number, not the text `.inf`", ".inf"),
         ("users: 4", "`users` appears twice; the first is on line 3", "users"),
         ("seed: {", "not valid YAML", ""),
@@ -107,9 +308,11 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         load_workload(str(tmp_path / "binary.yaml"))
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)
-def test_every_key_is_described_in_sentences(key):
-    assert key.description.endswith(".")
+@pytest.mark.parametrize(
+    ("kind", "key"), [(kind, key) for kind in KINDS for key in workload_keys(kind)], ids=lambda one: str(one)[:40]
+)
+def test_every_key_is_described_in_sentences(kind, key):
+    assert re.search(r"\.$", key.description), f"{kind}: {key.path}"
 
 
 def test_the_example_of_the_guide_is_a_workload():

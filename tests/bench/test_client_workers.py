@@ -146,7 +146,9 @@ def test_the_number_of_workers_follows_from_the_load(monkeypatch):
     assert estimated_load(large, 2) == pytest.approx(2 * estimated_load(large, 1))
     assert worker_count(small, 1, "auto") == 1
     assert worker_count(large, 1, "auto") == 2
-    assert worker_count(large, 20, "auto") == 8, "at most one per core"
+    assert worker_count(large, 20, "auto") == 7, "one core is left for the engine"
+    monkeypatch.setattr(workers, "_cores", lambda: 2)
+    assert worker_count(large, 20, "auto") == 1
     assert worker_count(small, 1, 3) == 3
     assert worker_count(session_plan(8, 2, concurrency=2), 1, 3) == 2, "at most one per session in flight"
     assert worker_count(session_plan(1, 5), 1, 3) == 1, "a session is never divided"

@@ -130,7 +130,7 @@ def test_verdict_is_on_the_first_screen_of_a_phone(browser: Any, report: Path) -
         sizes = shown.page.evaluate(
             "[...document.querySelectorAll('.results li')].map(li => getComputedStyle(li).fontSize)"
         )
-        assert len(sizes) == 6
+        assert len(sizes) == 3 + 2  # comparisons and caveats
         assert len(set(sizes)) == 1  # a caveat is as large as a gain
 
 
@@ -188,6 +188,17 @@ def test_print_shows_every_chart_in_light_colours(browser: Any, report: Path) ->
         shown.page.wait_for_timeout(400)
         shown.assert_drawn(1 + CHARTS_OF_A_CELL)
         assert shown.complaints == []
+
+
+def test_charts_are_light_before_the_browser_takes_the_picture_to_print(browser: Any, report: Path) -> None:
+    """Without the change of the medium that a test can emulate, and without waiting for a frame."""
+    script = (
+        "event => (dispatchEvent(new Event(event)), document.querySelector('.chart svg text').getAttribute('fill'))"
+    )
+    with Shown(browser, report, DESKTOP, color_scheme="dark").ready() as shown:
+        assert shown.page.evaluate(script, "beforeprint") == "#586271"
+        assert shown.page.evaluate(script, "afterprint") == "#9ca7b4"
+        shown.assert_drawn(1 + CHARTS_OF_A_CELL)
 
 
 def test_everything_is_readable_without_scripts(browser: Any, report: Path) -> None:

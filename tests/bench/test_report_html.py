@@ -163,10 +163,11 @@ def test_verdict_caveats_and_numbers_are_text(sample: Path) -> None:
     shown = built(sample).shown
     order = [shown.index(text) for text in (summary["explanation"][1:], "Results", "Caveats", "Results by workload")]
     assert order == sorted(order)
-    paired = summary["ttft_speedup_paired"]
-    low, high = paired["interval_95"]
-    assert f"{paired['geometric_mean']:.2f}× speed-up" in shown
-    assert f"95% interval {low:.2f} to {high:.2f}" in shown
+    for cell in summary["cells"]:
+        paired = cell["comparisons"][0]["ttft_speedup_paired"]
+        low, high = paired["interval_95"]
+        assert f"{paired['geometric_mean']:.2f}× {cell['name']}, kvbm against baseline: speed-up" in shown
+        assert f"95% interval {low:.2f} to {high:.2f}" in shown
     assert "p99 requires 368 samples: it is not reported." in shown
     for cell in summary["cells"]:
         assert cell["comparisons"][0]["explanation"][1:] in shown
@@ -301,6 +302,7 @@ def test_reasons_of_a_bad_verdict_come_first(small: Path, verdict: str, badge: s
     change_summary(small, verdict=verdict, reasons=["arm kvbm answered 3 requests differently"], hint="run `x`")
     shown = built(small).shown
     assert badge in shown
+    assert ("Results, not usable" in shown) == (verdict != "slower")
     assert (
         shown.index("Arm kvbm answered 3 requests differently.")
         < shown.index("What to do: run x")
@@ -384,6 +386,15 @@ def test_ladder_has_the_paired_ratios_of_the_summary(sample: Path) -> None:
     assert chart["lines"] == [{"arm": 1, "points": points}]
 
 
+def test_unusable_points_of_the_ladder_are_named(tmp_path: Path) -> None:
+    summary = write_sample(tmp_path, sessions=6, turns=3, pairs=1)
+    summary["cells"][1]["comparisons"][0]["verdict"] = "invalid"
+    write_json(tmp_path / "summary.json", summary)
+    shown = built(tmp_path).shown
+    assert "Not usable: pressure 1.20 (invalid)." in shown
+    assert "conversations-x1.2, kvbm against baseline (invalid): speed-up" in shown
+
+
 def test_interval_of_one_pair_of_runs_does_not_claim_to_cover_runs(small: Path, sample: Path) -> None:
     note = "it does not cover differences between runs"
     assert note in built(small).shown
@@ -440,11 +451,11 @@ def test_long_distribution_keeps_its_ends() -> None:
 
 
 def test_thinned_points_keep_the_ends_and_a_spike() -> None:
-    points = [(float(x), 500.0 if x == 421 else x % 3) for x in range(1000)]
+    points = [(float(x), 500.0 if x == 433 else x % 3) for x in range(1000)]
     kept = thinned(points, 40)
     assert len(kept) == 40
     assert kept == sorted(set(kept))
-    assert {points[0], points[421], points[-1]} <= set(kept)
+    assert {points[0], points[433], points[-1]} <= set(kept)
 
 
 def test_rates_of_counters_that_appear_late_or_restart() -> None:

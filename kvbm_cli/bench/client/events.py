@@ -143,7 +143,7 @@ class StreamedAnswer:
             record.token_gaps_ms += [round((now_ms - last_ms) / count, 4)] * count
 
     def _count(self) -> None:
-        """Without token ids, only the usage tells how many tokens there were. Without usage, counts stay unknown."""
+        """Without token ids, only the usage has the number of tokens. Without usage, counts stay unknown."""
         record, usage = self._record, self._usage
         if record.token_ids:
             record.output_tokens = len(record.token_ids)

@@ -30,7 +30,7 @@ class ProcessHealth:
 
 @dataclass(frozen=True, slots=True)
 class ClientHealth:
-    """Of a drive. `cpu_shares` has the share of one core per process; loop lag is that of the worst process.
+    """Of a drive. `cpu_shares` has the share of one core per process. Loop lag is the highest of all processes.
 
     Lateness is the time from the intended launch to the launch, `None` if nothing was launched.
     """

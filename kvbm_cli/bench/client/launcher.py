@@ -258,7 +258,7 @@ class Launcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _fail_rest(self) -> None:
-        """Records of requests that the engine did not live to see. Under a duration, nobody knows which they are."""
+        """Records of requests that the engine did not live to see. With a duration, it is unknown which they are."""
         if self._part.launches.duration_s is not None and self._part.launches.interval_s is None:
             return
         for index in sorted(self._not_ended):

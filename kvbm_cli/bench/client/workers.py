@@ -51,7 +51,7 @@ def worker_count(plan: Plan, target_count: int, wanted: WorkerCount) -> int:
     """How many processes send the plan; 1 is this process. There is at most one per group of sessions."""
     if wanted != "auto" and wanted < 1:
         raise UsageError(f"{wanted} worker processes: at least 1 is required")
-    count = wanted if wanted != "auto" else min(_cores(), math.ceil(estimated_load(plan, target_count) / LARGEST_LOAD))
+    count = wanted if wanted != "auto" else _useful_count(estimated_load(plan, target_count))
     concurrency = plan.launches.concurrency or count
     return max(1, min(count, concurrency, len(linked_groups(plan.requests)) if count > 1 else 1))
 
@@ -225,6 +225,11 @@ async def _ended(child: asyncio.subprocess.Process) -> None:
 
 def _never() -> bool:
     return False
+
+
+def _useful_count(load: float) -> int:
+    """One core is left for the engine, which usually runs on the same machine."""
+    return min(math.ceil(load / LARGEST_LOAD), _cores() - 1)
 
 
 def _cores() -> int:

@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from kvbm_cli.bench.html.markup import Markup, bullets, element, facts, join, table
-from kvbm_cli.bench.html.numbers import at, count, decimal, mapping, number, percent, string
+from kvbm_cli.bench.html.numbers import at, count, decimal, mapping, number, percent, string, strings
 from kvbm_cli.bench.html.run_data import RunData
 from kvbm_cli.bench.html.wording import day
 
@@ -70,10 +70,11 @@ def _values(data: Any) -> list[tuple[str, str]]:
 
 
 def reproduce(run_data: RunData) -> Markup:
-    """The command of an equal run, from the names in the summary."""
+    """The command of an equal run, or if the summary lacks it, one from the names in the summary."""
+    command = strings(run_data.summary.get("command")) or _command(run_data)
     digests = [f"{cell['name']}: {found}" for cell in run_data.cells() if (found := string(at(cell, "plan", "digest")))]
     return join(
-        element("pre", element("code", " ".join(map(shlex.quote, _command(run_data))))),
+        element("pre", element("code", " ".join(map(shlex.quote, command)))),
         element(
             "p",
             "The command repeats the run if the profile and the workloads are unchanged. In the directory of the run, "

@@ -34,7 +34,7 @@ def comparisons(cell: dict[str, Any], *, shown: str | None) -> list[Markup]:
 def _comparison(found: dict[str, Any], shown: str | None) -> Markup:
     names = f"{found.get('measured')} against {found.get('reference')}"
     why = [
-        f"{item['text']} (profile key `{item['key']}`)" if string(item.get("key")) else item["text"]
+        item["text"]
         for item in listing(found.get("why_not"))
         if isinstance(item, dict) and isinstance(item.get("text"), str)
     ]

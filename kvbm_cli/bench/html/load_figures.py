@@ -21,6 +21,7 @@ from kvbm_cli.bench.html.numbers import (
     ratio,
     size,
 )
+from kvbm_cli.bench.html.opening import UNUSABLE
 from kvbm_cli.bench.html.run_data import RequestPoint, RunData
 
 PARTS = ("client late", "queue", "first token", "generation")
@@ -29,7 +30,7 @@ PARTS = ("client late", "queue", "first token", "generation")
 def ladder(run_data: RunData) -> Figure | None:
     """The paired ratio of every comparison over the pressure; `None` with fewer than two pressures."""
     lines: dict[tuple[str, str], list[list[float]]] = {}
-    rows = []
+    rows, unusable = [], []
     for cell in run_data.cells():
         pressure = number(cell.get("pressure"))
         for found in listing(cell.get("comparisons")):
@@ -39,6 +40,8 @@ def ladder(run_data: RunData) -> Figure | None:
                 continue
             name = f"{found.get('measured')} against {found.get('reference')}, {workload_name(cell)}"
             low, high = (number(end) or mean for end in ends) if len(ends) == 2 else (mean, mean)
+            if found.get("verdict") in UNUSABLE:
+                unusable.append(f"{decimal(pressure)} ({found['verdict']})")
             lines.setdefault((str(found.get("measured")), name), []).append([pressure, low, mean, high])
             rows.append((name, str(found.get("verdict")), decimal(pressure), ratio(mean), interval(ends)))
     if max((len(points) for points in lines.values()), default=0) < 2:
@@ -49,7 +52,8 @@ def ladder(run_data: RunData) -> Figure | None:
         kind="ladder",
         title=title,
         note="Geometric mean over pairs of equal requests, with its 95% interval; above 1 is faster. "
-        "Pressure: working set over the capacity of G1.",
+        "Pressure: working set over the capacity of G1."
+        + (f" Not usable: pressure {', '.join(dict.fromkeys(unusable))}." if unusable else ""),
         description="Line chart. "
         + "; ".join(
             f"{name}: " + ", ".join(f"{ratio(mean)} at pressure {decimal(p)}" for p, _, mean, _ in points)

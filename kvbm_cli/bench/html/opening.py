@@ -30,6 +30,7 @@ VERDICTS = {
     "wrong": "Wrong answers",
     "measured": "Measured, nothing to compare with",
 }
+UNUSABLE = ("invalid", "wrong")
 LONG_SENTENCE = 110
 NO_CAVEATS = "The run found no caveat."
 
@@ -69,9 +70,13 @@ def compared(summary: dict[str, Any]) -> str | None:
 def key_numbers(run_data: RunData) -> Markup:
     """The gains, each with its interval, then the caveats in the same size."""
     summary = run_data.summary
-    found = list(_key_numbers(summary))
-    if len(run_data.summary["cells"]) == 1:
-        found += _medians(run_data.summary["cells"][0], summary)
+    every = [(cell, one) for cell in summary["cells"] for one in listing(cell.get("comparisons"))]
+    if len(every) > 1:
+        found = [fact for cell, one in every if (fact := _speedup(one, f"{cell['name']}, {_names(one)}: "))]
+    else:
+        found = _key_numbers(summary) + [fact for cell, _ in every for fact in _medians(cell, summary)]
+    verdicts = [one.get("verdict") for _, one in every] if len(every) > 1 else [summary.get("verdict")]
+    is_unusable = all(verdict in UNUSABLE for verdict in verdicts)
     gains = bullets(found, class_="plain") if found else element("p", "The run has no result.")
     notes = [prose(sentence_case(note)) for note in [*_caveats(run_data), *run_data.notes]] or [text(NO_CAVEATS)]
     given = [reason for reason in strings(summary.get("reasons")) if reason != summary.get("explanation")]
@@ -81,7 +86,7 @@ def key_numbers(run_data: RunData) -> Markup:
         "section",
         join(element("h2", "Reasons"), bullets(reasons, class_="plain")) if reasons else None,
         element("p", "What to do: ", prose(hint)) if hint else None,
-        element("h2", "Results"),
+        element("h2", "Results, not usable" if is_unusable else "Results"),
         gains,
         element("h2", "Caveats"),
         bullets(notes, class_="plain"),
@@ -94,16 +99,8 @@ def _fact(value: str, what: str) -> Markup:
 
 
 def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
-    paired, share = mapping(headline.get("ttft_speedup_paired")), mapping(headline.get("share_of_possible_gain"))
-    found: list[Markup] = []
-    if mean := ratio(paired.get("geometric_mean")):
-        ends = interval(paired.get("interval_95"))
-        sizes = [_counted(paired[name], name) for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
-        counted = f"; {', '.join(sizes)}" if sizes else ""
-        counted += "; it does not cover differences between runs" if paired.get("covers_runs") is False else ""
-        found.append(
-            _fact(f"{mean}×", f"speed-up of the time to first token, geometric mean of pairs ({_ends(ends)}{counted})")
-        )
+    share = mapping(headline.get("share_of_possible_gain"))
+    found = [fact] if (fact := _speedup(headline, "")) else []
     if quotient := ratio(headline.get("ttft_speedup")):
         found.append(_fact(f"{quotient}×", "ratio of the median times to first token"))
     if share.get("is_noise") is True:
@@ -115,6 +112,24 @@ def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
     if isinstance(equal, bool):
         found.append(_fact("Equal" if equal else "Different", "outputs in the compared arms"))
     return found
+
+
+def _names(comparison: dict[str, Any]) -> str:
+    usable = "" if comparison.get("verdict") not in UNUSABLE else f" ({comparison['verdict']})"
+    return f"{comparison.get('measured')} against {comparison.get('reference')}{usable}"
+
+
+def _speedup(comparison: dict[str, Any], place: str) -> Markup | None:
+    """The paired ratio with its interval, and of how many samples."""
+    paired = mapping(comparison.get("ttft_speedup_paired"))
+    mean, ends = ratio(paired.get("geometric_mean")), interval(paired.get("interval_95"))
+    if mean is None:
+        return None
+    sizes = [_counted(paired[name], name) for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
+    counted = f"; {', '.join(sizes)}" if sizes else ""
+    counted += "; it does not cover differences between runs" if paired.get("covers_runs") is False else ""
+    what = "speed-up of the time to first token, geometric mean of pairs"
+    return _fact(f"{mean}×", f"{place}{what} ({_ends(ends)}{counted})")
 
 
 def _counted(amount: Any, names: str) -> str:

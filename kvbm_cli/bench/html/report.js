@@ -208,7 +208,6 @@
     const kept = drawn.get(box) ?? echarts.init(box, null, { renderer: "svg" });
     drawn.set(box, kept);
     kept.setOption(options[chart.kind](chart, box), true);
-    kept.getZr().flush();
   }
   const isShown = (box) => box.getClientRects().length > 0;
   const drawShown = () => boxes.filter(isShown).forEach(draw);

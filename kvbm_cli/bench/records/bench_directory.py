@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -125,11 +125,15 @@ class BenchDirectory:
                     raise UsageError(f"{self.path / RUNS}, line {number}: {problem}")
         return runs
 
-    def forget_unfinished(self) -> set[str]:
-        """Drop the records of runs that have not ended; returns the names of those that have."""
+    def forget_unfinished(self, groups: Iterable[Collection[str]]) -> set[str]:
+        """Drop runs that have not ended, with their records; returns the names of those that have.
+
+        `groups` has the names of runs that are made together; if one of them has not ended, the others are dropped.
+        """
         runs = self.runs()
-        ended = {run["run"] for run in runs}
-        self._rewrite(RUNS, runs)
+        written = {run["run"] for run in runs}
+        ended = {name for group in groups if written.issuperset(group) for name in group}
+        self._rewrite(RUNS, (run for run in runs if run["run"] in ended))
         self._rewrite(REQUESTS, (line for line in self.lines(REQUESTS) if line.get("run") in ended))
         return ended
 

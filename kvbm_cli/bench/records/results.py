@@ -113,8 +113,8 @@ def _cell(
     data = directory.read_json(path) if (directory.path / path).exists() else None
     return CellResult(
         definition,
-        Plan.from_json(data) if data else None,
-        data["digest"] if data else None,
+        None if data is None else Plan.from_json(data),
+        None if data is None else data["digest"],
         tuple(
             RunResult(run["run"], run["arm"], run["pair"], run, tuple(records[run["run"]]))
             for run in runs

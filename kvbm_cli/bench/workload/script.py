@@ -14,7 +14,7 @@ The phase of a request follows from a cache of unlimited size:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvbm_cli.bench.workload.content import Content
@@ -79,9 +79,24 @@ class Script:
         """A script with the phase of each request. Without a working set, all tokens are one."""
         listed = list(requests)
         known = _Prefixes()
-        reused = [known.add(index, request) for index, request in enumerate(listed)]
+        reused = [(known.token_count, *known.add(index, request)) for index, request in enumerate(listed)]
         phased = tuple(_with_phases(listed, reused, known.token_count))
         return cls(phased, warmup, working_set_tokens or known.token_count, known.token_count)
+
+
+def with_canned_answers(script: Script, write: Callable[[int], Content]) -> Script:
+    """The same script with content of `write` instead of answers, so that no answer must be recorded."""
+    written: dict[int, Content] = {}
+
+    def canned(part: Part) -> Part:
+        if not isinstance(part, AnswerOf):
+            return part
+        if part.request not in written:
+            written[part.request] = write(part.tokens)
+        return written[part.request]
+
+    requests = tuple(replace(one, parts=tuple(map(canned, one.parts))) for one in script.requests)
+    return replace(script, requests=requests)
 
 
 def length_of(part: Part) -> int:
@@ -92,16 +107,15 @@ def length_of(part: Part) -> int:
 
 
 def _with_phases(
-    requests: Sequence[ScriptedRequest], reused: Sequence[tuple[int, int]], token_count: int
+    requests: Sequence[ScriptedRequest], reused: Sequence[tuple[int, int, int]], token_count: int
 ) -> Iterable[ScriptedRequest]:
-    """`reused` has the tokens of each prompt that were sent before, and that were not."""
-    sent = 0
-    for request, (old, new) in zip(requests, reused, strict=True):
+    """`reused` has for each request all different tokens before it, and the tokens of its prompt that were sent before
+    and that were not."""
+    for request, (sent, old, new) in zip(requests, reused, strict=True):
         if request.body is not None and not request.parts:
             yield request  # its builder set the phase
             continue
         phase = Phase.COLD if old < new else Phase.FILL if 2 * sent < token_count else Phase.STEADY
-        sent += new
         yield replace(request, phase=phase)
 
 

@@ -60,6 +60,10 @@ class VerdictLimits:
     collapse_utilisation: float = 0.95
     collapse_queue_share: float = 0.5
 
+    def most_late_ms(self, reference_ttft_ms: float | None) -> float:
+        """The limit of the client's lateness at p99."""
+        return max(self.lateness_ms, self.lateness_share * (reference_ttft_ms or 0.0))
+
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
@@ -146,7 +150,7 @@ def _invalid(evidence: Evidence, limits: VerdictLimits) -> list[str]:
     ]
     if evidence.ratio is None:
         reasons.append("no request was answered in both arms")
-    most_ms = _most_late_ms(evidence, limits)
+    most_ms = limits.most_late_ms(evidence.reference_ttft_ms)
     reasons += [
         f"the client launched requests late in {one.run}: {one.lateness_p99_ms:.0f} ms at p99, the limit is "
         f"{most_ms:.0f} ms"
@@ -165,10 +169,6 @@ def _invalid(evidence: Evidence, limits: VerdictLimits) -> list[str]:
     return reasons
 
 
-def _most_late_ms(evidence: Evidence, limits: VerdictLimits) -> float:
-    return max(limits.lateness_ms, limits.lateness_share * (evidence.reference_ttft_ms or 0.0))
-
-
 def _is_overloaded(evidence: Evidence, limits: VerdictLimits) -> bool:
     """Whether the reference's times are mostly queueing."""
     return (evidence.utilisation or 0.0) > limits.collapse_utilisation or (
@@ -178,7 +178,7 @@ def _is_overloaded(evidence: Evidence, limits: VerdictLimits) -> bool:
 
 def _was_too_busy(evidence: Evidence, limits: VerdictLimits) -> bool:
     """Whether the machine had too little capacity left, because of this run's load or another's."""
-    most_ms = _most_late_ms(evidence, limits)
+    most_ms = limits.most_late_ms(evidence.reference_ttft_ms)
     return _is_overloaded(evidence, limits) or any(
         one.lateness_p99_ms > most_ms or one.cpu_share > limits.client_cpu_share for one in evidence.clients
     )

@@ -18,10 +18,10 @@ from kvbm_cli.bench.analysis.resampling import (
 )
 from kvbm_cli.bench.analysis.statistics import busy_share, percentile
 from kvbm_cli.bench.analysis.ttft_model import NoModel, PromptTime, TtftModel, fit_ttft
-from kvbm_cli.bench.answers import ArmAnswers, answers_of, has_counters, transfers_of
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results, RunResult
-from kvbm_cli.bench.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
+from kvbm_cli.bench.verdicts.answers import ArmAnswers, answers_of, has_counters, transfers_of
+from kvbm_cli.bench.verdicts.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
 from kvbm_cli.bench.workload.script import Phase
 
 PRIMARY_OF_EVERY_CELL = Phase.STEADY.value
@@ -107,7 +107,7 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
     if floor and cell.of_arm(floor) and results.arms[reference]["kind"] == "baseline":
         floors = _samples(cell, cell.of_arm(floor))
         share = share_of_possible_gain(samples[reference], samples[measured], floors, run_deviation=deviation)
-    has_loads = transfers_of(other).are_proven if has_counters(other) else None
+    has_loads = _has_loads(other, is_known=results.arms[measured]["kind"] != "url")
     judged = (measured, reference, *([floor] if floor else ()))
     evidence = Evidence(
         measured=measured,
@@ -125,7 +125,7 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
         has_loads=has_loads,
         clients=[_client(run) for run in (*one, *other)],
         utilisation=_utilisation(one),
-        queue_share=_queue_share(one) if cell.plan is not None else None,  # else its warm-up counts, too
+        queue_share=queue_share_of(one) if cell.plan is not None else None,  # else its warm-up counts, too
         is_closed_loop=cell.plan is not None and cell.plan.launches.interval_s is None,
         what=_what(cell),
     )
@@ -143,6 +143,13 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
         answers=answers,
         has_loads=has_loads,
     )
+
+
+def _has_loads(runs: Sequence[RunResult], *, is_known: bool) -> bool | None:
+    """A server elsewhere may be faster for any reason; without `is_known`, no load is no finding."""
+    if transfers_of(runs).are_proven:
+        return True
+    return False if is_known and has_counters(runs) else None
 
 
 def is_cell_tight(measured: str, reference: str, primary: str, records: Sequence[RequestRecord]) -> bool:
@@ -233,7 +240,7 @@ def utilisation_of(run: RunResult) -> float | None:
     return busy_share(intervals, min(start for start, _ in intervals), max(end for _, end in intervals))
 
 
-def _queue_share(runs: Sequence[RunResult]) -> float | None:
+def queue_share_of(runs: Sequence[RunResult]) -> float | None:
     """The largest share of the mean TTFT that requests of a run waited in the engine's queue."""
     shares = []
     for run in runs:

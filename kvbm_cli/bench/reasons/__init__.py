@@ -1,0 +1,1 @@
+"""Why kvbm did not make a cell faster: causes that the numbers of its runs show. Pure."""

@@ -1,0 +1,86 @@
+"""Cells: workloads at pressures, and the options that replace their schedules."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from bench_rig import WORKLOAD
+
+from kvbm.errors import UsageError
+from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
+from kvbm_cli.workload.schema import Lmbenchmark, SharedPrefix, Unique
+
+UNIQUE = Unique(name="alone", kind="unique", requests=3, prompt_tokens=8, answer_tokens=2)
+SHARED = SharedPrefix(
+    name="shared",
+    kind="shared-prefix",
+    groups=4,
+    requests_per_group=2,
+    prefix_tokens=100,
+    question_tokens=5,
+    answer_tokens=2,
+)
+
+
+@pytest.mark.parametrize(("text", "values"), [(None, ()), ("2", (2.0,)), ("0.8, 1.2,4", (0.8, 1.2, 4.0))])
+def test_pressures_are_numbers_with_commas(text, values):
+    assert parse_pressures(text) == values
+
+
+@pytest.mark.parametrize("text", ["", "x", "1,", "0", "-1", "1,1", "1,1.0", "inf", "nan", "1001", "1;2"])
+def test_other_pressures_are_refused(text):
+    with pytest.raises(UsageError, match=re.escape(f"not `{text}`")):
+        parse_pressures(text)
+
+
+def test_without_pressures_there_is_a_cell_per_workload():
+    cells = cells_of([WORKLOAD, UNIQUE], (), 960)
+    assert cells == (Cell("small", WORKLOAD, None, 960), Cell("alone", UNIQUE, None, 960))
+
+
+def test_a_pressure_scales_the_working_set_to_multiples_of_g1():
+    cells = cells_of([WORKLOAD, SHARED], (0.5, 2.0), 20_000)
+    assert [cell.name for cell in cells] == ["small-x0.5", "small-x2", "shared-x0.5", "shared-x2"]
+    for cell in cells:
+        assert cell.workload.working_set_tokens == pytest.approx(cell.pressure * 20_000, rel=0.1)
+        assert cell.to_json()["pressure"] == cell.pressure
+
+
+def test_a_pressure_below_one_still_fits_with_few_large_sessions():
+    large = WORKLOAD.model_copy(update={"system_tokens": 128, "history_tokens": 1472, "question_tokens": 48})
+    cell = cells_of([large], (0.8,), 4352)[0]
+    step = large.conversation_tokens - large.system_tokens
+    assert abs(cell.workload.working_set_tokens - 0.8 * 4352) <= step / 2
+    assert cell.workload.working_set_tokens < 4352
+
+
+@pytest.mark.parametrize(
+    ("workloads", "pressures", "g1_tokens", "message"),
+    [
+        ([WORKLOAD, WORKLOAD], (), None, "two workloads are named `small`"),
+        ([WORKLOAD], (1.0,), None, "--pressure requires the size of G1, and the engine does not report it"),
+        ([UNIQUE], (1.0,), 960, "--pressure cannot scale `alone`: its kind has a fixed working set"),
+    ],
+)
+def test_cells_that_cannot_be_made_are_refused(workloads, pressures, g1_tokens, message):
+    with pytest.raises(UsageError, match=message):
+        cells_of(workloads, pressures, g1_tokens)
+
+
+def test_options_replace_the_schedule():
+    changed = Overrides(rate=4.0, duration_s=9.0, pairs=5).applied(WORKLOAD).schedule
+    assert (changed.interval_s, changed.concurrency, changed.duration_s, changed.pairs) == (0.25, None, 9.0, 5)
+    closed = Overrides(concurrency=3).applied(WORKLOAD).schedule
+    assert (closed.interval_s, closed.concurrency) == (None, 3)
+    assert Overrides().applied(WORKLOAD) == WORKLOAD
+
+
+def test_a_rate_and_a_duration_also_replace_those_of_a_scenario_of_lmbenchmark():
+    scenario = Lmbenchmark(name="l", kind="lmbenchmark", scenario="short", qps=1.0, mode="faithful")
+    changed = Overrides(rate=4.0, duration_s=9.0).applied(scenario)
+    assert (changed.qps, changed.time_s) == (4.0, 9.0)
+    assert Overrides().applied(scenario).qps == 1.0
+    assert Cell("l", changed).is_faithful
+    assert not Cell("l", changed.model_copy(update={"mode": "strict"})).is_faithful
+    assert not Cell("small", WORKLOAD).is_faithful
