@@ -178,7 +178,7 @@ def test_a_directory_that_cannot_be_written_is_named_after_the_result(tmp_path, 
 
 
 def test_a_directory_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="is not the directory of a run: it has no plan.json"):
+    with pytest.raises(UsageError, match=r"is not the directory of a run: it has no plan\.json"):
         command.report(tmp_path, as_json=True)
 
 

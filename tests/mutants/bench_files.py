@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 DIFF = "kvbm_cli/bench/diff.py"
-ANSWERS = "kvbm_cli/bench/answers.py"
+ANSWERS = "kvbm_cli/bench/verdicts/answers.py"
 UNFINISHED = "kvbm_cli/bench/unfinished.py"
 SUMMARY = "kvbm_cli/bench/summary.py"
 
