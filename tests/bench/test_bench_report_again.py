@@ -140,7 +140,7 @@ def test_pairs_after_a_tight_interval_are_not_missing(tmp_path, last_pair, noise
 
 
 def test_a_pair_that_has_begun_is_missing_its_other_arm_whatever_the_interval(tmp_path):
-    path = made(tmp_path / "a", workloads=[in_turn(SIX, pairs=3)])
+    path = made(tmp_path / "a", workloads=[in_turn(SIX, pairs=4)])  # three pairs are tight
     lines = (path / "runs.jsonl").read_text().splitlines()
     (path / "runs.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     assert missing_in(path) == [json.loads(lines[-1])["run"]]
