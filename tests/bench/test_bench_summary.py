@@ -279,7 +279,8 @@ def test_equal_results_give_an_equal_summary(tmp_path):
     [
         (PLAN, "{", "plan.json is not JSON"),
         (PLAN, "[]", "plan.json must be a JSON object"),
-        (PLAN, "{}", "is damaged: KeyError: 'cells'"),
+        (PLAN, "{}", "`format` is missing, this version reads 2"),
+        (PLAN, '{"format": 2}', "is damaged: KeyError: 'cells'"),
         (REQUESTS, '{"run": 1}\n', "line 1: "),
         (REQUESTS, "x\ny\n", "requests.jsonl, line 1: not JSON"),
         (RUNS, "1\n", "runs.jsonl, line 1: must be a JSON object"),
