@@ -30,7 +30,7 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Overrides
-from kvbm_cli.bench.verdict import VerdictLimits
+from kvbm_cli.bench.verdicts.verdict import VerdictLimits
 
 MOCK = Path(__file__).with_name("mock_engine.py")
 fast = pytest.mark.usefixtures("without_sampler")
