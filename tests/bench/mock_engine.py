@@ -298,13 +298,14 @@ class MockEngine:
         await asyncio.sleep(first_at - asyncio.get_running_loop().time())
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         width = 3 if fault == "multi_token" else 1
+        has_ids = options.has_token_ids and bool(request.get("return_token_ids"))
         sent = answer[: len(answer) // 2] if fault in ("break_off", "short") else answer
         for start in range(0, len(sent), width):
             if start:
                 await asyncio.sleep(options.token_ms * width / 1e3)
             logprob = None if fault == "no_logprobs" else -0.48 if fault == "improbable" else -0.5
             chunk = sent[start : start + width]
-            await self._event(writer, choice_of(chunk, logprob, options), split=fault == "split_utf8")
+            await self._event(writer, choice_of(chunk, logprob, has_ids=has_ids), split=fault == "split_utf8")
         if fault == "break_off":
             return False
         if fault == "error_event":
@@ -339,11 +340,11 @@ class MockEngine:
         writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
-def choice_of(tokens: list[int], logprob: float | None, options: Options) -> dict[str, object]:
+def choice_of(tokens: list[int], logprob: float | None, *, has_ids: bool) -> dict[str, object]:
     """Each token is a character of three bytes."""
     text = "".join(chr(ord("€") + token) for token in tokens)
     choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": None}
-    if options.has_token_ids:
+    if has_ids:
         choice["token_ids"] = tokens
         if logprob is not None:
             choice["logprobs"] = {"token_logprobs": [logprob] * len(tokens)}
