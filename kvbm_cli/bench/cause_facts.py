@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvbm_cli.bench.compared import Compared, queue_share_of
 from kvbm_cli.bench.reasons.cell_facts import ArmFacts, CauseLimits, CellFacts
 from kvbm_cli.bench.reasons.reuse import reuse_of
-from kvbm_cli.bench.verdict import VerdictLimits
+from kvbm_cli.bench.verdicts.compared import Compared, queue_share_of
+from kvbm_cli.bench.verdicts.verdict import VerdictLimits
 
 
 def facts_of(

@@ -61,7 +61,7 @@ class ArmFacts:
 
 @dataclass(frozen=True, slots=True)
 class CauseLimits:
-    """Limits of the verdict: the smallest gain that counts, the lateness and CPU of the client, the load of the engine."""
+    """Limits of the verdict: the smallest gain that counts, the client's lateness and CPU, and the engine's load."""
 
     gain: float
     late_ms: float
