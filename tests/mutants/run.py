@@ -29,6 +29,7 @@ from pathlib import Path
 
 import bench_analysis
 import bench_lmbenchmark
+import bench_reasons
 import bench_trace
 import cli
 import core
@@ -45,7 +46,7 @@ from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CACHE = (core, leader, onboards, disk, disk_tier, identity, device, worker, trtllm)
-TABLES = (*CACHE, sizing, cli, bench_analysis, bench_lmbenchmark, bench_trace)
+TABLES = (*CACHE, sizing, cli, bench_analysis, bench_lmbenchmark, bench_reasons, bench_trace)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them
 
