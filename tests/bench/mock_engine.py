@@ -67,6 +67,7 @@ class LruTier:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._names: OrderedDict[bytes, None] = OrderedDict()
+        self.added = self.evicted = 0
 
     def prefix(self, names: Sequence[bytes]) -> int:
         count = 0
@@ -76,10 +77,12 @@ class LruTier:
 
     def put(self, names: Sequence[bytes]) -> None:
         for name in reversed(names):
+            self.added += name not in self._names
             self._names[name] = None
             self._names.move_to_end(name)
         while len(self._names) > self._capacity:
             self._names.popitem(last=False)
+            self.evicted += 1
 
     def clear(self) -> None:
         self._names.clear()
@@ -147,8 +150,14 @@ class Model:
         lines += ["# TYPE vllm:cache_config_info gauge"]
         lines += [f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="{self.options.g1_blocks}"}} 1.0']
         if self.options.g2_blocks:
-            lines += ["# TYPE kvbm_onboard_blocks_h2d untyped"]
-            lines += [f"kvbm_onboard_blocks_h2d {self.tokens['external_kv_transfer'] // BLOCK}"]
+            counters = {
+                "kvbm_onboard_blocks_h2d": self.tokens["external_kv_transfer"] // BLOCK,
+                "kvbm_offload_blocks_d2h": self.g2.added,
+                "kvbm_evicted_blocks": self.g2.evicted,
+            }
+            for name, count in counters.items():
+                lines += [f"# TYPE {name} untyped", f"{name} {count}"]
+            lines += ["# TYPE kvbm_host_blocks gauge", f'kvbm_host_blocks{{state="free"}} {self.options.g2_blocks}']
         return "\n".join(lines) + "\n"
 
 
