@@ -12,6 +12,7 @@ from kvbm_cli.bench.experiment import Setup
 from kvbm_cli.profile.size import size_if_known
 
 TYPICAL_START_S = 20.0
+UNKNOWN_DURATION = "unknown before the preparation; `--duration` limits it"
 
 
 def show_plan(setup: Setup, *, as_json: bool) -> int:
@@ -28,9 +29,10 @@ def show_plan(setup: Setup, *, as_json: bool) -> int:
         print(f"\n{cell['name']}: {cell['workload']['kind']}{pressure}")
         print(f"  working set    {_tokens(cell['working_set_tokens'])}; G1 holds {_tokens(cell['g1_tokens'])}")
         print(f"  order          {'  '.join('+'.join(group['arms']) for group in cell['order'])}")
-        print(f"  duration       {_duration(cell['duration_s'])}")
+        print(f"  duration       {_duration(cell['duration_s']) or UNKNOWN_DURATION}")
     at_once = _memory(plan["memory_bytes_at_once"])
-    print(f"\nin total: {plan['starts']} engine starts, {_duration(plan['duration_s'])}, {at_once} at once")
+    duration = _duration(plan["duration_s"]) or "an unknown duration"
+    print(f"\nin total: {plan['starts']} engine starts, {duration}, {at_once} at once")
     return 0
 
 
@@ -98,7 +100,7 @@ def _tokens(count: int | None) -> str:
     return "an unknown number of tokens" if count is None else f"{count:,} tokens"
 
 
-def _duration(seconds: float | None) -> str:
+def _duration(seconds: float | None) -> str | None:
     if seconds is None:
-        return "a duration that is known after the preparation, or with --duration"
+        return None
     return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {seconds:.0f} s"

@@ -73,10 +73,10 @@ def _server(text: str, taken: Sequence[str]) -> Arm:
     if not is_plain:
         raise UsageError(f"`{url}` must be a URL such as `http://127.0.0.1:8000`; TLS is not supported")
     if parts.username is not None:
-        raise UsageError("a URL must not contain a password", hint="set KVBM_BENCH_API_KEY instead")
+        raise UsageError("a URL must not contain a password", hint="set the variable `KVBM_BENCH_API_KEY` instead")
     name = found["name"] or next(one for number in itertools.count(1) if (one := f"url-{number}") not in taken)
     if name in (RECORDING, *taken):
-        raise UsageError(f"`{name}` is the name of another arm: give the server another name")
+        raise UsageError(f"`{name}` is the name of another arm", hint="give the server another name: `NAME=URL`")
     return Arm(name, "url", url=url)
 
 

@@ -151,8 +151,8 @@ class Conversations(Workload):
         default=1,
         ge=1,
         le=10_000,
-        description="How many users follow one another in the place of a user. Above 1, the first user of a place "
-        "starts with fewer turns left, so that users join and leave all the time.",
+        description="Users per place: when a user has finished, the next one starts. Above 1, the first users have "
+        "fewer turns, so that users join and leave all the time.",
     )
 
     def prompt_tokens(self, turn: int) -> int:
@@ -295,11 +295,15 @@ class Trace(Workload):
         le=1,
         description="Factor on the tokens of a block and of an answer, to run a trace on a small model.",
     )
-    requests: int | None = Field(default=None, ge=1, description="Only the first requests; by default all.")
-    columns: Mapping[str, str] = Field(default={}, description="Other names of fields in the file, by standard name.")
+    requests: int | None = Field(
+        default=None, ge=1, description="Number of requests, from the start of the file; by default all."
+    )
+    columns: Mapping[str, str] = Field(
+        default={}, description="Names of fields in the file, if they differ: `{input_length: prompt_tokens}`."
+    )
     turns: Literal["added", "whole"] = Field(
         default="added",
-        description="Whether a later line of a session holds what its turn adds, or the `whole` prompt.",
+        description="`added`: a later line of a session holds what its turn adds. `whole`: it holds the whole prompt.",
     )
 
 

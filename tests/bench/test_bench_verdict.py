@@ -193,7 +193,7 @@ def test_outputs_that_were_not_tested_or_tested_weakly_are_pointed_out():
 
 def test_one_run_does_not_cover_differences_between_runs():
     judgement = judge(replace(GOOD, ratio=replace(GOOD.ratio, run_count=1, run_deviation=None)))
-    assert any("`--pairs` repeats" in caveat for caveat in judgement.caveats)
+    assert any("`--pairs 3` repeats" in caveat for caveat in judgement.caveats)
     assert "1 run)" in judgement.sentence
 
 

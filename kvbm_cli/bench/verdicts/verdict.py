@@ -196,7 +196,9 @@ def _caveats(evidence: Evidence, limits: VerdictLimits) -> list[str]:
         if output.verdict is OutputVerdict.EQUAL and output.evidence.measured.logprob is None
     ]
     if evidence.ratio is not None and evidence.ratio.run_count == 1:
-        caveats.append("every arm ran once, so the interval does not cover differences between runs; `--pairs` repeats")
+        caveats.append(
+            "every arm ran once, so the interval does not cover differences between runs; `--pairs 3` repeats the runs"
+        )
     if _is_overloaded(evidence, limits) and not evidence.is_closed_loop:
         return caveats  # the verdict reports the overload
     if limits.busy_utilisation < (evidence.utilisation or 0.0) and not evidence.is_closed_loop:
