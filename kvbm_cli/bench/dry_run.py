@@ -30,7 +30,7 @@ def show_plan(setup: Setup, *, as_json: bool) -> int:
         print(f"  order          {'  '.join('+'.join(group['arms']) for group in cell['order'])}")
         print(f"  duration       {_duration(cell['duration_s'])}")
     at_once = plan["memory_bytes_at_once"]
-    memory = _memory(at_once) + (" at the same time" if at_once is not None else "")
+    memory = _memory(at_once) + (" at once" if at_once is not None else "")
     print(f"\nin total: {plan['starts']} engine starts, {memory}")
     print(f"duration: {_duration(plan['duration_s'])}")
     return 0
