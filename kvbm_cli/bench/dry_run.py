@@ -104,5 +104,5 @@ def _tokens(count: int | None) -> str:
 
 def _duration(seconds: float | None) -> str:
     if seconds is None:
-        return "unknown until the preparation has measured the launch times; --duration limits it"
+        return "known after the preparation; `--duration` limits it"
     return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {seconds:.0f} s"
