@@ -156,6 +156,16 @@ def test_servers_that_cannot_be_emptied_get_other_prompts_in_every_pair(tmp_path
     }
 
 
+def test_a_repeated_command_sends_other_prompts_to_a_server_that_cannot_be_emptied(tmp_path):
+    fixed = replace(PLAIN, resets_to_refuse=-1)
+    digests = set()
+    for name in ("first", "second"):
+        measured(tmp_path / name, fixed)
+        plan = json.loads((tmp_path / name / "run" / "cells" / "small" / "plan.json").read_text())
+        digests.add(plan["digest"])
+    assert len(digests) == 2
+
+
 def test_the_interval_of_servers_that_cannot_be_emptied_is_measured_with_other_prompts(tmp_path):
     fixed = replace(PLAIN, resets_to_refuse=-1, base_ms=20.0)
     measured(tmp_path, fixed, fixed, workload=WORKLOAD.model_copy(update={"answer_tokens": 3}), interval_s=None)
