@@ -108,9 +108,14 @@ def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[Running
             )
 
 
+def base_url_of(url: str) -> str:
+    """The URL as given, without the `/v1` that clients of OpenAI append."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def running_server(url: str) -> RunningEngine:
     """The server at a URL. EngineError if it does not answer."""
-    base_url = url.rstrip("/").removesuffix("/v1")
+    base_url = base_url_of(url)
     key = os.environ.get(API_KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return RunningEngine(base_url, served_model(base_url, headers), 0.0, lambda: False, headers)
