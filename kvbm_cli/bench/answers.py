@@ -61,7 +61,7 @@ def answers_of(results: Results, cell: CellResult) -> dict[str, ArmAnswers]:
     source, controls = _source(results, cell), _controls(results, cell)
     found = {}
     for arm in cell.arms:
-        difference = pooled(compare_answers(source.of(run), _answers(run)) for run in cell.of_arm(arm))
+        difference = pooled(compare_answers(source.of(run), answers_in(run)) for run in cell.of_arm(arm))
         judgement = None
         if arm in judged_arms(results):
             judgement = judge_outputs(difference, controls, transfers_of(cell.of_arm(arm)))
@@ -127,7 +127,7 @@ def _source(results: Results, cell: CellResult) -> _AnswerSource:
         }
         return _AnswerSource(recorded, {})
     arm = _first_without_kvbm(results, cell)
-    return _AnswerSource(None, {run.pair: _answers(run) for run in cell.of_arm(arm)} if arm else {})
+    return _AnswerSource(None, {run.pair: answers_in(run) for run in cell.of_arm(arm)} if arm else {})
 
 
 def _first_without_kvbm(results: Results, cell: CellResult) -> str | None:
@@ -154,7 +154,7 @@ def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]
         recorded = source.recorded
         return {
             f"{arm} against the recording": pooled(
-                compare_answers(recorded, _answers(run)) for run in runs if run.arm == arm
+                compare_answers(recorded, answers_in(run)) for run in runs if run.arm == arm
             )
             for arm in dict.fromkeys(run.arm for run in runs)
         }
@@ -165,11 +165,12 @@ def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]
         for other in runs[position + 1 :]:
             if cell.are_pairs_equal or one.pair == other.pair:
                 name = f"two runs of {one.arm}" if one.arm == other.arm else f"{one.arm} against {other.arm}"
-                compared[name].append(compare_answers(_answers(one), _answers(other)))
+                compared[name].append(compare_answers(answers_in(one), answers_in(other)))
     return {name: pooled(parts) for name, parts in compared.items()}
 
 
-def _answers(run: RunResult) -> dict[Key, Answer]:
+def answers_in(run: RunResult) -> dict[Key, Answer]:
+    """The answers of one run, without failed requests."""
     return {
         record.key: Answer(
             tuple(record.token_ids) if record.token_ids else None, tuple(record.logprobs), record.text or None

@@ -17,7 +17,7 @@ from kvbm.errors import KvbmError, UsageError
 from kvbm_cli.bench.arms import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.caveats import caveats_of
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
-from kvbm_cli.bench.compared import is_cell_tight
+from kvbm_cli.bench.compared import PRIMARY_OF_EVERY_CELL, is_cell_tight
 from kvbm_cli.bench.comparison import Comparison
 from kvbm_cli.bench.dry_run import show_plan
 from kvbm_cli.bench.experiment import Setup, run_experiment
@@ -29,7 +29,8 @@ from kvbm_cli.bench.records.bench_directory import SUMMARY, BenchDirectory, cann
 from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.report import WIDTH, show
 from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
-from kvbm_cli.bench.summary import interrupted_summary, summarise
+from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
+from kvbm_cli.bench.unfinished import missing_runs, planned_runs
 from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
@@ -38,8 +39,9 @@ from kvbm_cli.workload.load import load_workload
 from kvbm_cli.workload.schema import Workload
 
 INTERRUPTED_EXIT_CODE = 130
+SURROUNDINGS = ("profile", "machine", "versions")
+UNKNOWN_SURROUNDINGS = "summary.json was missing: the profile, the machine and the versions are unknown"
 DEFAULT_WORKLOAD = "conversations"
-PRIMARY_OF_EVERY_CELL = "steady"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +156,15 @@ def measure(
                 limits=limits or DEFAULT_LIMITS,
             )
         except KeyboardInterrupt:
-            directory.write_json(SUMMARY, interrupted_summary("interrupted", surroundings))
+            with contextlib.suppress(OSError):  # Ctrl-C ends the command on a full disk, too
+                directory.write_json(SUMMARY, interrupted_summary("interrupted", surroundings))
             print_note(f"interrupted; `--resume {directory.path}` with the same options continues")
             return INTERRUPTED_EXIT_CODE
         except (KvbmError, OSError) as error:
             problem = error if isinstance(error, KvbmError) else cannot_write(directory.path, error)
-            with contextlib.suppress(OSError):
-                directory.write_json(SUMMARY, interrupted_summary(problem.message, surroundings))
+            if not isinstance(problem, UsageError):  # wrong options leave the files of an earlier run as they are
+                with contextlib.suppress(OSError):
+                    directory.write_json(SUMMARY, interrupted_summary(problem.message, surroundings))
             if problem is error:
                 raise
             raise problem from None
@@ -184,13 +188,21 @@ def write_results(directory: BenchDirectory, summary: dict[str, Any]) -> None:
 
 
 def report(path: Path, *, as_json: bool) -> int:
-    """`kvbm bench report DIR`: compute the summary of the runs that have ended again, and everything that follows."""
+    """`kvbm bench report DIR`: compute the summary of the runs that have ended again, and everything that follows.
+
+    The surroundings and their caveats are only in summary.json. A process that was killed leaves none.
+    """
     directory = BenchDirectory.open(path)
-    old = directory.read_json(SUMMARY)
-    kept: dict[str, Any] = {name: old[name] for name in ("profile", "machine", "versions", "command") if name in old}
-    summary = summarise(Results.read(directory), surroundings=kept, caveats=old.get("caveats", ()))
-    write_results(directory, summary)
-    print_summary(summary, path, as_json=as_json)
+    results = Results.read(directory)
+    old = directory.read_json(SUMMARY) if (path / SUMMARY).exists() else {"caveats": [UNKNOWN_SURROUNDINGS]}
+    kept = {name: old.get(name) for name in SURROUNDINGS}
+    summary = summarise(results, surroundings=kept, caveats=old.get("caveats", ()))
+    if missing := missing_runs(results):
+        summary = incomplete_summary(summary, missing=len(missing), planned=len(planned_runs(results)))
+    try:
+        write_results(directory, summary)
+    finally:
+        print_summary(summary, path, as_json=as_json)
     return Verdict(summary["verdict"]).exit_code
 
 

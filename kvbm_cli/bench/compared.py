@@ -24,6 +24,7 @@ from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 from kvbm_cli.bench.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
 from kvbm_cli.bench.workload.script import Phase
 
+PRIMARY_OF_EVERY_CELL = Phase.STEADY.value
 Samples = dict[int, dict[int, list[float]]]
 
 
@@ -106,7 +107,7 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
     if floor and cell.of_arm(floor) and results.arms[reference]["kind"] == "baseline":
         floors = _samples(cell, cell.of_arm(floor))
         share = share_of_possible_gain(samples[reference], samples[measured], floors, run_deviation=deviation)
-    has_loads = transfers_of(other).are_proven if has_counters(other) else None
+    has_loads = _has_loads(other, is_known=results.arms[measured]["kind"] != "url")
     judged = (measured, reference, *([floor] if floor else ()))
     evidence = Evidence(
         measured=measured,
@@ -142,6 +143,13 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
         answers=answers,
         has_loads=has_loads,
     )
+
+
+def _has_loads(runs: Sequence[RunResult], *, is_known: bool) -> bool | None:
+    """A server elsewhere may be faster for any reason; without `is_known`, no load is no finding."""
+    if transfers_of(runs).are_proven:
+        return True
+    return False if is_known and has_counters(runs) else None
 
 
 def is_cell_tight(measured: str, reference: str, primary: str, records: Sequence[RequestRecord]) -> bool:

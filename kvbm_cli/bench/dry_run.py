@@ -30,7 +30,7 @@ def show_plan(setup: Setup, *, as_json: bool) -> int:
         print(f"  order          {'  '.join('+'.join(group['arms']) for group in cell['order'])}")
         print(f"  duration       {_duration(cell['duration_s'])}")
     at_once = _memory(plan["memory_bytes_at_once"])
-    print(f"\nin total: {plan['starts']} engine starts, {_duration(plan['duration_s'])}, {at_once} at the same time")
+    print(f"\nin total: {plan['starts']} engine starts, {_duration(plan['duration_s'])}, {at_once} at once")
     return 0
 
 

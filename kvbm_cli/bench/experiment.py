@@ -32,7 +32,7 @@ from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
 from kvbm_cli.bench.lmbenchmark.presets import LmbenchmarkParameters, ShareGptParameters
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
-from kvbm_cli.bench.records.bench_directory import PLAN, REQUESTS, RUNS, BenchDirectory
+from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.server_metrics.sampler import Sampler
 from kvbm_cli.bench.server_metrics.server_summary import ServerSummary, summarise
@@ -40,7 +40,6 @@ from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.system.filesystem import write_atomically
 from kvbm_cli.workload.schema import Lmbenchmark
 
-FORMAT = 2
 SMALLEST_PAIRS = 2
 SMALLEST_ROOM_TOKENS = 8192
 SERVER_METRICS = "server-metrics.jsonl"
@@ -103,8 +102,15 @@ def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, pr
         _require_same(directory.read_json(PLAN), plan, directory)
     else:
         directory.write_json(PLAN, plan)
-    done = directory.forget_unfinished()
+    done = directory.forget_unfinished(
+        [_runs_of(cell, group).values() for cell in setup.cells for group in setup.groups(cell)]
+    )
     _Experiment(setup, engines, directory, progress, done).run()
+
+
+def _runs_of(cell: Cell, group: RunGroup) -> dict[str, str]:
+    """The names of the runs of a group by arm."""
+    return {name: f"{cell.name}.{group.pair}.{name}" for name in group.arms}
 
 
 def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: BenchDirectory) -> None:
@@ -154,7 +160,13 @@ class _Experiment:
         return later if (self._directory.path / later).exists() else f"cells/{cell.name}/plan.json"
 
     def _is_planned(self, cell: Cell) -> bool:
-        return (self._directory.path / self._plan_file(cell, 1)).exists()
+        """Plans of later pairs are written after the first one."""
+        folder = self._directory.path / "cells" / cell.name
+        if not (folder / "plan.json").exists():
+            return False
+        if self._directory.read_json(folder / "plan.json")["can_reset"]:
+            return True
+        return all((folder / f"plan-{pair}.json").exists() for pair in range(2, self._setup.pairs(cell) + 1))
 
     def _prepare(self, cells: Sequence[Cell]) -> None:
         if not cells:
@@ -189,7 +201,7 @@ class _Experiment:
     def _run_cell(self, cell: Cell) -> None:
         order = self._setup.groups(cell)
         for position, group in enumerate(order, start=1):
-            runs = {name: f"{cell.name}.{group.pair}.{name}" for name in group.arms}
+            runs = _runs_of(cell, group)
             if self._done.issuperset(runs.values()):
                 continue
             is_first = position > 1 and order[position - 2].pair < group.pair

@@ -2,12 +2,14 @@
 
 The engine's tokenizer counts the tokens, its greedy answers become the history of every arm (`history: recorded`), and
 its cold prompts determine the interval. It has no kvbm and a G1 that holds everything. Without a profile, the first
-server does this, and is emptied afterwards.
+server does this, and is emptied afterwards. A server that cannot be emptied would answer the recorded prompts from its
+cache, so its history is random text, and the interval is measured with prompts of another seed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,10 +24,11 @@ from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.scripts import script_of
 from kvbm_cli.bench.workload.content import Content, TextWriter, TokenWriter, Writer
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest, RecordedAnswer, unplanned
-from kvbm_cli.bench.workload.script import AnswerOf, Part, Phase, Script
+from kvbm_cli.bench.workload.script import AnswerOf, Part, Phase, Script, with_canned_answers
 
 SMALLEST_INTERVAL_S = 0.05
 CALIBRATION_REQUESTS = 5
+CALIBRATION_SEED = 2**40 + 17
 PROBE_TIMEOUT_S = 60.0
 PROBE_TEXT = "Blocks of a prompt are kept in host memory, and brought back when it comes again. " * 24
 MOST_MISSING_FEATURES = 3
@@ -136,7 +139,12 @@ class Preparation:
         )
 
     def script(self, cell: Cell, *, seed: int) -> Script:
-        return script_of(cell.workload, self.capabilities.writer, seed=seed)
+        writer = self.capabilities.writer
+        found = script_of(cell.workload, writer, seed=seed)
+        if self.capabilities.can_reset:
+            return found
+        generator = random.Random(seed)
+        return with_canned_answers(found, lambda tokens: writer.content(generator, tokens))
 
     def _launches(self, cell: Cell, script: Script, cold: Sequence[RequestRecord]) -> Launches:
         schedule = cell.schedule
@@ -158,7 +166,9 @@ class Preparation:
         return max(SMALLEST_INTERVAL_S, round(service_s / cell.schedule.target_utilisation, 2))
 
     def _calibrate(self, script: Script, cell: Cell) -> Sequence[RequestRecord]:
-        """Cold requests, one at a time; the engine is emptied afterwards by its next user."""
+        """Cold requests, one at a time; the engine is emptied afterwards by its next user, if it can be."""
+        if not self.capabilities.can_reset:
+            script = self.script(cell, seed=CALIBRATION_SEED)
         cold = [request for request in script.requests if request.phase is Phase.COLD][:CALIBRATION_REQUESTS]
         requests = [
             unplanned(self.capabilities.dialect, _contents(request.parts), request.answer_tokens) for request in cold

@@ -18,13 +18,13 @@ from kvbm_cli.bench.reasons.cell_facts import CellFacts
 from kvbm_cli.bench.reasons.lost_blocks import small_g2
 from kvbm_cli.bench.reasons.why import Why
 from kvbm_cli.bench.reasons.why_not import why_not
+from kvbm_cli.bench.records.bench_directory import FORMAT
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 from kvbm_cli.bench.rounding import rounded
-from kvbm_cli.bench.verdict import DEFAULT_LIMITS, VerdictLimits, worst_of
+from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
 from kvbm_cli.bench.workload.script import Phase
 
-FORMAT = 2
 TIERS = ("g1", "g2", "g3", "computed")
 
 
@@ -79,6 +79,23 @@ def interrupted_summary(reason: str, surroundings: Mapping[str, Any]) -> dict[st
         "cells": [],
         "caveats": [],
         **surroundings,
+    }
+
+
+def incomplete_summary(summary: Mapping[str, Any], *, missing: int, planned: int) -> dict[str, Any]:
+    """The summary of the runs that have ended, if others have not. Only wrong outputs are a result already."""
+    verdict = Verdict.WRONG if summary["verdict"] == Verdict.WRONG else Verdict.INVALID
+    reason = f"incomplete: {missing} of {planned} runs have not ended"
+    so_far = f"; so far {summary['verdict']}: {summary['explanation']}" if summary["cells"] else ""
+    return {
+        "ttft_speedup": None,
+        "outputs_equal": None,
+        **summary,
+        "complete": False,
+        "verdict": verdict.value,
+        "explanation": reason + so_far,
+        "reasons": [reason, *summary["reasons"]],
+        "hint": "`kvbm bench --resume` with this directory and the same options continues",
     }
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from mock_engine import MockEngine, Options
 
 from kvbm_cli.bench import command
@@ -20,6 +21,7 @@ from kvbm_cli.bench.records.bench_directory import BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench.server_metrics.sample_line import SampleLine
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.verdict import VerdictLimits
 from kvbm_cli.workload.schema import Conversations, Schedule, Workload
@@ -149,3 +151,15 @@ def summary_of(tmp_path: Path) -> dict[str, Any]:
 
 def lines_of(tmp_path: Path, name: str = "requests.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+
+
+@pytest.fixture
+def without_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter runs: no process that samples server metrics, and less time before the first launch."""
+
+    def sampler(path: Path, engine: RunningEngine, start_ns: int) -> nullcontext[None]:
+        path.write_text(json.dumps(SampleLine(t_ms=0.0, took_ms=0.0).to_json()) + "\n")
+        return nullcontext()
+
+    monkeypatch.setattr("kvbm_cli.bench.experiment._sampler", sampler)
+    monkeypatch.setattr("kvbm_cli.bench.client.launcher.LEAD_S", 0.03)

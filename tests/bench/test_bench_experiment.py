@@ -1,4 +1,4 @@
-"""Whole runs against mock engines: real HTTP, real files, modelled times."""
+"""Whole experiments against mock engines: real HTTP, real files, modelled times."""
 
 from __future__ import annotations
 
@@ -6,167 +6,286 @@ import json
 from contextlib import closing
 
 import pytest
-from bench_rig import PATIENT, SLOW_G2_TOKEN_MS, STEADY_S, STEADY_WORKLOAD, WORKLOAD, MockEngines, SilentProgress
-from kvbm_cli.bench.output_directory import OutputDirectory
-from kvbm_cli.profile.workload import Schedule
+from bench_rig import (
+    REQUESTS,
+    SLOW_G2_TOKEN_MS,
+    STEADY_WORKLOAD,
+    WORKLOAD,
+    MockEngines,
+    SilentProgress,
+    in_turn,
+    lines_of,
+    run,
+    setup_of,
+    without_sampler,  # noqa: F401
+)
 
 from kvbm.errors import EngineError, UsageError
-from kvbm_cli.bench.comparison import AGAINST_BASELINE
+from kvbm_cli.bench import command
+from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.experiment import run_experiment
-from kvbm_cli.bench.summary import summarise
+from kvbm_cli.bench.records.bench_directory import BenchDirectory
+from kvbm_cli.bench.workload.plan import Plan
+from kvbm_cli.workload.schema import Schedule, Unique
 
-ARMS = AGAINST_BASELINE.arms
-
-
-def run(tmp_path, engines, workload=WORKLOAD):
-    progress = SilentProgress()
-    with closing(OutputDirectory.create(tmp_path / "run")) as directory:
-        experiment = run_experiment(workload, engines, directory, progress)
-    return experiment, summarise(experiment, surroundings={}, limits=PATIENT), progress
+ARMS = ["baseline", "kvbm", "floor"]
+fast = pytest.mark.usefixtures("without_sampler")
 
 
-def records(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
+def cell_plan(tmp_path, name="plan"):
+    return Plan.from_json(json.loads((tmp_path / "run" / "cells" / "small" / f"{name}.json").read_text()))
 
 
 def test_a_cache_in_g2_makes_later_turns_faster(tmp_path):
     engines = MockEngines.steady()
-    experiment, summary, progress = run(tmp_path, engines, STEADY_WORKLOAD)
-    assert engines.started == ["recording", "baseline", "kvbm", "floor"]
-    assert summary["verdict"] == "faster"
+    summary, progress = run(tmp_path, engines, STEADY_WORKLOAD)
+    assert engines.started == ["recording", *ARMS]
+    assert engines.most_at_once == 3
+    assert summary["verdict"] == "faster", summary["explanation"]
     assert summary["outputs_equal"] is True
     assert summary["ttft_speedup"] > 1.5
-    assert summary["arms"]["baseline"]["prompt_tokens"]["g2"] == 0
-    assert summary["arms"]["kvbm"]["prompt_tokens"]["g2"] > 600
-    assert summary["arms"]["kvbm"]["prompt_tokens"]["computed"] == summary["arms"]["floor"]["prompt_tokens"]["computed"]
-    assert summary["arms"]["floor"]["prompt_tokens"]["g1"] >= 3 * 432
+    (cell,) = summary["cells"]
+    arms = cell["arms"]
+    assert arms["baseline"]["prompt_tokens"]["g2"] == 0
+    assert arms["kvbm"]["prompt_tokens"]["g2"] > 600
+    assert arms["kvbm"]["prompt_tokens"]["computed"] == arms["floor"]["prompt_tokens"]["computed"]
+    assert arms["floor"]["prompt_tokens"]["g1"] >= 3 * 432
     for name in ARMS:
-        assert summary["arms"][name]["prompt_tokens"] == summary["arms"][name]["prompt_tokens_by_metrics"]
-    assert len(progress.records) == 4 * WORKLOAD.request_count
-    assert experiment.plan.interval_s == STEADY_S
+        by_metrics = arms[name]["prompt_tokens_by_metrics"]
+        counted = {tier: count for tier, count in by_metrics.items() if count is not None}
+        assert counted.items() <= arms[name]["prompt_tokens"].items()
+        assert len(counted) >= 3
+    assert len(progress.records) == 4 * REQUESTS
+    assert cell["plan"]["interval_s"] == STEADY_WORKLOAD.schedule.interval_s
+    assert cell["comparisons"][0]["has_loads"] is True
+    files = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    samples = {f"runs/small.1.{arm}/server-metrics.jsonl" for arm in ARMS}
+    assert files == {"plan.json", "cells/small/plan.json", "requests.jsonl", "runs.jsonl", *samples}
 
 
-@pytest.mark.parametrize("arms", ["interleaved", "in_turn"])
-def test_arms_run_together_or_one_after_the_other(tmp_path, arms):
-    schedule = Schedule(interval_s=STEADY_S, arms=arms)
-    engines = MockEngines.steady()
-    _, summary, progress = run(tmp_path, engines, WORKLOAD.model_copy(update={"schedule": schedule}))
-    assert engines.started == ["recording", "baseline", "kvbm", "floor"]
-    assert engines.most_at_once == (3 if arms == "interleaved" else 1)
-    assert summary["verdict"] == "faster"
-    assert summary["arms"]["kvbm"]["prompt_tokens"]["g2"] > 600
-    measured = [record.arm for record in progress.records if record.arm != "recording"]
-    assert (measured[:6] == ["baseline"] * 6) == (arms == "in_turn")
+@fast
+def test_arms_in_turn_run_one_after_the_other_in_alternating_order(tmp_path):
+    engines = MockEngines()
+    summary, progress = run(tmp_path, engines, in_turn(pairs=2))
+    order = engines.started
+    assert order[0] == "recording"
+    assert order[3] == "floor"
+    assert order[1:3] == order[5:3:-1]
+    assert sorted(order[1:3]) == ["baseline", "kvbm"]
+    assert engines.most_at_once == 1
+    assert [record["run"] for record in lines_of(tmp_path)] == [
+        f"small.{pair}.{arm}" for pair, arm in zip((1, 1, 1, 2, 2), order[1:], strict=True) for _ in range(REQUESTS)
+    ]
+    assert [line["position"] for line in lines_of(tmp_path, "runs.jsonl")] == [1, 2, 3, 4, 5]
+    assert summary["ttft_speedup_paired"]["runs"] == 2
+    assert summary["ttft_speedup_paired"]["pairs"] == 6
+    assert summary["cells"][0]["comparisons"][0]["noise"]["source"].startswith("baseline, pair")
+    assert len(progress.records) == 6 * REQUESTS
 
 
+@fast
 def test_all_arms_send_the_same_bytes_at_the_same_intended_times(tmp_path):
     run(tmp_path, MockEngines())
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    by_arm = {name: [record for record in records(tmp_path) if record["arm"] == name] for name in ARMS}
+    plan = cell_plan(tmp_path)
+    by_arm = {name: [record for record in lines_of(tmp_path) if record["arm"] == name] for name in ARMS}
     for of_arm in by_arm.values():
         of_arm.sort(key=lambda record: record["index"])
-        assert [record["intended_ms"] / 1e3 for record in of_arm] == [one["intended_s"] for one in plan["requests"]]
-        assert [record["prompt_tokens"] for record in of_arm] == [one["prompt_tokens"] for one in plan["requests"]]
+        assert [record["intended_ms"] / 1e3 for record in of_arm] == [one.intended_s for one in plan.requests]
+        assert [record["prompt_tokens"] for record in of_arm] == [one.prompt_tokens for one in plan.requests]
         assert [record["token_ids"] for record in of_arm] == [record["token_ids"] for record in by_arm["baseline"]]
+        assert [record["phase"] for record in of_arm] == ["cold"] * 3 + ["steady"] * 3
 
 
-def test_the_run_directory_holds_plan_requests_and_counters(tmp_path):
-    run(tmp_path, MockEngines())
-    files = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file())
-    snapshots = [f"{arm}/metrics-{when}.txt" for arm in sorted(ARMS) for when in ("after", "before")]
-    assert files == [*snapshots, "plan.json", "requests.jsonl"]
-    assert len(records(tmp_path)) == 3 * WORKLOAD.request_count
+@fast
+def test_each_engine_gets_room_for_the_whole_plan(tmp_path):
+    engines = MockEngines()
+    run(tmp_path, engines)
+    plan = cell_plan(tmp_path)
+    assert [(room.tokens, room.sessions) for room in engines.rooms[1:]] == [(plan.total_tokens, 3)] * 3
+    assert engines.rooms[0].tokens >= plan.total_tokens
 
 
-def test_without_an_interval_the_cold_prompts_fix_it(tmp_path):
-    workload = WORKLOAD.model_copy(update={"schedule": Schedule(target_utilisation=0.8), "turns": 1})
-    experiment, _, _ = run(tmp_path, MockEngines(), workload)
-    cold_ms = experiment.recording.cold_ms
-    assert len(cold_ms) == 3
-    assert experiment.plan.interval_s == pytest.approx(sorted(cold_ms)[1] / 1e3 / 0.8, rel=0.5)
+@fast
+def test_without_an_interval_the_cold_prompts_of_the_recording_fix_it(tmp_path):
+    workload = WORKLOAD.model_copy(update={"schedule": Schedule(arms="interleaved", target_utilisation=0.8, pairs=1)})
+    _, progress = run(tmp_path, MockEngines.steady(), workload)
+    cold_s = [record.end_to_end_ms / 1e3 for record in progress.records[:3]]
+    mean = sum(one.prompt_tokens for one in cell_plan(tmp_path).requests) / REQUESTS
+    assert cell_plan(tmp_path).launches.interval_s == pytest.approx(max(cold_s) / 448 * mean / 0.8, rel=0.15)
 
 
-def test_time_left_is_that_of_the_work_where_a_baseline_cannot_keep_up_with_the_schedule(tmp_path):
-    class Expecting(SilentProgress):
-        def phase(self, text, *, expected_s=None, remaining_s=None):
-            expected[text] = expected_s
-
-    expected = {}
-    workload = WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.001)})
-    with closing(OutputDirectory.create(tmp_path / "run")) as directory:
-        experiment = run_experiment(workload, MockEngines(), directory, Expecting())
-    assert expected["kvbm: 6 requests"] == experiment.plan.duration_s == 0.006
-    assert expected["baseline: 6 requests"] >= 6 * min(experiment.recording.cold_ms) / 1e3
-    assert expected["kvbm: starting the engine"] == experiment.recording.ready_s > 0
+@fast
+def test_without_a_recording_five_cold_requests_fix_the_interval(tmp_path):
+    workload = Unique(name="small", kind="unique", requests=8, prompt_tokens=200, answer_tokens=2)
+    schedule = Schedule(arms="interleaved", target_utilisation=0.5, pairs=1)
+    engines = MockEngines(recording=MockEngines.steady().options["recording"])
+    run(tmp_path, engines, workload.model_copy(update={"schedule": schedule}))
+    assert cell_plan(tmp_path).launches.interval_s == pytest.approx((60 + 0.4 * 200 + 2) / 1e3 / 0.5, rel=0.3)
 
 
-def test_an_answer_that_differs_is_wrong(tmp_path):
-    _, summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={4: "wrong"}))
+@fast
+def test_a_closed_loop_keeps_its_sessions_in_flight(tmp_path):
+    workload = WORKLOAD.model_copy(update={"schedule": Schedule(concurrency=2, pairs=1)})
+    summary, _ = run(tmp_path, MockEngines(), workload)
+    by_key = {(one["run"], one["session"], one["turn"]): one for one in lines_of(tmp_path)}
+    assert len(by_key) == 3 * REQUESTS
+    for (run_name, session, turn), record in by_key.items():
+        if turn == 2:
+            assert record["launched_ms"] >= by_key[run_name, session, 1]["end_ms"]
+    assert summary["verdict"] != "invalid", summary["explanation"]
+    assert summary["cells"][0]["plan"]["concurrency"] == 2
+
+
+@fast
+def test_several_workloads_share_one_recording_engine(tmp_path):
+    other = Unique(name="alone", kind="unique", requests=2, prompt_tokens=50, answer_tokens=2)
+    other = other.model_copy(update={"schedule": WORKLOAD.schedule})
+    engines = MockEngines()
+    summary, _ = run(tmp_path, engines, WORKLOAD, other)
+    assert engines.started == ["recording", *ARMS, *ARMS]
+    assert [cell["name"] for cell in summary["cells"]] == ["small", "alone"]
+    assert summary["cells"][1]["plan"]["primary"] == "all"
+    assert len(lines_of(tmp_path)) == 3 * (REQUESTS + 2)
+
+
+@fast
+def test_several_references_are_compared_one_by_one(tmp_path):
+    engines = MockEngines.steady().renamed(**{"demo": "kvbm", "demo-disk": "baseline"})
+    summary, _ = run(tmp_path, engines, STEADY_WORKLOAD, compare=("baseline", "demo-disk"))
+    assert engines.started == ["recording", "baseline", "demo", "demo-disk", "floor"]
+    assert engines.most_at_once == 4
+    assert [(one["measured"], one["reference"]) for one in summary["cells"][0]["comparisons"]] == [
+        ("demo", "baseline"),
+        ("demo", "demo-disk"),
+    ]
+    assert summary["compared"] == {"measured": "demo", "reference": "baseline"}
+    shares = [one["share_of_possible_gain"] for one in summary["cells"][0]["comparisons"]]
+    assert shares[1] is None
+
+
+@fast
+@pytest.mark.parametrize(("fault", "different"), [("wrong", [[1, 2]]), ("improbable", [])])
+def test_an_answer_or_a_probability_that_differs_only_with_kvbm_is_wrong(tmp_path, fault, different):
+    summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={4: fault}))
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
-    assert summary["different_answers"]["kvbm"] == [[1, 2]]
+    assert summary["cells"][0]["comparisons"][0]["outputs"]["requests_that_differ"] == different
 
 
-def test_an_answer_with_the_right_tokens_and_other_probabilities_is_wrong(tmp_path):
-    _, summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={4: "improbable"}))
-    assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
-    assert summary["different_answers"]["kvbm"] == []
+@fast
+@pytest.mark.parametrize("fault", ["wrong", "improbable"])
+def test_an_engine_that_differs_without_kvbm_too_is_not_called_wrong(tmp_path, fault):
+    engines = MockEngines().changed("kvbm", faults={4: fault}).changed("baseline", faults={3: fault})
+    summary, _ = run(tmp_path, engines)
+    assert summary["verdict"] != "wrong", summary["explanation"]
 
 
+@fast
 def test_a_cache_slower_than_computing_is_slower(tmp_path):
-    _, summary, _ = run(tmp_path, MockEngines.steady().changed("kvbm", g2_token_ms=SLOW_G2_TOKEN_MS), STEADY_WORKLOAD)
-    assert summary["verdict"] == "slower"
+    summary, _ = run(tmp_path, MockEngines.steady().changed("kvbm", g2_token_ms=SLOW_G2_TOKEN_MS), STEADY_WORKLOAD)
+    assert summary["verdict"] == "slower", summary["explanation"]
     assert summary["ttft_speedup"] < 0.9
 
 
-def test_a_block_manager_that_brings_nothing_is_invalid(tmp_path):
-    _, summary, _ = run(tmp_path, MockEngines().changed("kvbm", g2_blocks=0))
-    assert summary["verdict"] == "invalid"
-    assert summary["reasons"] == ["no prompt token came from G2, so the block manager was not tested"]
-
-
+@fast
 @pytest.mark.parametrize("fault", ["http_500", "break_off", "error_event"])
 def test_failed_requests_are_records_and_make_the_run_invalid(tmp_path, fault):
-    _, summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={4: fault}))
+    summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={4: fault}))
     assert summary["verdict"] == "invalid"
-    assert summary["arms"]["kvbm"]["errors"] == 1
-    failed = [record for record in records(tmp_path) if record["status"] == "error"]
-    assert [(record["arm"], record["user"], record["turn"]) for record in failed] == [("kvbm", 1, 2)]
+    assert summary["cells"][0]["arms"]["kvbm"]["errors"] == 1
+    failed = [record for record in lines_of(tmp_path) if record["status"] == "error"]
+    assert [(record["arm"], record["session"], record["turn"]) for record in failed] == [("kvbm", 1, 2)]
 
 
+@fast
 def test_an_engine_that_ends_makes_the_run_invalid_and_the_other_arms_go_on(tmp_path):
-    _, summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={2: "end"}))
+    summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={2: "end"}))
     assert summary["verdict"] == "invalid"
-    assert summary["arms"]["kvbm"]["engine"]["ended_early"] is True
-    assert summary["arms"]["kvbm"]["errors"] >= 3
-    assert summary["arms"]["floor"]["errors"] == 0
+    arms = summary["cells"][0]["arms"]
+    assert arms["kvbm"]["engine_ended"] is True
+    assert arms["kvbm"]["errors"] >= 3
+    assert arms["kvbm"]["requests"] == REQUESTS
+    assert arms["floor"]["errors"] == 0
 
 
-def test_without_counters_the_usage_is_enough(tmp_path):
-    engines = MockEngines.steady()
-    for arm in ("baseline", "kvbm", "floor"):
-        engines = engines.changed(arm, has_metrics=False)
-    _, summary, _ = run(tmp_path, engines, STEADY_WORKLOAD)
-    assert summary["verdict"] == "faster"
-    assert summary["arms"]["baseline"]["queue_wait_ms"] is None
+@fast
+def test_an_engine_that_answers_no_warm_up_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(EngineError, match="the warm-up request failed: HTTP 500"):
+        run(tmp_path, MockEngines().changed("baseline", faults={0: "http_500"}))
+    assert lines_of(tmp_path) == []
 
 
-def test_a_recording_that_fails_says_which_request(tmp_path):
+@fast
+def test_a_recording_that_fails_names_the_request(tmp_path):
     engines = MockEngines().changed("recording", faults={1: "http_400"})
-    with pytest.raises(EngineError, match="recording turn 1 of user 1 failed: HTTP 400"):
+    with pytest.raises(EngineError, match="recording turn 1 of session 1 failed: HTTP 400"):
         run(tmp_path, engines)
+    assert engines.started == ["recording"]
+
+
+def stopped(tmp_path, *, is_tight, pairs):
+    """Runs with a rule of its own for what is tight."""
+    setup = setup_of(in_turn(pairs=pairs, interval_s=0.02))
+    asked = []
+
+    def rule(records):
+        asked.append(len(records))
+        return is_tight
+
+    setup = type(setup)(setup.comparison, setup.cells, setup.seed, rule)
+    engines, progress = MockEngines(), SilentProgress()
+    with closing(BenchDirectory.create(tmp_path / "run")) as directory:
+        run_experiment(setup, engines, directory, progress)
+    return engines, asked, progress
+
+
+@fast
+def test_a_tight_interval_stops_after_two_pairs_and_never_earlier(tmp_path):
+    engines, asked, progress = stopped(tmp_path, is_tight=True, pairs=5)
+    assert len(engines.started) == 1 + 2 + 1 + 2
+    assert asked == [5 * REQUESTS]
+    assert progress.phases[-1] == "small: the interval is tight after 2 pairs"
+
+
+@fast
+def test_all_pairs_run_while_the_interval_is_wide(tmp_path):
+    engines, asked, _ = stopped(tmp_path, is_tight=False, pairs=4)
+    assert len(engines.started) == 1 + 1 + 4 * 2
+    assert asked == [5 * REQUESTS, 7 * REQUESTS]
+
+
+@fast
+def test_the_rule_of_the_command_looks_at_the_compared_arms(tmp_path):
+    """Equal engines are tight after two pairs; the page shows it."""
+    even = MockEngines.steady().options["floor"]
+    engines = MockEngines(recording=even, baseline=even, kvbm=even, floor=even)
+    summary, progress = run(tmp_path, engines, in_turn(pairs=6, interval_s=0.25))
+    assert summary["cells"][0]["stopped_early"] is True
+    assert summary["cells"][0]["pairs_done"] < 6
+    assert "the interval is tight" in progress.phases[-1]
+
+
+def test_a_cell_of_lmbenchmark_that_is_faithful_needs_no_recording():
+    from kvbm_cli.workload.schema import Lmbenchmark
+
+    workload = Lmbenchmark(name="l", kind="lmbenchmark", scenario="short", mode="faithful")
+    setup = command._setup(setup_of().comparison, (Cell("l", workload),))
+    assert all(cell.is_faithful for cell in setup.cells)
 
 
 def test_a_directory_with_something_in_it_is_refused(tmp_path):
     (tmp_path / "old.json").write_text("{}")
-    with pytest.raises(UsageError, match="is not empty"):
-        OutputDirectory.create(tmp_path)
+    with pytest.raises(UsageError, match="is not empty") as caught:
+        BenchDirectory.create(tmp_path)
+    assert caught.value.hint is None
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(UsageError, match="is not empty") as caught:
+        BenchDirectory.create(tmp_path)
+    assert caught.value.hint == f"`--resume {tmp_path}` continues it"
 
 
 def test_an_empty_directory_is_used_and_the_default_one_is_named_after_the_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    OutputDirectory.create(tmp_path).close()
-    first, second = OutputDirectory.create(None), OutputDirectory.create(None)
-    first.close()
-    second.close()
+    BenchDirectory.create(tmp_path).close()
+    first, second = BenchDirectory.create(None), BenchDirectory.create(None)
     assert first.path != second.path
     assert first.path.parent.name == "kvbm-runs"

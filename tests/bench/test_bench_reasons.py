@@ -105,6 +105,15 @@ def test_g2_set_in_blocks_gets_blocks():
     assert "`tiers.host.blocks: 545`" in why["text"]  # 6976 * 1.25 / 16
 
 
+def test_g2_is_also_blamed_against_another_arm_with_kvbm():
+    """The reference loads everything; the measured arm could have, too."""
+    other = replace(KVBM, g2_blocks=1024)
+    kvbm = replace(IDLE, g2_blocks=256, counters=counted(offload_blocks_d2h=1500, evicted_blocks=1244))
+    summary = summary_of_arms(baseline=other, kvbm=kvbm)
+    assert summary["verdict"] == "slower"
+    assert list(causes(summary)) == ["g2-too-small"]
+
+
 def test_a_small_g2_that_pays_is_a_caveat_only():
     summary = summary_of_arms(kvbm=replace(KVBM, g2_blocks=256))
     assert summary["verdict"] == "faster"
@@ -180,8 +189,8 @@ def test_blocks_that_kvbm_left_on_a_slow_disk():
     counters = counted(disk_declined_blocks=300, disk_late_blocks=40, onboard_blocks_d2d=12)
     (why,) = causes(summary_of_arms(kvbm=replace(IDLE, counters=counters))).values()
     assert (why["cause"], why["key"]) == ("disk-slower", "tiers.disk.directory")
-    assert "loaded 24 blocks from disk. It computed 600 others" in why["text"]
-    assert "and 80 because their read took too long" in why["text"]
+    assert "loaded 24 blocks from it and left others there. It predicted 600 times" in why["text"]
+    assert "and 80 reads took too long" in why["text"]
 
 
 def test_few_blocks_left_on_disk_are_no_reason():

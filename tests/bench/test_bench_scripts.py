@@ -12,7 +12,7 @@ from test_bench_workload import SMALLEST, parsed
 
 from kvbm_cli.bench.scripts import script_of
 from kvbm_cli.bench.workload.content import TextWriter, TokenWriter
-from kvbm_cli.bench.workload.script import AnswerOf, Phase, Script, ScriptedRequest
+from kvbm_cli.bench.workload.script import AnswerOf, Phase, Script, ScriptedRequest, with_canned_answers
 from kvbm_cli.workload.schema import Workload
 
 WRITER = TokenWriter(lambda text: list(text.encode()), seed=0)
@@ -329,3 +329,13 @@ def test_every_kind_is_tested_here_or_elsewhere():
 def test_workloads_are_plain_data():
     assert all(isinstance(parsed(kind), Workload) for kind in SMALLEST)
     assert dataclasses.is_dataclass(ScriptedRequest)
+
+
+def test_canned_answers_take_the_place_of_recorded_ones():
+    whole = script("conversations")
+    canned = with_canned_answers(whole, lambda count: (7,) * count)
+    assert [one.prompt_token_count for one in canned.requests] == [one.prompt_token_count for one in whole.requests]
+    assert not [part for one in canned.requests for part in one.parts if isinstance(part, AnswerOf)]
+    first, second = (tokens(canned, canned.requests[index]) for index in (0, 4))
+    assert second[: len(first) + 5] == [*first, *(7,) * 5]
+    assert [one.phase for one in canned.requests] == [one.phase for one in whole.requests]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvbm_cli.bench.output_directory import OutputDirectory
 from terminal import assert_snapshot, kvbm, kvbm_here
 from test_manage import status
 from test_process import eventually
@@ -17,7 +18,6 @@ from test_serve_vllm import QWEN3
 
 from kvbm.config.load import load
 from kvbm_cli.bench import arms
-from kvbm_cli.bench.output_directory import OutputDirectory
 from kvbm_cli.workload.load import load_workload
 
 CACHE_FLAGS = {"mine": "--connector", "vllm": "--kv-transfer-config"}

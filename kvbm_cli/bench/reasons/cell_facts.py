@@ -48,9 +48,10 @@ class ArmFacts:
         found = [run["kvbm_counters"].get(name) for run in self._servers]
         return None if None in found or not found else round(sum(found))
 
-    def state(self, name: str) -> bool:
-        """Whether a kvbm_* state was 1 in a run."""
-        return any((run["kvbm_states"].get(name) or 0) >= 1 for run in self._servers)
+    def runs_with(self, state: str) -> list[str]:
+        """The runs in which this kvbm_* state was 1."""
+        runs = zip(self.summary["runs"], self.summary["server"], strict=True)
+        return [name for name, server in runs if (server.get("kvbm_states", {}).get(state) or 0) >= 1]
 
     @property
     def _servers(self) -> Sequence[Mapping[str, Any]]:
@@ -131,8 +132,8 @@ class CellFacts:
 
     @property
     def missed_share(self) -> float | None:
-        """Share of the prompt tokens that repeat, and that the reference did not find: what kvbm could save."""
-        reachable, found = self.reachable_share, self.reference.share_from("g1", *LOADED)
+        """Share of the prompt tokens that repeat, and that the measured arm did not find in G1: what kvbm can save."""
+        reachable, found = self.reachable_share, self.measured.share_from("g1")
         return None if reachable is None or found is None else max(0.0, reachable - found)
 
     @property

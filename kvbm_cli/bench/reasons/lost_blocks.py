@@ -43,12 +43,12 @@ def small_g2(facts: CellFacts) -> str | None:
 
 def kvbm_off(facts: CellFacts) -> Why | None:
     """kvbm turned itself off, so the engine ran without it."""
-    if not facts.measured.state("kvbm_disabled"):
+    runs = facts.measured.runs_with("kvbm_disabled")
+    if not runs:
         return None
-    run = facts.measured.summary["runs"][0]
     text = (
-        f"kvbm turned itself off during the run (`kvbm_disabled` is 1), so the engine continued without it; "
-        f"runs/{run}/engine.log has the cause"
+        f"kvbm turned itself off in {len(runs)} of {len(facts.measured.summary['runs'])} runs (`kvbm_disabled` is 1), "
+        f"so the engine continued without it; runs/{runs[0]}/engine.log has the cause"
     )
     return Why("kvbm-off", text)
 
@@ -147,7 +147,7 @@ def _skipped(facts: CellFacts) -> tuple[int, Why] | None:
 
 
 def _disk_off(facts: CellFacts) -> tuple[int, Why] | None:
-    if not facts.measured.state("kvbm_disk_off"):
+    if not facts.measured.runs_with("kvbm_disk_off"):
         return None
     failed = facts.measured.counter("kvbm_disk_failed_blocks") or 0
     text = (

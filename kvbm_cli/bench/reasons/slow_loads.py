@@ -26,15 +26,17 @@ def _left_on_disk(facts: CellFacts) -> Why | None:
     arm = facts.measured
     names = ("kvbm_disk_declined_blocks", "kvbm_disk_late_blocks", "kvbm_onboard_blocks_d2d")
     declined, late, loaded = (arm.counter(name) or 0 for name in names)
-    left, block_size, total = declined + late, facts.block_size, arm.prompt_token_count
-    if not left or left < MOST * (left + loaded) or not block_size or not total:
+    computed, total = arm.share_from("computed"), arm.prompt_token_count
+    if not declined + late or computed is None or not total or not facts.block_size:
         return None
-    if left * block_size < facts.limits.margin * total:
+    # A request that waits looks up its blocks again, so a block may be declined several times.
+    left = min((declined + late) * facts.block_size, round(computed * total))
+    if left < facts.limits.margin * total or left < MOST * (left + loaded * facts.block_size):
         return None
     text = (
-        f"the disk is slower than computing: kvbm loaded {loaded:,} blocks from disk. It computed {declined:,} others "
-        f"because it predicted that reading takes longer, and {late:,} because their read took too long; set "
-        "`tiers.disk.directory` to a faster drive (`kvbm doctor` measures it), or use a larger G2"
+        f"the disk is slower than computing: kvbm loaded {loaded:,} blocks from it and left others there. It predicted "
+        f"{declined:,} times that reading a block takes longer than computing it, and {late:,} reads took too long; "
+        "set `tiers.disk.directory` to a faster drive (`kvbm doctor` measures it), or use a larger G2"
     )
     return Why("disk-slower", text, "tiers.disk.directory")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,8 @@ from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.system.filesystem import write_atomically
 
 DEFAULT_PARENT = Path("kvbm-runs")
+FORMAT = 2  # of plan.json and summary.json
+RUN_FIELDS = {"run": str, "arm": str, "cell": str, "pair": int, "client": dict, "server": dict}
 REQUESTS, RUNS, PLAN, SUMMARY = "requests.jsonl", "runs.jsonl", "plan.json", "summary.json"
 
 
@@ -49,7 +51,11 @@ class BenchDirectory:
     @classmethod
     def open(cls, path: Path) -> BenchDirectory:
         """Open an existing one. UsageError if it is none."""
-        if not (path / PLAN).is_file():
+        try:
+            is_run = (path / PLAN).is_file()
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {reason_of(error)}") from None
+        if not is_run:
             raise UsageError(f"{path} is not the directory of a run: it has no {PLAN}")
         return cls(path)
 
@@ -70,7 +76,7 @@ class BenchDirectory:
         write_atomically(self.path / path, json.dumps(content, indent=indent) + "\n")
 
     def read_json(self, path: Path | str) -> dict[str, Any]:
-        """UsageError if the file is missing or not JSON."""
+        """UsageError if the file is missing, or is not a JSON object."""
         file = self.path / path
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
@@ -85,19 +91,16 @@ class BenchDirectory:
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
         """Every line of a JSONL file. A last line that was cut off is left out; UsageError for any other damage."""
         path = self.path / name
-        if not path.exists():
-            return
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    found = json.loads(line)
-                except ValueError as error:
-                    if not line.endswith("\n"):
-                        return
-                    raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
-                if not isinstance(found, dict):
-                    raise UsageError(f"{path}, line {number}: must be a JSON object")
-                yield found
+        for number, line in enumerate(_text_lines(path), start=1):
+            try:
+                found = json.loads(line)
+            except ValueError as error:
+                if not line.endswith("\n"):
+                    return
+                raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
+            if not isinstance(found, dict):
+                raise UsageError(f"{path}, line {number}: must be a JSON object")
+            yield found
 
     def records(self) -> dict[str, list[RequestRecord]]:
         """The records of every run that has ended, in the order of the plan. UsageError for a damaged line."""
@@ -113,13 +116,24 @@ class BenchDirectory:
         return {name: sorted(of_run, key=lambda record: record.index) for name, of_run in records.items()}
 
     def runs(self) -> list[dict[str, Any]]:
-        return list(self.lines(RUNS))
+        """The lines of runs.jsonl. UsageError for a line without what every run has."""
+        runs = list(self.lines(RUNS))
+        for number, run in enumerate(runs, start=1):
+            for name, wanted in RUN_FIELDS.items():
+                if not isinstance(run.get(name), wanted):
+                    problem = f"`{name}` is {run[name]!r}" if name in run else f"`{name}` is missing"
+                    raise UsageError(f"{self.path / RUNS}, line {number}: {problem}")
+        return runs
 
-    def forget_unfinished(self) -> set[str]:
-        """Drop the records of runs that have not ended; returns the names of those that have."""
+    def forget_unfinished(self, groups: Iterable[Collection[str]]) -> set[str]:
+        """Drop runs that have not ended, with their records; returns the names of those that have.
+
+        `groups` has the names of runs that are made together; if one of them has not ended, the others are dropped.
+        """
         runs = self.runs()
-        ended = {run["run"] for run in runs}
-        self._rewrite(RUNS, runs)
+        written = {run["run"] for run in runs}
+        ended = {name for group in groups if written.issuperset(group) for name in group}
+        self._rewrite(RUNS, (run for run in runs if run["run"] in ended))
         self._rewrite(REQUESTS, (line for line in self.lines(REQUESTS) if line.get("run") in ended))
         return ended
 
@@ -131,6 +145,17 @@ class BenchDirectory:
         for file in self._files.values():
             file.close()
         self._files = {}
+
+
+def _text_lines(path: Path) -> Iterator[str]:
+    """None if there is no such file. UsageError if it cannot be read."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            yield from file
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {reason_of(error)}") from None
 
 
 def _made(path: Path) -> Path:

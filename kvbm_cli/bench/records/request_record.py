@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from types import NoneType
 from typing import Any
 
 
@@ -101,11 +102,23 @@ class RequestRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RequestRecord:
-        """TypeError if a required field is missing. Derived values are computed again."""
-        return cls(**{name: data[name] for name in _FIELDS if name in data})
+        """TypeError if a required field is missing or has another type. Derived values are computed again."""
+        for name, (types, wanted) in _TYPES.items():
+            if name in data and not isinstance(data[name], types):
+                raise TypeError(f"`{name}` is {data[name]!r}, not `{wanted}`")
+        return cls(**{name: data[name] for name in _TYPES if name in data})
 
 
-_FIELDS = tuple(one.name for one in fields(RequestRecord))
+_TYPES_OF_ANNOTATION: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "str | None": (str, NoneType),
+    "int | None": (int, NoneType),
+    "float | None": (float, int, NoneType),
+    "list[int]": (list,),
+    "list[float]": (list,),
+}
+_TYPES = {one.name: (_TYPES_OF_ANNOTATION[str(one.type)], str(one.type)) for one in fields(RequestRecord)}
 
 
 def _difference(later: float | None, earlier: float | None) -> float | None:

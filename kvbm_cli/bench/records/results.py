@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.records.bench_directory import PLAN, BenchDirectory
+from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.bench.workload.script import Phase
@@ -88,8 +88,13 @@ class Results:
 
     @classmethod
     def read(cls, directory: BenchDirectory) -> Results:
-        """UsageError for a file that is missing or damaged."""
+        """UsageError for a file that is missing, damaged, or of another format."""
         plan = directory.read_json(PLAN)
+        if plan.get("format") != FORMAT:
+            raise UsageError(
+                f"{directory.path / PLAN}: `format` is {plan.get('format', 'missing')}, this version reads {FORMAT}",
+                hint="repeat the measurement with this version of kvbm",
+            )
         runs, records = directory.runs(), directory.records()
         try:
             cells = tuple(_cell(directory, one, runs, records) for one in plan["cells"])

@@ -14,7 +14,7 @@ The phase of a request follows from a cache of unlimited size:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvbm_cli.bench.workload.content import Content
@@ -82,6 +82,21 @@ class Script:
         reused = [(known.token_count, *known.add(index, request)) for index, request in enumerate(listed)]
         phased = tuple(_with_phases(listed, reused, known.token_count))
         return cls(phased, warmup, working_set_tokens or known.token_count, known.token_count)
+
+
+def with_canned_answers(script: Script, write: Callable[[int], Content]) -> Script:
+    """The same script with content of `write` instead of answers, so that no answer must be recorded."""
+    written: dict[int, Content] = {}
+
+    def canned(part: Part) -> Part:
+        if not isinstance(part, AnswerOf):
+            return part
+        if part.request not in written:
+            written[part.request] = write(part.tokens)
+        return written[part.request]
+
+    requests = tuple(replace(one, parts=tuple(map(canned, one.parts))) for one in script.requests)
+    return replace(script, requests=requests)
 
 
 def length_of(part: Part) -> int:

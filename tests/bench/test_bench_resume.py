@@ -1,0 +1,256 @@
+"""An interrupted experiment continues after its last run, and every request has one record per run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from bench_rig import (
+    PATIENT,
+    REQUESTS,
+    WORKLOAD,
+    MockEngines,
+    SilentProgress,
+    in_turn,
+    lines_of,
+    measure,
+    setup_of,
+    summary_of,
+    without_sampler,  # noqa: F401
+)
+
+from kvbm.errors import EngineError, EnvironmentProblem, UsageError
+from kvbm_cli.bench import command
+from kvbm_cli.bench.arms import NeededRoom, RunningEngine
+from kvbm_cli.bench.experiment import run_experiment
+from kvbm_cli.bench.records.bench_directory import BenchDirectory
+
+pytestmark = pytest.mark.usefixtures("without_sampler")
+PAIRS = in_turn(pairs=2, interval_s=0.02)
+RUNS = 5
+
+
+class Interrupting(MockEngines):
+    """Raises `error` when the engine with this number is to start: 0 is the recording."""
+
+    def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+        super().__init__()
+        self.at, self.error = at, error
+
+    def __call__(self, arm: str, log: Path, room: NeededRoom):
+        if len(self.started) == self.at:
+            raise self.error("stopped")
+        return super().__call__(arm, log, room)
+
+
+def require_whole(tmp_path: Path, runs: int = RUNS) -> None:
+    """One record per request and run."""
+    records = lines_of(tmp_path)
+    assert set(Counter((one["run"], one["index"]) for one in records).values()) == {1}
+    assert len(records) == runs * REQUESTS
+    assert len(lines_of(tmp_path, "runs.jsonl")) == runs
+    assert summary_of(tmp_path)["complete"] is True
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_an_interruption_before_any_run_loses_nothing(tmp_path, capsys, at):
+    assert measure(tmp_path, Interrupting(at), PAIRS) == 130
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"`--resume {tmp_path / 'run'}` with the same options continues" in shown.err
+    part = summary_of(tmp_path)
+    assert (part["complete"], part["verdict"], part["reasons"]) == (False, "invalid", ["interrupted"])
+    assert len(lines_of(tmp_path, "requests.jsonl") if at > 1 else []) == max(0, at - 1) * REQUESTS
+    kept = (tmp_path / "run" / "requests.jsonl").read_text() if at > 1 else ""
+    engines = MockEngines()
+    assert measure(tmp_path, engines, PAIRS, resume=True) in (0, 10)
+    require_whole(tmp_path)
+    assert (tmp_path / "run" / "requests.jsonl").read_text().startswith(kept)
+    assert len(engines.started) == 1 + RUNS - at if at else 1 + RUNS
+    assert ("recording" in engines.started) == (at == 0)
+
+
+class InterruptedRequests(SilentProgress):
+    """Ctrl-C when this many requests have ended."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def request_ended(self, record):
+        super().request_ended(record)
+        if len(self.records) == self.count:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("count", [3, 2 * REQUESTS + 5])
+def test_an_interruption_within_a_run_drops_its_records(tmp_path, count):
+    setup = setup_of(PAIRS)
+    with (
+        closing(BenchDirectory.create(tmp_path / "run")) as directory,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        run_experiment(setup, MockEngines(), directory, InterruptedRequests(count))
+    path = tmp_path / "run" / "requests.jsonl"
+    written = len(path.read_text().splitlines()) if path.exists() else 0
+    assert written >= max(0, count - REQUESTS)
+    engines = MockEngines()
+    assert measure(tmp_path, engines, PAIRS, resume=True) in (0, 10)
+    require_whole(tmp_path)
+    assert len(engines.started) == 1 + RUNS - (count > REQUESTS) - (count > 2 * REQUESTS)
+
+
+def test_a_group_of_which_one_run_is_missing_is_repeated_as_a_whole(tmp_path):
+    """The command ended while it wrote the lines of arms that ran at the same time."""
+    assert measure(tmp_path, MockEngines()) in (0, 10)
+    path = tmp_path / "run" / "runs.jsonl"
+    first, *_ = path.read_text().splitlines()
+    path.write_text(first + "\n")
+    engines = MockEngines()
+    assert measure(tmp_path, engines, resume=True) in (0, 10)
+    assert engines.started == ["baseline", "kvbm", "floor"]
+    require_whole(tmp_path, runs=3)
+
+
+def test_a_finished_experiment_starts_nothing_and_gives_the_same_result(tmp_path, capsys):
+    measure(tmp_path, MockEngines(), PAIRS)
+    first = json.loads(capsys.readouterr().out)
+    engines = MockEngines()
+    measure(tmp_path, engines, PAIRS, resume=True)
+    again = json.loads(capsys.readouterr().out)
+    assert engines.started == []
+    for one in (first, again):
+        one["machine"] = None
+        one["caveats"] = []
+    assert again == first
+
+
+def test_a_last_line_that_was_cut_off_is_not_a_record(tmp_path):
+    assert measure(tmp_path, Interrupting(3), PAIRS) == 130
+    path = tmp_path / "run" / "requests.jsonl"
+    with path.open("a") as file:
+        file.write(path.read_text().splitlines()[0][:-1])
+    assert measure(tmp_path, MockEngines(), PAIRS, resume=True) in (0, 10)
+    require_whole(tmp_path)
+
+
+def test_a_line_of_a_run_that_was_cut_off_makes_that_run_again(tmp_path):
+    assert measure(tmp_path, Interrupting(3), PAIRS) == 130
+    path = tmp_path / "run" / "runs.jsonl"
+    path.write_text(path.read_text()[:-20])
+    engines = MockEngines()
+    assert measure(tmp_path, engines, PAIRS, resume=True) in (0, 10)
+    assert len(engines.started) == RUNS - 1
+    require_whole(tmp_path)
+
+
+def test_damage_elsewhere_is_refused_with_its_line(tmp_path):
+    assert measure(tmp_path, Interrupting(3), PAIRS) == 130
+    path = tmp_path / "run" / "requests.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], lines[2][:30], *lines[3:]]) + "\n")
+    with pytest.raises(UsageError, match=r"requests\.jsonl, line 3: not JSON"):
+        measure(tmp_path, MockEngines(), PAIRS, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("workload", "compare", "differs"),
+    [
+        (PAIRS.model_copy(update={"seed": 1}), (), "cells, seed differs"),
+        (PAIRS.model_copy(update={"users": 4}), (), "cells differs"),
+        (in_turn(pairs=3, interval_s=0.02), (), "cells differs"),
+        (PAIRS, ("demo-disk",), "arms, measured, references, cells differs"),
+    ],
+)
+def test_a_changed_option_is_refused_before_anything_starts(tmp_path, workload, compare, differs):
+    assert measure(tmp_path, Interrupting(2), PAIRS) == 130
+    before = (tmp_path / "run" / "requests.jsonl").read_text()
+    engines = MockEngines()
+    with pytest.raises(UsageError, match=f"was made by another command: {differs}") as caught:
+        measure(tmp_path, engines, workload, compare=compare, resume=True)
+    assert "--resume" in (caught.value.hint or "")
+    assert engines.started == []
+    assert (tmp_path / "run" / "requests.jsonl").read_text() == before
+
+
+def test_only_a_directory_of_a_run_is_resumed(tmp_path):
+    with pytest.raises(UsageError, match=r"is not the directory of a run: it has no plan\.json"):
+        BenchDirectory.open(tmp_path)
+    request = command.BenchRequest(profile="demo", output=tmp_path, resume=tmp_path)
+    with pytest.raises(UsageError, match="give one of them"):
+        command.bench(request)
+
+
+def test_an_engine_that_does_not_start_marks_the_directory_and_can_be_resumed(tmp_path):
+    with pytest.raises(EngineError, match="stopped"):
+        measure(tmp_path, Interrupting(2, EngineError), PAIRS)
+    assert summary_of(tmp_path)["explanation"] == "stopped"
+    assert summary_of(tmp_path)["complete"] is False
+    assert measure(tmp_path, MockEngines(), PAIRS, resume=True) in (0, 10)
+    require_whole(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["requests.jsonl", "runs.jsonl"])
+def test_a_full_disk_is_an_error_that_names_the_directory_and_can_be_resumed(tmp_path, monkeypatch, caplog, name):
+    append = BenchDirectory.append
+
+    def full(self, file, line):
+        if file == name and len(lines_of(tmp_path)) >= REQUESTS + 2 * (name == "requests.jsonl"):
+            raise OSError(28, "No space left on device")
+        append(self, file, line)
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "requests.jsonl").touch()
+    monkeypatch.setattr(BenchDirectory, "append", full)
+    monkeypatch.setattr(BenchDirectory, "create", BenchDirectory)
+    with pytest.raises(EnvironmentProblem, match=r"cannot write to .*/run: no space left"):
+        measure(tmp_path, MockEngines(), PAIRS)
+    assert summary_of(tmp_path)["complete"] is False
+    assert caplog.records == [], "asyncio logs the exceptions of tasks that nobody looked at"
+    monkeypatch.undo()
+    monkeypatch.setattr("kvbm_cli.bench.experiment._sampler", without_metrics)
+    assert measure(tmp_path, MockEngines(), PAIRS, resume=True) in (0, 10)
+    require_whole(tmp_path)
+
+
+def without_metrics(path: Path, engine: RunningEngine, start_ns: int):
+    from contextlib import nullcontext
+
+    from kvbm_cli.bench.server_metrics.sample_line import SampleLine
+
+    path.write_text(json.dumps(SampleLine(t_ms=0.0, took_ms=0.0).to_json()) + "\n")
+    return nullcontext()
+
+
+def test_ctrl_c_on_a_full_disk_still_ends_with_130(tmp_path, monkeypatch):
+    write = BenchDirectory.write_json
+
+    def full(self, path, content, **options):
+        if path == "summary.json":
+            raise OSError(28, "No space left on device")
+        write(self, path, content, **options)
+
+    monkeypatch.setattr(BenchDirectory, "write_json", full)
+    assert measure(tmp_path, Interrupting(1), PAIRS) == 130
+
+
+def test_a_result_is_printed_even_if_it_cannot_be_written(tmp_path, monkeypatch, capsys):
+    write = BenchDirectory.write_json
+
+    def full(self, path, content, **options):
+        if path == "summary.json":
+            raise OSError(28, "No space left on device")
+        write(self, path, content, **options)
+
+    monkeypatch.setattr(BenchDirectory, "write_json", full)
+    with pytest.raises(EnvironmentProblem, match="no space left"):
+        measure(tmp_path, MockEngines())
+    assert json.loads(capsys.readouterr().out)["complete"] is True
+
+
+def test_limits_and_workloads_of_these_tests_are_the_ones_of_the_rig():
+    assert PATIENT.margin == 0.05
+    assert WORKLOAD.users * WORKLOAD.turns == REQUESTS

@@ -1,0 +1,251 @@
+"""Running servers, given by their URLs: what they must have in common, and what is measured."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import pytest
+import yaml
+from bench_rig import (
+    COMPUTED_TOKEN_MS,
+    PATIENT,
+    REQUESTS,
+    WORKLOAD,
+    SilentProgress,
+    lines_of,
+    without_sampler,  # noqa: F401
+)
+from mock_engine import MockEngine, Options
+
+from kvbm.errors import EngineError, UsageError
+from kvbm_cli.bench import command
+from kvbm_cli.bench.arms import ArmEngines, running_server
+from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.experiment import run_experiment
+from kvbm_cli.bench.preparation import capabilities_of
+from kvbm_cli.bench.records.bench_directory import BenchDirectory
+from kvbm_cli.bench.records.results import Results
+from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench.summary import summarise
+from kvbm_cli.bench.workload.content import TextWriter, TokenWriter
+from kvbm_cli.workload.schema import Schedule
+
+pytestmark = pytest.mark.usefixtures("without_sampler")
+PLAIN = Options(computed_token_ms=COMPUTED_TOKEN_MS)
+POOR = replace(
+    PLAIN, has_tokenize=False, has_token_ids=False, has_ignore_eos=False, has_usage=False, resets_to_refuse=-1
+)
+
+
+def capabilities(*options: Options):
+    with ExitStack() as stack:
+        servers = [stack.enter_context(MockEngine(one)) for one in options]
+        engines = [running_server(server.base_url) for server in servers]
+        found = capabilities_of(engines, are_launched=False, seed=0)
+        return found, servers
+
+
+@pytest.mark.parametrize(
+    ("change", "token_ids", "ignore_eos", "usage", "writer"),
+    [
+        ({}, True, True, True, TokenWriter),
+        ({"has_tokenize": False}, True, True, True, TextWriter),
+        ({"has_token_ids": False}, False, True, True, TokenWriter),
+        ({"has_ignore_eos": False}, False, False, True, TokenWriter),
+        ({"has_usage": False}, False, False, False, TokenWriter),
+        (POOR.__dict__, False, False, False, TextWriter),
+    ],
+    ids=["all", "no tokenizer", "no token ids", "no ignore_eos", "no usage", "nothing"],
+)
+def test_a_server_is_asked_for_what_it_understands(change, token_ids, ignore_eos, usage, writer):
+    found, (server,) = capabilities(replace(PLAIN, **change))
+    if change == {"has_tokenize": False}:
+        assert found.dialect.has_token_ids is False  # prompts are text
+        assert isinstance(found.writer, TextWriter)
+        assert found.writer.characters_per_token == 1.0  # as the server counts
+        return
+    assert (found.dialect.has_token_ids, found.dialect.has_ignore_eos, found.dialect.has_usage) == (
+        token_ids,
+        ignore_eos,
+        usage,
+    )
+    assert isinstance(found.writer, writer)
+    assert found.can_reset is (change != POOR.__dict__)
+    assert server.bodies
+
+
+def test_what_one_server_lacks_no_server_is_sent():
+    found, _ = capabilities(PLAIN, replace(PLAIN, has_token_ids=False))
+    assert (found.dialect.has_token_ids, found.dialect.has_ignore_eos) == (False, True)
+    found, _ = capabilities(PLAIN, replace(PLAIN, resets_to_refuse=-1))
+    assert found.can_reset is False
+
+
+def test_a_server_that_counts_no_tokens_gets_text_of_four_characters_per_token():
+    found, _ = capabilities(POOR)
+    assert found.writer == TextWriter(4.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((PLAIN, replace(PLAIN, model="other")), "the servers serve different models: mock, other"),
+        ((replace(PLAIN, refuses_all=True),), "a server refused a plain request to /v1/completions"),
+        ((PLAIN, replace(PLAIN, refuses_all=True)), "a server refused a plain request to /v1/completions"),
+    ],
+)
+def test_servers_that_cannot_be_compared_are_refused(options, message):
+    with pytest.raises(EngineError, match=message):
+        capabilities(*options)
+
+
+def measured(tmp_path, *options: Options, pairs: int = 1, workload=WORKLOAD, progress=None, interval_s=0.04):
+    """The summary, and the servers with the bodies that they got."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(MockEngine(one)) for one in options]
+        urls = [f"s{number}={server.base_url}" for number, server in enumerate(servers, start=1)]
+        comparison = comparison_of(None, (), urls)
+        schedule = Schedule(interval_s=interval_s, pairs=pairs)
+        cell = Cell("small", workload.model_copy(update={"schedule": schedule}))
+        setup = command._setup(comparison, (cell,))
+        path = tmp_path / "run"
+        directory = stack.enter_context(
+            closing(BenchDirectory.open(path) if path.exists() else BenchDirectory.create(path))
+        )
+        run_experiment(setup, ArmEngines(comparison), directory, progress or SilentProgress())
+        return summarise(Results.read(directory), surroundings={}, limits=PATIENT), servers
+
+
+def test_one_server_alone_is_measured_without_a_verdict(tmp_path):
+    summary, _ = measured(tmp_path, PLAIN)
+    assert summary["verdict"] == "measured"
+    assert summary["explanation"] == "measured s1 alone: there is no reference to compare with"
+    assert summary["cells"][0]["comparisons"] == []
+    assert summary["cells"][0]["arms"]["s1"]["requests"] == REQUESTS
+    assert summary["cells"][0]["arms"]["s1"]["errors"] == 0
+
+
+def test_two_servers_run_at_the_same_time_and_the_first_is_measured(tmp_path):
+    slower = replace(PLAIN, base_ms=60.0)
+    summary, servers = measured(tmp_path, PLAIN, slower, pairs=2)
+    assert (summary["verdict"], summary["compared"]) == ("faster", {"measured": "s1", "reference": "s2"})
+    assert summary["outputs_equal"] in (None, True)
+    assert summary["cells"][0]["interleaved"] is True
+    assert all(server.resets >= 2 for server in servers)
+    prompts = [[body["prompt"] for body in server.bodies[-REQUESTS:]] for server in servers]
+    assert prompts[0] == prompts[1]
+
+
+def test_servers_that_cannot_be_emptied_get_other_prompts_in_every_pair(tmp_path):
+    fixed = replace(PLAIN, resets_to_refuse=-1)
+    summary, servers = measured(tmp_path, fixed, fixed, pairs=2)
+    assert summary["cells"][0]["pairs_done"] == 2
+    folder = tmp_path / "run" / "cells" / "small"
+    assert sorted(path.name for path in folder.iterdir()) == ["plan-2.json", "plan.json"]
+    first, second = (json.loads((folder / name).read_text()) for name in ("plan.json", "plan-2.json"))
+    assert first["digest"] != second["digest"]
+    sent = [json.dumps(body["prompt"]) for body in servers[1].bodies if body["max_tokens"] == WORKLOAD.answer_tokens]
+    assert len(sent) == len(set(sent)) == 2 * REQUESTS
+    assert servers[0].resets == 0
+    assert {record["g1_tokens"] for record in lines_of(tmp_path) if record["turn"] == 1 and record["arm"] == "s2"} <= {
+        0,
+        16,
+        32,
+    }
+
+
+def test_the_interval_of_servers_that_cannot_be_emptied_is_measured_with_other_prompts(tmp_path):
+    fixed = replace(PLAIN, resets_to_refuse=-1, base_ms=20.0)
+    measured(tmp_path, fixed, fixed, workload=WORKLOAD.model_copy(update={"answer_tokens": 3}), interval_s=None)
+    assert not {json.dumps(record["g1_tokens"]) for record in lines_of(tmp_path) if record["turn"] == 1} - {
+        *("0", "16", "32")
+    }
+
+
+def test_an_interruption_between_the_plans_of_two_pairs_loses_no_plan(tmp_path):
+    class Interrupted(SilentProgress):
+        def phase(self, text, **options):
+            if [*self.phases, text].count("preparation: writing the prompts of small") == 2:
+                raise KeyboardInterrupt
+            super().phase(text, **options)
+
+    fixed = replace(PLAIN, resets_to_refuse=-1)
+    with pytest.raises(KeyboardInterrupt):
+        measured(tmp_path, fixed, pairs=2, progress=Interrupted())
+    folder = tmp_path / "run" / "cells" / "small"
+    assert [path.name for path in folder.iterdir()] == ["plan.json"]
+    with MockEngine(fixed) as server:
+        plan = tmp_path / "run" / "plan.json"
+        plan.unlink()  # it names the port of the first server
+        comparison = comparison_of(None, (), [f"s1={server.base_url}"])
+        cell = Cell("small", WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.04, pairs=2)}))
+        with closing(BenchDirectory(tmp_path / "run")) as directory:
+            run_experiment(
+                command._setup(comparison, (cell,)), ArmEngines(comparison), directory, SilentProgress()
+            )
+    first, second = (json.loads((folder / name).read_text())["digest"] for name in ("plan.json", "plan-2.json"))
+    assert first != second
+
+
+@pytest.mark.parametrize("options", [POOR, replace(PLAIN, has_tokenize=False), replace(PLAIN, has_token_ids=False)])
+def test_a_poor_server_is_measured_too(tmp_path, options):
+    summary, servers = measured(tmp_path, options, options)
+    assert summary["cells"][0]["arms"]["s1"]["errors"] == 0, lines_of(tmp_path)[0]["error"]
+    assert summary["verdict"] in ("same", "faster", "slower")
+    body = servers[0].bodies[-1]
+    assert isinstance(body["prompt"], str) is not options.has_tokenize
+    assert ("ignore_eos" in body) is options.has_ignore_eos
+    assert ("stream_options" in body) is options.has_usage
+
+
+def test_different_answers_of_two_servers_are_not_called_wrong(tmp_path):
+    """Nobody knows which of them is right, and their engines may differ."""
+    summary, _ = measured(tmp_path, PLAIN, replace(PLAIN, salt="other"), pairs=2)
+    assert summary["cells"][0]["answers"]["s1"]["different"] > 0
+    assert summary["verdict"] in ("same", "faster", "slower"), summary["explanation"]
+
+
+@pytest.fixture
+def workload_file(tmp_path):
+    path = tmp_path / "small.yaml"
+    schedule = Schedule(interval_s=0.04, pairs=1)
+    path.write_text(yaml.safe_dump(WORKLOAD.model_copy(update={"schedule": schedule}).model_dump()))
+    return str(path)
+
+
+def test_the_whole_command_with_the_url_of_a_server(tmp_path, capsys, workload_file):
+    with MockEngine(PLAIN) as server:
+        request = command.BenchRequest(
+            compare=[server.base_url], workloads=[workload_file], output=tmp_path / "run", as_json=True
+        )
+        assert command.bench(request) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["verdict"] == "measured"
+    assert summary["arms"] == {"url-1": {"kind": "url", "profile": None, "url": server.base_url, "differences": {}}}
+    assert summary["profile"] is None
+
+
+def test_pressure_takes_the_size_of_g1_from_the_server(tmp_path, capsys, workload_file):
+    with MockEngine(replace(PLAIN, g1_blocks=100)) as server:
+        request = command.BenchRequest(
+            compare=[server.base_url], workloads=[workload_file], pressure="0.5,2", output=tmp_path / "run", as_json=True
+        )
+        assert command.bench(request) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert [(cell["name"], cell["g1_tokens"]) for cell in cells] == [("small-x0.5", 1600), ("small-x2", 1600)]
+    assert [cell["working_set_tokens"] for cell in cells] == pytest.approx([800, 3200], rel=0.35)
+    with MockEngine(replace(PLAIN, has_metrics=False)) as server:
+        request = command.BenchRequest(compare=[server.base_url], workloads=[workload_file], pressure="2")
+        with pytest.raises(UsageError, match="the engine does not report it"):
+            command.bench(request)
+
+
+def test_a_server_that_is_not_there_is_an_error_before_a_directory_is_made(tmp_path, workload_file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with MockEngine(PLAIN) as server:
+        address = server.base_url
+    with pytest.raises(EngineError, match="no server answers at"):
+        command.bench(command.BenchRequest(compare=[address], workloads=[workload_file]))
+    assert not (tmp_path / "kvbm-runs").exists()
