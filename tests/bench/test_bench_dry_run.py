@@ -14,7 +14,6 @@ from kvbm_cli.bench.cells import Overrides
 from kvbm_cli.bench.command import BenchRequest
 
 
-
 @pytest.fixture
 def nothing_starts(monkeypatch, tmp_path):
     def refuse(*arguments, **options):

@@ -182,9 +182,7 @@ def test_an_interruption_between_the_plans_of_two_pairs_loses_no_plan(tmp_path):
         comparison = comparison_of(None, (), [f"s1={server.base_url}"])
         cell = Cell("small", WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.04, pairs=2)}))
         with closing(BenchDirectory(tmp_path / "run")) as directory:
-            run_experiment(
-                command._setup(comparison, (cell,)), ArmEngines(comparison), directory, SilentProgress()
-            )
+            run_experiment(command._setup(comparison, (cell,)), ArmEngines(comparison), directory, SilentProgress())
     first, second = (json.loads((folder / name).read_text())["digest"] for name in ("plan.json", "plan-2.json"))
     assert first != second
 
@@ -230,7 +228,11 @@ def test_the_whole_command_with_the_url_of_a_server(tmp_path, capsys, workload_f
 def test_pressure_takes_the_size_of_g1_from_the_server(tmp_path, capsys, workload_file):
     with MockEngine(replace(PLAIN, g1_blocks=100)) as server:
         request = command.BenchRequest(
-            compare=[server.base_url], workloads=[workload_file], pressure="0.5,2", output=tmp_path / "run", as_json=True
+            compare=[server.base_url],
+            workloads=[workload_file],
+            pressure="0.5,2",
+            output=tmp_path / "run",
+            as_json=True,
         )
         assert command.bench(request) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]

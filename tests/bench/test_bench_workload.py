@@ -327,7 +327,9 @@ def test_a_workload_cannot_be_changed():
     assert isinstance(workload, Workload)
 
 
-@pytest.mark.parametrize("name", ["../up", "/abs", "..", ".", "a/b", "a\nb", "-rf", " a", "</script>", "\x1b[31m", "€", "ü" * 41])
+@pytest.mark.parametrize(
+    "name", ["../up", "/abs", "..", ".", "a/b", "a\nb", "-rf", " a", "</script>", "\x1b[31m", "€", "ü" * 41]
+)
 def test_a_name_that_is_no_safe_directory_is_refused(name):
     with pytest.raises(ValueError, match="letters, digits, spaces"):
         Conversations(**SMALLEST["conversations"], name=name)
