@@ -149,8 +149,9 @@ These options are refused with another value, because kvbm sets them or cannot w
 """
 
 VLLM_SETS = """\
-Entries of `kv_transfer_config` are merged with kvbm's own configuration and override it. Another `kv_connector` is an
-error. kvbm passes the connector's configuration in `kv_connector_extra_config.kvbm`.
+Entries of `kv_transfer_config` are merged with kvbm's own configuration and override it. kvbm passes the connector's
+configuration in `kv_connector_extra_config.kvbm`. A profile with another `kv_connector` only works without kvbm: with
+`kvbm serve --baseline`, or as an arm `baseline:PROFILE` of `kvbm bench`.
 
 kvbm also sets the following flags and variables. It sets them with and without the connector, so that two arms of a
 benchmark differ only in the connector:

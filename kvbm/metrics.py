@@ -125,7 +125,8 @@ _OWN = {
     "kvbm_disk_damaged_files": "damaged superblocks and indexes of disk caches, and caches with unusable files",
     "kvbm_offload_failed_blocks": "blocks whose copy to host memory failed; they were not registered",
     "kvbm_offload_skipped_blocks": "computed blocks not copied: host memory was full, or too many copies in flight",
-    "kvbm_onboard_failed_blocks": "blocks whose copy to device failed; the engine recomputed them",
+    "kvbm_onboard_failed_blocks": "promised blocks that the engine recomputed: a copy failed, or the disk failed or "
+    "was too slow, which kvbm_disk_late_blocks also counts",
     "kvbm_onboard_shared_requests": "requests that waited while another request loaded the same blocks",
     "kvbm_overdue_transfers": "queries for the result of a transfer that was late",
     "kvbm_evicted_blocks": "registered blocks evicted from host memory to make space",

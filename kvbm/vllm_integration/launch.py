@@ -8,8 +8,8 @@ nothing else:
     PYTHONHASHSEED                   before 0.29, required for equal block hashes in all processes
     VLLM_CPU_NUM_OF_RESERVED_CPU     on a CPU, vLLM with a connector reserves one more core per rank
 
-A variable that the profile or the caller sets is not changed. Without kvbm's connector, vLLM runs with the connector that
-the profile names, if it names another one.
+A variable that the profile or the caller sets is not changed. Without kvbm's connector, vLLM runs with another one if
+the profile names it.
 """
 
 from __future__ import annotations

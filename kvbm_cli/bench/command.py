@@ -17,7 +17,6 @@ from kvbm.errors import KvbmError, UsageError
 from kvbm_cli.bench.arms import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.caveats import caveats_of
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
-from kvbm_cli.bench.compared import PRIMARY_OF_EVERY_CELL, is_cell_tight
 from kvbm_cli.bench.comparison import Comparison
 from kvbm_cli.bench.dry_run import show_plan
 from kvbm_cli.bench.experiment import Setup, run_experiment
@@ -31,7 +30,8 @@ from kvbm_cli.bench.report import WIDTH, show
 from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
 from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
 from kvbm_cli.bench.unfinished import missing_runs, planned_runs
-from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
+from kvbm_cli.bench.verdicts.compared import PRIMARY_OF_EVERY_CELL, is_cell_tight
+from kvbm_cli.bench.verdicts.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.terminal.console import print_note

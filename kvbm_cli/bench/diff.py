@@ -17,12 +17,12 @@ from kvbm.errors import UsageError
 from kvbm_cli.bench.analysis.correctness import OutputDifference, compare_answers, pooled
 from kvbm_cli.bench.analysis.paired import PairedRatio, direction, paired_ratio
 from kvbm_cli.bench.analysis.statistics import percentile
-from kvbm_cli.bench.answers import answers_in
-from kvbm_cli.bench.compared import pairs_of, ratio_data
 from kvbm_cli.bench.records.bench_directory import SUMMARY, BenchDirectory
 from kvbm_cli.bench.records.results import CellResult, Results
 from kvbm_cli.bench.rounding import rounded
-from kvbm_cli.bench.verdict import Verdict, worst_of
+from kvbm_cli.bench.verdicts.answers import answers_in
+from kvbm_cli.bench.verdicts.compared import pairs_of, ratio_data
+from kvbm_cli.bench.verdicts.verdict import Verdict, worst_of
 from kvbm_cli.terminal.printable import printable
 
 SURROUNDINGS = ("machine", "versions", "profile")

@@ -12,8 +12,6 @@ from typing import Any
 
 from kvbm_cli.bench.analysis.goodput import RequestTimes, Slo, goodput
 from kvbm_cli.bench.analysis.statistics import spread
-from kvbm_cli.bench.answers import answers_of
-from kvbm_cli.bench.compared import Compared, compare, utilisation_of
 from kvbm_cli.bench.reasons.cell_facts import CellFacts
 from kvbm_cli.bench.reasons.lost_blocks import small_g2
 from kvbm_cli.bench.reasons.why import Why
@@ -22,7 +20,9 @@ from kvbm_cli.bench.records.bench_directory import FORMAT
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 from kvbm_cli.bench.rounding import rounded
-from kvbm_cli.bench.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
+from kvbm_cli.bench.verdicts.answers import answers_of
+from kvbm_cli.bench.verdicts.compared import Compared, compare, utilisation_of
+from kvbm_cli.bench.verdicts.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
 from kvbm_cli.bench.workload.script import Phase
 
 TIERS = ("g1", "g2", "g3", "computed")

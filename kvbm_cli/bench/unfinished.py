@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvbm_cli.bench.compared import PRIMARY_OF_EVERY_CELL, is_cell_tight
 from kvbm_cli.bench.experiment import SMALLEST_PAIRS
 from kvbm_cli.bench.records.results import CellResult, Results
+from kvbm_cli.bench.verdicts.compared import PRIMARY_OF_EVERY_CELL, is_cell_tight
 
 
 def planned_runs(results: Results) -> list[str]:

@@ -7,7 +7,6 @@ names; a kind without such a number has `None`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -126,10 +125,10 @@ class Workload(Section):
         return 1
 
     def scaled(self, working_set_tokens: int) -> Self:
-        """The same workload with about this working set. The kind must have a `scale_key`."""
+        """The same workload with the nearest working set. The kind must have a `scale_key`."""
         assert self.scale_key is not None
         one, two = (self._with_count(count).working_set_tokens or 0 for count in (1, 2))
-        return self._with_count(max(self.smallest_count, math.ceil((working_set_tokens - one) / (two - one)) + 1))
+        return self._with_count(max(self.smallest_count, round((working_set_tokens - one) / (two - one)) + 1))
 
     def _with_count(self, count: int) -> Self:
         assert self.scale_key is not None

@@ -23,7 +23,7 @@ from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.resolve_arms import comparison_of
 from kvbm_cli.bench.server_metrics.sample_line import SampleLine
 from kvbm_cli.bench.summary import summarise
-from kvbm_cli.bench.verdict import VerdictLimits
+from kvbm_cli.bench.verdicts.verdict import VerdictLimits
 from kvbm_cli.workload.schema import Conversations, Schedule, Workload
 
 WORKLOAD = Conversations(

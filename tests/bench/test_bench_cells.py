@@ -52,6 +52,14 @@ def test_a_pressure_scales_the_working_set_to_multiples_of_g1():
         assert cell.to_json()["pressure"] == cell.pressure
 
 
+def test_a_pressure_below_one_still_fits_with_few_large_sessions():
+    large = WORKLOAD.model_copy(update={"system_tokens": 128, "history_tokens": 1472, "question_tokens": 48})
+    cell = cells_of([large], (0.8,), 4352)[0]
+    step = large.conversation_tokens - large.system_tokens
+    assert abs(cell.workload.working_set_tokens - 0.8 * 4352) <= step / 2
+    assert cell.workload.working_set_tokens < 4352
+
+
 @pytest.mark.parametrize(
     ("workloads", "pressures", "g1_tokens", "message"),
     [

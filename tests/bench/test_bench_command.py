@@ -69,7 +69,7 @@ def test_exit_code_and_json_say_the_verdict(tmp_path, capsys, changes, verdict, 
 
 
 def test_a_gain_below_the_margin_is_the_same_and_ends_with_0(tmp_path, capsys):
-    from kvbm_cli.bench.verdict import VerdictLimits
+    from kvbm_cli.bench.verdicts.verdict import VerdictLimits
 
     generous = VerdictLimits(**{**{name: getattr(PATIENT, name) for name in PATIENT.__slots__}, "margin": 1000.0})
     assert measure(tmp_path, MockEngines(), limits=generous) == 0

@@ -17,7 +17,7 @@ from kvbm_cli.bench.analysis.correctness import (
     judge_outputs,
 )
 from kvbm_cli.bench.analysis.paired import PairedRatio, paired_ratio
-from kvbm_cli.bench.verdict import ClientLoad, Evidence, Verdict, VerdictLimits, judge, worst_of
+from kvbm_cli.bench.verdicts.verdict import ClientLoad, Evidence, Verdict, VerdictLimits, judge, worst_of
 
 
 def ratio(low: float, middle: float, high: float) -> PairedRatio:

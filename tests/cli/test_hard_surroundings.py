@@ -24,7 +24,7 @@ from test_serve import home, serving  # noqa: F401
 from kvbm.embedded.http.server import Server
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.bench.analysis.paired import paired_ratio
-from kvbm_cli.bench.verdict import Verdict, judge
+from kvbm_cli.bench.verdicts.verdict import Verdict, judge
 from kvbm_cli.engine.process import _open_log
 
 

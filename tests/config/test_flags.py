@@ -111,12 +111,6 @@ MISTAKES = {
         "5:5",
         "write the name without leading hyphens, such as `max_model_len: 8192`",
     ),
-    "another connector": (
-        "    kv_transfer_config:\n      kv_connector: NixlConnector\n",
-        "`kv_transfer_config.kv_connector` must be `DynamoConnector`, not `NixlConnector`",
-        "6:21",
-        "remove it; to use another connector, start vLLM without `kvbm`",
-    ),
     "configuration of the connector": (
         "    kv_transfer_config:\n      kv_connector_extra_config: {kvbm: {}}\n",
         "`kv_connector_extra_config.kvbm` is set by kvbm from the profile",

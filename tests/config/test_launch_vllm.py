@@ -181,6 +181,32 @@ def test_entries_of_the_transfer_config_are_added() -> None:
     assert made == {**TRANSFER, **added, "kv_connector_extra_config": {"mine": 1, **contents}}
 
 
+OTHER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"mine": 1}}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "expected"),
+    [
+        (None, None),
+        ({"kv_role": "kv_both"}, None),
+        ({"kv_connector": "DynamoConnector"}, None),
+        (OTHER, OTHER),
+        ({"kv_connector_module_path": "mine"}, {"kv_connector_module_path": "mine"}),
+    ],
+)
+def test_baseline_runs_the_connector_of_another_cache(
+    transfer: dict[str, Any] | None, expected: dict[str, Any] | None
+) -> None:
+    argv = plan(profile({"kv_transfer_config": transfer} if transfer else {}), connector=False, port=1).argv
+    assert ("--kv-transfer-config" in argv) == (expected is not None)
+    assert expected is None or json.loads(argv[-1]) == expected
+
+
+def test_kvbm_does_not_run_in_the_connector_of_another_cache() -> None:
+    with pytest.raises(AssertionError, match="another connector"):
+        plan(profile({"kv_transfer_config": OTHER}), connector=True, port=1)
+
+
 @pytest.mark.parametrize(
     ("installation", "arguments", "expected"),
     [

@@ -363,7 +363,7 @@ def test_a_read_that_hangs_is_given_up_and_its_slots_stay_taken_until_it_ends(ri
     rig.disk.run("read")
     rig.settle()
     assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
-    assert rig.leader.counters.disk_late_blocks == 2
+    assert rig.leader.counters.disk_late_blocks == rig.leader.counters.onboard_failed_blocks == 2
     rig.close()
 
 

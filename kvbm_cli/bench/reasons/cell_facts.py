@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_cli.bench.compared import Compared, queue_share_of
 from kvbm_cli.bench.reasons.reuse import Reuse, reuse_of
-from kvbm_cli.bench.verdict import VerdictLimits
+from kvbm_cli.bench.verdicts.compared import Compared, queue_share_of
+from kvbm_cli.bench.verdicts.verdict import VerdictLimits
 
 LOADED = ("g2", "g3")
 

@@ -6,7 +6,7 @@ import math
 
 from kvbm_cli.bench.reasons.cell_facts import ArmFacts, CellFacts
 from kvbm_cli.bench.reasons.why import Why, share
-from kvbm_cli.bench.verdict import Verdict
+from kvbm_cli.bench.verdicts.verdict import Verdict
 
 # An engine that computes half of the time has short queues: it is the default of `schedule.target_utilisation`.
 COMFORTABLE = 0.5

@@ -13,7 +13,7 @@ from kvbm_cli.bench.reasons.nothing_to_gain import fits_g1, no_reuse, short_pref
 from kvbm_cli.bench.reasons.run_quality import client_limited, noisy, overloaded
 from kvbm_cli.bench.reasons.slow_loads import disk_slower, host_slower
 from kvbm_cli.bench.reasons.why import Why, share
-from kvbm_cli.bench.verdict import Verdict
+from kvbm_cli.bench.verdicts.verdict import Verdict
 
 
 def why_not(facts: CellFacts) -> list[Why]:

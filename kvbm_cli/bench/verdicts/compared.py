@@ -18,10 +18,10 @@ from kvbm_cli.bench.analysis.resampling import (
 )
 from kvbm_cli.bench.analysis.statistics import busy_share, percentile
 from kvbm_cli.bench.analysis.ttft_model import NoModel, PromptTime, TtftModel, fit_ttft
-from kvbm_cli.bench.answers import ArmAnswers, answers_of, has_counters, transfers_of
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results, RunResult
-from kvbm_cli.bench.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
+from kvbm_cli.bench.verdicts.answers import ArmAnswers, answers_of, has_counters, transfers_of
+from kvbm_cli.bench.verdicts.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
 from kvbm_cli.bench.workload.script import Phase
 
 PRIMARY_OF_EVERY_CELL = Phase.STEADY.value
