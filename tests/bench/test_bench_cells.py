@@ -35,7 +35,7 @@ def test_other_pressures_are_refused(text):
 
 
 def test_two_cells_with_one_name_are_refused():
-    with pytest.raises(UsageError, match="2 runs named `small-x0.1`"):
+    with pytest.raises(UsageError, match=r"2 runs named `small-x0.1`"):
         cells_of([WORKLOAD], (0.1, 0.1000001), 960)
 
 

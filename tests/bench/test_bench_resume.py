@@ -185,7 +185,7 @@ def test_a_plan_that_was_edited_or_is_of_another_version_is_refused(tmp_path, ke
     plan = json.loads(path.read_text())
     (plan["cells"][0] if key == "pairs" else plan)[key] = value
     path.write_text(json.dumps(plan))
-    with pytest.raises(UsageError, match="was made by another command: (cells|versions|its digest) differs"):
+    with pytest.raises(UsageError, match=r"was made by another command: (cells|versions|its digest) differs"):
         measure(tmp_path, MockEngines(), PAIRS, resume=True)
 
 
