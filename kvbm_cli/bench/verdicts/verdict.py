@@ -79,7 +79,8 @@ class Evidence:
     """Everything that the verdict of one comparison depends on. Times are of the primary requests.
 
     `errors` has the failed requests of both arms and of the floor. `outputs` are the judgements of the arms that must
-    answer as the reference does. `warm_starts` describes runs whose cache was not empty at the start. `has_loads` says whether the measured arm brought back any block, `None` if unknown.
+    answer as the reference does. `warm_starts` describes runs whose cache was not empty at the start. `has_loads` says
+    whether the measured arm brought back any block, `None` if unknown.
     """
 
     measured: str
