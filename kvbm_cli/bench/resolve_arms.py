@@ -85,7 +85,8 @@ def _server(text: str, taken: Sequence[str]) -> Arm:
     except ValueError:
         has_secret = is_plain = False
     if has_secret:  # not repeated here, and not written to plan.json
-        raise UsageError("a URL must not contain a password or a query", hint="set the variable `KVBM_BENCH_API_KEY` instead")
+        message = "a URL must not contain a password or a query"
+        raise UsageError(message, hint="set the variable `KVBM_BENCH_API_KEY` instead")
     if not is_plain:
         raise UsageError(f"`{url}` must be a URL such as `http://127.0.0.1:8000`; TLS is not supported")
     name = found["name"] or next(one for number in itertools.count(1) if (one := f"url-{number}") not in taken)
