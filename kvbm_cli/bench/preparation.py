@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench.analysis.statistics import percentile
@@ -128,6 +129,7 @@ class Preparation:
 
     engine: RunningEngine
     capabilities: Capabilities
+    salt: int = field(default_factory=lambda: secrets.randbits(40))
 
     def plan(self, cell: Cell, script: Script, on_record: OnRecord) -> Plan:
         """Record, calibrate, and fix all launch times."""
@@ -142,10 +144,12 @@ class Preparation:
         )
 
     def script(self, cell: Cell, *, seed: int) -> Script:
+        """A server that cannot be emptied may still hold the prompts of an earlier command with the same seed."""
         writer = self.capabilities.writer
-        found = script_of(cell.workload, writer, seed=seed)
         if self.capabilities.can_reset:
-            return found
+            return script_of(cell.workload, writer, seed=seed)
+        seed += self.salt
+        found = script_of(cell.workload, writer, seed=seed)
         generator = random.Random(seed)
         return with_canned_answers(found, lambda tokens: writer.content(generator, tokens))
 
@@ -199,14 +203,20 @@ class Preparation:
                     if record.error is not None:
                         message = f"recording turn {one.turn} of session {one.session} failed: {record.error}"
                         raise EngineError(message)
-                    answer = RecordedAnswer(tuple(record.token_ids), tuple(record.logprobs), record.text)
-                    answers.append((answer, record))
+                    answers.append((self._answer(record), record))
                     on_record(record)
             return answers
 
         found = asyncio.run(all_answers())
         cold = [record for one, (_, record) in zip(script.requests, found, strict=True) if one.phase is Phase.COLD]
         return tuple(answer for answer, _ in found), tuple(cold)
+
+    def _answer(self, record: RequestRecord) -> RecordedAnswer:
+        """Text is encoded if prompts are token ids: a prompt cannot have both."""
+        token_ids: Content = tuple(record.token_ids) or self.capabilities.writer.encoded(record.text)
+        if isinstance(token_ids, str):
+            return RecordedAnswer(text=record.text)
+        return RecordedAnswer(token_ids, tuple(record.logprobs), record.text)
 
 
 def _repeats_answers(script: Script) -> bool:
