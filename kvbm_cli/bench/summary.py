@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbm_cli.bench.analysis.goodput import RequestTimes, Slo, goodput
 from kvbm_cli.bench.analysis.statistics import spread
+from kvbm_cli.bench.cause_facts import facts_of
 from kvbm_cli.bench.reasons.cell_facts import CellFacts
 from kvbm_cli.bench.reasons.lost_blocks import small_g2
 from kvbm_cli.bench.reasons.why import Why
@@ -124,7 +125,7 @@ def _cell(
     definition, plan = cell.definition, cell.plan
     arms = {arm: arm_summary(cell, arm) for arm in results.arms if cell.of_arm(arm)}
     floor = results.plan["floor"]
-    facts = [CellFacts.of(one, arms, floor=floor, profile=profile, limits=limits) for one in compared]
+    facts = [facts_of(one, arms, floor=floor, profile=profile, limits=limits) for one in compared]
     causes = [why_not(one) for one in facts]
     return {
         **definition,

@@ -113,10 +113,11 @@ class Workload(Section):
     def scaled(self, working_set_tokens: int) -> Self:
         """The same workload with the nearest working set. The kind must have a `scale_key`."""
         assert self.scale_key is not None
-        one, two = (self._with_count(count).working_set_tokens or 0 for count in (1, 2))
-        return self._with_count(max(self.smallest_count, round((working_set_tokens - one) / (two - one)) + 1))
+        one, two = (self.with_count(count).working_set_tokens or 0 for count in (1, 2))
+        return self.with_count(max(self.smallest_count, round((working_set_tokens - one) / (two - one)) + 1))
 
-    def _with_count(self, count: int) -> Self:
+    def with_count(self, count: int) -> Self:
+        """The same workload with another value of the key that `scale_key` names."""
         assert self.scale_key is not None
         return self.model_copy(update={self.scale_key: count})
 

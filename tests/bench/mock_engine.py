@@ -67,6 +67,7 @@ class LruTier:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._names: OrderedDict[bytes, None] = OrderedDict()
+        self.added = self.evicted = 0
 
     def prefix(self, names: Sequence[bytes]) -> int:
         count = 0
@@ -76,10 +77,12 @@ class LruTier:
 
     def put(self, names: Sequence[bytes]) -> None:
         for name in reversed(names):
+            self.added += name not in self._names
             self._names[name] = None
             self._names.move_to_end(name)
         while len(self._names) > self._capacity:
             self._names.popitem(last=False)
+            self.evicted += 1
 
     def clear(self) -> None:
         self._names.clear()
@@ -147,8 +150,14 @@ class Model:
         lines += ["# TYPE vllm:cache_config_info gauge"]
         lines += [f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="{self.options.g1_blocks}"}} 1.0']
         if self.options.g2_blocks:
-            lines += ["# TYPE kvbm_onboard_blocks_h2d untyped"]
-            lines += [f"kvbm_onboard_blocks_h2d {self.tokens['external_kv_transfer'] // BLOCK}"]
+            counters = {
+                "kvbm_onboard_blocks_h2d": self.tokens["external_kv_transfer"] // BLOCK,
+                "kvbm_offload_blocks_d2h": self.g2.added,
+                "kvbm_evicted_blocks": self.g2.evicted,
+            }
+            for name, count in counters.items():
+                lines += [f"# TYPE {name} untyped", f"{name} {count}"]
+            lines += ["# TYPE kvbm_host_blocks gauge", f'kvbm_host_blocks{{state="free"}} {self.options.g2_blocks}']
         return "\n".join(lines) + "\n"
 
 
@@ -298,13 +307,14 @@ class MockEngine:
         await asyncio.sleep(first_at - asyncio.get_running_loop().time())
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         width = 3 if fault == "multi_token" else 1
+        has_ids = options.has_token_ids and bool(request.get("return_token_ids"))
         sent = answer[: len(answer) // 2] if fault in ("break_off", "short") else answer
         for start in range(0, len(sent), width):
             if start:
                 await asyncio.sleep(options.token_ms * width / 1e3)
             logprob = None if fault == "no_logprobs" else -0.48 if fault == "improbable" else -0.5
             chunk = sent[start : start + width]
-            await self._event(writer, choice_of(chunk, logprob, options), split=fault == "split_utf8")
+            await self._event(writer, choice_of(chunk, logprob, has_ids=has_ids), split=fault == "split_utf8")
         if fault == "break_off":
             return False
         if fault == "error_event":
@@ -339,11 +349,11 @@ class MockEngine:
         writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
-def choice_of(tokens: list[int], logprob: float | None, options: Options) -> dict[str, object]:
+def choice_of(tokens: list[int], logprob: float | None, *, has_ids: bool) -> dict[str, object]:
     """Each token is a character of three bytes."""
     text = "".join(chr(ord("€") + token) for token in tokens)
     choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": None}
-    if options.has_token_ids:
+    if has_ids:
         choice["token_ids"] = tokens
         if logprob is not None:
             choice["logprobs"] = {"token_logprobs": [logprob] * len(tokens)}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,3 +342,11 @@ def test_reuse_is_counted_by_parts_and_in_whole_blocks():
     # prompts: 150, 150 (40 repeated), 166 (150 repeated), 166 (150 repeated); canned answers are new text
     assert reuse_of(plan, 16) == Reuse(632, 340, 32 + 144 + 144)
     assert reuse_of(Plan.from_json(json.loads(json.dumps(plan.to_json()))), 16) == reuse_of(plan, 16)
+
+
+def test_the_guide_has_every_cause():
+    root = Path(__file__).parents[2]
+    code = "".join(path.read_text() for path in (root / "kvbm_cli/bench/reasons").glob("*.py"))
+    guide = (root / "docs/guide/why-no-gain.md").read_text()
+    listed = re.findall(r"^\| `([a-z0-9-]+)` \|", guide, re.MULTILINE)
+    assert sorted(listed) == sorted(set(re.findall(r'Why\("([a-z0-9-]+)"', code)))

@@ -194,6 +194,7 @@ def test_a_poor_server_is_measured_too(tmp_path, options):
     assert summary["verdict"] in ("same", "faster", "slower")
     body = servers[0].bodies[-1]
     assert isinstance(body["prompt"], str) is not options.has_tokenize
+    assert len(body["prompt"]) >= WORKLOAD.prompt_tokens(2) - 6  # the whole conversation
     assert ("ignore_eos" in body) is options.has_ignore_eos
     assert ("stream_options" in body) is options.has_usage
 

@@ -27,7 +27,7 @@ MIB = UNITS["MiB"]
 
 def lost_blocks(facts: CellFacts) -> list[Why]:
     """All causes that apply, the one with the most blocks first."""
-    if (facts.missed_share or 0.0) < facts.limits.margin or facts.saved_share is None or facts.saved_share >= FEW:
+    if (facts.missed_share or 0.0) < facts.limits.gain or facts.saved_share is None or facts.saved_share >= FEW:
         return []
     found = [_g2_too_small(facts), _filtered(facts), _skipped(facts), _disk_off(facts)]
     return [why for _, why in sorted((one for one in found if one), key=lambda one: -one[0])]
