@@ -33,6 +33,7 @@ class Options:
 
     Without `has_token_ids`, `return_token_ids` is ignored. Without `has_ignore_eos` or `has_usage`, a request that has
     such a field is refused. `salt` changes all answers, and `resets_to_refuse` of -1 is a server that cannot be reset.
+    One with `keeps_cache` says that it was reset, and was not.
     """
 
     g1_blocks: int = 10_000
@@ -44,6 +45,7 @@ class Options:
     faults: dict[int, str] = field(default_factory=dict)
     has_metrics: bool = True
     resets_to_refuse: int = 1
+    keeps_cache: bool = False
     is_like_vllm: bool = False
     model: str = "mock"
     has_tokenize: bool = True
@@ -256,7 +258,8 @@ class MockEngine:
             self._model.resets_to_refuse -= 1
             self._refuse_reset(writer)
         elif path == "/reset_prefix_cache":
-            self._model.reset()
+            if not options.keeps_cache:
+                self._model.reset()
             self._plain(writer, 200, '{"success": true}' if options.is_like_vllm else "")
         else:
             self._plain(writer, 200 if path == "/health" else 404, f'{{"pid": {os.getpid()}}}')

@@ -37,6 +37,11 @@ def test_other_pressures_are_refused(text):
         parse_pressures(text)
 
 
+def test_two_cells_with_one_name_are_refused():
+    with pytest.raises(UsageError, match=r"2 runs named `small-x0.1`"):
+        cells_of([WORKLOAD], (0.1, 0.1000001), 960)
+
+
 def test_without_pressures_there_is_a_cell_per_workload():
     cells = cells_of([WORKLOAD, UNIQUE], (), 960)
     assert cells == (Cell("small", WORKLOAD, None, 960), Cell("alone", UNIQUE, None, 960))

@@ -184,7 +184,7 @@ def test_a_disk_that_was_turned_off():
     kvbm = replace(IDLE, states={"kvbm_disk_off": 1.0}, counters=counted(disk_failed_blocks=7))
     (why,) = causes(summary_of_arms(kvbm=kvbm)).values()
     assert (why["cause"], why["key"]) == ("disk-off", "tiers.disk.directory")
-    assert "after 14 blocks could not be written or read" in why["text"]
+    assert "14 blocks could not be written or read" in why["text"]
 
 
 def test_blocks_that_kvbm_left_on_a_slow_disk():
@@ -299,7 +299,7 @@ def test_noise_is_reported_only_if_nothing_else_is_found():
 def test_no_known_cause_is_said_with_the_main_numbers():
     (why,) = causes(summary_of_arms(kvbm=replace(IDLE, counters={}), pairs=3)).values()
     assert (why["cause"], why["key"]) == ("unknown", None)
-    assert "baseline found of its prompt tokens 0% in G1, 0% in G2, 0% in G3" in why["text"]
+    assert "baseline found 0% in G1, 0% in G2, 0% in G3 of its prompt tokens" in why["text"]
     assert "75% of the prompt tokens repeat" in why["text"]
 
 

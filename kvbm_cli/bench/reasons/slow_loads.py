@@ -93,7 +93,7 @@ def _is_no_gain(facts: CellFacts, pairs: Sequence[Pair]) -> bool:
 def _medians(facts: CellFacts, pairs: Sequence[Pair]) -> str:
     reference, measured = (milliseconds(median(times)) for times in zip(*pairs, strict=True))
     return (
-        f"the {len(pairs)} requests that did it took {measured} with {facts.measured.name} and {reference} with "
+        f"the {len(pairs)} requests with such loads took {measured} with {facts.measured.name} and {reference} with "
         f"{facts.reference.name} (medians)"
     )
 
