@@ -1,8 +1,8 @@
 """`kvbm bench diff A B`: compares the same arms of two experiments, request by request: times and answers.
 
 Both must have sent the same requests at the same times: their plans must have equal digests, cell by cell. What else
-differs (machine, versions, profile) is printed, because it may be the cause. The exit code is that of the measured arm,
-or 12 if the verdict of one of the two was `wrong`.
+differs (machine, versions, profile) is printed, because it may be the cause. The exit code follows from the measured
+arm, or is 12 if the verdict of one of the two was `wrong`.
 """
 
 from __future__ import annotations
