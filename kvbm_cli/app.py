@@ -263,7 +263,7 @@ def bench(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure an engine with and without kvbm, or compare profiles and running servers."""
+    """Compare an engine with and without kvbm, profiles, or servers."""
     if context.invoked_subcommand is not None:
         return 0
     from kvbm_cli.bench import command as body
