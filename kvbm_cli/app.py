@@ -263,7 +263,7 @@ def bench(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Compare an engine with and without kvbm, profiles, or servers."""
+    """Measure engines with and without kvbm."""
     if context.invoked_subcommand is not None:
         return 0
     from kvbm_cli.bench import command as body
