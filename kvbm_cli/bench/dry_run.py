@@ -29,20 +29,24 @@ def show_plan(setup: Setup, *, as_json: bool) -> int:
         print(f"  working set    {_tokens(cell['working_set_tokens'])}; G1 holds {_tokens(cell['g1_tokens'])}")
         print(f"  order          {'  '.join('+'.join(group['arms']) for group in cell['order'])}")
         print(f"  duration       {_duration(cell['duration_s'])}")
-    at_once = _memory(plan["memory_bytes_at_once"])
-    print(f"\nin total: {plan['starts']} engine starts, {_duration(plan['duration_s'])}, {at_once} at once")
+    at_once = plan["memory_bytes_at_once"]
+    memory = _memory(at_once) + (" at once" if at_once is not None else "")
+    print(f"\nin total: {plan['starts']} engine starts, {memory}")
+    print(f"duration: {_duration(plan['duration_s'])}")
     return 0
 
 
 def plan_of(setup: Setup) -> dict[str, Any]:
     """`duration_s` is an estimate; `None` if the interval is measured first, or the requests wait for answers."""
     content = setup.to_json()
-    starts = 1
+    running = {arm.name for arm in setup.comparison.arms if arm.url is not None}
+    starts = 0 if setup.comparison.is_of_urls else 1
     for cell, described in zip(setup.cells, content["cells"], strict=True):
         runs = [name for group in setup.groups(cell) for name in group.arms]
-        starts += len(runs)
+        cell_starts = len([name for name in runs if name not in running])
+        starts += cell_starts
         described["working_set_tokens"] = cell.workload.working_set_tokens
-        described["duration_s"] = _cell_duration_s(setup, described)
+        described["duration_s"] = _cell_duration_s(described, cell_starts)
     durations = [cell["duration_s"] for cell in content["cells"]]
     working_set = max((cell.workload.working_set_tokens or 0 for cell in setup.cells), default=0)
     memory = {arm.name: _memory_bytes(arm, working_set) for arm in setup.comparison.arms}
@@ -57,7 +61,7 @@ def plan_of(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _cell_duration_s(setup: Setup, cell: dict[str, Any]) -> float | None:
+def _cell_duration_s(cell: dict[str, Any], starts: int) -> float | None:
     schedule = cell["workload"]["schedule"]
     group_s: float | None = schedule["duration_s"]
     requests = _request_count(cell["workload"])
@@ -65,7 +69,7 @@ def _cell_duration_s(setup: Setup, cell: dict[str, Any]) -> float | None:
         group_s = schedule["interval_s"] * requests
     if group_s is None:
         return None
-    return sum(group_s + TYPICAL_START_S * len(group["arms"]) for group in cell["order"])
+    return group_s * len(cell["order"]) + TYPICAL_START_S * starts
 
 
 def _request_count(workload: dict[str, Any]) -> int | None:
@@ -100,5 +104,5 @@ def _tokens(count: int | None) -> str:
 
 def _duration(seconds: float | None) -> str:
     if seconds is None:
-        return "a duration that is known after the preparation, or with --duration"
+        return "known after the preparation; `--duration` limits it"
     return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {seconds:.0f} s"

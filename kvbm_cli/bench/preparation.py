@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench.analysis.statistics import percentile
@@ -125,6 +126,7 @@ class Preparation:
 
     engine: RunningEngine
     capabilities: Capabilities
+    salt: int = field(default_factory=lambda: secrets.randbits(40))
 
     def plan(self, cell: Cell, script: Script, on_record: OnRecord) -> Plan:
         """Record, calibrate, and fix all launch times."""
@@ -139,10 +141,12 @@ class Preparation:
         )
 
     def script(self, cell: Cell, *, seed: int) -> Script:
+        """A server that cannot be emptied may still hold the prompts of an earlier command with the same seed."""
         writer = self.capabilities.writer
-        found = script_of(cell.workload, writer, seed=seed)
         if self.capabilities.can_reset:
-            return found
+            return script_of(cell.workload, writer, seed=seed)
+        seed += self.salt
+        found = script_of(cell.workload, writer, seed=seed)
         generator = random.Random(seed)
         return with_canned_answers(found, lambda tokens: writer.content(generator, tokens))
 

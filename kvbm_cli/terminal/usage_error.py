@@ -10,9 +10,15 @@ import typer
 from kvbm.types import MAX_SECONDS
 from kvbm_cli.terminal.show_error import show_error
 
-NUMBERS = {
+NUMBERS = {  # by option, or else by metavar
     "SECONDS": f"a number of seconds from 0 to {MAX_SECONDS}, such as `30`",
-    "N": "a number of lines, such as `20`",
+    "--lines": "a number of lines, such as `20`",
+    "--rate": "a number of requests per second above 0, such as `2`",
+    "--concurrency": "a whole number of sessions from 1 to 100000, such as `8`",
+    "--duration": f"a number of seconds above 0, up to {MAX_SECONDS}, such as `30`",
+    "--pairs": "a whole number from 1 to 100, such as `3`",
+    "--time-scale": "a number, such as `0.5`",
+    "--block-tokens": "a whole number, such as `512`",
 }
 INSTEAD = {"restart": "`kvbm stop`, then `kvbm serve`"}
 NEAR = 0.7
@@ -37,8 +43,10 @@ def show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> i
 def _number_error(error: typer.TyperException) -> str | None:
     """Names the value of a number option that the parser refuses; the parser's own text does not."""
     parameter, wrong = getattr(error, "param", None), error.__cause__
-    numbers = NUMBERS.get(getattr(parameter, "metavar", None) or "")
-    if parameter is None or wrong is None or numbers is None:
+    if parameter is None or wrong is None:
+        return None
+    numbers = NUMBERS.get(parameter.opts[0]) or NUMBERS.get(parameter.metavar or "")
+    if numbers is None:
         return None
     return f"`{parameter.opts[0]}` requires {numbers}, not `{wrong.errors()[0]['input']}`"  # type: ignore[attr-defined]
 

@@ -66,8 +66,9 @@ def test_the_text_names_every_arm_and_cell(tmp_path, capsys):
         "small-x0.8: conversations, pressure 0.8",
         "small-x1.2: conversations, pressure 1.2",
         "G1 holds 8,960 tokens",
-        "in total: 7 engine starts, about ",
+        "in total: 7 engine starts, ",
         " for the KV cache at once",
+        "duration: about ",
     ):
         assert words in shown
     assert max(map(len, shown.splitlines())) <= 80

@@ -140,6 +140,16 @@ def test_two_servers_run_at_the_same_time_and_the_first_is_measured(tmp_path):
     assert prompts[0] == prompts[1]
 
 
+def test_a_server_that_keeps_its_cache_at_a_reset_is_noticed(tmp_path):
+    """Each pair sends the same prompts, so the second one finds all of them."""
+    summary, _ = measured(tmp_path, PLAIN, replace(PLAIN, keeps_cache=True), pairs=2)
+    assert summary["verdict"] == "invalid"
+    assert (
+        "the cache was not empty at the start of small.1.s2: turn 1 of session 0 found 432 of" in summary["reasons"][0]
+    )
+    assert not any("s1" in reason for reason in summary["reasons"])
+
+
 def test_servers_that_cannot_be_emptied_get_other_prompts_in_every_pair(tmp_path):
     fixed = replace(PLAIN, resets_to_refuse=-1)
     summary, servers = measured(tmp_path, fixed, fixed, pairs=2)
@@ -156,6 +166,16 @@ def test_servers_that_cannot_be_emptied_get_other_prompts_in_every_pair(tmp_path
         16,
         32,
     }
+
+
+def test_a_repeated_command_sends_other_prompts_to_a_server_that_cannot_be_emptied(tmp_path):
+    fixed = replace(PLAIN, resets_to_refuse=-1)
+    digests = set()
+    for name in ("first", "second"):
+        measured(tmp_path / name, fixed)
+        plan = json.loads((tmp_path / name / "run" / "cells" / "small" / "plan.json").read_text())
+        digests.add(plan["digest"])
+    assert len(digests) == 2
 
 
 def test_the_interval_of_servers_that_cannot_be_emptied_is_measured_with_other_prompts(tmp_path):
