@@ -214,7 +214,8 @@ app.add_typer(bench_app, name="bench")
 
 COMPARE_HELP = (
     "Compare with `baseline`, the engine without kvbm; with a profile; with the engine of a profile without kvbm; or "
-    "with a running server, as URL or NAME=URL. May be repeated. Without --profile, the first server is measured."
+    "with a running server, as URL or NAME=URL [default: baseline]. May be repeated. Without --profile, the first "
+    "server is measured."
 )
 
 
@@ -232,7 +233,7 @@ def bench(
         _option(
             "--workload",
             "NAME|PATH",
-            "Name of a shipped workload, or path to a workload file. May be repeated.",
+            "Name or file of a workload; may be repeated [default: from the profile, else conversations].",
             _completed_by("workloads"),
         ),
     ] = None,
@@ -240,26 +241,40 @@ def bench(
         Text, _option("--pressure", "X,Y,...", "Scale the working set to these multiples of G1, such as `0.8,1.2,2,4`.")
     ] = None,
     rate: Annotated[
-        float | None, _option("--rate", "N", "Requests per second of an arm, at fixed times.", min=1e-6, max=1e6)
+        float | None, _option("--rate", "N", "Requests per second and arm, at fixed times.", min=1e-6, max=1e6)
     ] = None,
     concurrency: Annotated[
         int | None,
-        _option("--concurrency", "N", "Sessions in flight; each waits for its answers.", min=1, max=100_000),
+        _option(
+            "--concurrency",
+            "N",
+            "Sessions in flight; each sends its next request after the answer.",
+            min=1,
+            max=100_000,
+        ),
     ] = None,
     duration: Annotated[
         float | None,
-        _option("--duration", "SECONDS", "Launch no request after this time of a run.", min=1e-3, max=MAX_SECONDS),
+        _option(
+            "--duration", "SECONDS", "Launch no request after this many seconds of a run.", min=1e-3, max=MAX_SECONDS
+        ),
     ] = None,
     pairs: Annotated[
         int | None,
         _option("--pairs", "N", "How often each arm runs [default: 3 in turn, 1 interleaved].", min=1, max=100),
     ] = None,
-    dry_run: Annotated[bool, _flag("--dry-run", "Print what would run, its duration and its memory.")] = False,
+    dry_run: Annotated[
+        bool, _flag("--dry-run", "Print what would run, how long, and with how much memory; start no engine.")
+    ] = False,
     output: Annotated[
-        Path | None, _option("--output", "DIR", "New directory for the records and the report.", FILES)
+        Path | None,
+        _option("--output", "DIR", "New directory for the records and the report [default: kvbm-runs/TIME].", FILES),
     ] = None,
     resume: Annotated[
-        Path | None, _option("--resume", "DIR", "Continue the interrupted run in this directory.", FILES)
+        Path | None,
+        _option(
+            "--resume", "DIR", "Continue the interrupted benchmark in this directory; requires the same options.", FILES
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> int:
@@ -288,18 +303,29 @@ def bench(
 def bench_trace(
     file: Annotated[Path, _argument("FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.", FILES)],
     model: Annotated[
-        str | None, _option("--model", "MODEL", "Show capacities in bytes for this model.", _completed_by("models"))
+        str | None,
+        _option(
+            "--model", "MODEL", "Model, as `kvbm size` takes it; shows capacities in bytes.", _completed_by("models")
+        ),
     ] = None,
     bytes_per_token: Annotated[
         str | None, _option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
     ] = None,
-    block_tokens: Annotated[int, _option("--block-tokens", "N", "Tokens of a block that a hash id names.")] = 512,
-    time_scale: Annotated[float, _option("--time-scale", "X", "Multiply all times of the trace.")] = 1.0,
+    block_tokens: Annotated[
+        int, _option("--block-tokens", "N", "Tokens of a block that a hash id names [default: 512].")
+    ] = 512,
+    time_scale: Annotated[float, _option("--time-scale", "X", "Factor on all times of the trace [default: 1].")] = 1.0,
     column: Annotated[
-        list[str] | None, _option("--column", "FIELD=NAME", "Name of a field in the file; may be repeated.")
+        list[str] | None,
+        _option("--column", "FIELD=NAME", "Read a field from another name in the file; may be repeated."),
     ] = None,
     turns: Annotated[
-        str, _option("--turns", "added|whole", "Lines of a session hold what the turn adds, or the whole prompt.")
+        str,
+        _option(
+            "--turns",
+            "added|whole",
+            "Whether a line of a session holds what its turn adds, or the whole prompt [default: added].",
+        ),
     ] = "added",
     json: JsonOption = False,
 ) -> int:
@@ -318,12 +344,12 @@ def bench_trace(
     )
 
 
-DirectoryArgument = Annotated[Path, _argument("DIR", "Directory of a run.", FILES)]
+DirectoryArgument = Annotated[Path, _argument("DIR", "Directory of a benchmark.", FILES)]
 
 
 @bench_app.command("report", cls=Command)
 def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
-    """Compute the summary, the report and the other files of a run again."""
+    """Compute the summary, the report and the exports of a benchmark again."""
     from kvbm_cli.bench import command as body
 
     return body.report(directory, as_json=json)
@@ -331,11 +357,13 @@ def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
 
 @bench_app.command("diff", cls=Command)
 def bench_diff(
-    first: Annotated[Path, _argument("A", "Directory of the first run.", FILES)],
-    second: Annotated[Path, _argument("B", "Directory of the second run.", FILES)],
+    first: Annotated[Path, _argument("A", "Directory of the first benchmark.", FILES)],
+    second: Annotated[
+        Path, _argument("B", "Directory of the second benchmark; `faster` means that it is faster.", FILES)
+    ],
     json: JsonOption = False,
 ) -> int:
-    """Compare the same arms of two runs that sent the same requests."""
+    """Compare the same arms of two benchmarks that sent the same requests."""
     from kvbm_cli.bench.diff import diff
 
     return diff(first, second, as_json=json)

@@ -4,10 +4,15 @@
         sortedcontainers opentelemetry-exporter-prometheus
     python bench/peers/compare.py --output kvbm-runs/peers
 
-Run it with an interpreter that has vLLM 0.32 for CPUs and this repository. It changes to the root of the repository and
-calls `kvbm bench` with two pressures and two pairs. It passes its options on, so `--dry-run` shows the plan, and
-`--resume DIR` continues. Without the first command the arm `lmcache` is left out. bench/keep_result.py copies the
-result to bench/results/.
+Run it on an idle machine, with an interpreter that has vLLM 0.32 for CPUs and this repository. Without the first
+command the arm `lmcache` is left out. The program changes to the root of the repository and calls `kvbm bench` with two
+pressures and two pairs. It passes its options on, so `--dry-run` shows the plan, and `--resume DIR` continues. On two
+cores it starts vLLM 19 times and takes about 25 minutes. The same workload takes about six minutes on the embedded
+engine:
+
+    kvbm bench --profile demo --workload bench/peers/workload.yaml --pressure 0.8,2 --pairs 2 --output kvbm-runs/demo
+
+bench/keep_result.py copies a result to bench/results/.
 
     baseline  no connector: a prompt that was evicted from G1 is computed again
     kvbm      DynamoConnector with 2 GiB of host memory
@@ -17,7 +22,8 @@ result to bench/results/.
 
 Every run starts a new vLLM. LMCache's server starts once: before every run, `kvbm bench` empties it through vLLM's
 `/reset_prefix_cache?reset_external=true`. At the end this program requires that no run found more tokens of its cold
-requests in a cache than the baseline, which finds only the shared system prompt.
+requests in a cache than the baseline, which finds only the shared system prompt. The memory of LMCache's server is not
+part of the memory of its arm.
 """
 
 from __future__ import annotations

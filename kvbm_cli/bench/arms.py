@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +14,7 @@ from kvbm.config.launch_plan import ADMIN_HEADER, LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
+from kvbm_cli.bench.client.error_text import api_key
 from kvbm_cli.bench.comparison import RECORDING, Arm, Comparison
 from kvbm_cli.bench.control import Control, served_model
 from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
@@ -22,7 +22,6 @@ from kvbm_cli.engine.process import EngineProcess, choose_port
 
 HEADROOM = 1.25
 LOOPBACK = "127.0.0.1"
-API_KEY_VARIABLE = "KVBM_BENCH_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +107,15 @@ def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[Running
             )
 
 
+def base_url_of(url: str) -> str:
+    """The URL as given, without the `/v1` that clients of OpenAI append."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def running_server(url: str) -> RunningEngine:
     """The server at a URL. EngineError if it does not answer."""
-    base_url = url.rstrip("/").removesuffix("/v1")
-    key = os.environ.get(API_KEY_VARIABLE)
+    base_url = base_url_of(url)
+    key = api_key()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return RunningEngine(base_url, served_model(base_url, headers), 0.0, lambda: False, headers)
 

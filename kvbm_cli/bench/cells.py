@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,10 +82,14 @@ def cells_of(workloads: Sequence[Workload], pressures: Sequence[float], g1_token
     names = [workload.name for workload in workloads]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"two workloads are named `{name}`")
+            raise UsageError(f"two workloads are named `{name}`", hint="give one of them another `name`")
     if not pressures:
         return tuple(Cell(workload.name, workload, None, g1_tokens) for workload in workloads)
-    return tuple(_under_pressure(workloads, pressures, g1_tokens))
+    cells = tuple(_under_pressure(workloads, pressures, g1_tokens))
+    for name, count in Counter(cell.name for cell in cells).items():
+        if count > 1:
+            raise UsageError(f"--pressure makes {count} runs named `{name}`: six digits of a pressure count")
+    return cells
 
 
 def _under_pressure(workloads: Sequence[Workload], pressures: Sequence[float], g1_tokens: int | None) -> Iterable[Cell]:
@@ -95,7 +100,10 @@ def _under_pressure(workloads: Sequence[Workload], pressures: Sequence[float], g
         )
     for workload in workloads:
         if workload.scale_key is None:
-            raise UsageError(f"--pressure cannot scale `{workload.name}`: its kind has a fixed working set")
+            raise UsageError(
+                f"--pressure cannot scale `{workload.name}`: its kind has a fixed working set",
+                hint="measure it without `--pressure`",
+            )
         for pressure in pressures:
             scaled = workload.scaled(round(pressure * g1_tokens))
             yield Cell(f"{workload.name}-x{pressure:g}", scaled, pressure, g1_tokens)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbm.errors import EngineError
+from kvbm_cli.bench.client.error_text import error_text
 from kvbm_cli.system.http_client import HttpAnswer, request
 
 TIMEOUT_S = 30.0
@@ -144,7 +145,7 @@ class Control:
         if answer.failure:
             raise EngineError(f"the engine did not answer {method} {path}: {answer.failure}")
         if not answer.is_ok and answer.status not in accepted:
-            raise EngineError(f"the engine refused {method} {path}: HTTP {answer.status}: {answer.error()}")
+            raise EngineError(f"the engine refused {method} {path}: HTTP {answer.status}: {error_text(answer.error())}")
         return answer
 
 
@@ -155,7 +156,7 @@ def served_model(base_url: str, headers: Mapping[str, str]) -> str:
     if answer.failure:
         raise EngineError(f"no server answers at {url}: {answer.failure}")
     if not answer.is_ok:
-        raise EngineError(f"the server refused GET {url}: HTTP {answer.status}: {answer.error()}")
+        raise EngineError(f"the server refused GET {url}: HTTP {answer.status}: {error_text(answer.error())}")
     models = answer.fields().get("data")
     first = models[0] if isinstance(models, list) and models else None
     if not isinstance(first, dict) or not isinstance(first.get("id"), str):

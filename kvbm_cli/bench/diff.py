@@ -1,8 +1,8 @@
 """`kvbm bench diff A B`: compares the same arms of two experiments, request by request: times and answers.
 
-Both must have sent the same requests at the same times: their plans must have equal digests, cell by cell. What else
-differs (machine, versions, profile) is printed, because it may be the cause. The exit code is that of the measured arm,
-or 12 if the verdict of one of the two was `wrong`.
+Both must have sent the same requests at the same times: their plans must have equal digests, cell by cell. Differences
+in machine, versions and profile are printed, because they may be the cause. The verdict on the measured arm sets the
+exit code. It is 12 if the verdict of one of the two was `wrong`.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _notes(one: Experiment) -> Iterator[str]:
 def _arms_of_one_side(one: Experiment, other: Experiment) -> Iterator[str]:
     for has, lacks in ((one, other), (other, one)):
         if missing := [arm for arm in has.arms if arm not in lacks.arms]:
-            yield f"only {has.path} has {_quoted(missing)}"
+            yield f"only {has.path} has runs of the arms {_quoted(missing)}"
 
 
 def _show(changes: Sequence[ArmChange], *, is_engine_equal: bool) -> None:

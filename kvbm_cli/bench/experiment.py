@@ -26,11 +26,12 @@ from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.client.drive import DriveResult, drive
 from kvbm_cli.bench.client.health import ClientHealth, HealthMonitor
 from kvbm_cli.bench.client.request import Target
-from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Comparison, RunGroup, groups
+from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Arm, Comparison, RunGroup, groups
 from kvbm_cli.bench.lmbenchmark.driver import run_faithful
 from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
 from kvbm_cli.bench.lmbenchmark.presets import LmbenchmarkParameters, ShareGptParameters
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
+from kvbm_cli.bench.machine import versions
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
 from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
@@ -94,12 +95,21 @@ class Setup:
                 for cell in self.cells
             ],
             "seed": self.seed,
+            "versions": versions(),
+            "profiles": {arm.name: _profile_digest(arm) for arm in self.comparison.arms if arm.resolved is not None},
         }
         return {**content, "digest": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
+def _profile_digest(arm: Arm) -> str:
+    """Of all keys of the arm's profile, `--set` included."""
+    assert arm.resolved is not None
+    return hashlib.sha256(arm.resolved.profile.model_dump_json().encode()).hexdigest()
+
+
 def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress) -> None:
     """Run all arms of all cells that have not run yet. EngineError if an engine does not start."""
+    directory.lock()
     plan = setup.to_json()
     if (directory.path / PLAN).exists():
         _require_same(directory.read_json(PLAN), plan, directory)
@@ -117,10 +127,14 @@ def _runs_of(cell: Cell, group: RunGroup) -> dict[str, str]:
 
 
 def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: BenchDirectory) -> None:
-    if old.get("digest") != new["digest"]:
-        names = [name for name in new if name != "digest" and old.get(name) != new[name]]
-        message = f"{directory.path} was made by another command: {', '.join(names) or 'its format'} differs"
-        raise UsageError(message, hint="`--resume` requires the options of the interrupted command")
+    new = json.loads(json.dumps(new))
+    if old != new:
+        names = [name for name in {**new, **old} if name != "digest" and old.get(name) != new.get(name)]
+        message = f"{directory.path} was made by another command: {', '.join(names) or 'its digest'} differs"
+        raise UsageError(
+            message,
+            hint="`--resume` requires the options and the versions of the interrupted command, and its plan.json",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,14 +200,20 @@ class Preparation:
                     if record.error is not None:
                         message = f"recording turn {one.turn} of session {one.session} failed: {record.error}"
                         raise EngineError(message)
-                    answer = RecordedAnswer(tuple(record.token_ids), tuple(record.logprobs), record.text)
-                    answers.append((answer, record))
+                    answers.append((self._answer(record), record))
                     on_record(record)
             return answers
 
         found = asyncio.run(all_answers())
         cold = [record for one, (_, record) in zip(script.requests, found, strict=True) if one.phase is Phase.COLD]
         return tuple(answer for answer, _ in found), tuple(cold)
+
+    def _answer(self, record: RequestRecord) -> RecordedAnswer:
+        """Text is encoded if prompts are token ids: a prompt cannot have both."""
+        token_ids: Content = tuple(record.token_ids) or self.capabilities.writer.encoded(record.text)
+        if isinstance(token_ids, str):
+            return RecordedAnswer(text=record.text)
+        return RecordedAnswer(token_ids, tuple(record.logprobs), record.text)
 
 
 def _repeats_answers(script: Script) -> bool:

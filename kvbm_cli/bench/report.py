@@ -1,4 +1,7 @@
-"""Prints a summary in at most 80 columns: per cell the arms, the turns, the load of the reference; then the verdict."""
+"""Prints a summary in 80 columns: per cell the arms, the turns, the load of the reference; then the verdict.
+
+The table of many arms is wider.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +74,23 @@ def _show_cell(cell: Mapping[str, Any], summary: Mapping[str, Any], console: Con
 
     console.print(f"\n{_workload_line(cell)}", highlight=False)
     console.print(_schedule_line(cell), highlight=False)
-    console.print(_arms_table(cell))
+    _print_whole(_arms_table(cell), console)
     for line in _turn_lines(cell["arms"]):
         console.print(Text(line))
     console.print()
     for comparison in cell["comparisons"]:
         for line in _comparison_lines(comparison, cell, has_several=len(summary["cells"]) > 1):
             console.print(Text(line))
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    """Print a table with many arms wider than the console rather than with cut numbers."""
+    from rich.measure import Measurement
+
+    usual = console.width
+    console.width = max(usual, Measurement.get(console, console.options.update(max_width=10_000), table).maximum)
+    console.print(table)
+    console.width = usual
 
 
 def _printable(value: Any) -> Any:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from kvbm.config.layers import find
 from kvbm.errors import ProfileError, UsageError
+from kvbm_cli.bench.arms import base_url_of
 from kvbm_cli.bench.comparison import BASELINE, FLOOR, KVBM, RECORDING, RESERVED, Arm, Comparison, free_name
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.diff import differences
@@ -39,6 +40,7 @@ def comparison_of(reference: str | None, overrides: Sequence[str], compare: Sequ
     for one in compared:
         taken = (measured.name, FLOOR, *(arm.name for arm in references))
         references.append(_reference(one, resolved, taken))
+    _require_different_servers(references)
     return Comparison(measured, tuple(references), Arm(FLOOR, "floor", resolved))
 
 
@@ -54,7 +56,18 @@ def _of_servers(compared: Sequence[str], overrides: Sequence[str]) -> Comparison
     arms: list[Arm] = []
     for one in compared:
         arms.append(_server(one, [arm.name for arm in arms]))
+    _require_different_servers(arms)
     return Comparison(arms[0], tuple(arms[1:]), None)
+
+
+def _require_different_servers(arms: Sequence[Arm]) -> None:
+    """UsageError if two arms are one server: each would find what the other sent in the cache."""
+    names: dict[str, str] = {}
+    for arm in arms:
+        if arm.url is not None:
+            other = names.setdefault(base_url_of(arm.url).lower(), arm.name)
+            if other != arm.name:
+                raise UsageError(f"`{other}` and `{arm.name}` are the same server, {arm.url}")
 
 
 def _is_server(text: str) -> bool:
@@ -67,16 +80,18 @@ def _server(text: str, taken: Sequence[str]) -> Arm:
     url = found["url"]
     try:
         parts = urlsplit(url)
+        has_secret = bool(parts.username is not None or parts.query or parts.fragment)
         is_plain = parts.scheme == "http" and parts.hostname and parts.port != 0
     except ValueError:
-        is_plain = False
+        has_secret = is_plain = False
+    if has_secret:  # not repeated here, and not written to plan.json
+        message = "a URL must not contain a password or a query"
+        raise UsageError(message, hint="set the variable `KVBM_BENCH_API_KEY` instead")
     if not is_plain:
         raise UsageError(f"`{url}` must be a URL such as `http://127.0.0.1:8000`; TLS is not supported")
-    if parts.username is not None:
-        raise UsageError("a URL must not contain a password", hint="set KVBM_BENCH_API_KEY instead")
     name = found["name"] or next(one for number in itertools.count(1) if (one := f"url-{number}") not in taken)
     if name in (RECORDING, *taken):
-        raise UsageError(f"`{name}` is the name of another arm: give the server another name")
+        raise UsageError(f"`{name}` is the name of another arm", hint="give the server another name: `NAME=URL`")
     return Arm(name, "url", url=url)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbm_cli.bench.analysis.goodput import RequestTimes, Slo, goodput
 from kvbm_cli.bench.analysis.statistics import spread
+from kvbm_cli.bench.cause_facts import facts_of
 from kvbm_cli.bench.reasons.cell_facts import CellFacts
 from kvbm_cli.bench.reasons.lost_blocks import small_g2
 from kvbm_cli.bench.reasons.why import Why
@@ -86,7 +87,8 @@ def incomplete_summary(summary: Mapping[str, Any], *, missing: int, planned: int
     """The summary of the runs that have ended, if others have not. Only wrong outputs are a result already."""
     verdict = Verdict.WRONG if summary["verdict"] == Verdict.WRONG else Verdict.INVALID
     reason = f"incomplete: {missing} of {planned} runs have not ended"
-    so_far = f"; so far {summary['verdict']}: {summary['explanation']}" if summary["cells"] else ""
+    has_result = any(cell["comparisons"] for cell in summary["cells"])
+    so_far = f"; so far {summary['verdict']}: {summary['explanation']}" if has_result else ""
     return {
         "ttft_speedup": None,
         "outputs_equal": None,
@@ -100,7 +102,10 @@ def incomplete_summary(summary: Mapping[str, Any], *, missing: int, planned: int
 
 
 def _comparisons(results: Results, cell: CellResult, limits: VerdictLimits) -> list[Compared]:
-    return [compare(results, cell, reference, limits) for reference in results.plan["references"]]
+    """Of the arms that have run: an interrupted experiment may have only one of two."""
+    if not cell.of_arm(results.plan["measured"]):
+        return []
+    return [compare(results, cell, one, limits) for one in results.plan["references"] if cell.of_arm(one)]
 
 
 def _explanation(results: Results, leading: Compared | None, count: int) -> str:
@@ -120,7 +125,7 @@ def _cell(
     definition, plan = cell.definition, cell.plan
     arms = {arm: arm_summary(cell, arm) for arm in results.arms if cell.of_arm(arm)}
     floor = results.plan["floor"]
-    facts = [CellFacts.of(one, arms, floor=floor, profile=profile, limits=limits) for one in compared]
+    facts = [facts_of(one, arms, floor=floor, profile=profile, limits=limits) for one in compared]
     causes = [why_not(one) for one in facts]
     return {
         **definition,

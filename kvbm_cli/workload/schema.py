@@ -18,6 +18,8 @@ from kvbm.types import MAX_SECONDS
 
 DEFAULT_KIND = "conversations"
 LONGEST_DEFAULT_TIMEOUT_S = 60.0
+NAME = re.compile(r"\w[\w .+-]*")
+LONGEST_NAME_BYTES = 80
 LIMITS = re.compile(r"(ttft|tpot|e2e):\d+(\.\d+)?(,(ttft|tpot|e2e):\d+(\.\d+)?)*")
 
 
@@ -78,7 +80,11 @@ class Workload(Section):
 
     scale_key: ClassVar[str | None] = None
 
-    name: str = Field(min_length=1, max_length=80, description="Name of the workload in the result.")
+    name: str = Field(
+        min_length=1,
+        max_length=80,
+        description="Name of the workload in the result and in file names: letters, digits, spaces and `_ . + -`.",
+    )
     description: str = Field(default="", description="One line that describes the workload.")
     seed: int = Field(default=0, ge=0, description="Seed of all random text and of the order of the arms.")
     schedule: Schedule = Field(default=Schedule(), description="Launch times of the requests.")
@@ -94,6 +100,14 @@ class Workload(Section):
         description="Limits of a good request in milliseconds, such as `ttft:500,tpot:50`; goodput counts such "
         "requests.",
     )
+
+    @model_validator(mode="after")
+    def _has_safe_name(self) -> Self:
+        """The name becomes a directory and part of an HTTP header."""
+        if not NAME.fullmatch(self.name) or len(self.name.encode()) > LONGEST_NAME_BYTES:
+            message = f"must be letters, digits, spaces and `_ . + -`, at most {LONGEST_NAME_BYTES} bytes in UTF-8"
+            raise WrongKey("name", f"{message}, and begin with a letter or digit")
+        return self
 
     @model_validator(mode="after")
     def _has_readable_limits(self) -> Self:
@@ -113,10 +127,11 @@ class Workload(Section):
     def scaled(self, working_set_tokens: int) -> Self:
         """The same workload with the nearest working set. The kind must have a `scale_key`."""
         assert self.scale_key is not None
-        one, two = (self._with_count(count).working_set_tokens or 0 for count in (1, 2))
-        return self._with_count(max(self.smallest_count, round((working_set_tokens - one) / (two - one)) + 1))
+        one, two = (self.with_count(count).working_set_tokens or 0 for count in (1, 2))
+        return self.with_count(max(self.smallest_count, round((working_set_tokens - one) / (two - one)) + 1))
 
-    def _with_count(self, count: int) -> Self:
+    def with_count(self, count: int) -> Self:
+        """The same workload with another value of the key that `scale_key` names."""
         assert self.scale_key is not None
         return self.model_copy(update={self.scale_key: count})
 
@@ -150,8 +165,8 @@ class Conversations(Workload):
         default=1,
         ge=1,
         le=10_000,
-        description="How many users follow one another in the place of a user. Above 1, the first user of a place "
-        "starts with fewer turns left, so that users join and leave all the time.",
+        description="Users per place: when a user has finished, the next one starts. Above 1, the first users have "
+        "fewer turns, so that users join and leave all the time.",
     )
 
     def prompt_tokens(self, turn: int) -> int:
@@ -294,11 +309,15 @@ class Trace(Workload):
         le=1,
         description="Factor on the tokens of a block and of an answer, to run a trace on a small model.",
     )
-    requests: int | None = Field(default=None, ge=1, description="Only the first requests; by default all.")
-    columns: Mapping[str, str] = Field(default={}, description="Other names of fields in the file, by standard name.")
+    requests: int | None = Field(
+        default=None, ge=1, description="Number of requests, from the start of the file; by default all."
+    )
+    columns: Mapping[str, str] = Field(
+        default={}, description="Names of fields in the file, if they differ: `{input_length: prompt_tokens}`."
+    )
     turns: Literal["added", "whole"] = Field(
         default="added",
-        description="Whether a later line of a session holds what its turn adds, or the `whole` prompt.",
+        description="`added`: a later line of a session holds what its turn adds. `whole`: it holds the whole prompt.",
     )
 
 

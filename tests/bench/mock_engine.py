@@ -33,6 +33,7 @@ class Options:
 
     Without `has_token_ids`, `return_token_ids` is ignored. Without `has_ignore_eos` or `has_usage`, a request that has
     such a field is refused. `salt` changes all answers, and `resets_to_refuse` of -1 is a server that cannot be reset.
+    One with `keeps_cache` says that it was reset, and was not.
     """
 
     g1_blocks: int = 10_000
@@ -44,6 +45,7 @@ class Options:
     faults: dict[int, str] = field(default_factory=dict)
     has_metrics: bool = True
     resets_to_refuse: int = 1
+    keeps_cache: bool = False
     is_like_vllm: bool = False
     model: str = "mock"
     has_tokenize: bool = True
@@ -67,6 +69,7 @@ class LruTier:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._names: OrderedDict[bytes, None] = OrderedDict()
+        self.added = self.evicted = 0
 
     def prefix(self, names: Sequence[bytes]) -> int:
         count = 0
@@ -76,10 +79,12 @@ class LruTier:
 
     def put(self, names: Sequence[bytes]) -> None:
         for name in reversed(names):
+            self.added += name not in self._names
             self._names[name] = None
             self._names.move_to_end(name)
         while len(self._names) > self._capacity:
             self._names.popitem(last=False)
+            self.evicted += 1
 
     def clear(self) -> None:
         self._names.clear()
@@ -147,8 +152,14 @@ class Model:
         lines += ["# TYPE vllm:cache_config_info gauge"]
         lines += [f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="{self.options.g1_blocks}"}} 1.0']
         if self.options.g2_blocks:
-            lines += ["# TYPE kvbm_onboard_blocks_h2d untyped"]
-            lines += [f"kvbm_onboard_blocks_h2d {self.tokens['external_kv_transfer'] // BLOCK}"]
+            counters = {
+                "kvbm_onboard_blocks_h2d": self.tokens["external_kv_transfer"] // BLOCK,
+                "kvbm_offload_blocks_d2h": self.g2.added,
+                "kvbm_evicted_blocks": self.g2.evicted,
+            }
+            for name, count in counters.items():
+                lines += [f"# TYPE {name} untyped", f"{name} {count}"]
+            lines += ["# TYPE kvbm_host_blocks gauge", f'kvbm_host_blocks{{state="free"}} {self.options.g2_blocks}']
         return "\n".join(lines) + "\n"
 
 
@@ -247,7 +258,8 @@ class MockEngine:
             self._model.resets_to_refuse -= 1
             self._refuse_reset(writer)
         elif path == "/reset_prefix_cache":
-            self._model.reset()
+            if not options.keeps_cache:
+                self._model.reset()
             self._plain(writer, 200, '{"success": true}' if options.is_like_vllm else "")
         else:
             self._plain(writer, 200 if path == "/health" else 404, f'{{"pid": {os.getpid()}}}')
@@ -298,13 +310,14 @@ class MockEngine:
         await asyncio.sleep(first_at - asyncio.get_running_loop().time())
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         width = 3 if fault == "multi_token" else 1
+        has_ids = options.has_token_ids and bool(request.get("return_token_ids"))
         sent = answer[: len(answer) // 2] if fault in ("break_off", "short") else answer
         for start in range(0, len(sent), width):
             if start:
                 await asyncio.sleep(options.token_ms * width / 1e3)
             logprob = None if fault == "no_logprobs" else -0.48 if fault == "improbable" else -0.5
             chunk = sent[start : start + width]
-            await self._event(writer, choice_of(chunk, logprob, options), split=fault == "split_utf8")
+            await self._event(writer, choice_of(chunk, logprob, has_ids=has_ids), split=fault == "split_utf8")
         if fault == "break_off":
             return False
         if fault == "error_event":
@@ -339,11 +352,11 @@ class MockEngine:
         writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
-def choice_of(tokens: list[int], logprob: float | None, options: Options) -> dict[str, object]:
+def choice_of(tokens: list[int], logprob: float | None, *, has_ids: bool) -> dict[str, object]:
     """Each token is a character of three bytes."""
     text = "".join(chr(ord("€") + token) for token in tokens)
     choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": None}
-    if options.has_token_ids:
+    if has_ids:
         choice["token_ids"] = tokens
         if logprob is not None:
             choice["logprobs"] = {"token_logprobs": [logprob] * len(tokens)}

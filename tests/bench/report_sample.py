@@ -17,6 +17,7 @@ ARMS = ("baseline", "kvbm", "floor")
 BLOCK = 16
 PREFILL_MS_PER_TOKEN, LOAD_MS_PER_TOKEN, FIXED_MS, STEP_MS = 0.42, 0.021, 34.0, 21.0
 HEADLINE = ("ttft_speedup", "ttft_speedup_paired", "share_of_possible_gain", "outputs_equal")
+DEFINITION = ("name", "pressure", "g1_tokens", "workload", "interleaved", "pairs", "order")
 PHASES = ("cold", "fill", "steady")
 
 
@@ -57,10 +58,23 @@ def write_sample(
     summary = _summary(cells, arms)
     _write_lines(directory / "requests.jsonl", records)
     _write_lines(directory / "runs.jsonl", runs)
-    definitions = [{name: cell[name] for name in ("name", "pressure", "g1_tokens", "workload")} for cell in cells]
-    write_json(directory / "plan.json", {"format": 2, "seed": seed, "arms": summary["arms"], "cells": definitions})
+    write_json(directory / "plan.json", _plan(summary, cells, seed))
     write_json(directory / "summary.json", summary)
     return summary
+
+
+def _plan(summary: dict[str, Any], cells: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+    compared = summary.get("compared", {"measured": next(iter(summary["arms"])), "reference": None})
+    return {
+        "format": 2,
+        "arms": summary["arms"],
+        "measured": compared["measured"],
+        "references": [compared["reference"]] if compared["reference"] else [],
+        "floor": "floor" if "floor" in summary["arms"] else None,
+        "cells": [{name: cell[name] for name in DEFINITION} for cell in cells],
+        "seed": seed,
+        "digest": "5a1d",
+    }
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -115,7 +129,7 @@ def _records(
                 **{f"{tier}_tokens": tokens[tier] for tier in ("g1", "g2", "g3", "computed")},
                 "token_ids": list(range(answer)),
                 "logprobs": [-0.5] * answer,
-                "text": None,
+                "text": "",
                 "finish_reason": "length",
                 "ttft_ms": round(late + from_launch, 3),
                 "ttft_from_launch_ms": round(from_launch, 3),
@@ -180,17 +194,20 @@ def _run(
         "cell": cell,
         "pair": pair,
         "position": position,
+        "together": 1,
         "started_unix_s": 1_790_000_000.0 + pair * 1000 + position * 100,
         "startup_s": 4.2,
         "engine_ended": False,
         "duration_s": round(max(row["end_ms"] for row in rows) / 1000, 3),
         "client": {"cpu_share": 0.11, "loop_lag_p99_ms": 1.4, "lateness_p99_ms": 2.1, "workers": 1},
-        "engine": {"block_size": BLOCK, "g1_blocks": 1200 if arm != "floor" else 9000},
-        "server": _server(samples) if samples else None,
+        "server": _server(samples or []),
     }
 
 
 def _server(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """As of an engine without metrics if there are no samples."""
+    if not samples:
+        return {"samples": 0, "prompt_tokens": None, "gpu": [], "caveats": ["the engine has no metrics"], "peaks": {}}
     last = samples[-1]
     return {
         "samples": len(samples),
@@ -211,7 +228,7 @@ def _spread(values: list[float]) -> dict[str, Any]:
     def at(share: float, least: int) -> float | None:
         return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2) if len(ordered) >= least else None
 
-    percentiles = {"p50": at(0.5, 5), "p90": at(0.9, 20), "p99": at(0.99, 368)}
+    percentiles = {"p50": at(0.5, 5), "p90": at(0.9, 20), "p95": at(0.95, 72), "p99": at(0.99, 368)}
     return {**percentiles, "mean": round(statistics.fmean(ordered), 2) if ordered else None, "count": len(ordered)}
 
 
@@ -239,8 +256,7 @@ def _arm(rows: list[dict[str, Any]], run: dict[str, Any], turns: int) -> dict[st
                 "turn": turn,
                 "requests": len(own),
                 "errors": 0,
-                "ttft_ms": _times(own)["ttft_ms"],
-                "itl_ms": _times(own)["itl_ms"],
+                **_times(own),
                 "prompt_tokens": _tokens(own),
             }
             for turn in range(1, turns + 1)
@@ -252,8 +268,16 @@ def _arm(rows: list[dict[str, Any]], run: dict[str, Any], turns: int) -> dict[st
         "utilisation": 0.61,
         "queue_wait_ms": 8.7,
         "duration_s": run["duration_s"],
-        "engine": run["engine"],
-        "client": {"lateness_ms": _spread([row["lateness_ms"] for row in rows]), "cpu_share": 0.11},
+        "runs": sorted({row["run"] for row in rows}),
+        "prompt_tokens_by_usage": _tokens(rows),
+        "prompt_tokens_by_metrics": run["server"]["prompt_tokens"],
+        "startup_s": run["startup_s"],
+        "engine_ended": False,
+        "client": {
+            "lateness_ms": _spread([row["lateness_ms"] for row in rows]),
+            "cpu_share": 0.11,
+            "loop_lag_p99_ms": 1.4,
+        },
         "server": [run["server"]],
     }
 
@@ -281,10 +305,21 @@ def _cell(
         "plan": {
             "digest": "9f1c0a7e",
             "requests": sessions * turns,
+            "sessions": sessions,
+            "turns": turns,
+            "concurrency": None,
             "duration_s": 65.0,
             "primary": "steady",
             "interval_s": 0.9,
         },
+        "interleaved": False,
+        "pairs": pairs,
+        "order": [
+            {"pair": pair, "arms": [arm]}
+            for pair in range(1, pairs + 1)
+            for arm in (arms if pair % 2 else tuple(reversed(arms)))
+        ],
+        "answers": {},
         "pairs_done": pairs,
         "stopped_early": False,
         "arms": {arm: _arm(by_arm[arm], last_run[arm], turns) for arm in arms},
@@ -309,6 +344,8 @@ def _comparison(by_arm: dict[str, list[dict[str, Any]]], measured: str, referenc
         "reference": reference,
         "verdict": "faster" if ratio > 1.05 else "same",
         "explanation": f"in steady state, the first token comes {ratio:.1f} times faster with {measured}, same outputs",
+        "reasons": [],
+        "hint": None,
         "ttft_speedup": round(times[reference]["p50"] / times[measured]["p50"], 3),
         "ttft_speedup_paired": {**paired, "covers_runs": pairs > 1, "pairs": len(logs), "sessions": 12, "runs": pairs},
         "ttft_percentiles": {
@@ -328,6 +365,10 @@ def _comparison(by_arm: dict[str, list[dict[str, Any]]], measured: str, referenc
             "largest_logprob_difference": 0.0,
             "verdict": "equal",
             "reason": f"all {len(logs)} answers are equal",
+            "requests_that_differ": [],
+            "control": "two runs of baseline",
+            "control_logprob": 0.0,
+            "p_value": 1.0,
             "control_compared": len(logs),
             "control_different": 0,
         },
@@ -370,7 +411,11 @@ def _summary(cells: list[dict[str, Any]], arms: tuple[str, ...]) -> dict[str, An
         "explanation": best.get("explanation", "one arm alone cannot be compared"),
         **({"compared": {role: best[role] for role in ("measured", "reference")}} if best else {}),
         **{key: best[key] for key in HEADLINE if key in best},
-        "arms": {arm: {"kind": kinds.get(arm, "profile"), "profile": "demo"} for arm in arms},
+        "arms": {
+            arm: {"kind": kinds.get(arm, "profile"), "profile": "demo", "url": None, "differences": {}} for arm in arms
+        },
+        "seed": 1,
+        "digest": "5a1d",
         "cells": cells,
         "caveats": [
             "users take turns in a fixed order, which is the worst case for a G1 that is too small",

@@ -12,7 +12,7 @@ from mock_engine import MockEngine, Options
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.load import load
-from kvbm.errors import EngineError, EnvironmentProblem
+from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm_cli.bench import arms
 from kvbm_cli.bench.arms import ArmEngines, NeededRoom, fresh_disk, running_server, with_reset, with_room
 from kvbm_cli.bench.resolve_arms import comparison_of
@@ -152,6 +152,14 @@ def test_a_running_server_is_used_as_it_is(suffix, monkeypatch):
         assert not engine.has_ended()
         with ArmEngines(comparison_of(None, (), [server.base_url]))("url-1", Path(), ROOM) as opened:
             assert opened.base_url == server.base_url
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a b", "ü"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key, monkeypatch):
+    monkeypatch.setenv("KVBM_BENCH_API_KEY", key)
+    with pytest.raises(UsageError, match="`KVBM_BENCH_API_KEY` must be ASCII") as caught:
+        running_server("http://127.0.0.1:9")
+    assert key not in str(caught.value)
 
 
 def test_a_server_that_is_not_there_is_an_error_that_names_its_address():

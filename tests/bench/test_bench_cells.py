@@ -8,7 +8,10 @@ import pytest
 from bench_rig import WORKLOAD
 
 from kvbm.errors import UsageError
+from kvbm_cli.bench.caveats import caveats_of
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
+from kvbm_cli.bench.experiment import Setup
+from kvbm_cli.bench.resolve_arms import comparison_of
 from kvbm_cli.workload.schema import Lmbenchmark, SharedPrefix, Unique
 
 UNIQUE = Unique(name="alone", kind="unique", requests=3, prompt_tokens=8, answer_tokens=2)
@@ -34,6 +37,11 @@ def test_other_pressures_are_refused(text):
         parse_pressures(text)
 
 
+def test_two_cells_with_one_name_are_refused():
+    with pytest.raises(UsageError, match=r"2 runs named `small-x0.1`"):
+        cells_of([WORKLOAD], (0.1, 0.1000001), 960)
+
+
 def test_without_pressures_there_is_a_cell_per_workload():
     cells = cells_of([WORKLOAD, UNIQUE], (), 960)
     assert cells == (Cell("small", WORKLOAD, None, 960), Cell("alone", UNIQUE, None, 960))
@@ -53,6 +61,15 @@ def test_a_pressure_below_one_still_fits_with_few_large_sessions():
     step = large.conversation_tokens - large.system_tokens
     assert abs(cell.workload.working_set_tokens - 0.8 * 4352) <= step / 2
     assert cell.workload.working_set_tokens < 4352
+
+
+@pytest.mark.parametrize(("concurrency", "expected"), [(None, []), (30, []), (2, ["0.96"])])
+def test_sessions_that_wait_for_others_are_not_part_of_the_pressure(concurrency, expected):
+    schedule = WORKLOAD.schedule.model_copy(update={"interval_s": None, "concurrency": concurrency})
+    (cell,) = cells_of([WORKLOAD.model_copy(update={"schedule": schedule})], (2.0,), 960)
+    setup = Setup(comparison_of("demo", (), ()), (cell,), 1, lambda records: False)
+    found = [one for one in caveats_of(setup) if "active at a time" in one]
+    assert [re.search(r"so the pressure is ([0-9.]+)", one)[1] for one in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def run_directory(path: Path) -> Path:
     """Two pairs of two arms, and a third pair that did not end."""
     runs = [
         {"run": f"chat-x1.2.{pair}.{arm}", "arm": arm, "cell": "chat-x1.2", "pair": pair, "duration_s": 4.0}
-        | {"started_unix_s": 1795397950.0 + 100 * pair}
+        | {"started_unix_s": 1795397950.0 + 100 * pair, "client": {}, "server": {}}
         for pair in (2, 1)
         for arm in ("baseline", "kvbm")
     ]
@@ -235,7 +235,7 @@ def run_directory(path: Path) -> Path:
     records += [our_record("chat-x1.2.1.kvbm", 4, **FAILED), our_record("chat-x1.2.3.kvbm", 0)]
     write_lines(path / "runs.jsonl", runs)
     write_requests(path, records)
-    (path / "plan.json").write_text(json.dumps({"arms": {}, "cells": [CELL], "seed": 7}))
+    (path / "plan.json").write_text(json.dumps({"format": 2, "arms": {}, "cells": [CELL], "seed": 7}))
     folder = path / "cells/chat-x1.2"
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(plan(model="/data/models/small").to_json()))
@@ -378,7 +378,7 @@ def test_a_faithful_run_of_lmbenchmark_keeps_its_own_csv(tmp_path: Path) -> None
     directory = run_directory(tmp_path)
     workload = {"name": "chat", "kind": "lmbenchmark", "mode": "faithful"}
     cell = CELL | {"workload": workload}
-    (directory / "plan.json").write_text(json.dumps({"arms": {}, "cells": [cell]}))
+    (directory / "plan.json").write_text(json.dumps({"format": 2, "arms": {}, "cells": [cell]}))
     assert [file for file in write_exports(directory) if file.suffix == ".csv"] == []
 
 

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 from bench_rig import PATIENT
-from kvbm_cli.profile.workload import Schedule, Workload
 
-from kvbm.config.load import ResolvedProfile
 from kvbm_cli.bench import command
+from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.records.bench_directory import BenchDirectory
+from kvbm_cli.bench.resolve_arms import comparison_of
 from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.workload.schema import Conversations, Schedule
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="the embedded engine needs torch")
 
-WORKLOAD = Workload(
+WORKLOAD = Conversations(
     name="real",
     users=3,
     turns=2,
@@ -24,7 +26,7 @@ WORKLOAD = Workload(
     history_tokens=700,
     question_tokens=32,
     answer_tokens=12,
-    schedule=Schedule(arms="interleaved", interval_s=1.2),
+    schedule=Schedule(arms="interleaved", interval_s=1.2, pairs=1),
 )
 # After every onboarding, the fourth block gets the content of the fifth.
 BROKEN_ONBOARDING = """
@@ -42,10 +44,11 @@ SMALL_ENGINE = ("engine.arguments.num_blocks=90", "engine.arguments.threads=1")
 
 
 def run_bench(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str, other: ResolvedProfile | None = None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str, compare: tuple[str, ...] = ()
 ) -> tuple[int, dict]:
-    resolved = resolve("demo", [*SMALL_ENGINE, *overrides])
-    code = command.measure(resolved, WORKLOAD, other=other, output=tmp_path / "run", as_json=True, limits=PATIENT)
+    comparison = comparison_of("demo", [*SMALL_ENGINE, *overrides], compare)
+    setup = command._setup(comparison, (Cell(WORKLOAD.name, WORKLOAD),))
+    code = command.measure(setup, BenchDirectory.create(tmp_path / "run"), as_json=True, limits=PATIENT)
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -55,16 +58,19 @@ def test_blocks_come_back_from_g2_and_every_output_is_the_same(tmp_path, capsys)
     code, summary = run_bench(tmp_path, capsys)
     assert code in (0, 10), summary["explanation"]  # how fast is no question for a test
     assert summary["outputs_equal"] is True
-    assert summary["transfers"]["proven"] is True
-    arms = summary["arms"]
+    (cell,) = summary["cells"]
+    assert cell["comparisons"][0]["has_loads"] is True
+    arms = cell["arms"]
     for arm in arms.values():
         assert arm["errors"] == 0
-        assert arm["prompt_tokens"] == arm["prompt_tokens_by_metrics"]
+        by_metrics = {tier: count for tier, count in arm["prompt_tokens_by_metrics"].items() if count is not None}
+        assert by_metrics.items() <= arm["prompt_tokens"].items()
+        assert len(by_metrics) >= 3
     assert arms["baseline"]["prompt_tokens"]["g2"] == 0
     assert arms["kvbm"]["prompt_tokens"]["g2"] > 500
     assert arms["kvbm"]["prompt_tokens"]["computed"] == arms["floor"]["prompt_tokens"]["computed"]
     assert arms["kvbm"]["prompt_tokens"]["computed"] < arms["baseline"]["prompt_tokens"]["computed"]
-    assert arms["kvbm"]["kvbm_counters"]["kvbm_onboard_blocks_h2d"] > 30
+    assert arms["kvbm"]["server"][0]["kvbm_counters"]["kvbm_onboard_blocks_h2d"] > 30
 
 
 @needs_torch
@@ -72,16 +78,21 @@ def test_blocks_come_back_from_g2_and_every_output_is_the_same(tmp_path, capsys)
 def test_two_profiles_run_at_the_same_time_with_tiers_and_ports_of_their_own(tmp_path, capsys):
     """Both write metrics on a port and both have a disk in the same directory."""
     both = ["metrics.serve=true", f"tiers.disk.directory={tmp_path / 'cache'}", "tiers.disk.capacity=64MiB"]
-    small = resolve("demo", [*SMALL_ENGINE, *both, "tiers.host.capacity=32MiB"])
-    code, summary = run_bench(tmp_path, capsys, *both, other=small)
+    small = tmp_path / "small.yaml"
+    small.write_text(
+        "extends: demo\nengine: {arguments: {num_blocks: 90, threads: 1}}\nmetrics: {serve: true}\n"
+        f"tiers: {{host: {{capacity: 32MiB}}, disk: {{directory: {tmp_path / 'cache'}, capacity: 64MiB}}}}\n"
+    )
+    code, summary = run_bench(tmp_path, capsys, *both, compare=(str(small),))
     assert code in (0, 10), summary["explanation"]
     assert summary["outputs_equal"] is True
-    assert summary["compared"] == {"measured": "demo", "reference": "demo-2"}
-    assert list(summary["profile_differences"]) == ["tiers.host.capacity"]
-    for arm in ("demo", "demo-2"):
-        assert summary["arms"][arm]["errors"] == 0
-        assert summary["arms"][arm]["prompt_tokens"]["g2"] > 500
-        assert summary["arms"][arm]["kvbm_counters"]["kvbm_onboard_blocks_h2d"] > 30
+    assert summary["compared"] == {"measured": "demo", "reference": "small"}
+    assert list(summary["arms"]["small"]["differences"]) == ["tiers.host.capacity"]
+    arms = summary["cells"][0]["arms"]
+    for arm in ("demo", "small"):
+        assert arms[arm]["errors"] == 0
+        assert arms[arm]["prompt_tokens"]["g2"] > 500
+        assert arms[arm]["server"][0]["kvbm_counters"]["kvbm_onboard_blocks_h2d"] > 30
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -93,14 +104,14 @@ def test_one_wrong_block_per_onboarding_is_found(tmp_path, capsys):
     (tmp_path / "broken" / "sitecustomize.py").write_text(BROKEN_ONBOARDING)
     code, summary = run_bench(tmp_path, capsys, f"engine.environment.PYTHONPATH='{tmp_path / 'broken'}'")
     assert (code, summary["verdict"], summary["outputs_equal"]) == (12, "wrong", False)
-    assert summary["largest_logprob_difference"]["kvbm"] > 10 * PATIENT.logprob
+    outputs = summary["cells"][0]["comparisons"][0]["outputs"]
+    assert outputs["different"] or outputs["largest_logprob_difference"] > 0.01
 
 
 def test_the_shipped_demo_keeps_its_promises():
     """Six users of four turns, long prompts, room for two conversations in G1 and not for all, room for all in G2."""
-    from kvbm_cli.profile.workload import load_workload
-
     from kvbm_cli.profile.size import size_of
+    from kvbm_cli.workload.load import load_workload
 
     resolved = resolve("demo")
     workload = load_workload(resolved.profile.bench.workload or "")

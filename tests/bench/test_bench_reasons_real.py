@@ -27,7 +27,7 @@ PATIENT = VerdictLimits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utili
 FAULTS = Path(__file__).parents[1] / "engines" / "disk_faults"
 SMALL_G1 = ("engine.arguments.num_blocks=90",)  # 1440 tokens, of a working set of 2592
 SMALL_G2 = (*SMALL_G1, "tiers.host.capacity=8MiB")  # 1024 tokens
-DISK_BYTES_PER_S = 4e6  # a prompt of 4 MB takes a second, computing it less
+DISK_BYTES_PER_S = 2e6  # a prompt of 4 MB takes two seconds, computing it less
 
 TALK = """
 name: talk
@@ -124,7 +124,7 @@ def test_the_frequency_filter_keeps_blocks_from_disk(measured, tmp_path):
 
 
 def test_loading_from_a_slow_disk_takes_longer_than_computing(measured, slow_disk):
-    summary = measured(TALK, *slow_disk, "onboard.policy=always")
+    summary = measured(TALK.replace("interval_s: 1.5", "interval_s: 3"), *slow_disk, "onboard.policy=always")
     assert summary["verdict"] == "slower"
     assert causes(summary)["disk-slower"]["key"] == "onboard.policy"
 

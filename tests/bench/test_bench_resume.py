@@ -25,8 +25,10 @@ from bench_rig import (
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import NeededRoom, RunningEngine
+from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.records.bench_directory import BenchDirectory
+from kvbm_cli.bench.resolve_arms import comparison_of
 
 pytestmark = pytest.mark.usefixtures("without_sampler")
 PAIRS = in_turn(pairs=2, interval_s=0.02)
@@ -162,7 +164,7 @@ def test_damage_elsewhere_is_refused_with_its_line(tmp_path):
         (PAIRS.model_copy(update={"seed": 1}), (), "cells, seed differs"),
         (PAIRS.model_copy(update={"users": 4}), (), "cells differs"),
         (in_turn(pairs=3, interval_s=0.02), (), "cells differs"),
-        (PAIRS, ("demo-disk",), "arms, measured, references, cells differs"),
+        (PAIRS, ("demo-disk",), "arms, measured, references, cells, profiles differs"),
     ],
 )
 def test_a_changed_option_is_refused_before_anything_starts(tmp_path, workload, compare, differs):
@@ -174,6 +176,39 @@ def test_a_changed_option_is_refused_before_anything_starts(tmp_path, workload, 
     assert "--resume" in (caught.value.hint or "")
     assert engines.started == []
     assert (tmp_path / "run" / "requests.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(("key", "value"), [("pairs", 7), ("versions", {"kvbm-cli": "0.0.1"}), ("digest", "x")])
+def test_a_plan_that_was_edited_or_is_of_another_version_is_refused(tmp_path, key, value):
+    assert measure(tmp_path, Interrupting(2), PAIRS) == 130
+    path = tmp_path / "run" / "plan.json"
+    plan = json.loads(path.read_text())
+    (plan["cells"][0] if key == "pairs" else plan)[key] = value
+    path.write_text(json.dumps(plan))
+    with pytest.raises(UsageError, match=r"was made by another command: (cells|versions|its digest) differs"):
+        measure(tmp_path, MockEngines(), PAIRS, resume=True)
+
+
+def test_a_key_that_set_changes_is_refused(tmp_path):
+    directory = BenchDirectory.create(tmp_path / "run")
+    cells = (Cell(WORKLOAD.name, WORKLOAD),)
+    setups = [
+        command._setup(comparison_of("demo", changes, ()), cells) for changes in ((), ("tiers.host.capacity=64MiB",))
+    ]
+    directory.write_json("plan.json", setups[0].to_json())
+    with pytest.raises(UsageError, match="profiles differs"), closing(directory):
+        run_experiment(setups[1], MockEngines(), directory, SilentProgress())
+
+
+def test_a_directory_that_another_command_uses_is_refused(tmp_path):
+    assert measure(tmp_path, Interrupting(2), PAIRS) == 130
+    engines = MockEngines()
+    with closing(BenchDirectory.open(tmp_path / "run")) as other:
+        other.lock()
+        with pytest.raises(UsageError, match="is used by another `kvbm bench` that is still running"):
+            measure(tmp_path, engines, PAIRS, resume=True)
+    assert engines.started == []
+    assert measure(tmp_path, engines, PAIRS, resume=True) in (0, 10)
 
 
 def test_only_a_directory_of_a_run_is_resumed(tmp_path):

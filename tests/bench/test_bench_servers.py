@@ -138,6 +138,16 @@ def test_two_servers_run_at_the_same_time_and_the_first_is_measured(tmp_path):
     assert prompts[0] == prompts[1]
 
 
+def test_a_server_that_keeps_its_cache_at_a_reset_is_noticed(tmp_path):
+    """Each pair sends the same prompts, so the second one finds all of them."""
+    summary, _ = measured(tmp_path, PLAIN, replace(PLAIN, keeps_cache=True), pairs=2)
+    assert summary["verdict"] == "invalid"
+    assert (
+        "the cache was not empty at the start of small.1.s2: turn 1 of session 0 found 432 of" in summary["reasons"][0]
+    )
+    assert not any("s1" in reason for reason in summary["reasons"])
+
+
 def test_servers_that_cannot_be_emptied_get_other_prompts_in_every_pair(tmp_path):
     fixed = replace(PLAIN, resets_to_refuse=-1)
     summary, servers = measured(tmp_path, fixed, fixed, pairs=2)
@@ -204,6 +214,7 @@ def test_a_poor_server_is_measured_too(tmp_path, options):
     assert summary["verdict"] in ("same", "faster", "slower")
     body = servers[0].bodies[-1]
     assert isinstance(body["prompt"], str) is not options.has_tokenize
+    assert len(body["prompt"]) >= WORKLOAD.prompt_tokens(2) - 6  # the whole conversation
     assert ("ignore_eos" in body) is options.has_ignore_eos
     assert ("stream_options" in body) is options.has_usage
 

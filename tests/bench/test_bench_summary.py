@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from contextlib import closing
@@ -279,7 +280,8 @@ def test_equal_results_give_an_equal_summary(tmp_path):
     [
         (PLAN, "{", "plan.json is not JSON"),
         (PLAN, "[]", "plan.json must be a JSON object"),
-        (PLAN, "{}", "is damaged: KeyError: 'cells'"),
+        (PLAN, "{}", "plan.json: `format` is missing, this version reads 2"),
+        (PLAN, '{"format": 2}', "is damaged: KeyError: 'cells'"),
         (REQUESTS, '{"run": 1}\n', "line 1: "),
         (REQUESTS, "x\ny\n", "requests.jsonl, line 1: not JSON"),
         (RUNS, "1\n", "runs.jsonl, line 1: must be a JSON object"),
@@ -308,3 +310,18 @@ def test_the_page_shows_any_result(tmp_path):
     shown = console.file.getvalue()
     assert "invalid: the result cannot be used: 1 of 12 requests of arm baseline failed" in " ".join(shown.split())
     assert "\x1b" not in shown
+
+
+def test_the_table_of_many_arms_cuts_no_name_and_no_number(tmp_path):
+    summary = Made().summarised(tmp_path)
+    arms = summary["cells"][0]["arms"]
+    names = [f"a-long-name-{number}" for number in range(6)]
+    arms |= {name: copy.deepcopy(arms["kvbm"]) for name in names}
+    for name in names:
+        arms[name]["prompt_tokens"]["computed"] = 12_345_678
+    console = Console(file=io.StringIO(), width=80, markup=False)
+    show(summary, console, directory=tmp_path)
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    assert shown.count("12345678") == len(names)
+    assert all(name in shown for name in names)

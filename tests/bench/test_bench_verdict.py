@@ -117,6 +117,12 @@ def test_an_engine_that_does_not_repeat_its_answers_is_still_wrong_where_probabi
     assert "log-probabilities of equal tokens differ by up to 0.9" in judgement.sentence
 
 
+def test_a_cache_that_was_not_empty_at_the_start_is_invalid():
+    judgement = judge(replace(GOOD, warm_starts=("the cache was not empty at the start of small.1.baseline",)))
+    assert judgement.verdict is Verdict.INVALID
+    assert judgement.reasons == ("the cache was not empty at the start of small.1.baseline",)
+
+
 def test_wrong_outputs_outrank_an_invalid_run():
     judgement = judge(replace(GOOD, outputs={"kvbm": outputs(2)}, errors={"kvbm": 3}, has_loads=False))
     assert judgement.verdict is Verdict.WRONG
@@ -193,7 +199,7 @@ def test_outputs_that_were_not_tested_or_tested_weakly_are_pointed_out():
 
 def test_one_run_does_not_cover_differences_between_runs():
     judgement = judge(replace(GOOD, ratio=replace(GOOD.ratio, run_count=1, run_deviation=None)))
-    assert any("`--pairs` repeats" in caveat for caveat in judgement.caveats)
+    assert any("`--pairs 3` repeats" in caveat for caveat in judgement.caveats)
     assert "1 run)" in judgement.sentence
 
 

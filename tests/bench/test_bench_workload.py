@@ -325,3 +325,16 @@ def test_a_workload_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         workload.users = 4
     assert isinstance(workload, Workload)
+
+
+@pytest.mark.parametrize(
+    "name", ["../up", "/abs", "..", ".", "a/b", "a\nb", "-rf", " a", "</script>", "\x1b[31m", "€", "ü" * 41]
+)
+def test_a_name_that_is_no_safe_directory_is_refused(name):
+    with pytest.raises(ValueError, match="letters, digits, spaces"):
+        Conversations(**SMALLEST["conversations"], name=name)
+
+
+@pytest.mark.parametrize("name", ["a", "long-x1.2", "a b_c+1.5", "größe", "日本"])
+def test_a_name_may_have_letters_of_any_language(name):
+    assert Conversations(**SMALLEST["conversations"], name=name).name == name

@@ -145,3 +145,19 @@ def test_a_long_answer_is_parsed_in_parts():
     answer.finish()
     assert len(record.token_ids) == 1000
     assert record.token_gaps_ms == [1.0] * 999
+
+
+@pytest.mark.parametrize(
+    ("choice", "usage", "message"),
+    [
+        ({}, {"prompt_tokens": "64"}, "`prompt_tokens` of `usage` must be a whole number, not '64'"),
+        ({}, {"prompt_tokens": 64, "completion_tokens": -1}, "`completion_tokens` of `usage` must be a whole number"),
+        ({}, {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 65}}, "65 cached tokens of 64 prompt"),
+        ({"token_ids": [None]}, {}, "`token_ids` has a value that is not a whole number"),
+        ({"logprobs": {"token_logprobs": [float("nan")]}}, {}, "a log-probability is not a finite number"),
+        ({"logprobs": {"token_logprobs": [None]}}, {}, "a log-probability is not a finite number"),
+    ],
+)
+def test_what_is_no_number_makes_an_answer_unreadable(choice, usage, message):
+    with pytest.raises(ValueError, match=message):
+        read_answer(completion("a", **choice), {"choices": [], "usage": usage})

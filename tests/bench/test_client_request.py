@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 from client_rig import IDS, TEXT, TOKENS, drive_plan, open_loop, planned, target_of
 from openai_mock import Answer, OpenAIMock, answer_tokens
 
+from kvbm_cli.bench.client.error_text import error_text
 from kvbm_cli.bench.client.request import open_session, send
 from kvbm_cli.bench.records.request_record import RequestRecord
 
@@ -225,3 +227,13 @@ def test_an_answer_that_is_not_json_is_an_error():
     assert raw_record(b"data: <html>\n\n", timeout_s=0.2).error == "no complete answer within 0.2 s"
     assert raw_record(b"data: <html>\n\ndata: [DONE]\n\n", timeout_s=0.2).error.startswith("unreadable answer: JSON")
     assert raw_record(b"data: [1]\n\ndata: [DONE]\n\n", timeout_s=0.2).error.startswith("unreadable answer: ")
+
+
+@pytest.mark.parametrize("answer", [{"error": "bad key: Bearer {key}"}, {"detail": "x" * 290 + "{key}"}])
+def test_an_error_that_repeats_the_key_is_kept_without_it(answer, monkeypatch):
+    key = "sk-secret-of-a-user"
+    monkeypatch.setenv("KVBM_BENCH_API_KEY", key)
+    text = json.dumps(answer).replace("{key}", key)
+    for found in (error_text(f"HTTP 401: {text}"), error_text(text)):
+        assert len(found) <= 300
+        assert "sk-" not in found

@@ -178,10 +178,11 @@ def test_run_can_be_cancelled_while_answers_are_open():
         asyncio.run(cancelled(server.url))
 
 
-def test_address_may_end_with_v1_and_key_is_sent():
+@pytest.mark.parametrize("key", [{"api_key": "secret"}, {"headers": {"Authorization": "Bearer secret"}}])
+def test_address_may_end_with_v1_and_key_is_sent(key):
     parameters = replace(SMALL, duration_s=0.1)
     with RecordingServer() as server:
-        target = Target("cell.1.kvbm", "kvbm", "cell", 1, server.url + "/v1", api_key="secret")
+        target = Target("cell.1.kvbm", "kvbm", "cell", 1, server.url + "/v1", **key)
         asyncio.run(run_faithful(parameters, target, model="m", on_record=lambda record: None))
     assert {request.path for request in server.requests} == {"/v1/completions"}
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer secret"}

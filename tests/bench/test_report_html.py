@@ -318,6 +318,12 @@ def test_failed_requests_are_counted_and_not_drawn(small: Path) -> None:
     built(small)
 
 
+def test_a_run_without_any_answer_has_a_report(small: Path) -> None:
+    rows = [row | {"status": "error", "ttft_ms": None} for row in requests_of(small)]
+    (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "No request was answered." in built(small).shown
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

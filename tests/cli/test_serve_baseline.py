@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvbm_cli.bench.output_directory import OutputDirectory
 from terminal import assert_snapshot, kvbm, kvbm_here
 from test_manage import status
 from test_process import eventually
@@ -16,9 +15,8 @@ from test_serve import serving
 from test_serve_vllm import PROFILE as VLLM_PROFILE
 from test_serve_vllm import QWEN3
 
-from kvbm.config.load import load
 from kvbm_cli.bench import arms
-from kvbm_cli.workload.load import load_workload
+from kvbm_cli.bench.resolve_arms import comparison_of
 
 CACHE_FLAGS = {"mine": "--connector", "vllm": "--kv-transfer-config"}
 NOWHERE = "disk: {capacity: 1GiB, directory: /dev/null/nowhere}"
@@ -70,12 +68,9 @@ def test_bench_starts_its_baseline_with_the_same_command(
     monkeypatch.chdir(both)
     monkeypatch.setattr(arms.EngineProcess, "start", start)
     monkeypatch.setattr(arms, "choose_port", lambda host, port: 8123)
-    resolved = load(f"./{profile}.yaml", directories=[])
-    directory = OutputDirectory.create(both / "out")
-    engines = arms.ProfileEngines(resolved.profile, load_workload("conversations"), directory)
-    with pytest.raises(_Started), engines("baseline"):
+    engines = arms.ArmEngines(comparison_of(f"./{profile}.yaml", (), ()))
+    with pytest.raises(_Started), engines("baseline", both, arms.NeededRoom(1000, 1)):
         pass
-    directory.close()
     assert list(started[0].argv) == dry_run(both, profile, "--baseline")["argv"]
 
 

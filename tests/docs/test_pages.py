@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.core import TyperOption
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 
@@ -68,12 +69,17 @@ def test_links_lead_somewhere(name: str) -> None:
     ("name", "words"), [(name, words) for name, page in BY_NAME.items() for words in commands(page.read_text())]
 )
 def test_command_exists_with_its_options(name: str, words: list[str]) -> None:
-    path = "kvbm"
-    known = {"--help"}
+    path, known, is_value = "kvbm", {"--help"}, False
+    takes_value: set[str] = set()
     for word in words:
-        known |= {option for parameter in COMMANDS[path].params for option in parameter.opts}
-        if word.startswith("-") and word != "-":
+        options = [parameter for parameter in COMMANDS[path].params if isinstance(parameter, TyperOption)]
+        known |= {name for option in options for name in option.opts}
+        takes_value |= {name for option in options if not option.is_flag for name in option.opts}
+        if is_value:
+            is_value = False
+        elif word.startswith("-") and word != "-":
             assert word.partition("=")[0] in known, (path, word)
+            is_value = word in takes_value
         elif hasattr(COMMANDS[path], "commands") and not word.isupper():
             path = f"{path} {word}"
             assert path in COMMANDS

@@ -28,7 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bench_analysis
+import bench_files
 import bench_lmbenchmark
+import bench_reasons
+import bench_spine
 import bench_trace
 import cli
 import core
@@ -45,7 +48,8 @@ from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CACHE = (core, leader, onboards, disk, disk_tier, identity, device, worker, trtllm)
-TABLES = (*CACHE, sizing, cli, bench_analysis, bench_lmbenchmark, bench_trace)
+BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
+TABLES = (*CACHE, sizing, cli, *BENCH)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them
 

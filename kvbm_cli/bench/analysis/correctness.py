@@ -259,7 +259,7 @@ def _not_tested(evidence: OutputEvidence, logprob_limit: float) -> str | None:
         return "no answer could be compared"
     if not evidence.transfers.are_proven:
         return "no block came from G2 or G3, so the block manager was not tested"
-    unknown = "no two runs without kvbm were compared, which would show how often this engine repeats its own answers"
+    unknown = "it is unknown how often this engine repeats its own answers; `--pairs 2` compares two runs without kvbm"
     if evidence.control is None and (measured.different_count or measured.logprob is None):
         return f"{evidence.counts}; {unknown}"
     if evidence.control_logprob is None and (measured.logprob or 0.0) > logprob_limit:

@@ -7,16 +7,17 @@ other stamp. Events of one read share its stamp.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
+from kvbm_cli.bench.client.error_text import error_text
 from kvbm_cli.bench.records.request_record import RequestRecord
 
 Read = tuple[int, bytes]  # stamp in nanoseconds, data
 
 DONE = b"[DONE]"
 LARGEST_UNPARSED_BYTES = 16 * 1024  # parsing them takes about 0.1 ms, for which all other streams wait
-ERROR_TEXT_CHARACTERS = 300
 
 
 class EventSplitter:
@@ -102,7 +103,7 @@ class StreamedAnswer:
             if usage := event.get("usage"):
                 self._usage = usage
             if error := event.get("error"):
-                self._record.error = self._record.error or f"error in the stream: {error}"[:ERROR_TEXT_CHARACTERS]
+                self._record.error = self._record.error or error_text(f"error in the stream: {error}")
 
     def _take_choice(self, choice: dict[str, Any], now_ms: float) -> None:
         record = self._record
@@ -145,6 +146,7 @@ class StreamedAnswer:
     def _count(self) -> None:
         """Without token ids, only the usage has the number of tokens. Without usage, counts stay unknown."""
         record, usage = self._record, self._usage
+        self._require_numbers()
         if record.token_ids:
             record.output_tokens = len(record.token_ids)
         else:
@@ -152,14 +154,35 @@ class StreamedAnswer:
         if usage is None:
             return
         if not record.token_ids:
-            record.output_tokens = usage.get("completion_tokens")
-        record.prompt_tokens = usage["prompt_tokens"]
+            record.output_tokens = _count_of(usage, "completion_tokens")
+        prompt = _count_of(usage, "prompt_tokens")
         details = usage.get("prompt_tokens_details") or {}
-        record.cached_tokens = details.get("cached_tokens")
+        cached = _count_of(details, "cached_tokens")
+        if cached is not None and cached > (prompt or 0):
+            raise ValueError(f"`usage` has {cached} cached tokens of {prompt} prompt tokens")
+        record.prompt_tokens, record.cached_tokens = prompt, cached
         if (tiers := details.get("cached_tokens_by_tier")) is not None:
-            record.g1_tokens = tiers.get("device", 0)
-            record.g2_tokens = tiers.get("host", 0)
-            record.g3_tokens = tiers.get("disk", 0)
+            record.g1_tokens = _count_of(tiers, "device") or 0
+            record.g2_tokens = _count_of(tiers, "host") or 0
+            record.g3_tokens = _count_of(tiers, "disk") or 0
+
+    def _require_numbers(self) -> None:
+        """ValueError for what would be compared, or written to a file, as if it were a number."""
+        record = self._record
+        if not all(isinstance(one, int) for one in record.token_ids):
+            record.token_ids = []
+            raise ValueError("`token_ids` has a value that is not a whole number")
+        if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in record.logprobs):
+            record.logprobs = []
+            raise ValueError("a log-probability is not a finite number")
+
+
+def _count_of(counts: dict[str, Any], name: str) -> int | None:
+    """ValueError for anything but a whole number from 0 on."""
+    found = counts.get(name)
+    if found is None or (type(found) is int and found >= 0):
+        return found
+    raise ValueError(f"`{name}` of `usage` must be a whole number, not {found!r}")
 
 
 def _parsed(payloads: list[bytes]) -> Iterable[dict[str, Any]]:

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvbm_cli.bench.client.events import ERROR_TEXT_CHARACTERS, StreamedAnswer
+from kvbm_cli.bench.client.error_text import error_text
+from kvbm_cli.bench.client.events import StreamedAnswer
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import PlannedRequest
 
@@ -110,7 +111,7 @@ class Exchange:
         except TimeoutError:
             failure = f"no complete answer within {self._timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as caught:
-            failure = f"{type(caught).__name__}: {caught}"[:ERROR_TEXT_CHARACTERS]
+            failure = error_text(f"{type(caught).__name__}: {caught}")
         except UNREADABLE as caught:
             failure = _unreadable(caught)
         ended_ms = self.now_ms()
@@ -128,7 +129,7 @@ class Exchange:
             record.http_status = response.status
             if response.status != 200:
                 text = (await response.text(errors="replace")).strip()
-                record.error = f"HTTP {response.status}: {text}"[:ERROR_TEXT_CHARACTERS]
+                record.error = error_text(f"HTTP {response.status}: {text}")
                 return
             readany, take, clock = response.content.readany, answer.take, time.perf_counter_ns
             while data_read := await readany():
@@ -151,7 +152,7 @@ def _error_of(
 
 
 def _unreadable(caught: Exception) -> str:
-    return f"unreadable answer: {type(caught).__name__}: {caught}"[:ERROR_TEXT_CHARACTERS]
+    return error_text(f"unreadable answer: {type(caught).__name__}: {caught}")
 
 
 def _defect(request: PlannedRequest, record: RequestRecord) -> str | None:

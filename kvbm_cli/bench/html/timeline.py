@@ -16,6 +16,8 @@ TIMELINE_POINTS = 600
 
 def timeline(view: CellView) -> Figure | None:
     """TTFT over the time of one pair, with the sources of prompt tokens and the evictions of one arm below."""
+    if not view.answered:
+        return None
     pair = min(point.pair for point in view.answered)
     own = view.by_arm(point for point in view.answered if point.pair == pair)
     points = {arm: _launches(found) for arm, found in own.items()}

@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbm_cli.bench.client.events import ERROR_TEXT_CHARACTERS, StreamedAnswer
+from kvbm_cli.bench.client.error_text import error_text
+from kvbm_cli.bench.client.events import StreamedAnswer
 from kvbm_cli.bench.client.request import UNREADABLE, Target, open_session
 from kvbm_cli.bench.lmbenchmark.result_csv import MeasuredAnswer
 from kvbm_cli.bench.records.request_record import RequestRecord
@@ -87,7 +88,7 @@ class ProgramServer:
         try:
             await self._exchange(record, answer, path, body, user)
         except (aiohttp.ClientError, OSError) as error:
-            failure = f"{type(error).__name__}: {error}"[:ERROR_TEXT_CHARACTERS]
+            failure = error_text(f"{type(error).__name__}: {error}")
         ended_ms = request.clock.now_ms()
         record.error = record.error or _error_of(record, answer, failure)
         if record.end_ms is None:
@@ -98,8 +99,8 @@ class ProgramServer:
     ) -> None:
         import aiohttp
 
-        key = {} if self.target.api_key else {"Authorization": "Bearer EMPTY"}  # as LMBenchmark
-        headers = {"Accept": "application/json", **self.target.all_headers(), **key}
+        key = {"Authorization": "Bearer EMPTY"}  # as LMBenchmark, unless there is one
+        headers = {"Accept": "application/json", **key, **self.target.all_headers()}
         if user is not None:
             headers["x-user-id"] = str(user)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=READ_TIMEOUT_S)
@@ -107,7 +108,7 @@ class ProgramServer:
             record.http_status = response.status
             if response.status != 200:
                 text = (await response.text(errors="replace")).strip()
-                record.error = f"HTTP {response.status}: {text}"[:ERROR_TEXT_CHARACTERS]
+                record.error = error_text(f"HTTP {response.status}: {text}")
                 return
             while data := await response.content.readany():
                 answer.take(time.perf_counter_ns(), data)
@@ -118,7 +119,7 @@ def _error_of(record: RequestRecord, answer: StreamedAnswer, failure: str | None
     try:
         answer.finish()
     except UNREADABLE as error:
-        return failure or f"unreadable answer: {type(error).__name__}: {error}"[:ERROR_TEXT_CHARACTERS]
+        return failure or error_text(f"unreadable answer: {type(error).__name__}: {error}")
     if record.error is not None:
         return record.error  # streamed by the engine
     if not answer.is_done:

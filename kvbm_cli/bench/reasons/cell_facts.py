@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_cli.bench.reasons.reuse import Reuse, reuse_of
-from kvbm_cli.bench.verdicts.compared import Compared, queue_share_of
-from kvbm_cli.bench.verdicts.verdict import VerdictLimits
+from kvbm_cli.bench.analysis.paired import Noise, PairedRatio
+from kvbm_cli.bench.analysis.ttft_model import NoModel, TtftModel
+from kvbm_cli.bench.reasons.reuse import Reuse
+from kvbm_cli.bench.records.results import CellResult
 
 LOADED = ("g2", "g3")
 
@@ -59,55 +60,45 @@ class ArmFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class CellFacts:
-    """`profile` is the measured arm's, as in summary.json; empty if it has none."""
+class CauseLimits:
+    """Limits of the verdict: the smallest gain that counts, the client's lateness and CPU, and the engine's load."""
 
-    compared: Compared
-    limits: VerdictLimits
+    gain: float
+    late_ms: float
+    client_cpu_share: float
+    utilisation: float
+    queue_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class CellFacts:
+    """`verdict` is the comparison's, as in summary.json. `profile` is the measured arm's; empty if it has none."""
+
+    cell: CellResult
+    verdict: str
+    ratio: PairedRatio | None
+    noise: Noise | None
+    ttft_model: TtftModel | NoModel
+    limits: CauseLimits
     measured: ArmFacts
     reference: ArmFacts
     floor: ArmFacts | None
     reuse: Reuse | None
     profile: Mapping[str, Any]
 
-    @classmethod
-    def of(
-        cls,
-        compared: Compared,
-        arms: Mapping[str, Mapping[str, Any]],
-        *,
-        floor: str | None,
-        profile: Mapping[str, Any] | None,
-        limits: VerdictLimits,
-    ) -> CellFacts:
-        """`arms` are the arms of the cell in summary.json."""
-        cell = compared.cell
-        facts = {name: ArmFacts(name, arm, queue_share_of(cell.of_arm(name))) for name, arm in arms.items()}
-        reference = facts[compared.reference]
-        block_size = reference.size("block_size")
-        return cls(
-            compared=compared,
-            limits=limits,
-            measured=facts[compared.measured],
-            reference=reference,
-            floor=facts.get(floor) if floor else None,
-            reuse=reuse_of(cell.plan, block_size) if cell.plan and block_size else None,
-            profile=profile or {},
-        )
-
     @property
     def workload(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.compared.cell.definition["workload"]
+        found: Mapping[str, Any] = self.cell.definition["workload"]
         return found
 
     @property
     def is_closed_loop(self) -> bool:
-        plan = self.compared.cell.plan
+        plan = self.cell.plan
         return plan is not None and plan.launches.interval_s is None
 
     @property
     def working_set_tokens(self) -> int | None:
-        plan = self.compared.cell.plan
+        plan = self.cell.plan
         return plan.working_set_tokens if plan else None
 
     @property
@@ -116,7 +107,7 @@ class CellFacts:
 
     @property
     def g1_tokens(self) -> int | None:
-        return self.compared.cell.definition["g1_tokens"] or self.reference.size("g1_tokens")
+        return self.cell.definition["g1_tokens"] or self.reference.size("g1_tokens")
 
     @property
     def g2_tokens(self) -> int | None:

@@ -27,7 +27,7 @@ MIB = UNITS["MiB"]
 
 def lost_blocks(facts: CellFacts) -> list[Why]:
     """All causes that apply, the one with the most blocks first."""
-    if (facts.missed_share or 0.0) < facts.limits.margin or facts.saved_share is None or facts.saved_share >= FEW:
+    if (facts.missed_share or 0.0) < facts.limits.gain or facts.saved_share is None or facts.saved_share >= FEW:
         return []
     found = [_g2_too_small(facts), _filtered(facts), _skipped(facts), _disk_off(facts)]
     return [why for _, why in sorted((one for one in found if one), key=lambda one: -one[0])]
@@ -119,7 +119,7 @@ def _filtered_by_priority(facts: CellFacts) -> tuple[int, Why] | None:
         return None
     text = (
         f"`offload.min_priority: {least}` kept blocks from host memory: kvbm copied {copied:,} of the {computed:,} "
-        f"computed blocks. {_saved(facts)}; a lower priority or 0 copies more"
+        f"computed blocks. {_saved(facts)}; a lower value copies more blocks, 0 copies all"
     )
     return left_out, Why("filtered", text, "offload.min_priority")
 
@@ -151,7 +151,7 @@ def _disk_off(facts: CellFacts) -> tuple[int, Why] | None:
         return None
     failed = facts.measured.counter("kvbm_disk_failed_blocks") or 0
     text = (
-        f"the disk tier was off (`kvbm_disk_off` is 1) after {failed:,} blocks could not be written or read. "
+        f"kvbm turned the disk tier off (`kvbm_disk_off` is 1): {failed:,} blocks could not be written or read. "
         f"{_saved(facts)}; `kvbm doctor` tests `tiers.disk.directory`"
     )
     return failed, Why("disk-off", text, "tiers.disk.directory")

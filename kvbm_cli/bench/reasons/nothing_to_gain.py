@@ -14,7 +14,7 @@ PRESSURE = 2
 
 def no_reuse(facts: CellFacts) -> Why | None:
     """Prompts repeat so little that computing less cannot shorten TTFT by the margin of the verdict."""
-    reuse, least = facts.reuse, facts.limits.margin
+    reuse, least = facts.reuse, facts.limits.gain
     if reuse is None or reuse.repeated_share >= least:
         return None
     text = (
@@ -26,7 +26,7 @@ def no_reuse(facts: CellFacts) -> Why | None:
 
 
 def _tax(facts: CellFacts) -> str:
-    ratio = facts.compared.ratio
+    ratio = facts.ratio
     if ratio is None:
         return ""
     low, high = ratio.low, ratio.high
@@ -38,7 +38,7 @@ def _tax(facts: CellFacts) -> str:
 
 def short_prefixes(facts: CellFacts) -> Why | None:
     """Prompts repeat tokens, but few whole blocks, and only whole blocks are cached."""
-    reuse, least = facts.reuse, facts.limits.margin
+    reuse, least = facts.reuse, facts.limits.gain
     if reuse is None or reuse.repeated_share < least or reuse.block_share >= least:
         return None
     text = (
@@ -51,7 +51,7 @@ def short_prefixes(facts: CellFacts) -> Why | None:
 def fits_g1(facts: CellFacts) -> Why | None:
     """The reference found nearly everything that repeats in its own G1."""
     reachable, found = facts.reachable_share, facts.reference.share_from("g1")
-    if reachable is None or found is None or reachable < facts.limits.margin or found < G1_FINDS * reachable:
+    if reachable is None or found is None or reachable < facts.limits.gain or found < G1_FINDS * reachable:
         return None
     name, needed, g1_tokens = facts.reference.name, facts.working_set_tokens, facts.g1_tokens
     sizes = ""
@@ -79,7 +79,7 @@ def small_prefill(facts: CellFacts) -> Why | None:
     """Even the floor, whose G1 holds everything, is not faster by the margin of the verdict."""
     floor = facts.floor.median_ms if facts.floor else None
     reference = facts.reference.median_ms
-    if floor is None or not reference or 1 - floor / reference >= facts.limits.margin:
+    if floor is None or not reference or 1 - floor / reference >= facts.limits.gain:
         return None
     text = (
         f"there is little to gain: with a G1 that holds everything (the floor), the median TTFT is "

@@ -6,20 +6,20 @@ import math
 
 from kvbm_cli.bench.reasons.cell_facts import ArmFacts, CellFacts
 from kvbm_cli.bench.reasons.why import Why, share
-from kvbm_cli.bench.verdicts.verdict import Verdict
 
 # An engine that computes half of the time has short queues: it is the default of `schedule.target_utilisation`.
 COMFORTABLE = 0.5
+SAME = "same"
 
 
 def client_limited(facts: CellFacts) -> Why | None:
     """The client was late, busy, or too slow to take its own times, by the limits of the verdict."""
-    limits, cell = facts.limits, facts.compared.cell
+    limits, cell = facts.limits, facts.cell
     clients = [run.client for arm in (facts.reference, facts.measured) for run in cell.of_arm(arm.name)]
     late_ms = max(client["lateness_p99_ms"] or 0.0 for client in clients)
     lag_ms = max(client["loop_lag_p99_ms"] or 0.0 for client in clients)
     cpu = max(client["cpu_share"] for client in clients)
-    most_ms = limits.most_late_ms(facts.compared.medians_ms[1])
+    most_ms = limits.late_ms
     if late_ms <= most_ms and lag_ms <= most_ms and cpu <= limits.client_cpu_share:
         return None
     text = (
@@ -35,10 +35,10 @@ def overloaded(facts: CellFacts) -> Why | None:
     limits, arms = facts.limits, (facts.reference, facts.measured)
     queues = [arm.queue_share or 0.0 for arm in arms]
     if facts.is_closed_loop:
-        is_overloaded = min(queues) > limits.collapse_queue_share
+        is_overloaded = min(queues) > limits.queue_share
     else:
         busy = facts.reference.summary["utilisation"] or 0.0
-        is_overloaded = busy > limits.collapse_utilisation or queues[0] > limits.collapse_queue_share
+        is_overloaded = busy > limits.utilisation or queues[0] > limits.queue_share
     if not is_overloaded:
         return None
     action, key = _less_load(facts)
@@ -69,13 +69,13 @@ def _less_load(facts: CellFacts) -> tuple[str, str]:
 def noisy(facts: CellFacts) -> Why | None:
     """The interval is wider than the margin, so a gain of the margin could not have been shown; or the mean is beyond
     the margin, and the verdict does not trust it."""
-    ratio, margin = facts.compared.ratio, facts.limits.margin
-    if facts.compared.judgement.verdict is not Verdict.SAME or ratio is None or ratio.session_count < 2:
+    ratio, margin = facts.ratio, facts.limits.gain
+    if facts.verdict != SAME or ratio is None or ratio.session_count < 2:
         return None
     is_wide = ratio.low <= 0 or math.log(ratio.high / ratio.low) / 2 > math.log(1 + margin)
     if not is_wide and abs(math.log(ratio.ratio)) <= math.log(1 + margin):
         return None
-    noise = facts.compared.noise
+    noise = facts.noise
     own = "" if noise is None else f", and two runs of {facts.reference.name} itself differ by {noise.ratio - 1:.0%}"
     text = (
         f"the run cannot show a gain of {margin:.0%}: the 95% interval is {ratio.low:.2f} to {ratio.high:.2f} after "

@@ -31,7 +31,7 @@ def _left_on_disk(facts: CellFacts) -> Why | None:
         return None
     # A request that waits looks up its blocks again, so a block may be declined several times.
     left = min((declined + late) * facts.block_size, round(computed * total))
-    if left < facts.limits.margin * total or left < MOST * (left + loaded * facts.block_size):
+    if left < facts.limits.gain * total or left < MOST * (left + loaded * facts.block_size):
         return None
     text = (
         f"the disk is slower than computing: kvbm loaded {loaded:,} blocks from it and left others there. It predicted "
@@ -69,7 +69,7 @@ def host_slower(facts: CellFacts) -> Why | None:
 
 def _pairs(facts: CellFacts, is_wanted: Callable[[RequestRecord], bool]) -> list[Pair]:
     """Times of the primary requests that the measured arm answered with tokens of the tier."""
-    cell = facts.compared.cell
+    cell = facts.cell
     references = {
         (run.pair, one.key): one.ttft_ms
         for run in cell.of_arm(facts.reference.name)
@@ -87,20 +87,20 @@ def _is_no_gain(facts: CellFacts, pairs: Sequence[Pair]) -> bool:
     """Whether the typical request gained less than the margin, and there are enough requests for a median."""
     if len(pairs) < LEAST_COUNTS[50]:
         return False
-    return median(reference / measured for reference, measured in pairs) < 1 + facts.limits.margin
+    return median(reference / measured for reference, measured in pairs) < 1 + facts.limits.gain
 
 
 def _medians(facts: CellFacts, pairs: Sequence[Pair]) -> str:
     reference, measured = (milliseconds(median(times)) for times in zip(*pairs, strict=True))
     return (
-        f"the {len(pairs)} requests that did it took {measured} with {facts.measured.name} and {reference} with "
+        f"the {len(pairs)} requests with such loads took {measured} with {facts.measured.name} and {reference} with "
         f"{facts.reference.name} (medians)"
     )
 
 
 def _per_token(facts: CellFacts, tier: str) -> str:
     """The costs by the TTFT model, if it exists and explains the same."""
-    model = facts.compared.ttft_model
+    model = facts.ttft_model
     if not isinstance(model, TtftModel):
         return ""
     cost = model.g2_ms_per_token if tier == "g2" else model.g3_ms_per_token

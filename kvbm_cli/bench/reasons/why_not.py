@@ -13,28 +13,27 @@ from kvbm_cli.bench.reasons.nothing_to_gain import fits_g1, no_reuse, short_pref
 from kvbm_cli.bench.reasons.run_quality import client_limited, noisy, overloaded
 from kvbm_cli.bench.reasons.slow_loads import disk_slower, host_slower
 from kvbm_cli.bench.reasons.why import Why, share
-from kvbm_cli.bench.verdicts.verdict import Verdict
+
+SAME, SLOWER, INVALID = "same", "slower", "invalid"
 
 
 def why_not(facts: CellFacts) -> list[Why]:
     """Empty if kvbm paid, or if its answers were wrong."""
-    verdict = facts.compared.judgement.verdict
-    if verdict not in (Verdict.SAME, Verdict.SLOWER, Verdict.INVALID):
+    if facts.verdict not in (SAME, SLOWER, INVALID):
         return []
     if any(arm.summary["errors"] for arm in (facts.reference, facts.measured)):
         return []  # the verdict names the failed requests
-    found = [*_known(client_limited(facts), overloaded(facts)), *_no_block_loaded(facts)]
-    if verdict is Verdict.INVALID:
-        return found
-    found += _known(disk_slower(facts), host_slower(facts))
+    found = _known(client_limited(facts), overloaded(facts))
+    if facts.verdict == INVALID:
+        return [*found, *_nothing_to_find(facts), *lost_blocks(facts)]
+    found += [*_nothing_to_find(facts), *_known(disk_slower(facts)), *lost_blocks(facts), *_known(host_slower(facts))]
     if not _has(found, "fits-g1", "no-reuse", "short-prefixes"):
         found += _known(small_prefill(facts))
     return found or _known(noisy(facts)) or [_unknown(facts)]
 
 
-def _no_block_loaded(facts: CellFacts) -> list[Why]:
-    nothing = _known(kvbm_off(facts), no_reuse(facts), short_prefixes(facts), fits_g1(facts))
-    return [*nothing, *lost_blocks(facts)]
+def _nothing_to_find(facts: CellFacts) -> list[Why]:
+    return _known(kvbm_off(facts), no_reuse(facts), short_prefixes(facts), fits_g1(facts))
 
 
 def _known(*causes: Why | None) -> list[Why]:
@@ -55,6 +54,6 @@ def _unknown(facts: CellFacts) -> Why:
 def _sources(arm: ArmFacts) -> str:
     shares = {place: arm.share_from(tier) for place, tier in (("G1", "g1"), ("G2", "g2"), ("G3", "g3"))}
     if any(value is None for value in shares.values()):
-        return f"{arm.name} does not say where its prompt tokens came from"
+        return f"{arm.name} does not report where its prompt tokens came from"
     found = ", ".join(f"{share(value or 0.0)} in {place}" for place, value in shares.items())
-    return f"{arm.name} found of its prompt tokens {found}"
+    return f"{arm.name} found {found} of its prompt tokens"

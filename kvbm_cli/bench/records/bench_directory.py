@@ -6,6 +6,7 @@
     runs.jsonl                 one line per run that has ended
     runs/<run>/                engine.log, server-metrics.jsonl
     summary.json, report.html  the result; `"complete": false` marks an interrupted experiment
+    .lock                      locked by the command that measures
 
 The name of a cell is its workload, with the pressure if there is one; the name of a run is <cell>.<pair>.<arm>.
 """
@@ -26,6 +27,7 @@ DEFAULT_PARENT = Path("kvbm-runs")
 FORMAT = 2  # of plan.json and summary.json
 RUN_FIELDS = {"run": str, "arm": str, "cell": str, "pair": int, "client": dict, "server": dict}
 REQUESTS, RUNS, PLAN, SUMMARY = "requests.jsonl", "runs.jsonl", "plan.json", "summary.json"
+LOCK = ".lock"
 
 
 class BenchDirectory:
@@ -58,6 +60,16 @@ class BenchDirectory:
         if not is_run:
             raise UsageError(f"{path} is not the directory of a run: it has no {PLAN}")
         return cls(path)
+
+    def lock(self) -> None:
+        """Keep other commands from measuring into this directory until `close()`. UsageError if one does."""
+        import fcntl
+
+        file = self._files[LOCK] = (self.path / LOCK).open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{self.path} is used by another `kvbm bench` that is still running") from None
 
     def run(self, name: str) -> Path:
         return _made(self.path / "runs" / name)

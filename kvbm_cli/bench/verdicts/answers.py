@@ -2,7 +2,8 @@
 
 The source is the recording, if there is one. Otherwise it is the first arm without kvbm: the baseline, or the floor, or
 the first reference. Runs of the baseline and of the floor are the controls: they show how often the engine repeats its
-own answers.
+own answers. Without either, runs of the first reference are. A reference whose profile changes the engine is neither
+source nor control: other answers of another engine are no error.
 """
 
 from __future__ import annotations
@@ -72,12 +73,13 @@ def answers_of(results: Results, cell: CellResult) -> dict[str, ArmAnswers]:
 def judged_arms(results: Results) -> list[str]:
     """The measured arm, and references with kvbm whose engine is the measured arm's."""
     measured: str = results.plan["measured"]
-    others = [
-        name
-        for name in results.plan["references"]
-        if results.arms[name]["kind"] == "profile" and not _has_other_engine(results, name)
-    ]
+    others = [name for name in _references_with_the_engine(results) if results.arms[name]["kind"] == "profile"]
     return [measured, *others]
+
+
+def _references_with_the_engine(results: Results) -> list[str]:
+    """References that the measured arm's profile does not tell apart by the engine; servers are among them."""
+    return [name for name in results.plan["references"] if not _has_other_engine(results, name)]
 
 
 def _has_other_engine(results: Results, name: str) -> bool:
@@ -131,17 +133,13 @@ def _source(results: Results, cell: CellResult) -> _AnswerSource:
 
 
 def _first_without_kvbm(results: Results, cell: CellResult) -> str | None:
-    candidates = [*_control_arms(results), *results.plan["references"]]
+    candidates = [*_control_arms(results), *_references_with_the_engine(results)]
     return next((name for name in candidates if cell.of_arm(name)), None)
 
 
 def _control_arms(results: Results) -> list[str]:
     """The same engine without kvbm. Another profile's engine may have a cache of its own."""
-    baselines = [
-        name
-        for name in results.plan["references"]
-        if results.arms[name]["kind"] == "baseline" and not _has_other_engine(results, name)
-    ]
+    baselines = [name for name in _references_with_the_engine(results) if results.arms[name]["kind"] == "baseline"]
     floor = results.plan["floor"]
     return [*baselines, *([floor] if floor else [])]
 
@@ -158,8 +156,8 @@ def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]
             )
             for arm in dict.fromkeys(run.arm for run in runs)
         }
-    if not runs and len(results.plan["references"]) > 0:
-        runs = list(cell.of_arm(results.plan["references"][0]))
+    if not runs and (others := _references_with_the_engine(results)):
+        runs = list(cell.of_arm(others[0]))
     compared: dict[str, list[OutputDifference]] = defaultdict(list)
     for position, one in enumerate(runs):
         for other in runs[position + 1 :]:

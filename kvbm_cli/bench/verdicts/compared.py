@@ -25,6 +25,7 @@ from kvbm_cli.bench.verdicts.verdict import ClientLoad, Evidence, Judgement, Ver
 from kvbm_cli.bench.workload.script import Phase
 
 PRIMARY_OF_EVERY_CELL = Phase.STEADY.value
+WARM_SHARE = 0.6  # half, and the inexact lengths of prompts that are text
 Samples = dict[int, dict[int, list[float]]]
 
 
@@ -124,6 +125,7 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
         ratio=ratio,
         has_loads=has_loads,
         clients=[_client(run) for run in (*one, *other)],
+        warm_starts=[found for run in (*one, *other) if cell.plan is not None and (found := _warm_start(run))],
         utilisation=_utilisation(one),
         queue_share=queue_share_of(one) if cell.plan is not None else None,  # else its warm-up counts, too
         is_closed_loop=cell.plan is not None and cell.plan.launches.interval_s is None,
@@ -143,6 +145,18 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
         answers=answers,
         has_loads=has_loads,
     )
+
+
+def _warm_start(run: RunResult) -> str | None:
+    """What shows that the cache was not empty at the start: more than half of a cold prompt is new in its run."""
+    for record in run.records:
+        cached, prompt = record.cached_tokens or 0, record.prompt_tokens or 0
+        if record.phase == Phase.COLD and cached > WARM_SHARE * prompt:
+            return (
+                f"the cache was not empty at the start of {run.run}: turn {record.turn} of session {record.session} "
+                f"found {cached} of its {prompt} prompt tokens there, and at most half were sent before"
+            )
+    return None
 
 
 def _has_loads(runs: Sequence[RunResult], *, is_known: bool) -> bool | None:

@@ -79,7 +79,8 @@ class Evidence:
     """Everything that the verdict of one comparison depends on. Times are of the primary requests.
 
     `errors` has the failed requests of both arms and of the floor. `outputs` are the judgements of the arms that must
-    answer as the reference does. `has_loads` says whether the measured arm brought back any block, `None` if unknown.
+    answer as the reference does. `warm_starts` describes runs whose cache was not empty at the start. `has_loads` says
+    whether the measured arm brought back any block, `None` if unknown.
     """
 
     measured: str
@@ -92,6 +93,7 @@ class Evidence:
     ratio: PairedRatio | None = None
     has_loads: bool | None = None
     clients: Sequence[ClientLoad] = ()
+    warm_starts: Sequence[str] = ()
     utilisation: float | None = None
     queue_share: float | None = None
     is_closed_loop: bool = False
@@ -148,6 +150,7 @@ def _invalid(evidence: Evidence, limits: VerdictLimits) -> list[str]:
         for arm, count in evidence.errors.items()
         if count
     ]
+    reasons += evidence.warm_starts
     if evidence.ratio is None:
         reasons.append("no request was answered in both arms")
     most_ms = limits.most_late_ms(evidence.reference_ttft_ms)
@@ -196,7 +199,9 @@ def _caveats(evidence: Evidence, limits: VerdictLimits) -> list[str]:
         if output.verdict is OutputVerdict.EQUAL and output.evidence.measured.logprob is None
     ]
     if evidence.ratio is not None and evidence.ratio.run_count == 1:
-        caveats.append("every arm ran once, so the interval does not cover differences between runs; `--pairs` repeats")
+        caveats.append(
+            "every arm ran once, so the interval does not cover differences between runs; `--pairs 3` repeats the runs"
+        )
     if _is_overloaded(evidence, limits) and not evidence.is_closed_loop:
         return caveats  # the verdict reports the overload
     if limits.busy_utilisation < (evidence.utilisation or 0.0) and not evidence.is_closed_loop:

@@ -87,7 +87,9 @@ class PlannedRequest:
     @property
     def prompt(self) -> Sequence[int] | str:
         if any(isinstance(part, str) for part in self.parts):
-            return "".join(part for part in self.parts if isinstance(part, str))
+            texts = [part for part in self.parts if isinstance(part, str)]
+            assert len(texts) == len(self.parts), "a prompt is text or token ids"
+            return "".join(texts)
         return [token for part in self.parts for token in part if isinstance(token, int)]
 
     def encode(self) -> bytes:

@@ -1,0 +1,24 @@
+"""Texts of errors as they are written to files. The API key of servers by URL is never written."""
+
+from __future__ import annotations
+
+import os
+
+from kvbm.errors import UsageError
+
+API_KEY_VARIABLE = "KVBM_BENCH_API_KEY"
+LONGEST_ERROR = 300
+
+
+def api_key() -> str | None:
+    """The key of all servers by URL. UsageError if no HTTP header can have it."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    if key and not all("!" <= character <= "~" for character in key):
+        raise UsageError(f"`{API_KEY_VARIABLE}` must be ASCII without spaces and line ends")
+    return key or None
+
+
+def error_text(text: str) -> str:
+    """The beginning of the text, without the key: servers may repeat the headers of a request in an error."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    return (text.replace(key, "***") if key else text)[:LONGEST_ERROR]
