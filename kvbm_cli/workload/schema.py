@@ -113,6 +113,9 @@ class Workload(Section):
     def _has_readable_limits(self) -> Self:
         if self.slo is not None and not LIMITS.fullmatch(self.slo):
             raise WrongKey("slo", "must be limits of `ttft`, `tpot` or `e2e` in ms, such as `ttft:500,tpot:50`")
+        limits = [one.split(":") for one in (self.slo or "").split(",") if one]
+        if len({name for name, _ in limits}) < len(limits) or not all(float(limit) > 0 for _, limit in limits):
+            raise WrongKey("slo", "must have each limit once, and above 0 ms")
         return self
 
     @property

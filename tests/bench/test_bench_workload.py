@@ -338,3 +338,9 @@ def test_a_name_that_is_no_safe_directory_is_refused(name):
 @pytest.mark.parametrize("name", ["a", "long-x1.2", "a b_c+1.5", "größe", "日本"])
 def test_a_name_may_have_letters_of_any_language(name):
     assert Conversations(**SMALLEST["conversations"], name=name).name == name
+
+
+@pytest.mark.parametrize("slo", ["ttft:0", "ttft:5,ttft:6", "ttft:5,tpot:0.0"])
+def test_limits_that_cannot_be_met_or_appear_twice_are_refused_before_the_measurement(slo):
+    with pytest.raises(ValueError, match="each limit once, and above 0 ms"):
+        Conversations(**SMALLEST["conversations"], name="a", slo=slo)

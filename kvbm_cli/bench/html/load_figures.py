@@ -153,7 +153,7 @@ def _microseconds(per_token_ms: Any) -> str | None:
 
 
 def costs(view: CellView) -> Markup | None:
-    """What the engine's processes used in all runs of every arm; `None` if no server was sampled."""
+    """What the engine's processes used in all runs of every arm; `None` if no server reports any of it."""
     rows = []
     for arm in view.arms:
         runs = [run for run in view.run_data.runs if run["arm"] == arm and run["cell"] == view.cell["name"]]
@@ -163,7 +163,8 @@ def costs(view: CellView) -> Markup | None:
             rows.append((arm, *_cost(servers, sum(point.run in names for point in view.answered))))
     header = ("Arm", "Host memory, peak", "SSD written per 1,000 requests", "CPU seconds per 1,000 requests")
     caption = "Cost of the engine's processes"
-    return table(caption, (*header, "GPU energy, J per 1,000 requests"), rows) if rows else None
+    is_known = any(value is not None for _, *values in rows for value in values)
+    return table(caption, (*header, "GPU energy, J per 1,000 requests"), rows) if is_known else None
 
 
 def _cost(servers: Sequence[dict[str, Any]], answered: int) -> tuple[str | None, ...]:
