@@ -278,7 +278,7 @@ def bench(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Measure an engine with and without kvbm, or compare profiles and running servers."""
+    """Measure engines with and without kvbm."""
     if context.invoked_subcommand is not None:
         return 0
     from kvbm_cli.bench import command as body

@@ -42,6 +42,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from kvbm_cli.app import run as kvbm
+from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 LMCACHE = Path(".nox/lmcache")  # as lmcache.yaml has it
@@ -72,7 +73,8 @@ def lmcache_server() -> Iterator[None]:
     ]
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("wb") as log:
-        server = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=log, stderr=log, process_group=0)
+        command, variables = die_with_parent.command_line(argv), {**os.environ, **environment}
+        server = subprocess.Popen(command, env=variables, stdout=log, stderr=log, process_group=0)
     try:
         await_healthy(server)
         yield
@@ -109,7 +111,7 @@ def require_cold(directory: Path) -> None:
     """RuntimeError if an arm found tokens of its cold requests that the baseline did not find."""
     for (cell, pair), arms in cached_when_cold(directory).items():
         print(f"{cell}, pair {pair}: tokens of cold requests found in a cache: {dict(arms)}", file=sys.stderr)
-        warm = [name for name, tokens in arms.items() if tokens > arms["baseline"]]
+        warm = [name for name, tokens in arms.items() if tokens > arms.get("baseline", tokens)]
         if warm:
             raise RuntimeError(f"{cell}, pair {pair}: not cold: {', '.join(warm)}")
 

@@ -65,6 +65,9 @@ class Setup:
     is_tight: Callable[[Sequence[RequestRecord]], bool]
 
     def interleaved(self, cell: Cell) -> bool:
+        """Whether all arms run at the same time. Running servers do, except with LMBenchmark's own schedule."""
+        if cell.is_faithful:
+            return False
         return self.comparison.is_of_urls or cell.schedule.arms == "interleaved"
 
     def pairs(self, cell: Cell) -> int:
@@ -178,7 +181,7 @@ class _Experiment:
         folder = self._directory.path / "cells" / cell.name
         if not (folder / "plan.json").exists():
             return False
-        if self._directory.read_json(folder / "plan.json")["can_reset"]:
+        if self._directory.read_json(f"cells/{cell.name}/plan.json")["can_reset"]:
             return True
         return all((folder / f"plan-{pair}.json").exists() for pair in range(2, self._setup.pairs(cell) + 1))
 

@@ -47,7 +47,7 @@ class Capabilities:
 
 
 def capabilities_of(engines: Sequence[RunningEngine], *, are_launched: bool, seed: int) -> Capabilities:
-    """OpenArm that kvbm launches have everything; other servers are asked. EngineError if the models differ."""
+    """Engines that kvbm launches support everything; other servers are probed. EngineError if the models differ."""
     models = {engine.model for engine in engines}
     if len(models) > 1:
         raise EngineError(
@@ -66,7 +66,10 @@ def capabilities_of(engines: Sequence[RunningEngine], *, are_launched: bool, see
             return Capabilities(found, TokenWriter(controls[0].tokenize, seed=seed), can_reset)
     found = _common_dialect(engines, replace(dialect, has_token_ids=False), PROBE_TEXT)
     if found is None:
-        raise EngineError("a server refused a plain request to /v1/completions", hint="`curl` it to see its error")
+        raise EngineError(
+            "a server refused a plain request to /v1/completions",
+            hint="send a request with `curl` to each server to see the error",
+        )
     return Capabilities(found, TextWriter(_characters_per_token(engines[0], found)), can_reset)
 
 

@@ -67,7 +67,7 @@ def _require_different_servers(arms: Sequence[Arm]) -> None:
         if arm.url is not None:
             other = names.setdefault(base_url_of(arm.url).lower(), arm.name)
             if other != arm.name:
-                raise UsageError(f"`{other}` and `{arm.name}` are the same server, {arm.url}")
+                raise UsageError(f"`{other}` and `{arm.name}` are the same server, {arm.url}", hint="start two servers")
 
 
 def _is_server(text: str) -> bool:

@@ -23,6 +23,7 @@ from bench_rig import (
     in_turn,
     measure,
     summary_of,
+    timed,
     without_sampler,  # noqa: F401
 )
 
@@ -36,6 +37,7 @@ MOCK = Path(__file__).with_name("mock_engine.py")
 fast = pytest.mark.usefixtures("without_sampler")
 
 
+@timed
 @fast
 @pytest.mark.parametrize(
     ("changes", "verdict", "exit_code"),
@@ -84,6 +86,7 @@ def test_a_late_client_or_an_overloaded_reference_is_invalid(tmp_path, capsys, l
     assert printed["hint"].startswith("repeat the run on an idle machine")
 
 
+@timed
 @fast
 def test_a_gain_that_no_loaded_block_explains_is_invalid(tmp_path, capsys):
     engines = MockEngines.steady().changed("kvbm", g2_blocks=0, g1_blocks=10_000)
@@ -91,6 +94,7 @@ def test_a_gain_that_no_loaded_block_explains_is_invalid(tmp_path, capsys):
     assert "loaded no block" in json.loads(capsys.readouterr().out)["explanation"]
 
 
+@timed
 @fast
 def test_the_page_fits_80_columns_and_says_verdict_load_and_where_the_files_are(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
@@ -119,6 +123,7 @@ def test_an_invalid_run_reports_no_gain(tmp_path, capsys):
     assert "possible gain" not in page
 
 
+@timed
 @fast
 def test_two_profiles_are_compared_under_their_names(tmp_path, capsys):
     engines = MockEngines.steady().renamed(**{"demo": "kvbm", "demo-disk": "kvbm"})

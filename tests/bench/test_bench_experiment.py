@@ -17,6 +17,7 @@ from bench_rig import (
     lines_of,
     run,
     setup_of,
+    timed,
     without_sampler,  # noqa: F401
 )
 
@@ -36,6 +37,7 @@ def cell_plan(tmp_path, name="plan"):
     return Plan.from_json(json.loads((tmp_path / "run" / "cells" / "small" / f"{name}.json").read_text()))
 
 
+@timed
 def test_a_cache_in_g2_makes_later_turns_faster(tmp_path):
     engines = MockEngines.steady()
     summary, progress = run(tmp_path, engines, STEADY_WORKLOAD)
@@ -105,6 +107,7 @@ def test_each_engine_gets_room_for_the_whole_plan(tmp_path):
     assert engines.rooms[0].tokens >= plan.total_tokens
 
 
+@timed
 @fast
 def test_without_an_interval_the_cold_prompts_of_the_recording_fix_it(tmp_path):
     workload = WORKLOAD.model_copy(update={"schedule": Schedule(arms="interleaved", target_utilisation=0.8, pairs=1)})
@@ -114,6 +117,7 @@ def test_without_an_interval_the_cold_prompts_of_the_recording_fix_it(tmp_path):
     assert cell_plan(tmp_path).launches.interval_s == pytest.approx(max(cold_s) / 448 * mean / 0.8, rel=0.15)
 
 
+@timed
 @fast
 def test_without_a_recording_five_cold_requests_fix_the_interval(tmp_path):
     workload = Unique(name="small", kind="unique", requests=8, prompt_tokens=200, answer_tokens=2)
@@ -179,6 +183,7 @@ def test_an_engine_that_differs_without_kvbm_too_is_not_called_wrong(tmp_path, f
     assert summary["verdict"] != "wrong", summary["explanation"]
 
 
+@timed
 @fast
 def test_a_cache_slower_than_computing_is_slower(tmp_path):
     summary, _ = run(tmp_path, MockEngines.steady().changed("kvbm", g2_token_ms=SLOW_G2_TOKEN_MS), STEADY_WORKLOAD)
@@ -253,6 +258,7 @@ def test_all_pairs_run_while_the_interval_is_wide(tmp_path):
     assert asked == [5 * REQUESTS, 7 * REQUESTS]
 
 
+@timed
 @fast
 def test_the_rule_of_the_command_looks_at_the_compared_arms(tmp_path):
     """Equal engines are tight after two pairs; the page shows it."""

@@ -122,6 +122,10 @@ def test_a_run_that_starts_warm_is_found(compare, tmp_path):
         compare.require_cold(run_with(tmp_path, *cold, (2, "baseline", "cold", 128), (2, "lmcache", "cold", 512)))
 
 
+def test_an_interrupted_pair_without_a_baseline_is_not_judged(compare, tmp_path):
+    compare.require_cold(run_with(tmp_path, (1, "lmcache", "cold", 512)))
+
+
 def result_in(directory: Path, **changes):
     summary = {"complete": True, "explanation": "", "machine": {"time_unix_s": 0.0}, **changes}
     directory.mkdir(exist_ok=True)

@@ -68,7 +68,9 @@ def test_blocks_come_back_from_g2_and_every_output_is_the_same(tmp_path, capsys)
         assert len(by_metrics) >= 3
     assert arms["baseline"]["prompt_tokens"]["g2"] == 0
     assert arms["kvbm"]["prompt_tokens"]["g2"] > 500
-    assert arms["kvbm"]["prompt_tokens"]["computed"] == arms["floor"]["prompt_tokens"]["computed"]
+    # A request that starts before the one in front of it has ended finds one block less of the system prompt.
+    computed = [arms[name]["prompt_tokens"]["computed"] for name in ("kvbm", "floor")]
+    assert computed[0] == pytest.approx(computed[1], abs=WORKLOAD.system_tokens)
     assert arms["kvbm"]["prompt_tokens"]["computed"] < arms["baseline"]["prompt_tokens"]["computed"]
     assert arms["kvbm"]["server"][0]["kvbm_counters"]["kvbm_onboard_blocks_h2d"] > 30
 

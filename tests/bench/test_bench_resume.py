@@ -231,6 +231,14 @@ def test_an_engine_that_does_not_start_marks_the_directory_and_can_be_resumed(tm
     require_whole(tmp_path)
 
 
+def test_a_directory_with_a_relative_path_can_be_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EngineError, match="stopped"):
+        measure(Path(), Interrupting(3, EngineError), PAIRS)
+    assert measure(Path(), MockEngines(), PAIRS, resume=True) in (0, 10)
+    require_whole(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["requests.jsonl", "runs.jsonl"])
 def test_a_full_disk_is_an_error_that_names_the_directory_and_can_be_resumed(tmp_path, monkeypatch, caplog, name):
     append = BenchDirectory.append

@@ -15,6 +15,7 @@ from bench_rig import (
     WORKLOAD,
     SilentProgress,
     lines_of,
+    timed,
     without_sampler,  # noqa: F401
 )
 from mock_engine import MockEngine, Options
@@ -127,6 +128,7 @@ def test_one_server_alone_is_measured_without_a_verdict(tmp_path):
     assert summary["cells"][0]["arms"]["s1"]["errors"] == 0
 
 
+@timed
 def test_two_servers_run_at_the_same_time_and_the_first_is_measured(tmp_path):
     slower = replace(PLAIN, base_ms=60.0)
     summary, servers = measured(tmp_path, PLAIN, slower, pairs=2)

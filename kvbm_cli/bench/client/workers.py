@@ -131,7 +131,9 @@ class WorkerProcesses:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await together(self._hand_over(number, part, targets) for number, part in enumerate(parts))
         except TimeoutError:
-            raise EnvironmentProblem(f"load workers were not ready within {START_TIMEOUT_S:.0f} s") from None
+            raise EnvironmentProblem(
+                f"load workers were not ready within {START_TIMEOUT_S:.0f} s", hint="repeat on an idle machine"
+            ) from None
 
     async def _hand_over(self, number: int, part: Part, targets: Sequence[Target]) -> None:
         stdin = self._children[number].stdin

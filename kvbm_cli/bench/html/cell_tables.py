@@ -56,7 +56,7 @@ def _comparison(found: dict[str, Any], shown: str | None) -> Markup:
         else None,
         facts(_evidence(found)),
         join(
-            element("p", "Causes of a small gain, most likely first:"),
+            element("p", "Why there is no gain, most likely first:"),
             bullets(prose(sentence_case(cause)) for cause in why),
         )
         if why

@@ -95,7 +95,7 @@ def _sharing(analysis: TraceAnalysis) -> list[str]:
         return ["no request has a known length, so there are no hit rates"]
     lines = [
         f"{analysis.unique_blocks:,} different blocks of {analysis.form.block_tokens} tokens; "
-        f"{analysis.repeated_block_uses / analysis.block_uses:.1%} of {analysis.block_uses:,} uses repeat one"
+        f"{analysis.repeated_block_uses / analysis.block_uses:.1%} of {analysis.block_uses:,} block uses are repeats"
     ]
     if analysis.shared:
         lines.append("most common prefixes:")

@@ -1,4 +1,4 @@
-"""Verdict: computes one of five verdicts from the evidence. Pure; has every threshold and every explanation.
+"""Verdict: computes one of six verdicts from the evidence. Pure; has every threshold and every explanation.
 
 wrong     kvbm changed an answer or its log-probabilities; no other finding counts       exit 12
 invalid   the run cannot be used: failed requests, a late client, an overloaded engine   exit 11
