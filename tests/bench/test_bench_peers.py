@@ -136,7 +136,7 @@ def test_an_interrupted_pair_without_a_baseline_is_not_judged(compare, tmp_path)
 
 
 def result_in(directory: Path, **changes):
-    summary = {"complete": True, "explanation": "", "machine": {"time_unix_s": 0.0}, **changes}
+    summary = {"complete": True, "explanation": "", "machine": {"time_unix_s": 0.0}, "versions": {}, **changes}
     directory.mkdir(exist_ok=True)
     (directory / "summary.json").write_text(json.dumps(summary))
     (directory / "report.html").write_text("<html></html>")
