@@ -50,7 +50,7 @@ def versions_in(packages: Path | None) -> dict[str, str]:
     if packages is None:
         return {}
     found = importlib.metadata.distributions(name="lmcache", path=[str(packages)])
-    return {"lmcache": one.version for one in found}
+    return {one.metadata["Name"]: one.version for one in found}
 
 
 def keep(
