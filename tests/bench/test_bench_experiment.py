@@ -258,6 +258,7 @@ def test_all_pairs_run_while_the_interval_is_wide(tmp_path):
     assert asked == [5 * REQUESTS, 7 * REQUESTS]
 
 
+@pytest.mark.slow
 @timed
 @fast
 def test_the_rule_of_the_command_looks_at_the_compared_arms(tmp_path):
