@@ -318,6 +318,12 @@ def test_failed_requests_need_no_further_reason():
     assert causes(summary) == {}
 
 
+def test_failed_requests_of_an_overloaded_engine_get_the_rate():
+    late = {"end_ms": 1200.0, "queue_wait_ms": 400.0}
+    kvbm = replace(IDLE, **late, error="timeout")
+    assert list(causes(summary_of_arms(baseline=replace(BASELINE, **late), kvbm=kvbm))) == ["overloaded"]
+
+
 def test_a_faster_arm_that_loaded_nothing_says_why_it_loaded_nothing():
     """The verdict says that the gain has another cause; the reasons say why no block came back."""
     found = (0.98, 0.0, 0.0)

@@ -21,9 +21,9 @@ def why_not(facts: CellFacts) -> list[Why]:
     """Empty if kvbm paid, or if its answers were wrong."""
     if facts.verdict not in (SAME, SLOWER, INVALID):
         return []
-    if any(arm.summary["errors"] for arm in (facts.reference, facts.measured)):
-        return []  # the verdict names the failed requests
     found = _known(client_limited(facts), overloaded(facts))
+    if any(arm.summary["errors"] for arm in (facts.reference, facts.measured)):
+        return found  # the verdict names the failed requests; tokens of the others say little
     if facts.verdict == INVALID:
         return [*found, *_nothing_to_find(facts), *lost_blocks(facts)]
     found += [*_nothing_to_find(facts), *_known(disk_slower(facts)), *lost_blocks(facts), *_known(host_slower(facts))]
