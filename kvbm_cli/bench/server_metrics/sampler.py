@@ -103,7 +103,8 @@ class Sampler:
             stdin.close()
         try:
             if code := self._child.wait(STOP_TIMEOUT_S):
-                self.failure = f"the sampler ended with exit code {code}: {_last_line(stderr)}"
+                reason = _last_line(stderr)
+                self.failure = f"the sampler ended with exit code {code}" + (f": {reason}" if reason else "")
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
