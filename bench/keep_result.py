@@ -1,6 +1,7 @@
 """Copies the result of `kvbm bench` to bench/results/: summary.json with date, machine and command, and report.html.
 
-    python bench/keep_result.py kvbm-runs/peers bench-peers --command "python bench/peers/compare.py"
+    python bench/keep_result.py kvbm-runs/peers bench-peers --packages .nox/lmcache \\
+        --command "python bench/peers/compare.py --output kvbm-runs/peers"
 
 This writes bench/results/<machine>-bench-peers.json and .html. Run it on the machine that measured. It refuses a result
 that is not complete, a report above 3 MB, and files that name directories, the host or the user of this machine.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import getpass
+import importlib.metadata
 import json
 import re
 import socket
@@ -43,7 +45,17 @@ def require_no_names(text: str, file: str, patterns: Iterable[str]) -> None:
             raise SystemExit(f"{file} has a name of this machine: {around!r}")
 
 
-def keep(directory: Path, name: str, command: str, results: Path = RESULTS) -> list[Path]:
+def versions_in(packages: Path | None) -> dict[str, str]:
+    """Version of LMCache in a directory, which an arm of bench/peers/compare.py uses."""
+    if packages is None:
+        return {}
+    found = importlib.metadata.distributions(name="lmcache", path=[str(packages)])
+    return {one.metadata["Name"]: one.version for one in found}
+
+
+def keep(
+    directory: Path, name: str, command: str, *, packages: Path | None = None, results: Path = RESULTS
+) -> list[Path]:
     """Write both files; returns their paths. SystemExit for a result that must not be published."""
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     if not summary["complete"]:
@@ -59,6 +71,7 @@ def keep(directory: Path, name: str, command: str, results: Path = RESULTS) -> l
         "commit": commit(),
         "command": command,
     }
+    summary["versions"] |= versions_in(packages)
     content = json.dumps({**head, **summary}, indent=1) + "\n"
     names = (rf"\b{re.escape(name)}\b" for name in (socket.gethostname(), getpass.getuser()))
     require_no_names(content, "summary.json", [DIRECTORY, *private_names(directory), *names])
@@ -76,8 +89,9 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="run directory of `kvbm bench`")
     parser.add_argument("name", help="last part of the names of the files, such as `bench-peers`")
     parser.add_argument("--command", required=True, help="the command that measured")
+    parser.add_argument("--packages", type=Path, help="directory of LMCache, whose version is added")
     options = parser.parse_args()
-    for path in keep(options.directory, options.name, options.command):
+    for path in keep(options.directory, options.name, options.command, packages=options.packages):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size} bytes")
     return 0
 

@@ -311,10 +311,8 @@ def bench_trace(
     bytes_per_token: Annotated[
         str | None, _option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
     ] = None,
-    block_tokens: Annotated[
-        int, _option("--block-tokens", "N", "Tokens of a block that a hash id names [default: 512].")
-    ] = 512,
-    time_scale: Annotated[float, _option("--time-scale", "X", "Factor on all times of the trace [default: 1].")] = 1.0,
+    block_tokens: Annotated[int, _option("--block-tokens", "N", "Tokens of a block that a hash id names.")] = 512,
+    time_scale: Annotated[float, _option("--time-scale", "X", "Factor on all times of the trace.")] = 1.0,
     column: Annotated[
         list[str] | None,
         _option("--column", "FIELD=NAME", "Read a field from another name in the file; may be repeated."),
@@ -324,7 +322,7 @@ def bench_trace(
         _option(
             "--turns",
             "added|whole",
-            "Whether a line of a session holds what its turn adds, or the whole prompt [default: added].",
+            "Whether a line of a session holds what its turn adds, or the whole prompt.",
         ),
     ] = "added",
     json: JsonOption = False,
@@ -349,7 +347,7 @@ DirectoryArgument = Annotated[Path, _argument("DIR", "Directory of a benchmark."
 
 @bench_app.command("report", cls=Command)
 def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
-    """Compute the summary, the report and the exports of a benchmark again."""
+    """Compute the summary, report and exports again."""
     from kvbm_cli.bench import command as body
 
     return body.report(directory, as_json=json)
@@ -363,7 +361,7 @@ def bench_diff(
     ],
     json: JsonOption = False,
 ) -> int:
-    """Compare the same arms of two benchmarks that sent the same requests."""
+    """Compare two benchmarks that sent the same requests, arm by arm."""
     from kvbm_cli.bench.diff import diff
 
     return diff(first, second, as_json=json)

@@ -28,6 +28,7 @@ part of the memory of its arm.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -38,7 +39,6 @@ import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from kvbm_cli.app import run as kvbm
@@ -118,14 +118,25 @@ def require_cold(directory: Path) -> None:
 
 def main(given: Sequence[str]) -> int:
     os.chdir(ROOT)
+    directory = directory_of(given)
     has_lmcache = LMCACHE.is_dir()
-    is_dry = "--dry-run" in given
-    with lmcache_server() if has_lmcache and not is_dry else contextlib.nullcontext():
+    with lmcache_server() if has_lmcache and directory else contextlib.nullcontext():
         code = kvbm(["bench", *options_of(given, has_lmcache=has_lmcache)])
-    directory = next((Path(path) for name, path in pairwise(given) if name in ("--output", "--resume")), None)
     if directory is not None and (directory / "requests.jsonl").exists():
         require_cold(directory)
     return code
+
+
+def directory_of(given: Sequence[str]) -> Path | None:
+    """The run directory; None for a dry run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], add_help=False, allow_abbrev=False)
+    kinds = parser.add_mutually_exclusive_group(required=True)
+    kinds.add_argument("--dry-run", action="store_true")
+    kinds.add_argument("--output", type=Path)
+    kinds.add_argument("--resume", type=Path)
+    known, _ = parser.parse_known_args(given)
+    found: Path | None = known.output or known.resume
+    return found
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ def facts_of(
 ) -> CellFacts:
     """`arms` are the arms of the cell in summary.json, `profile` is the one there."""
     cell = compared.cell
-    facts = {name: ArmFacts(name, arm, queue_share_of(cell.of_arm(name))) for name, arm in arms.items()}
+    has_plan = cell.plan is not None  # without one, the server's counters include LMBenchmark's warm-up
+    facts = {
+        name: ArmFacts(name, arm, queue_share_of(cell.of_arm(name)) if has_plan else None) for name, arm in arms.items()
+    }
     reference = facts[compared.reference]
     block_size = reference.size("block_size")
     return CellFacts(

@@ -36,7 +36,7 @@ from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_o
 from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.server_metrics.sampler import Sampler
-from kvbm_cli.bench.server_metrics.server_summary import ServerSummary, summarise
+from kvbm_cli.bench.server_metrics.server_summary import ServerSummary
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.system.filesystem import write_atomically
 from kvbm_cli.workload.schema import Lmbenchmark
@@ -263,12 +263,12 @@ class _Experiment:
             target = _target(group, name, engine)
             path = self._directory.run(run) / SERVER_METRICS
             monitor = HealthMonitor()
-            with _sampler(path, engine, time.perf_counter_ns()):
+            with _sampler(path, engine, time.perf_counter_ns()) as sampler:
                 result = asyncio.run(self._faithful(workload, target, engine.model, monitor))
             health = ClientHealth.of([monitor.result()], result.records)
             facts = FaithfulFacts(result.started_unix_s, result.duration_s, health)
             self._write_csv(group.cell, name, run, result.csv)
-            line = _run_line(name, engine, group, facts, summarise(path))
+            line = _run_line(name, engine, group, facts, sampler.summary())
             self._directory.append(RUNS, {**line, "notes": list(result.notes)})
 
     def _write_csv(self, cell: Cell, name: str, run: str, text: str) -> None:
@@ -305,15 +305,16 @@ class _Experiment:
         start_ns = time.perf_counter_ns()
         files = {name: self._directory.run(run) / SERVER_METRICS for name, run in group.runs.items()}
         with ExitStack() as stack:
-            for name, engine in engines.items():
-                stack.enter_context(_sampler(files[name], engine, start_ns))
+            samplers = {
+                name: stack.enter_context(_sampler(files[name], engine, start_ns)) for name, engine in engines.items()
+            }
             offset_s = (plan.launches.interval_s or 0.0) / len(engines)
             targets = [
                 _target(group, name, engine, offset_s=number * offset_s)
                 for number, (name, engine) in enumerate(engines.items())
             ]
             result = asyncio.run(drive(plan, targets, on_record=self._keep_record))
-        return result, {name: summarise(path) for name, path in files.items()}
+        return result, {name: sampler.summary() for name, sampler in samplers.items()}
 
     def _keep_record(self, record: RequestRecord) -> None:
         self._directory.append(REQUESTS, record.to_json())
@@ -339,7 +340,7 @@ def _room(cells: Sequence[Cell]) -> NeededRoom:
     return NeededRoom(max(tokens, SMALLEST_ROOM_TOKENS), 64)
 
 
-def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContextManager[object]:
+def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContextManager[Sampler]:
     return Sampler.start(
         path,
         base_url=engine.base_url,

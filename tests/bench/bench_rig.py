@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.resolve_arms import comparison_of
 from kvbm_cli.bench.server_metrics.sample_line import SampleLine
+from kvbm_cli.bench.server_metrics.server_summary import summarise as summarise_samples
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.verdicts.verdict import VerdictLimits
 from kvbm_cli.workload.schema import Conversations, Schedule, Workload
@@ -160,9 +162,9 @@ def lines_of(tmp_path: Path, name: str = "requests.jsonl") -> list[dict[str, Any
 def without_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter runs: no process that samples server metrics, and less time before the first launch."""
 
-    def sampler(path: Path, engine: RunningEngine, start_ns: int) -> nullcontext[None]:
+    def sampler(path: Path, engine: RunningEngine, start_ns: int) -> nullcontext[SimpleNamespace]:
         path.write_text(json.dumps(SampleLine(t_ms=0.0, took_ms=0.0).to_json()) + "\n")
-        return nullcontext()
+        return nullcontext(SimpleNamespace(summary=lambda: summarise_samples(path)))
 
     monkeypatch.setattr("kvbm_cli.bench.experiment._sampler", sampler)
     monkeypatch.setattr("kvbm_cli.bench.client.launcher.LEAD_S", 0.03)

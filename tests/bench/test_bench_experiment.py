@@ -62,7 +62,7 @@ def test_a_cache_in_g2_makes_later_turns_faster(tmp_path):
     assert cell["comparisons"][0]["has_loads"] is True
     files = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
     samples = {f"runs/small.1.{arm}/server-metrics.jsonl" for arm in ARMS}
-    assert files == {"plan.json", "cells/small/plan.json", "requests.jsonl", "runs.jsonl", *samples}
+    assert files - {".lock"} == {"plan.json", "cells/small/plan.json", "requests.jsonl", "runs.jsonl", *samples}
 
 
 @fast

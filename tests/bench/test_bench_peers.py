@@ -99,6 +99,15 @@ def test_options_are_defaults_and_what_is_given(compare):
     assert "baseline:bench/peers/lmcache.yaml" in compare.options_of([], has_lmcache=True)
 
 
+def test_the_run_directory_is_required(compare, capsys):
+    assert compare.directory_of(["--pairs", "1", "--output=a/b"]) == Path("a/b")
+    assert compare.directory_of(["--resume", "a"]) == Path("a")
+    assert compare.directory_of(["--dry-run"]) is None
+    with pytest.raises(SystemExit):
+        compare.directory_of(["--pairs", "1"])
+    assert "one of the arguments --dry-run --output --resume is required" in capsys.readouterr().err
+
+
 def test_the_workload_has_six_sessions_at_the_lower_pressure():
     workload = load_workload(str(PEERS / "workload.yaml"))
     sizes = {pressure: workload.scaled(round(pressure * 34 * 128)) for pressure in (0.8, 2)}
@@ -127,7 +136,7 @@ def test_an_interrupted_pair_without_a_baseline_is_not_judged(compare, tmp_path)
 
 
 def result_in(directory: Path, **changes):
-    summary = {"complete": True, "explanation": "", "machine": {"time_unix_s": 0.0}, **changes}
+    summary = {"complete": True, "explanation": "", "machine": {"time_unix_s": 0.0}, "versions": {}, **changes}
     directory.mkdir(exist_ok=True)
     (directory / "summary.json").write_text(json.dumps(summary))
     (directory / "report.html").write_text("<html></html>")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from bench_rig import (
@@ -29,6 +30,8 @@ from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.records.bench_directory import BenchDirectory
 from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench.server_metrics.sample_line import SampleLine
+from kvbm_cli.bench.server_metrics.server_summary import summarise
 
 pytestmark = pytest.mark.usefixtures("without_sampler")
 PAIRS = in_turn(pairs=2, interval_s=0.02)
@@ -260,12 +263,8 @@ def test_a_full_disk_is_an_error_that_names_the_directory_and_can_be_resumed(tmp
 
 
 def without_metrics(path: Path, engine: RunningEngine, start_ns: int):
-    from contextlib import nullcontext
-
-    from kvbm_cli.bench.server_metrics.sample_line import SampleLine
-
     path.write_text(json.dumps(SampleLine(t_ms=0.0, took_ms=0.0).to_json()) + "\n")
-    return nullcontext()
+    return nullcontext(SimpleNamespace(summary=lambda: summarise(path)))
 
 
 def test_ctrl_c_on_a_full_disk_still_ends_with_130(tmp_path, monkeypatch):

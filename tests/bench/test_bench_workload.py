@@ -80,7 +80,8 @@ def test_the_smallest_workload_of_a_kind_is_valid_and_described_by_its_definitio
     assert type(workload) is KINDS[kind]
     definition = as_definition(workload)
     assert definition["kind"] == kind
-    assert KINDS[kind].model_validate(definition) == workload
+    given = {name: value for name, value in definition.items() if value is not None}
+    assert KINDS[kind].model_validate(given) == workload
 
 
 @pytest.mark.parametrize(

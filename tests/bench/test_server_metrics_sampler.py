@@ -244,6 +244,9 @@ def test_a_sampler_that_was_killed_is_reported(server, path):
     assert sampler.failure is not None
     assert "exit code -9" in sampler.failure
     assert "the server reported metrics only once" in summarise(path).caveats[0]
+    assert (
+        sampler.summary().caveats[-1].startswith("the server metrics cover only a part of the run: the sampler ended")
+    )
     sampler.stop()
 
 

@@ -94,7 +94,7 @@ class CellFacts:
     @property
     def is_closed_loop(self) -> bool:
         plan = self.cell.plan
-        return plan is not None and plan.launches.interval_s is None
+        return plan is not None and plan.is_closed_loop
 
     @property
     def working_set_tokens(self) -> int | None:

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm_cli.bench.server_metrics.scraper import EXTRA_S, READY, ScrapeTask
+from kvbm_cli.bench.server_metrics.server_summary import ServerSummary, summarise
 from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -108,6 +110,14 @@ class Sampler:
             self.failure = f"the sampler did not end within {STOP_TIMEOUT_S:g} s"
         stdout.close()
         stderr.close()
+
+    def summary(self) -> ServerSummary:
+        """Of the samples in the file, after `stop`. It has a caveat if the process ended early."""
+        found = summarise(self.path)
+        if self.failure is None:
+            return found
+        caveat = f"the server metrics cover only a part of the run: {self.failure}"
+        return replace(found, caveats=(*found.caveats, caveat))
 
     def _send(self, task: ScrapeTask) -> None:
         stdin, _, _ = self._pipes()

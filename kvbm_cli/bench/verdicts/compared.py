@@ -128,7 +128,7 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
         warm_starts=[found for run in (*one, *other) if cell.plan is not None and (found := _warm_start(run))],
         utilisation=_utilisation(one),
         queue_share=queue_share_of(one) if cell.plan is not None else None,  # else its warm-up counts, too
-        is_closed_loop=cell.plan is not None and cell.plan.launches.interval_s is None,
+        is_closed_loop=cell.plan is not None and cell.plan.is_closed_loop,
         what=_what(cell),
     )
     return Compared(

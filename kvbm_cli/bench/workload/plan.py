@@ -158,6 +158,11 @@ class Plan:
         return cls(requests, launches, request_timeout_s, script.working_set_tokens, script.total_tokens, warmup)
 
     @property
+    def is_closed_loop(self) -> bool:
+        """Whether answers decide when some requests are launched. The lines of a trace have times of their own."""
+        return any(request.intended_s is None for request in self.requests)
+
+    @property
     def duration_s(self) -> float | None:
         """Time from the first launch to one interval after the last; `None` in a closed loop."""
         times = [request.intended_s for request in self.requests]
