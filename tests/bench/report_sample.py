@@ -73,6 +73,8 @@ def _plan(summary: dict[str, Any], cells: list[dict[str, Any]], seed: int) -> di
         "floor": "floor" if "floor" in summary["arms"] else None,
         "cells": [{name: cell[name] for name in DEFINITION} for cell in cells],
         "seed": seed,
+        "versions": summary["versions"],
+        "profiles": {name: "5a1e" for name, arm in summary["arms"].items() if arm["profile"]},
         "digest": "5a1d",
     }
 

@@ -154,7 +154,7 @@ def test_only_arms_in_common_are_compared(tmp_path, capsys):
     one, other = made(tmp_path / "a"), made(tmp_path / "b", times={"floor": None})
     result = compared(capsys, one, other)
     assert {change["arm"] for change in result["changes"]} == {"baseline", "kvbm"}
-    assert result["notes"] == [f"only {one} has `floor`"]
+    assert result["notes"] == [f"only {one} has runs of the arms `floor`"]
 
 
 def test_without_a_measured_arm_in_common_all_others_decide(tmp_path, capsys):
