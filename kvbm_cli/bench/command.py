@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
+import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +79,8 @@ class BenchRequest:
 
 def bench(request: BenchRequest) -> int:
     """Resolve the arms and the workloads, then measure. Returns the exit code of the verdict."""
+    if request.schedule.rate is not None and request.schedule.concurrency is not None:
+        raise UsageError("`--rate` sends at fixed times and `--concurrency` waits for answers: give one of them")
     if request.output is not None and request.resume is not None:
         raise UsageError("`--output` names a new directory and `--resume` an existing one: give one of them")
     comparison = comparison_of(request.profile, request.overrides, request.compare)
@@ -127,8 +129,7 @@ def _temporary_directory() -> contextlib.AbstractContextManager[str]:
 def _setup(comparison: Comparison, cells: tuple[Cell, ...]) -> Setup:
     reference = comparison.references[0].name if comparison.references else comparison.measured.name
     tight = partial(is_cell_tight, comparison.measured.name, reference, PRIMARY_OF_EVERY_CELL)
-    seed = cells[0].workload.seed if cells else random.SystemRandom().randrange(2**31)
-    return Setup(comparison, cells, seed, tight)
+    return Setup(comparison, cells, cells[0].workload.seed, tight)
 
 
 def measure(
@@ -158,7 +159,8 @@ def measure(
         except KeyboardInterrupt:
             with contextlib.suppress(OSError):  # Ctrl-C ends the command on a full disk, too
                 directory.write_json(SUMMARY, interrupted_summary("interrupted", surroundings))
-            print_note(f"interrupted; `--resume {directory.path}` with the same options continues")
+            again = shlex.join([*words, "--resume", str(directory.path)])
+            print_note(f"interrupted; this command continues: {again}")
             return INTERRUPTED_EXIT_CODE
         except (KvbmError, OSError) as error:
             problem = error if isinstance(error, KvbmError) else cannot_write(directory.path, error)

@@ -57,7 +57,11 @@ def _why_lines(summary: Mapping[str, Any]) -> Iterator[Any]:
             if not comparison["why_not"]:
                 continue
             place = f" in {cell['name']}" if len(cells) > 1 else ""
-            yield Text(f"why {comparison['measured']} was not faster than {comparison['reference']}{place}:")
+            measured, reference = comparison["measured"], comparison["reference"]
+            question = f"why {measured} was not faster than {reference}"
+            if comparison["verdict"] == "invalid":
+                question = f"why {measured} against {reference} is invalid"
+            yield Text(f"{question}{place}:")
             for number, why in enumerate(comparison["why_not"], start=1):
                 yield Padding(Text(f"{number}. {why['text']}"), (0, 0, 0, 2))
 

@@ -145,8 +145,13 @@ def _control_arms(results: Results) -> list[str]:
 
 
 def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]:
-    """Comparisons of runs without kvbm: with the recording, or with each other."""
+    """Comparisons of runs without kvbm: with the recording, or with each other.
+
+    Without such runs, as between two servers by URL, the first reference shows how often an engine repeats its answers.
+    """
     runs = [run for name in _control_arms(results) for run in cell.of_arm(name)]
+    if not runs and (others := _references_with_the_engine(results)):
+        runs = list(cell.of_arm(others[0]))
     source = _source(results, cell)
     if source.recorded is not None:
         recorded = source.recorded
@@ -156,8 +161,6 @@ def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]
             )
             for arm in dict.fromkeys(run.arm for run in runs)
         }
-    if not runs and (others := _references_with_the_engine(results)):
-        runs = list(cell.of_arm(others[0]))
     compared: dict[str, list[OutputDifference]] = defaultdict(list)
     for position, one in enumerate(runs):
         for other in runs[position + 1 :]:

@@ -11,6 +11,7 @@ measured  one server without a reference: there is nothing to compare           
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -229,10 +230,11 @@ def _sentence(verdict: Verdict, evidence: Evidence) -> str:
     medians = ""
     if evidence.measured_ttft_ms is not None and evidence.reference_ttft_ms is not None:
         medians = f"; the medians are {_ms(evidence.measured_ttft_ms)} and {_ms(evidence.reference_ttft_ms)}"
+    counts = f"{_count(ratio.request_count, 'pair')} of equal requests, {_count(ratio.run_count, 'run')}"
+    found = f"95% interval {interval}" if math.isfinite(ratio.high) else "one session, so no interval"
     return (
         f"{evidence.what} comes {times} with {evidence.measured} {conjunction} with {evidence.reference}{outputs} "
-        f"(95% interval {interval}, {ratio.request_count} pairs of equal requests, {_count(ratio.run_count, 'run')})"
-        f"{medians}"
+        f"({found}, {counts}){medians}"
     )
 
 
