@@ -7,7 +7,7 @@
 Run it on an idle machine, with an interpreter that has vLLM 0.32 for CPUs and this repository. Without the first
 command the arm `lmcache` is left out. The program changes to the root of the repository and calls `kvbm bench` with two
 pressures and two pairs. It passes its options on, so `--dry-run` shows the plan, and `--resume DIR` continues. On two
-cores it starts vLLM 19 times and takes about 25 minutes. The same workload takes about six minutes on the embedded
+cores it starts vLLM 19 times and takes about 30 minutes. The same workload takes about nine minutes on the embedded
 engine:
 
     kvbm bench --profile demo --workload bench/peers/workload.yaml --pressure 0.8,2 --pairs 2 --output kvbm-runs/demo
