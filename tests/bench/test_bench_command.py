@@ -297,7 +297,7 @@ def test_a_signal_stops_the_engine_and_leaves_a_marked_run(tmp_path, number):
         process.send_signal(number)
         rest = process.stderr.read()
         assert process.wait() == 130
-    assert "with the same options continues" in rest
+    assert "this command continues" in rest
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
     assert summary_of(tmp_path)["complete"] is False
 

@@ -65,7 +65,7 @@ def test_an_interruption_before_any_run_loses_nothing(tmp_path, capsys, at):
     assert measure(tmp_path, Interrupting(at), PAIRS) == 130
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert f"`--resume {tmp_path / 'run'}` with the same options continues" in shown.err
+    assert f"this command continues: --resume {tmp_path / 'run'}" in shown.err
     part = summary_of(tmp_path)
     assert (part["complete"], part["verdict"], part["reasons"]) == (False, "invalid", ["interrupted"])
     assert len(lines_of(tmp_path, "requests.jsonl") if at > 1 else []) == max(0, at - 1) * REQUESTS

@@ -150,9 +150,11 @@ def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]
     Without such runs, as between two servers by URL, the first reference shows how often an engine repeats its answers.
     """
     runs = [run for name in _control_arms(results) for run in cell.of_arm(name)]
-    if not runs and (others := _references_with_the_engine(results)):
-        runs = list(cell.of_arm(others[0]))
     source = _source(results, cell)
+    is_of_servers = results.arms[results.plan["measured"]]["kind"] == "url"
+    others = _references_with_the_engine(results) if source.recorded is None or is_of_servers else []
+    if not runs and others:
+        runs = list(cell.of_arm(others[0]))
     if source.recorded is not None:
         recorded = source.recorded
         return {
