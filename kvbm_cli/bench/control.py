@@ -15,7 +15,6 @@ RESET = "/reset_prefix_cache?reset_external=true"
 RESET_TIMEOUT_S = 30.0
 RESET_INTERVAL_S = 0.02
 IN_USE = 409
-SOURCES = {"local_cache_hit": "g1", "external_kv_transfer": "g2", "local_compute": "computed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,43 +48,6 @@ class ScrapedMetrics:
         """Labels of the first series of this name, such as an info metric; empty if there is none."""
         return next((dict(labels) for sample_name, labels in self.samples if sample_name == name), {})
 
-    def names(self, prefix: str) -> list[str]:
-        return sorted({name for name, _ in self.samples if name.startswith(prefix)})
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsDelta:
-    """The engine's metrics before and after the requests of an arm."""
-
-    before: ScrapedMetrics
-    after: ScrapedMetrics
-
-    def change(self, name: str, **labels: str) -> float | None:
-        after = self.after.total(name, **labels)
-        return None if after is None else after - (self.before.total(name, **labels) or 0.0)
-
-    def prompt_tokens_by_source(self) -> dict[str, int] | None:
-        """Prompt tokens by `g1`, `g2` and `computed`; `None` if the engine does not report them."""
-        changes = {tier: self.change("vllm:prompt_tokens_by_source", source=source) for source, tier in SOURCES.items()}
-        if all(change is None for change in changes.values()):
-            return None
-        return {tier: round(change or 0.0) for tier, change in changes.items()}
-
-    def queue_wait_ms(self) -> float | None:
-        """Mean queue time per request; `None` if the engine does not report it."""
-        total_s = self.change("vllm:request_queue_time_seconds_sum")
-        count = self.change("vllm:request_queue_time_seconds_count")
-        return 1e3 * total_s / count if total_s is not None and count else None
-
-    def kvbm_counters(self) -> dict[str, float]:
-        """Change of every kvbm_* counter; gauges of states and rates are left out."""
-        changes = {
-            name: self.change(name)
-            for name in self.after.names("kvbm_")
-            if not name.endswith(("_rate", "_created", "_blocks")) or "offload" in name or "onboard" in name
-        }
-        return {name: change for name, change in changes.items() if change is not None}
-
 
 class Control:
     """Control plane of one engine. Every failure is an EngineError that names the request."""
@@ -115,9 +77,6 @@ class Control:
             self.reset_cache()
             return True
         return request("POST", f"{self._base_url}/flush_cache", headers=self._headers, timeout_s=TIMEOUT_S).is_ok
-
-    def metrics(self) -> ScrapedMetrics:
-        return ScrapedMetrics.parse(self._call("GET", "/metrics").text())
 
     def g1_tokens(self) -> int | None:
         """Tokens that G1 holds, as vLLM, SGLang and the embedded engine report them; `None` if it is not known."""

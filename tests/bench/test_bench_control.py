@@ -7,7 +7,7 @@ from mock_engine import MockEngine, Model, Options
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench import control
-from kvbm_cli.bench.control import Control, MetricsDelta, ScrapedMetrics, served_model
+from kvbm_cli.bench.control import Control, ScrapedMetrics, served_model
 
 BEFORE = """
 # TYPE vllm:prompt_tokens_by_source counter
@@ -30,19 +30,11 @@ AFTER = AFTER.replace("d2h 5", "d2h 25").replace("7\n", "9\n") + (
 )
 
 
-def test_counters_are_read_as_changes():
-    delta = MetricsDelta(ScrapedMetrics.parse(BEFORE), ScrapedMetrics.parse(AFTER))
-    assert delta.prompt_tokens_by_source() == {"g1": 0, "g2": 48, "computed": 300}
-    assert delta.queue_wait_ms() == pytest.approx(100.0)
-    assert delta.kvbm_counters() == {"kvbm_offload_blocks_d2h": 20.0}
-    assert delta.after.labels_of("vllm:cache_config_info") == {"block_size": "16", "num_gpu_blocks": "416"}
-
-
-def test_an_engine_that_counts_nothing_says_nothing():
-    delta = MetricsDelta(ScrapedMetrics.parse(""), ScrapedMetrics.parse(""))
-    assert delta.prompt_tokens_by_source() is None
-    assert delta.queue_wait_ms() is None
-    assert delta.kvbm_counters() == {}
+def test_series_are_summed_with_or_without_total():
+    found = ScrapedMetrics.parse(AFTER)
+    assert found.total("vllm:prompt_tokens_by_source", source="external_kv_transfer") == 48
+    assert found.total("nothing") is None
+    assert found.labels_of("vllm:cache_config_info") == {"block_size": "16", "num_gpu_blocks": "416"}
 
 
 @pytest.mark.parametrize("is_like_vllm", [False, True])
@@ -68,8 +60,8 @@ def test_a_reset_that_is_refused_for_too_long_is_an_error(monkeypatch, is_like_v
 def test_nobody_there_is_an_error_that_names_the_question():
     with MockEngine(Options()) as engine:
         address = engine.base_url
-    with pytest.raises(EngineError, match=r"did not answer GET /metrics: .*refused"):
-        Control(address, "mock", headers={}).metrics()
+    with pytest.raises(EngineError, match=r"did not answer POST /tokenize: .*refused"):
+        Control(address, "mock", headers={}).tokenize("a")
 
 
 def test_a_server_without_a_reset_or_a_tokenizer_is_known_as_such():

@@ -14,6 +14,7 @@ from kvbm.errors import UsageError
 from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
 from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
 from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
+from kvbm_cli.bench.lmbenchmark.sharegpt_preparation import main as program
 from kvbm_cli.bench.lmbenchmark.sharegpt_preparation import prepare_sharegpt
 from kvbm_cli.workload.load import load_workload
 from kvbm_cli.workload.schema import Lmbenchmark
@@ -154,3 +155,13 @@ def test_prepared_files_equal_those_of_lmbenchmark(tmp_path):
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     assert len(ours[1]) > 50
     assert ours == [json.loads((tmp_path / name).read_text()) for name in ("warmup.json", "run.json")]
+
+
+def test_the_preparation_is_a_program(tmp_path, capsys):
+    data_set = tmp_path / "data.json"
+    data_set.write_text(json.dumps([conversation("a", 6)]))
+    assert program([str(data_set), str(tmp_path / "made")]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "made" / name) for name in ("warmup.json", "run.json")]
+    assert program([str(tmp_path / "missing.json"), str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert program([]) == 2

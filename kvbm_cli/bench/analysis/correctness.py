@@ -23,7 +23,6 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 
 SIGNIFICANT = 0.01
 LOGPROB_LIMIT = 1e-3
@@ -76,11 +75,6 @@ class OutputDifference:
     @property
     def share(self) -> float:
         return self.different_count / self.compared_count if self.compared_count else 0.0
-
-    @property
-    def median_position(self) -> float | None:
-        positions = [difference.position for difference in self.differences]
-        return median(positions) if positions else None
 
 
 def compare_answers(reference: Mapping[Key, Answer], measured: Mapping[Key, Answer]) -> OutputDifference:

@@ -138,13 +138,15 @@ def time_models(cell: dict[str, Any]) -> Markup | None:
                     f"{found.get('measured')} and {found.get('reference')}",
                     *(milliseconds(model.get(name)) for name in ("base_ms", "load_ms")),
                     *(_microseconds(model.get(f"{source}_ms_per_token")) for source in ("computed", "g2", "g3")),
+                    *(count(model.get(f"{tier}_break_even_tokens")) for tier in ("g2", "g3")),
                     percent(model.get("explained")),
                     count(model.get("request_count")),
                 )
             )
     header = ("Requests of", "Fixed, ms", "Any load, ms", "Computed token, µs", "G2 token, µs", "G3 token, µs")
     caption = "Linear model of the time to first token"
-    return table(caption, (*header, "Variance explained", "Requests"), rows) if rows else None
+    pays = ("G2 pays from, tokens", "G3 pays from, tokens")
+    return table(caption, (*header, *pays, "Variance explained", "Requests"), rows) if rows else None
 
 
 def _microseconds(per_token_ms: Any) -> str | None:

@@ -1,12 +1,16 @@
 """Makes the two files of the ShareGPT program from a ShareGPT data set, as LMBenchmark's preparation scripts do.
 
+    python -m kvbm_cli.bench.lmbenchmark.sharegpt_preparation ShareGPT.json DIRECTORY [TOKENIZER]
+
 A data set is a JSON list of {"conversations": [{"from": "human"|"gpt", "value": text}, ...]}. LMBenchmark counts tokens
-with the tokenizer of Llama-3.1-8B-Instruct; here the caller gives the function that counts.
+with the tokenizer of Llama-3.1-8B-Instruct. TOKENIZER is the directory of a Hugging Face model; without it, words are
+counted.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -78,3 +82,31 @@ def _rounds(conversation: Sequence[Mapping[str, Any]], count_tokens: Callable[[s
             tokens = UNKNOWN_ANSWER_TOKENS if answer is None else count_tokens(answer)
             found.append({"input": text.strip(), "output_length": tokens})
     return found
+
+
+def _counter(tokenizer: str | None) -> Callable[[str], int]:
+    if tokenizer is None:
+        return lambda text: len(text.split())
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    return lambda text: len(loaded(text, add_special_tokens=False)["input_ids"])
+
+
+def main(words: Sequence[str]) -> int:
+    if len(words) not in (2, 3):
+        print("usage: sharegpt_preparation DATA_SET DIRECTORY [TOKENIZER]", file=sys.stderr)
+        return 2
+    directory = Path(words[1])
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        for path in prepare_sharegpt(Path(words[0]), directory, _counter(words[2] if len(words) == 3 else None)):
+            print(path)
+    except UsageError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -81,7 +81,7 @@ class Compared:
             "ttft_percentiles": {f"p{percent}": _percentiles(one) for percent, one in self.percentiles.items()},
             "noise": self.noise and asdict(self.noise),
             "share_of_possible_gain": self._share(),
-            "ttft_model": asdict(self.ttft_model),
+            "ttft_model": _model(self.ttft_model),
             "outputs_equal": self.outputs_equal,
             "outputs": self.answers[self.measured].to_json(),
             "has_loads": self.has_loads,
@@ -276,6 +276,14 @@ def _what(cell: CellResult) -> str:
     return (
         "in the steady phase, the first token" if primary == Phase.STEADY else "with a reusable prefix, the first token"
     )
+
+
+def _model(model: TtftModel | NoModel) -> dict[str, Any]:
+    found = asdict(model)
+    if isinstance(model, TtftModel):
+        found["g2_break_even_tokens"] = model.g2_break_even_tokens
+        found["g3_break_even_tokens"] = model.g3_break_even_tokens
+    return found
 
 
 def ratio_data(ratio: PairedRatio | None) -> dict[str, Any] | None:
