@@ -54,8 +54,8 @@ MUTANTS = (
         name="bench-controls-have-kvbm",
         bug="Two runs of an arm with kvbm are the control although the floor has run.",
         file=ANSWERS,
-        old="    if not runs and (others",
-        new="    if (others",
+        old="    if not runs and others:",
+        new="    if others:",
         fails="tests/bench/test_bench_answers.py -k controls",
     ),
     Mutant(
