@@ -105,7 +105,9 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
     medians = percentile(_flat(samples[measured]), 50), percentile(_flat(samples[reference]), 50)
     floor = results.plan["floor"]
     share = None
-    if floor and cell.of_arm(floor) and results.arms[reference]["kind"] == "baseline":
+    about = results.arms[reference]
+    is_without_kvbm = about["kind"] == "baseline" and not about["differences"]  # else a cache of its own may be slower
+    if floor and cell.of_arm(floor) and is_without_kvbm:
         floors = _samples(cell, cell.of_arm(floor))
         share = share_of_possible_gain(samples[reference], samples[measured], floors, run_deviation=deviation)
     has_loads = _has_loads(other, is_known=results.arms[measured]["kind"] != "url")
@@ -123,7 +125,7 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
         reference_ttft_ms=medians[1],
         measured_ttft_ms=medians[0],
         ratio=ratio,
-        has_loads=has_loads,
+        has_loads=has_loads if is_without_kvbm else None,
         clients=[_client(run) for run in (*one, *other)],
         warm_starts=[found for run in (*one, *other) if cell.plan is not None and (found := _warm_start(run))],
         utilisation=_utilisation(one),
