@@ -6,6 +6,7 @@ phase `steady`, or all requests of a workload that never repeats a prefix. `phas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -41,8 +42,7 @@ def summarise(
     profile = surroundings.get("profile")
     every = [one for of_cell in compared.values() for one in of_cell]
     verdict = worst_of(one.judgement.verdict for one in every)
-    leading = next((one for one in every if one.judgement.verdict is verdict), None)
-    headline = next(iter(every), None)
+    leading = _leading(every, verdict)
     found: dict[str, Any] = rounded(
         {
             "format": FORMAT,
@@ -51,7 +51,7 @@ def summarise(
             "explanation": _explanation(results, leading, len(every)),
             "reasons": list(leading.judgement.reasons) if leading else [],
             "hint": leading.judgement.hint if leading else None,
-            **(headline.headline() if headline else {}),
+            **(leading.headline() if leading else {}),
             "arms": results.arms,
             "cells": [
                 _cell(results, cell, compared[cell.name], profile, limits) for cell in results.cells if cell.runs
@@ -63,6 +63,12 @@ def summarise(
         }
     )
     return found
+
+
+def _leading(comparisons: Sequence[Compared], verdict: Verdict) -> Compared | None:
+    """The comparison that the verdict comes from: of several, the one with the largest effect."""
+    found = [one for one in comparisons if one.judgement.verdict is verdict]
+    return max(found, key=lambda one: abs(math.log(one.ratio.ratio)) if one.ratio else math.inf, default=None)
 
 
 def interrupted_summary(reason: str, surroundings: Mapping[str, Any]) -> dict[str, Any]:
