@@ -10,8 +10,8 @@ from pathlib import Path
 import hypothesis  # its plugin would load it at the end of a run, where Python 3.11 may fail to compile it
 import pytest
 
-WORKERS = 3  # on two cores, because many tests wait for programs
-WITH_DEADLINES = ("cli", "doctor")  # folders whose tests start programs and limit their time
+WORKERS = 4  # on two cores, because many tests wait for programs
+WITH_DEADLINES = ("bench", "cli", "doctor")  # folders whose tests start programs and limit their time
 os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, here and in every child process
 hypothesis.settings.register_profile("no_clock", deadline=None)  # an example is not wrong because a machine is busy
 hypothesis.settings.load_profile("no_clock")

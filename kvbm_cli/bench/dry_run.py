@@ -10,6 +10,7 @@ from kvbm_cli.bench.arms import HEADROOM
 from kvbm_cli.bench.comparison import Arm
 from kvbm_cli.bench.experiment import Setup
 from kvbm_cli.profile.size import size_if_known
+from kvbm_cli.terminal.printable import printable
 
 TYPICAL_START_S = 20.0
 
@@ -22,7 +23,7 @@ def show_plan(setup: Setup, *, as_json: bool) -> int:
     print("arms")
     for name, arm in plan["arms"].items():
         about = arm["url"] or f"profile {arm['profile']}, {_memory(arm['memory_bytes'])}"
-        print(f"  {name:<16}{arm['kind']:<10}{about}")
+        print(printable(f"  {name:<16}{arm['kind']:<10}{about}"))
     for cell in plan["cells"]:
         pressure = "" if cell["pressure"] is None else f", pressure {cell['pressure']:g}"
         print(f"\n{cell['name']}: {cell['workload']['kind']}{pressure}")

@@ -75,6 +75,7 @@ def test_blocks_come_back_from_g2_and_every_output_is_the_same(tmp_path, capsys)
     assert arms["kvbm"]["server"][0]["kvbm_counters"]["kvbm_onboard_blocks_h2d"] > 30
 
 
+@pytest.mark.soak
 @needs_torch
 @pytest.mark.slow
 def test_two_profiles_run_at_the_same_time_with_tiers_and_ports_of_their_own(tmp_path, capsys):

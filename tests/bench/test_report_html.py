@@ -152,6 +152,7 @@ def test_report_has_no_path_of_the_machine(small: Path) -> None:
     assert [path.name for path in small.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.soak
 def test_twenty_thousand_requests_fit_into_the_limit(tmp_path: Path) -> None:
     write_sample(tmp_path, sessions=278, turns=8, pairs=3, answer_tokens=2, pressures=(2.0,))
     assert len(read_run(tmp_path).points) > 20_000

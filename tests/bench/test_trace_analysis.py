@@ -105,6 +105,7 @@ def test_curve_of_the_head_equals_a_simulation_of_hash_ids(capacity):
     assert curve.hit_rate(capacity) == pytest.approx(simulated_hit_rate(HEAD, capacity), abs=1e-12)
 
 
+@pytest.mark.soak
 def test_100_000_lines_are_analysed_quickly(tmp_path):
     path = tmp_path / "t.jsonl"
     with path.open("w") as file:

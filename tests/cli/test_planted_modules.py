@@ -31,6 +31,7 @@ STARTS = {
     "kvbm.disk.io.select": 1,
     "kvbm.disk.service.client": 1,
     "kvbm.embedded.worker_placement": 1,
+    "kvbm_cli.bench.client.workers": 1,
     "kvbm_cli.bench.server_metrics.sampler": 1,
     "kvbm_cli.disaggregated.plan": 1,
     "kvbm_cli.doctor.machine": 1,

@@ -178,7 +178,7 @@ def test_failed_start_shows_what_the_engine_said(home: Path) -> None:
 def test_bench_says_what_the_server_lacks(home: Path) -> None:
     outcome = kvbm("bench", "-p", "./mine.yaml", home=home)
     assert outcome.exit_code == 2
-    assert outcome.stderr.startswith("error: `kvbm bench` cannot measure TensorRT-LLM")
+    assert outcome.stderr.startswith("error: `kvbm bench` cannot start TensorRT-LLM")
 
 
 @pytest.mark.parametrize("interface", ["connectors/kv_cache_connector.py", "kv_cache_connector.py", None])

@@ -66,7 +66,12 @@ ROWS = (
     Row("full work", "profile new work/old.yaml --force --extends demo", 1, f"`work/old.yaml`: {NO_SPACE}\n"),
     Row("full work", "profile import-env --output work/new.yaml", 1, f"`work/new.yaml`: {NO_SPACE}\n"),
     Row("full work", "cache export-stats --dir caches --output work/x.json", 1, f"`work/x.json`: {NO_SPACE}\n"),
-    Row("full work", "bench -p mine.yaml --output work/run", 1, "the engine exited before it was healthy"),
+    Row(
+        "full work",
+        "bench -p mine.yaml --output work/run",
+        1,
+        "error: cannot write to work/run: no space left on device",
+    ),
     Row("full work", f"{SERVE} --log work/log", 1, "the engine exited before it was healthy"),
     Row("full .local", SERVE, 1, f"mine-1/run.json`: {NO_SPACE}\n\nhint: check `df -h`"),
     Row("full .local", f"{SERVE} --detach", 1, f"mine-1/run.json`: {NO_SPACE}\n\nhint: check `df -h`"),
