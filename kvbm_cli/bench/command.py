@@ -30,7 +30,7 @@ from kvbm_cli.bench.report import WIDTH, show
 from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
 from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
 from kvbm_cli.bench.unfinished import missing_runs, planned_runs
-from kvbm_cli.bench.verdicts.compared import PRIMARY_OF_EVERY_CELL, is_cell_tight
+from kvbm_cli.bench.verdicts.compared import is_cell_tight
 from kvbm_cli.bench.verdicts.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
@@ -39,7 +39,7 @@ from kvbm_cli.workload.load import load_workload
 from kvbm_cli.workload.schema import Workload
 
 INTERRUPTED_EXIT_CODE = 130
-SURROUNDINGS = ("profile", "machine", "versions")
+SURROUNDINGS = ("command", "profile", "machine", "versions")
 UNKNOWN_SURROUNDINGS = "summary.json was missing: the profile, the machine and the versions are unknown"
 DEFAULT_WORKLOAD = "conversations"
 
@@ -128,7 +128,7 @@ def _temporary_directory() -> contextlib.AbstractContextManager[str]:
 
 def _setup(comparison: Comparison, cells: tuple[Cell, ...]) -> Setup:
     reference = comparison.references[0].name if comparison.references else comparison.measured.name
-    tight = partial(is_cell_tight, comparison.measured.name, reference, PRIMARY_OF_EVERY_CELL)
+    tight = partial(is_cell_tight, measured=comparison.measured.name, reference=reference)
     return Setup(comparison, cells, cells[0].workload.seed, tight)
 
 
@@ -150,8 +150,9 @@ def measure(
         try:
             with BenchProgress() as progress:
                 run_experiment(setup, engines or ArmEngines(setup.comparison), directory, progress)
+            results = Results.read(directory)
             summary = summarise(
-                Results.read(directory),
+                results,
                 surroundings=surroundings,
                 caveats=caveats_of(setup),
                 limits=limits or DEFAULT_LIMITS,
@@ -173,17 +174,17 @@ def measure(
         finally:
             directory.close()
     try:
-        write_results(directory, summary)
+        write_results(directory, results, summary)
     finally:  # the result of minutes of measuring is printed even if it cannot be written
         print_summary(summary, directory.path, as_json=as_json)
     return Verdict(summary["verdict"]).exit_code
 
 
-def write_results(directory: BenchDirectory, summary: dict[str, Any]) -> None:
+def write_results(directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> None:
     """Write summary.json, the files for other tools, and report.html."""
     try:
         directory.write_json(SUMMARY, summary)
-        write_exports(directory.path)
+        write_exports(directory.path, results)
         build_report(directory.path)
     except OSError as error:
         raise cannot_write(directory.path, error) from None
@@ -202,7 +203,7 @@ def report(path: Path, *, as_json: bool) -> int:
     if missing := missing_runs(results):
         summary = incomplete_summary(summary, missing=len(missing), planned=len(planned_runs(results)))
     try:
-        write_results(directory, summary)
+        write_results(directory, results, summary)
     finally:
         print_summary(summary, path, as_json=as_json)
     return Verdict(summary["verdict"]).exit_code

@@ -29,12 +29,13 @@ from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Arm, Comparison, RunGroup, groups
 from kvbm_cli.bench.lmbenchmark.driver import run_faithful
 from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
-from kvbm_cli.bench.lmbenchmark.presets import LmbenchmarkParameters, ShareGptParameters
+from kvbm_cli.bench.lmbenchmark.presets import FaithfulParameters
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
 from kvbm_cli.bench.machine import versions
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
-from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, REQUESTS, RUNS, BenchDirectory
+from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, REQUESTS, RUNS, BenchDirectory, cell_plan, run_name
 from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.records.results import CellResult, Results
 from kvbm_cli.bench.server_metrics.sampler import Sampler
 from kvbm_cli.bench.server_metrics.server_summary import ServerSummary
 from kvbm_cli.bench.workload.plan import Plan
@@ -44,8 +45,6 @@ from kvbm_cli.workload.schema import Lmbenchmark
 SMALLEST_PAIRS = 2
 SMALLEST_ROOM_TOKENS = 8192
 SERVER_METRICS = "server-metrics.jsonl"
-FAITHFUL_CSV = "agentic.csv"
-WITH_FILE_NAME = (LmbenchmarkParameters, ShareGptParameters)
 
 
 class ExperimentProgress(Protocol):
@@ -57,12 +56,12 @@ class ExperimentProgress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is measured. `is_tight` says from a cell's records so far whether more pairs are needed."""
+    """What is measured. `is_tight` says from a cell's runs so far whether their ratio is precise enough."""
 
     comparison: Comparison
     cells: tuple[Cell, ...]
     seed: int
-    is_tight: Callable[[Sequence[RequestRecord]], bool]
+    is_tight: Callable[[CellResult], bool]
 
     def interleaved(self, cell: Cell) -> bool:
         """Whether all arms run at the same time. Running servers do, except with LMBenchmark's own schedule."""
@@ -123,7 +122,7 @@ def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, pr
 
 def _runs_of(cell: Cell, group: RunGroup) -> dict[str, str]:
     """The names of the runs of a group by arm."""
-    return {name: f"{cell.name}.{group.pair}.{name}" for name in group.arms}
+    return {name: run_name(cell.name, group.pair, name) for name in group.arms}
 
 
 def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: BenchDirectory) -> None:
@@ -171,19 +170,15 @@ class _Experiment:
         for cell in self._setup.cells:
             self._run_cell(cell)
 
-    def _plan_file(self, cell: Cell, pair: int) -> str:
-        """Servers that cannot be emptied get other prompts in every pair."""
-        later = f"cells/{cell.name}/plan-{pair}.json"
-        return later if (self._directory.path / later).exists() else f"cells/{cell.name}/plan.json"
-
     def _is_planned(self, cell: Cell) -> bool:
         """Plans of later pairs are written after the first one."""
-        folder = self._directory.path / "cells" / cell.name
-        if not (folder / "plan.json").exists():
+        first = cell_plan(cell.name)
+        if not self._directory.has(first):
             return False
-        if self._directory.read_json(f"cells/{cell.name}/plan.json")["can_reset"]:
+        if self._directory.read_json(first)["can_reset"]:
             return True
-        return all((folder / f"plan-{pair}.json").exists() for pair in range(2, self._setup.pairs(cell) + 1))
+        pairs = range(2, self._setup.pairs(cell) + 1)
+        return all(self._directory.has(cell_plan(cell.name, pair)) for pair in pairs)
 
     def _prepare(self, cells: Sequence[Cell]) -> None:
         if not cells:
@@ -210,10 +205,8 @@ class _Experiment:
         plan = preparation.plan(cell, script, self._progress.request_ended)
         if preparation.capabilities.can_reset:
             preparation.engine.control().try_reset()
-        self._directory.cell(cell.name)
-        name = "plan.json" if pair == 1 else f"plan-{pair}.json"
         content = {**plan.to_json(), "can_reset": preparation.capabilities.can_reset}
-        self._directory.write_json(f"cells/{cell.name}/{name}", content, indent=None)
+        self._directory.write_json(cell_plan(cell.name, pair), content, indent=None)
 
     def _run_cell(self, cell: Cell) -> None:
         order = self._setup.groups(cell)
@@ -233,12 +226,13 @@ class _Experiment:
                 self._run_group(started)
 
     def _is_tight(self, cell: Cell) -> bool:
-        records = self._directory.records()
-        return self._setup.is_tight([one for of_run in records.values() for one in of_run if one.cell == cell.name])
+        cells = Results.read(self._directory).cells
+        return self._setup.is_tight(next(one for one in cells if one.name == cell.name))
 
     def _run_group(self, group: _GroupOfRuns) -> None:
         """Run the arms of a group at the same time, each in its own engine."""
-        data = self._directory.read_json(self._plan_file(group.cell, group.pair))
+        own = cell_plan(group.cell.name, group.pair)
+        data = self._directory.read_json(own if self._directory.has(own) else cell_plan(group.cell.name))
         plan = Plan.from_json(data)
         with ExitStack() as stack:
             engines = {
@@ -255,6 +249,7 @@ class _Experiment:
         ((name, run),) = group.runs.items()
         workload = group.cell.workload
         assert isinstance(workload, Lmbenchmark)
+        parameters = faithful_parameters(workload)
         self._progress.phase(f"{group.place}: starting {name}", expected_s=self._startup_s)
         room = NeededRoom(SMALLEST_ROOM_TOKENS, 1)
         with self._engines(name, self._directory.run(run), room) as engine:
@@ -264,26 +259,24 @@ class _Experiment:
             path = self._directory.run(run) / SERVER_METRICS
             monitor = HealthMonitor()
             with _sampler(path, engine, time.perf_counter_ns()) as sampler:
-                result = asyncio.run(self._faithful(workload, target, engine.model, monitor))
+                result = asyncio.run(self._faithful(parameters, target, engine.model, monitor))
             health = ClientHealth.of([monitor.result()], result.records)
             facts = FaithfulFacts(result.started_unix_s, result.duration_s, health)
-            self._write_csv(group.cell, name, run, result.csv)
+            self._write_csv(group.cell, name, parameters.output_file(run), result.csv)
             line = _run_line(name, engine, group, facts, sampler.summary())
             self._directory.append(RUNS, {**line, "notes": list(result.notes)})
 
-    def _write_csv(self, cell: Cell, name: str, run: str, text: str) -> None:
+    def _write_csv(self, cell: Cell, arm: str, file: str, text: str) -> None:
         """The CSV file that LMBenchmark would write."""
-        parameters = faithful_parameters(cell.workload) if isinstance(cell.workload, Lmbenchmark) else None
-        file = FAITHFUL_CSV if not isinstance(parameters, WITH_FILE_NAME) else parameters.output_file(run)
-        folder = self._directory.path / "exports" / name / cell.name
+        folder = self._directory.path / "exports" / arm / cell.name
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / file, text)
 
     async def _faithful(
-        self, workload: Lmbenchmark, target: Target, model: str, monitor: HealthMonitor
+        self, parameters: FaithfulParameters, target: Target, model: str, monitor: HealthMonitor
     ) -> FaithfulResult:
         with monitor.garbage_collector_off(), monitor.running():
-            return await run_faithful(faithful_parameters(workload), target, model=model, on_record=self._keep_record)
+            return await run_faithful(parameters, target, model=model, on_record=self._keep_record)
 
     def _started(
         self, stack: ExitStack, name: str, group: _GroupOfRuns, plan: Plan, *, can_reset: bool

@@ -22,7 +22,7 @@ from kvbm_cli.bench.records.bench_directory import FORMAT
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 from kvbm_cli.bench.rounding import rounded
-from kvbm_cli.bench.verdicts.answers import answers_of
+from kvbm_cli.bench.verdicts.answers import ArmAnswers, answers_of
 from kvbm_cli.bench.verdicts.compared import Compared, compare, utilisation_of
 from kvbm_cli.bench.verdicts.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
 from kvbm_cli.bench.workload.script import Phase
@@ -38,7 +38,9 @@ def summarise(
     limits: VerdictLimits = DEFAULT_LIMITS,
 ) -> dict[str, Any]:
     """The content of summary.json. `surroundings` (machine, versions, profile) is copied into it unchanged."""
-    compared = {cell.name: _comparisons(results, cell, limits) for cell in results.cells if cell.runs}
+    cells = [cell for cell in results.cells if cell.runs]
+    answers = {cell.name: answers_of(results, cell) for cell in cells}
+    compared = {cell.name: _comparisons(results, cell, answers[cell.name], limits) for cell in cells}
     profile = surroundings.get("profile")
     every = [one for of_cell in compared.values() for one in of_cell]
     verdict = worst_of(one.judgement.verdict for one in every)
@@ -54,7 +56,8 @@ def summarise(
             **(leading.headline() if leading else {}),
             "arms": results.arms,
             "cells": [
-                _cell(results, cell, compared[cell.name], profile, limits) for cell in results.cells if cell.runs
+                _cell(results, cell, compared[cell.name], answers[cell.name], profile=profile, limits=limits)
+                for cell in cells
             ],
             "caveats": list(caveats),
             "seed": results.plan["seed"],
@@ -107,11 +110,13 @@ def incomplete_summary(summary: Mapping[str, Any], *, missing: int, planned: int
     }
 
 
-def _comparisons(results: Results, cell: CellResult, limits: VerdictLimits) -> list[Compared]:
+def _comparisons(
+    results: Results, cell: CellResult, answers: dict[str, ArmAnswers], limits: VerdictLimits
+) -> list[Compared]:
     """Of the arms that have run: an interrupted experiment may have only one of two."""
     if not cell.of_arm(results.plan["measured"]):
         return []
-    return [compare(results, cell, one, limits) for one in results.plan["references"] if cell.of_arm(one)]
+    return [compare(results, cell, one, answers, limits) for one in results.plan["references"] if cell.of_arm(one)]
 
 
 def _explanation(results: Results, leading: Compared | None, count: int) -> str:
@@ -125,6 +130,8 @@ def _cell(
     results: Results,
     cell: CellResult,
     compared: Sequence[Compared],
+    answers: Mapping[str, ArmAnswers],
+    *,
     profile: Mapping[str, Any] | None,
     limits: VerdictLimits,
 ) -> dict[str, Any]:
@@ -153,7 +160,7 @@ def _cell(
             {**one.to_json(), "why_not": [asdict(why) for why in found]}
             for one, found in zip(compared, causes, strict=True)
         ],
-        "answers": {arm: found.to_json() for arm, found in answers_of(results, cell).items()},
+        "answers": {arm: found.to_json() for arm, found in answers.items()},
         "caveats": [
             *(caveat for one in compared for caveat in one.judgement.caveats),
             *_size_caveats(facts, causes),

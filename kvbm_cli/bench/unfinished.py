@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvbm_cli.bench.experiment import SMALLEST_PAIRS
+from kvbm_cli.bench.records.bench_directory import run_name
 from kvbm_cli.bench.records.results import CellResult, Results
-from kvbm_cli.bench.verdicts.compared import PRIMARY_OF_EVERY_CELL, is_cell_tight
+from kvbm_cli.bench.verdicts.compared import is_cell_tight
 
 
 def planned_runs(results: Results) -> list[str]:
@@ -28,11 +29,9 @@ def _missing(results: Results, cell: CellResult) -> list[str]:
 def _order(cell: CellResult) -> list[tuple[int, str]]:
     """The pair and the name of every run, as `kvbm bench` makes them."""
     order = cell.definition["order"]
-    return [(group["pair"], f"{cell.name}.{group['pair']}.{arm}") for group in order for arm in group["arms"]]
+    return [(group["pair"], run_name(cell.name, group["pair"], arm)) for group in order for arm in group["arms"]]
 
 
 def _is_tight(results: Results, cell: CellResult) -> bool:
     measured, references = results.plan["measured"], results.plan["references"]
-    records = [record for run in cell.runs for record in run.records]
-    reference = references[0] if references else measured
-    return is_cell_tight(measured, reference, PRIMARY_OF_EVERY_CELL, records)
+    return is_cell_tight(cell, measured=measured, reference=references[0] if references else measured)

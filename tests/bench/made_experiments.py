@@ -27,6 +27,7 @@ SIX = WORKLOAD.model_copy(update={"users": 6})
 # arm -> time to first token of turn 2 in ms; turn 1 always takes 500 ms
 TIMES = {"baseline": 400.0, "kvbm": 40.0, "floor": 30.0}
 SURROUNDINGS: dict[str, Any] = {
+    "command": ["kvbm", "bench", "--workload", "small"],
     "profile": {"name": "demo", "engine": {"kind": "embedded"}, "tiers": {"host": {"capacity": "256MiB"}}},
     "machine": {"cpu_count": 2, "load_average": 0.5, "time_unix_s": 1.0},
     "versions": {"python": "3.11.7", "vllm": None},
@@ -117,7 +118,6 @@ class Made:
             directory.write_json(PLAN, setup.to_json())
             for cell in setup.cells:
                 plan = plan_of(cell.workload, seed=self.seed, is_recorded=self.is_recorded)
-                directory.cell(cell.name)
                 directory.write_json(f"cells/{cell.name}/plan.json", {**plan.to_json(), "can_reset": True})
             self._write_runs(setup, directory)
             summary = summarise(Results.read(directory), surroundings=surroundings, caveats=["a caveat"])

@@ -232,8 +232,8 @@ def stopped(tmp_path, *, is_tight, pairs):
     setup = setup_of(in_turn(pairs=pairs, interval_s=0.02))
     asked = []
 
-    def rule(records):
-        asked.append(len(records))
+    def rule(cell):
+        asked.append(sum(len(run.records) for run in cell.runs))
         return is_tight
 
     setup = type(setup)(setup.comparison, setup.cells, setup.seed, rule)

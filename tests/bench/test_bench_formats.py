@@ -17,13 +17,14 @@ from client_rig import planned
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.analysis.goodput import Slo
+from kvbm_cli.bench.formats import exports
 from kvbm_cli.bench.formats.aiperf import aiperf_records, aiperf_summary
-from kvbm_cli.bench.formats.exports import write_exports
 from kvbm_cli.bench.formats.lmbenchmark_csv import LMBENCHMARK_COLUMNS
 from kvbm_cli.bench.formats.measured import Measured
 from kvbm_cli.bench.formats.vllm_bench import vllm_bench_result
+from kvbm_cli.bench.records.bench_directory import BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.records.results import CellResult, RunResult
+from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 from kvbm_cli.bench.workload.plan import Launches, Plan
 
 DATA = Path(__file__).parent / "data"
@@ -240,6 +241,10 @@ def run_directory(path: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(plan(model="/data/models/small").to_json()))
     return path
+
+
+def write_exports(directory: Path) -> list[Path]:
+    return exports.write_exports(directory, Results.read(BenchDirectory.open(directory)))
 
 
 def test_exports_are_written_per_arm_and_cell(tmp_path: Path) -> None:

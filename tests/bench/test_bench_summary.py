@@ -89,7 +89,6 @@ class Made:
     def summarised(self, tmp_path, **options: Any) -> dict[str, Any]:
         with closing(BenchDirectory.create(tmp_path / "made")) as directory:
             directory.write_json(PLAN, setup_of(SIX).to_json())
-            directory.cell("small")
             directory.write_json("cells/small/plan.json", {**MADE.to_json(), "can_reset": True})
             for name, records in self.records.items():
                 for record in records:
@@ -257,7 +256,6 @@ def test_a_run_that_never_ended_does_not_count(tmp_path):
     del made.facts["floor"]
     with closing(BenchDirectory.create(tmp_path / "made")) as directory:
         directory.write_json(PLAN, setup_of(SIX).to_json())
-        directory.cell("small")
         directory.write_json("cells/small/plan.json", MADE.to_json())
         for records in made.records.values():
             for record in records:

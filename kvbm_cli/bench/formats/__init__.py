@@ -1,1 +1,1 @@
-"""Files in the formats of other benchmark tools, derived from the records of a run: `write_exports(directory)`."""
+"""Files in the formats of other benchmark tools, derived from the records of a run."""

@@ -9,23 +9,18 @@ from kvbm_cli.bench.formats.aiperf import aiperf_records, aiperf_summary
 from kvbm_cli.bench.formats.lmbenchmark_csv import file_name, lmbenchmark_csv
 from kvbm_cli.bench.formats.measured import Measured, measured_in
 from kvbm_cli.bench.formats.vllm_bench import vllm_bench_result
-from kvbm_cli.bench.records.bench_directory import BenchDirectory, cannot_write
+from kvbm_cli.bench.records.bench_directory import cannot_write
 from kvbm_cli.bench.records.results import Results
 from kvbm_cli.system.filesystem import write_atomically
 
 
-def write_exports(directory: Path) -> list[Path]:
+def write_exports(directory: Path, results: Results) -> list[Path]:
     """Write exports/<arm>/<cell>/ for all arms and cells with a run that has ended; return the files.
 
-    `directory` is the directory of an experiment. UsageError if a file of it is missing or damaged, EnvironmentProblem
-    if a file cannot be written.
+    `directory` is the directory of the experiment that `results` were read from. EnvironmentProblem if a file cannot be
+    written.
     """
-    opened = BenchDirectory.open(directory)
-    try:
-        found = measured_in(Results.read(opened))
-    finally:
-        opened.close()
-    return [path for measured in found for path in _write(directory / "exports", measured)]
+    return [path for measured in measured_in(results) for path in _write(directory / "exports", measured)]
 
 
 def _write(exports: Path, measured: Measured) -> list[Path]:

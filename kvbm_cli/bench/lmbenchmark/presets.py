@@ -213,6 +213,7 @@ class AgenticParameters:
     request_interval_s: float = 3.0
     new_user_interval_s: float = 5.0
     name: str = "lmbenchmark-agentic"
+    output_name: str = "agentic.csv"
 
     def __post_init__(self) -> None:
         if not self.trace_files:
@@ -220,6 +221,10 @@ class AgenticParameters:
         for key in ("request_interval_s", "new_user_interval_s"):
             if not (math.isfinite(getattr(self, key)) and getattr(self, key) >= 0):
                 raise UsageError(f"{self.name}: {key} is {getattr(self, key)}; it must be 0 or more")
+
+    def output_file(self, key: str) -> str:
+        """LMBenchmark has one name for all runs."""
+        return self.output_name
 
 
 FaithfulParameters = LmbenchmarkParameters | ShareGptParameters | AgenticParameters

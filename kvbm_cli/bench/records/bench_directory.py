@@ -1,7 +1,7 @@
 """BenchDirectory: the files of an experiment. What has ended is written at once, so that a run can be resumed.
 
     plan.json                  arms, cells, order of runs, workloads, seed, and a digest of all that
-    cells/<cell>/plan.json     every token and launch time of a cell
+    cells/<cell>/plan.json     every token and launch time of a cell; plan-2.json if the second pair has others
     requests.jsonl             one line per request of every run, errors included
     runs.jsonl                 one line per run that has ended
     runs/<run>/                engine.log, server-metrics.jsonl
@@ -28,6 +28,15 @@ FORMAT = 2  # of plan.json and summary.json
 RUN_FIELDS = {"run": str, "arm": str, "cell": str, "pair": int, "client": dict, "server": dict}
 REQUESTS, RUNS, PLAN, SUMMARY = "requests.jsonl", "runs.jsonl", "plan.json", "summary.json"
 LOCK = ".lock"
+
+
+def run_name(cell: str, pair: int, arm: str) -> str:
+    return f"{cell}.{pair}.{arm}"
+
+
+def cell_plan(cell: str, pair: int = 1) -> str:
+    """The file with the plan of a cell. Servers that cannot be emptied get other prompts, so another plan, per pair."""
+    return f"cells/{cell}/" + ("plan.json" if pair == 1 else f"plan-{pair}.json")
 
 
 class BenchDirectory:
@@ -74,8 +83,8 @@ class BenchDirectory:
     def run(self, name: str) -> Path:
         return _made(self.path / "runs" / name)
 
-    def cell(self, name: str) -> Path:
-        return _made(self.path / "cells" / name)
+    def has(self, name: str) -> bool:
+        return (self.path / name).exists()
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         """Append one line of JSON; it is flushed at once."""
@@ -84,7 +93,8 @@ class BenchDirectory:
         self._files[name].write(json.dumps(line, separators=(",", ":")) + "\n")
 
     def write_json(self, path: Path | str, content: dict[str, Any], *, indent: int | None = 2) -> None:
-        """Write the file atomically."""
+        """Write the file atomically, with its directory."""
+        _made((self.path / path).parent)
         write_atomically(self.path / path, json.dumps(content, indent=indent) + "\n")
 
     def read_json(self, path: Path | str) -> dict[str, Any]:

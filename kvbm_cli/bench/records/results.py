@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, BenchDirectory
+from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, BenchDirectory, cell_plan
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.bench.workload.script import Phase
@@ -38,7 +38,8 @@ class RunResult:
 class CellResult:
     """All runs of one cell, and its plan; `plan` is `None` for a faithful run of LMBenchmark, which has none.
 
-    `are_pairs_equal` is false if servers that cannot be emptied got other prompts in every pair.
+    `are_pairs_equal` is false if servers that cannot be emptied got other prompts in every pair. `primary` is the phase
+    that the result is about; `all` if no request can reuse anything.
     """
 
     definition: Mapping[str, Any]
@@ -46,6 +47,12 @@ class CellResult:
     digest: str | None
     runs: tuple[RunResult, ...]
     are_pairs_equal: bool = True
+    primary: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        phases = {record.phase for run in self.runs for record in run.records}
+        primary = next((phase.value for phase in (Phase.STEADY, Phase.FILL) if phase.value in phases), "all")
+        object.__setattr__(self, "primary", primary)
 
     @property
     def name(self) -> str:
@@ -58,16 +65,9 @@ class CellResult:
     def arms(self) -> list[str]:
         return list(dict.fromkeys(run.arm for run in self.runs))
 
-    @property
-    def primary(self) -> str:
-        """The phase that the result is about; `all` if no request can reuse anything."""
-        phases = {record.phase for run in self.runs for record in run.records}
-        return next((phase.value for phase in (Phase.STEADY, Phase.FILL) if phase.value in phases), "all")
-
     def primary_records(self, run: RunResult) -> list[RequestRecord]:
         """Those that were answered."""
-        primary = self.primary
-        return [record for record in run.records if record.is_ok and primary in ("all", record.phase)]
+        return [record for record in run.records if record.is_ok and self.primary in ("all", record.phase)]
 
     @property
     def pairs_done(self) -> int:
@@ -109,8 +109,9 @@ def _cell(
     runs: Sequence[Mapping[str, Any]],
     records: Mapping[str, Sequence[RequestRecord]],
 ) -> CellResult:
-    path = f"cells/{definition['name']}/plan.json"
-    data = directory.read_json(path) if (directory.path / path).exists() else None
+    name = definition["name"]
+    path = cell_plan(name)
+    data = directory.read_json(path) if directory.has(path) else None
     return CellResult(
         definition,
         None if data is None else Plan.from_json(data),
@@ -118,7 +119,7 @@ def _cell(
         tuple(
             RunResult(run["run"], run["arm"], run["pair"], run, tuple(records[run["run"]]))
             for run in runs
-            if run["cell"] == definition["name"]
+            if run["cell"] == name
         ),
-        are_pairs_equal=not (directory.path / f"cells/{definition['name']}/plan-2.json").exists(),
+        are_pairs_equal=not directory.has(cell_plan(name, 2)),
     )

@@ -18,13 +18,11 @@ from kvbm_cli.bench.analysis.resampling import (
 )
 from kvbm_cli.bench.analysis.statistics import busy_share, percentile
 from kvbm_cli.bench.analysis.ttft_model import NoModel, PromptTime, TtftModel, fit_ttft
-from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results, RunResult
-from kvbm_cli.bench.verdicts.answers import ArmAnswers, answers_of, has_counters, transfers_of
+from kvbm_cli.bench.verdicts.answers import ArmAnswers, has_counters, transfers_of
 from kvbm_cli.bench.verdicts.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
 from kvbm_cli.bench.workload.script import Phase
 
-PRIMARY_OF_EVERY_CELL = Phase.STEADY.value
 WARM_SHARE = 0.6  # half, and the inexact lengths of prompts that are text
 Samples = dict[int, dict[int, list[float]]]
 
@@ -95,13 +93,15 @@ class Compared:
         return {"value": self.share.value, "interval_95": interval, "is_noise": self.share.is_noise}
 
 
-def compare(results: Results, cell: CellResult, reference: str, limits: VerdictLimits) -> Compared:
+def compare(
+    results: Results, cell: CellResult, reference: str, answers: dict[str, ArmAnswers], limits: VerdictLimits
+) -> Compared:
+    """`answers` has every arm of the cell."""
     measured: str = results.plan["measured"]
     one, other = cell.of_arm(reference), cell.of_arm(measured)
     ratio = paired_ratio(pairs_of(cell, one, other))
     deviation = ratio.run_deviation if ratio else None
     samples = {name: _samples(cell, runs) for name, runs in ((reference, one), (measured, other))}
-    answers = answers_of(results, cell)
     medians = percentile(_flat(samples[measured]), 50), percentile(_flat(samples[reference]), 50)
     floor = results.plan["floor"]
     share = None
@@ -140,7 +140,7 @@ def compare(results: Results, cell: CellResult, reference: str, limits: VerdictL
         judgement=judge(evidence, limits),
         ratio=ratio,
         medians_ms=medians,
-        percentiles=_compare_percentiles(samples[reference], samples[measured], deviation),
+        percentiles=compare_percentiles(samples[reference], samples[measured], run_deviation=deviation),
         noise=noise_of(_times(cell, one), reference) if cell.are_pairs_equal else None,
         share=share,
         ttft_model=fit_ttft([time for run in (*one, *other) for time in _prompt_times(run)]),
@@ -168,18 +168,9 @@ def _has_loads(runs: Sequence[RunResult], *, is_known: bool) -> bool | None:
     return False if is_known and has_counters(runs) else None
 
 
-def is_cell_tight(measured: str, reference: str, primary: str, records: Sequence[RequestRecord]) -> bool:
-    """Whether the ratio of the records so far is precise enough."""
-    by_arm: dict[str, dict[int, dict[tuple[int, int], float]]] = {measured: {}, reference: {}}
-    for record in records:
-        if record.arm in by_arm and record.ttft_ms and record.is_ok and primary in ("all", record.phase):
-            by_arm[record.arm].setdefault(record.pair, {})[record.key] = record.ttft_ms
-    pairs: dict[int, dict[int, list[tuple[float, float]]]] = {}
-    for pair, times in by_arm[reference].items():
-        others = by_arm[measured].get(pair, {})
-        for key in sorted(times.keys() & others.keys()):
-            pairs.setdefault(pair, {}).setdefault(key[0], []).append((times[key], others[key]))
-    return is_tight(paired_ratio(pairs))
+def is_cell_tight(cell: CellResult, *, measured: str, reference: str) -> bool:
+    """Whether the ratio of the runs so far is precise enough."""
+    return is_tight(paired_ratio(pairs_of(cell, cell.of_arm(reference), cell.of_arm(measured))))
 
 
 def pairs_of(
@@ -215,12 +206,6 @@ def _samples(cell: CellResult, runs: Sequence[RunResult]) -> Samples:
 
 def _flat(samples: Samples) -> list[float]:
     return [value for by_session in samples.values() for values in by_session.values() for value in values]
-
-
-def _compare_percentiles(
-    reference: Samples, measured: Samples, deviation: float | None
-) -> dict[int, PercentileComparison | None]:
-    return compare_percentiles(reference, measured, run_deviation=deviation)
 
 
 def _prompt_times(run: RunResult) -> list[PromptTime]:
