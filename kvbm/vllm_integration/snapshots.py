@@ -2,8 +2,8 @@
 
 A snapshot is the state after a whole number of blocks: one block of each state group. vLLM says of a new one, in the
 step that completes it, in which blocks it is (`KVConnectorBlockState`). Its block tables do not: they contain blocks
-that are being changed, and lose others without a message. Only the snapshot of a hit in G1 is taken from a table, and only if
-vLLM itself has the block under the name of that position.
+that are being changed, and lose others without a message. Only the snapshot of a hit in G1 is taken from a table, and
+only if vLLM itself has the block under the name of that position.
 
 Which positions get a snapshot is decided by vLLM (`--prefix-cache-retention-interval`), by default two: the last whole
 block before the end of a prompt, and the position where a request leaves a prefix that another one has stored.
