@@ -144,7 +144,7 @@ class Offloads:
     def settle(self) -> None:
         """Read the control words and register what has arrived. Snapshots and tails first, so that heads end up more
         recent."""
-        flights = sorted(reversed(self.in_flight.values()), key=lambda flight: not flight.is_snapshot)
+        flights = sorted(self.in_flight.values(), key=lambda flight: flight.is_snapshot)[::-1]
         if not flights:
             return
         are_reported = self._host.are_reported([flight.target for flight in flights])
