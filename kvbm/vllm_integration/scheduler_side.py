@@ -310,6 +310,7 @@ class SchedulerSide:
                     return False  # the request would continue with the state of another one
         self.leader.onboard(request.request_id, hashes, 0, block_ids, tokens=external_tokens)
         self._loading.add(request.request_id)
+        tracked.block_ids = self._tables(tables)  # if the weights change before it runs, these are stale
         return True
 
     @contained(0)

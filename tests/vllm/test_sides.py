@@ -694,6 +694,20 @@ def test_a_load_brings_all_attention_blocks_and_one_block_per_state_group():
 
 
 @needs_states
+def test_loaded_blocks_leave_the_prefix_cache_if_the_weights_change_before_the_request_runs():
+    """vLLM gives them their names in the step after the load."""
+    engine = StateEngine(found=48)
+    tables = [0, 0, 9], [10, 11, 12], [0, 0, 13]
+    engine.allocate(*tables, external=48)
+    engine.side.weights_may_change("a test")
+    name_block(engine.pool, 10, 0, 1)
+    name_block(engine.pool, 13, 2, 2)
+    engine.step((0, 9, 48), (2, 13, 48), tables=tables)
+    assert cached_blocks(engine.side) == []
+    assert engine.leader.snapshots == []
+
+
+@needs_states
 def test_a_load_without_a_place_for_the_state_fails():
     """The request would continue with the state of another one."""
     engine = StateEngine(found=32)
