@@ -1,0 +1,39 @@
+"""The guide to models with states quotes the reasons for which kvbm declines them, and describes its metric."""
+
+import ast
+import re
+from pathlib import Path
+
+from kvbm.metrics import COUNTERS
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs/guide/state-models.md").read_text()
+SOURCE = ast.parse((ROOT / "kvbm/vllm_integration/cache_groups.py").read_text())
+WITH_STATES = "_reason_of_states"
+
+
+def reasons() -> list[re.Pattern[str]]:
+    """Return what the function can return, with any word in place of a value."""
+    function = next(node for node in SOURCE.body if isinstance(node, ast.FunctionDef) and node.name == WITH_STATES)
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    return [pattern(value) for value in returned if not (isinstance(value, ast.Constant) and value.value is None)]
+
+
+def pattern(value: ast.expr | None) -> re.Pattern[str]:
+    pieces = value.values if isinstance(value, ast.JoinedStr) else [value]
+    texts = [re.escape(str(one.value)) if isinstance(one, ast.Constant) else r"\w+" for one in pieces]
+    return re.compile("^" + "".join(texts) + "$", re.MULTILINE)
+
+
+def test_each_reason_is_quoted() -> None:
+    quoted = GUIDE.partition("## What is declined")[2].partition("```text\n")[2].partition("```")[0]
+    found = reasons()
+    assert len(found) >= 4
+    assert [reason.pattern for reason in found if not reason.search(quoted)] == []
+
+
+def test_metrics_of_the_guide_exist() -> None:
+    named = set(re.findall(r"`(kvbm_\w+)`", GUIDE))
+    known = set(COUNTERS)
+    assert "kvbm_lost_state_tokens" in named
+    assert named <= known
