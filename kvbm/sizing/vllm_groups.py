@@ -53,6 +53,10 @@ class CacheGroup:
             return ceil(min(reach + in_flight, tokens) / self.block_tokens)
         return ceil(tokens / self.block_tokens)
 
+    def stored_blocks(self, tokens: int) -> int:
+        """Blocks that kvbm stores of a sequence of `tokens`: of a state, the snapshot at the end of the prompt."""
+        return 1 if self.kind is LayerKind.STATE else self.blocks(tokens, in_flight=0)
+
 
 def cache_groups(
     specs: Sequence[LayerSpec], *, blocks_outermost: bool, promotes_windows: bool = False
