@@ -17,7 +17,7 @@ from kvbm.sizing.families import state_kind
 from kvbm.sizing.families.facts import SizeUnknown
 from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.state_settings import StateFinding, StateLevel, StateSettings
-from kvbm.sizing.tiers import ESTIMATE, PAGE_BYTES, Device, Sizing, Snapshot, TierSize, sizing_of
+from kvbm.sizing.tiers import ESTIMATE, PAGE_BYTES, Device, Sizing, SnapshotSize, TierSize, sizing_of
 
 __all__ = [
     "ESTIMATE",
@@ -25,7 +25,7 @@ __all__ = [
     "Device",
     "SizeUnknown",
     "Sizing",
-    "Snapshot",
+    "SnapshotSize",
     "StateFinding",
     "StateLevel",
     "TierSize",
@@ -97,8 +97,8 @@ def state_findings(
 ) -> list[StateFinding]:
     """Returns what the settings of vLLM mean for a model with states; nothing for other models and engines.
 
-    The arguments have the meaning of `size`; `is_installed`: vLLM is installed, so `on_cpu` is known. ProfileError if the
-    model's configuration lacks a fact.
+    The arguments have the meaning of `size`; `is_installed`: vLLM is installed, so `on_cpu` is known. ProfileError if
+    the model lacks a fact.
     """
     arguments = profile.engine.arguments
     if not isinstance(arguments, VllmArguments) or (kind := state_kind(model_config)) is None:

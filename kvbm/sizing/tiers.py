@@ -14,7 +14,7 @@ ESTIMATE = "estimate"  # `set_by` of a number of blocks that is estimated from t
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SnapshotSize:
     """The states of a sequence at one block boundary: one block of each group of states.
 
     `state_bytes` are the states alone, on all ranks, without the padding of their blocks. `token_count` is the number
@@ -51,7 +51,7 @@ class Device:
     sequence_tokens: int = 0
     sequence_blocks: int = 0
     notes: tuple[str, ...] = ()
-    snapshot: Snapshot | None = None
+    snapshot: SnapshotSize | None = None
     stored_sequence_blocks: int = 0
     stored_longest: tuple[int, int] | None = None
 
@@ -93,7 +93,7 @@ class Sizing:
     sequence_tokens: int
     sequence_blocks: int
     notes: tuple[str, ...] = ()
-    snapshot: Snapshot | None = None
+    snapshot: SnapshotSize | None = None
 
     def rank_bytes(self, tier: TierSize) -> int:
         """Bytes of a tier on the rank with the largest part."""

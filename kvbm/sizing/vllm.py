@@ -23,7 +23,7 @@ from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
 from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.state_settings import disabled_by
-from kvbm.sizing.tiers import ESTIMATE, Device, Snapshot
+from kvbm.sizing.tiers import ESTIMATE, Device, SnapshotSize
 from kvbm.sizing.vllm_groups import CacheGroup, cache_groups
 
 CPU_BLOCK_TOKENS = 128
@@ -93,11 +93,11 @@ class VllmPlan:
         return sum(spec.token_bytes for spec in specs if spec.kind.keeps_all_tokens)
 
     @property
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> SnapshotSize | None:
         """The snapshot of one rank, None for a model without states."""
         groups = [group for group in self.groups if group.kind is LayerKind.STATE]
         state_bytes = sum(spec.state_bytes for group in groups for spec in group.specs)
-        return Snapshot(len(groups), state_bytes, state_bytes // self.token_bytes) if groups else None
+        return SnapshotSize(len(groups), state_bytes, state_bytes // self.token_bytes) if groups else None
 
     def stored_blocks(self, tokens: int) -> int:
         """Blocks that kvbm stores of a sequence of `tokens`."""
