@@ -19,6 +19,7 @@ PREFIX = "engine.arguments."
 RETENTION = "prefix_cache_retention_interval"
 CPU_BLOCK_TOKENS = 128  # of a CPU build if `block_size` is not set
 MAMBA2 = "Mamba-2"
+SUPPORTED_KINDS = ("GDN", MAMBA2)  # that have been run with kvbm
 MODE, ALIGN, REPLACED = "mamba_cache_mode", "align", "none"  # vLLM replaces `none` if prefix caching is on
 FEW_BLOCKS, MANY_BLOCKS = 8, 16  # the interval for long shared prefixes: an opinion, not measured
 
@@ -53,6 +54,8 @@ class StateSettings:
     on_cpu: bool
 
     def findings(self) -> list[StateFinding]:
+        if self.state_kind not in SUPPORTED_KINDS:
+            return [StateFinding(StateLevel.WARNING, "engine.model", f"`engine.model`: {unsupported(self.state_kind)}")]
         if (reason := disabled_by(self.arguments)) is not None:
             name, why = reason
             key = f"{PREFIX}{name}"
@@ -66,19 +69,10 @@ class StateSettings:
             yield StateFinding(StateLevel.NOTE, key, message)
 
     def _retention(self) -> Iterator[StateFinding]:
-        key, value = f"{PREFIX}{RETENTION}", (self.arguments.model_extra or {}).get(RETENTION)
-        if value is None:
+        key, interval = f"{PREFIX}{RETENTION}", self.arguments.prefix_cache_retention_interval
+        if interval is None:
             start = f"`{key}` is not set, so vLLM uses 0:"
             yield StateFinding(StateLevel.NOTE, key, f"{start} {self._of_ends()}")
-            return
-        if value == "None":
-            message = f"`{key}: None`: vLLM keeps a snapshot at every block boundary, which needs the most host memory"
-            yield StateFinding(StateLevel.NOTE, key, message)
-            return
-        interval = _whole_number(value)
-        if interval is None:
-            message, hint = f"`{key}` must be a whole number of tokens, not `{value}`", "use 0 for chats and agents"
-            yield StateFinding(StateLevel.MISTAKE, key, message, hint)
         elif interval == 0:
             yield StateFinding(StateLevel.NOTE, key, f"`{key}: 0`: {self._of_ends()}")
         elif self.block_tokens is not None and interval % self.block_tokens:
@@ -141,25 +135,24 @@ class StateSettings:
             yield StateFinding(StateLevel.WARNING, key, message)
 
 
+def unsupported(state_kind: str) -> str:
+    return f"kvbm is disabled for models with {state_kind} states, which have never been run with it"
+
+
 def disabled_by(arguments: VllmArguments) -> tuple[str, str] | None:
     """Return the argument for which kvbm disables itself with a model that has states, and why; None without one."""
     extra = arguments.model_extra or {}
     disabled = "kvbm is disabled for models with states"
     if extra.get("speculative_config") not in (None, False):
         why = f"{disabled} that use speculative decoding"
-        if _whole_number(extra.get(RETENTION, 0)) == 0:
+        if not arguments.prefix_cache_retention_interval:
             why += f". With `{RETENTION}: 0`, vLLM's default, EAGLE and MTP have no hits in G1 either"
         return "speculative_config", why
     if arguments.enable_prefix_caching is False:
         return "enable_prefix_caching", f"{disabled} without prefix caching: vLLM keeps no state for a later prompt"
+    if extra.get("use_replayssm") not in (None, False):
+        return "use_replayssm", f"{disabled} that are updated late, as `use_replayssm` does"
     mode = extra.get(MODE, ALIGN)
     if mode not in (ALIGN, REPLACED):
         return MODE, f"{disabled} with `{MODE}: {mode}`; remove it, or use `{ALIGN}`"
     return None
-
-
-def _whole_number(value: object) -> int | None:
-    """Return a number of tokens as vLLM's option reads it, None for anything else."""
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -22,7 +22,7 @@ from kvbm.sizing.families import architecture_of, layer_specs, state_kind
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
 from kvbm.sizing.gpu import MemoryEstimate
-from kvbm.sizing.state_settings import disabled_by
+from kvbm.sizing.state_settings import SUPPORTED_KINDS, disabled_by, unsupported
 from kvbm.sizing.tiers import ESTIMATE, Device, SnapshotSize
 from kvbm.sizing.vllm_groups import CacheGroup, cache_groups
 
@@ -269,6 +269,9 @@ def _block_tokens(
         notes.append(BACKEND_NOTE)
     if setting.may_be_blackwell and _is_narrow_by_default(arguments, model_config):
         notes.append(f"on a GPU of compute capability 10.x, {_NARROW}, which is about half")
+    kind = state_kind(model_config) if has_states else None
+    if kind is not None and kind not in SUPPORTED_KINDS:
+        notes.append(f"{unsupported(kind)}: the sizes describe vLLM's cache only")
     if has_states:
         tokens = _tokens_of_state(specs, tokens, on_cpu=on_cpu, is_latent=is_latent)
     return tokens, tuple(notes)
