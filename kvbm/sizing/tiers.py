@@ -93,6 +93,7 @@ class Sizing:
     sequence_tokens: int
     sequence_blocks: int
     notes: tuple[str, ...] = ()
+    group_count: int = 1
     snapshot: SnapshotSize | None = None
 
     def rank_bytes(self, tier: TierSize) -> int:
@@ -132,6 +133,7 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
         sequence_tokens=device.sequence_tokens,
         sequence_blocks=device.stored_sequence_blocks or device.sequence_blocks,
         notes=device.notes,
+        group_count=device.group_count,
         snapshot=device.snapshot,
     )
 
