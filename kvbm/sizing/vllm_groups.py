@@ -45,7 +45,8 @@ class CacheGroup:
     def blocks(self, tokens: int, *, in_flight: int) -> int:
         """Blocks that a request of `tokens` needs while its last `in_flight` tokens are computed."""
         if self.kind is LayerKind.STATE:
-            return 2  # with prefix caching: the running state, and the one at the last boundary
+            # With prefix caching: the running state, the one at the last boundary, and with Mamba 2 a checkpoint.
+            return 2 + self.specs[0].checkpoint_blocks
         reach = self.specs[0].reach
         if self.kind is LayerKind.WINDOW:
             return ceil(min(reach - 1 + in_flight, tokens) / self.block_tokens) + 1
