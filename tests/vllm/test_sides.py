@@ -182,7 +182,7 @@ def test_states_that_cannot_be_reused_or_were_never_run_are_declined_by_name(fac
 @needs_states
 def test_states_next_to_latent_attention_are_declined():
     latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-    assert "Kimi" in decline_reason(engine(), cache(latent, mamba()))
+    assert "latent attention" in decline_reason(engine(), cache(latent, mamba()))
 
 
 @pytest.mark.parametrize(("absent", "version"), [("HANDS_OVER_SNAPSHOTS", "0.29"), ("KNOWS_FAILED_REQUESTS", "0.30")])
