@@ -136,9 +136,9 @@ class GuardedLeader:
             priorities=priorities,
         )
 
-    @hook()
-    def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        self.leader.offload_snapshot(request_id, hashes, block_ids)
+    @hook(False)
+    def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> bool:
+        return self.leader.offload_snapshot(request_id, hashes, block_ids)
 
     @hook()
     def discard_offloads(self, block_ids: Collection[int]) -> None:

@@ -236,16 +236,20 @@ class Leader:
                 self._trace("offload", request=request_id, group=group, start=begin, hashes=fresh)
         return progress.considered
 
-    def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+    def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> bool:
         """Order copies of a snapshot: `block_ids[i]` of one state group each, named `hashes[i]`. The coming forward
-        pass completes them, or they are complete. The engine gives the blocks up soon, so there is no second try."""
+        pass completes them, or they are complete. The engine gives the blocks up soon, so there is no second try.
+
+        Return whether the snapshot is in G2 or on its way; without it, the blocks before it are of no use.
+        """
         request = self._live(request_id)
         request.has_blocks = True
-        if request.may_offload and not self.counters.disabled:
-            unwritten = None if self._disk is None else self._disk.unwritten_blocks(len(hashes))
-            self._offloads.add_snapshot(hashes, block_ids, request.tenant, unwritten=unwritten)
-            if self._trace is not None:
-                self._trace("offload_snapshot", request=request_id, hashes=hashes, device_blocks=tuple(block_ids))
+        if not request.may_offload or self.counters.disabled:
+            return False
+        unwritten = None if self._disk is None else self._disk.unwritten_blocks(len(hashes))
+        if self._trace is not None:
+            self._trace("offload_snapshot", request=request_id, hashes=hashes, device_blocks=tuple(block_ids))
+        return self._offloads.add_snapshot(hashes, block_ids, request.tenant, unwritten=unwritten)
 
     def discard_offloads(self, block_ids: Collection[int]) -> None:
         """Do not register copies in flight of these G1 blocks: the engine reuses the blocks before the copies end."""

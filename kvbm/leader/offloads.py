@@ -119,15 +119,20 @@ class Offloads:
 
     def add_snapshot(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes, *, unwritten: int | None
-    ) -> None:
-        """Order copies of the blocks of one snapshot, one per state group, that are missing in G2: all or none."""
+    ) -> bool:
+        """Order copies of the blocks of one snapshot, one per state group, that are missing in G2: all or none.
+
+        Return whether the snapshot is in G2 or on its way.
+        """
         self._host.store.touch(hashes)
         absent = [index for index in self._host.store.missing(hashes) if hashes[index] not in self._departing]
         if len(absent) > self._room(SNAPSHOT_SHARE * self._settings.max_in_flight_blocks, unwritten):
             self._counters.offload_skipped_blocks += len(absent)
-        elif absent:
+            return False
+        if absent:
             self._make_room(len(absent), unwritten)
             self._order([hashes[i] for i in absent], tuple(block_ids[i] for i in absent), tenant, is_snapshot=True)
+        return True
 
     def step(self) -> tuple[Offload, ...]:
         self._step += 1

@@ -286,9 +286,9 @@ class SchedulerSide:
             for cache_group, chain in zip(self._groups, self._chains(tracked), strict=True)
             if isinstance(cache_group.group, StateGroup)
         ]
-        self.leader.offload_snapshot(snapshot.request_id, hashes, snapshot.block_ids)
-        tracked.snapshot_tokens = max(tracked.snapshot_tokens, snapshot.tokens)
-        tracked.due_tokens = 0
+        if self.leader.offload_snapshot(snapshot.request_id, hashes, snapshot.block_ids):
+            tracked.snapshot_tokens = max(tracked.snapshot_tokens, snapshot.tokens)
+            tracked.due_tokens = 0
 
     @hook(False)
     def _onboard(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> bool:

@@ -86,12 +86,14 @@ MUTANTS = (
         bug="the snapshot of a request that lives through a reset is offloaded",
         file="kvbm/leader/leader.py",
         old="""\
-        if request.may_offload and not self.counters.disabled:
-            unwritten\
+        if not request.may_offload or self.counters.disabled:
+            return False
+        unwritten\
 """,
         new="""\
-        if not self.counters.disabled:
-            unwritten\
+        if self.counters.disabled:
+            return False
+        unwritten\
 """,
         fails="tests/leader/test_states.py",
     ),
@@ -102,11 +104,11 @@ MUTANTS = (
         old="""\
         request = self._live(request_id)
         request.has_blocks = True
-        if request.may_offload and\
+        if not request.may_offload or\
 """,
         new="""\
         request = self._live(request_id)
-        if request.may_offload and\
+        if not request.may_offload or\
 """,
         fails="tests/leader/test_states.py",
     ),

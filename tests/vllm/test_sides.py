@@ -523,7 +523,7 @@ class StateLeader:
     """Records what a model with states orders. `found` and `lost`: what every lookup finds, in tokens."""
 
     def __init__(self, found=0, lost=0):
-        self.found, self.lost = found, lost
+        self.found, self.lost, self.has_room = found, lost, True
         self.snapshots, self.offloads, self.loads, self.failed = [], [], [], []
 
     def match_groups(self, request_id, chains, start, end):
@@ -538,6 +538,7 @@ class StateLeader:
 
     def offload_snapshot(self, request_id, hashes, block_ids):
         self.snapshots.append((list(hashes), tuple(block_ids)))
+        return self.has_room
 
     def onboard(self, request_id, hashes, start, block_ids, *, tokens):
         self.loads.append((list(hashes), list(block_ids), tokens))
@@ -643,6 +644,16 @@ def test_nothing_is_offloaded_beyond_the_last_snapshot_within_the_limit_of_a_cli
     engine = StateEngine(limits={"max_offload_tokens": limit})
     engine.step((0, 11, 64), (2, 12, 64), (0, 13, 32), (2, 14, 32))
     assert (len(engine.leader.snapshots), engine.leader.offloads) == (snapshots, [(0, blocks)])
+
+
+@needs_states
+def test_blocks_before_a_snapshot_that_found_no_room_are_not_offloaded():
+    for has_room in (True, False):
+        engine = StateEngine()
+        engine.leader.has_room = has_room
+        engine.step((0, 13, 80), (2, 14, 80))
+        ((_, blocks),) = engine.leader.offloads
+        assert (blocks == 5) == has_room
 
 
 @needs_states
