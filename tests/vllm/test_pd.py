@@ -439,6 +439,7 @@ def pd_server(nixl_role: str, preset: str = "vllm-25m", *arguments: str, blocks:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": side_channel,
             "UCX_MODULES": "^ib",
+            "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # NIXL requires it, for models with states
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         },
         wait=False,
