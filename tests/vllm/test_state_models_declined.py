@@ -25,9 +25,17 @@ def reason(**parallel):
     return cache_groups.decline_reason(config, SimpleNamespace(kv_cache_groups=groups))
 
 
+@pytest.fixture(autouse=True)
+def knows_failed_requests(monkeypatch):
+    monkeypatch.setattr(cache_groups, "KNOWS_FAILED_REQUESTS", True)
+
+
 def test_one_group_of_states_is_served_where_failed_loads_end_requests(monkeypatch):
     """With 0.29, vLLM continues a request after a failed load without its state: other tokens (pure Mamba-2)."""
-    monkeypatch.setattr(cache_groups, "KNOWS_FAILED_REQUESTS", True)
     assert reason() is None
     monkeypatch.setattr(cache_groups, "KNOWS_FAILED_REQUESTS", False)
     assert "vLLM before 0.30 computes wrong tokens after a failed load of states" in reason()
+
+
+def test_pipeline_parallelism_with_states_is_declined():
+    assert "pipeline parallelism with states" in reason(pipeline_parallel_size=2)

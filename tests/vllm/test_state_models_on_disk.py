@@ -1,7 +1,7 @@
 """Snapshots on disk outlive vLLM, as attention blocks do; what is damaged, or belongs to other states, is a miss.
 
-The model is Granite 4: three groups with Mamba-2 states and one with attention. Chunks are blocks, because vLLM for
-CPUs keeps no states from inside a chunk. The truth is the first answer, under a salt of its own.
+The model is Qwen3-Next: three groups with states and one with attention, in blocks of 256 tokens. vLLM for CPUs can
+store its states in bfloat16, which it refuses for Mamba-2. The truth is the first answer, under a salt of its own.
 """
 
 import os
@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from disk_blocks import block_hashes, damage, slots_by_hash
 from traffic import assert_equal, tokens
-from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, VllmServer
+from vllm_server import CONNECTOR, EXTERNAL_HITS, VllmServer
 
 from kvbm_cli.make_model import materialise
 
@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # of torch, at vLLM's import
 ]
+BLOCK_TOKENS = 256
 BLOCKS = 5
 CACHED = BLOCKS * BLOCK_TOKENS
 GROUPS = 4
@@ -44,8 +45,8 @@ def start(directory):
         tiers = {"host": {"blocks": 60}, "disk": {"blocks": SLOTS, "directory": str(directory)}}
         contents = {"tiers": tiers, "onboard": {"policy": "always"}}  # however slow a busy machine reads
         return VllmServer(
-            materialise("vllm-granite4"),
-            *("--block-size", str(BLOCK_TOKENS), "--max-num-batched-tokens", str(BLOCK_TOKENS)),
+            materialise("vllm-qwen3-next"),
+            *("--dtype", "bfloat16", "--block-size", str(BLOCK_TOKENS)),
             *("--shutdown-timeout", "30"),  # by default vLLM kills the process that would write the rest, at once
             *arguments,
             blocks=40,
@@ -62,14 +63,24 @@ def answer(server, prompt):
     return server.ask(prompt, 16, cache_salt="truth")
 
 
+def wait_for(server, name, count):
+    """Wait for so many blocks. The disk is looked at in steps, so there are some."""
+
+    def has_come(metrics):
+        server.ask((7, 8, 9), 1)
+        return metrics[name] >= count
+
+    server.wait_until(f"{count} {name}", has_come)
+
+
 def use_twice(server):
     """Its second use lets a block through to the disk."""
     offloaded = server.metrics()[OFFLOADED]
     assert server.ask(OFTEN, 16).cached == 0
-    server.wait_until("rest", lambda metrics: metrics[OFFLOADED] >= offloaded + STORED)
+    wait_for(server, OFFLOADED, offloaded + STORED)
     assert server.reset_prefix_cache(external=False)
     assert server.ask(OFTEN, 16).cached == CACHED
-    server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= STORED)
+    wait_for(server, WRITTEN, STORED)
 
 
 def test_snapshots_are_found_after_a_kill_and_after_an_end_in_order(start):
@@ -85,7 +96,7 @@ def test_snapshots_are_found_after_a_kill_and_after_an_end_in_order(start):
         metrics = server.metrics()
         assert (metrics[FETCHED], metrics[EXTERNAL_HITS]) == (STORED, CACHED)
         assert server.ask(ONCE, 16).cached == 0, "it was never asked for twice"
-        server.wait_until("rest", lambda metrics: metrics[OFFLOADED] >= STORED)
+        wait_for(server, OFFLOADED, STORED)
     with start() as server:
         answers = {"often": server.ask(OFTEN, 16), "once": server.ask(ONCE, 16)}
         assert [found.cached for found in answers.values()] == [CACHED, CACHED]
@@ -99,7 +110,7 @@ def test_damaged_blocks_are_misses(start, directory, tmp_path, kind):
     with start() as server:
         truth = {0: answer(server, OFTEN)}
         use_twice(server)
-    hashes = block_hashes(OFTEN)
+    hashes = block_hashes(OFTEN, BLOCK_TOKENS)
     stored = slots_by_hash(directory, tmp_path)
     (attention,) = (one for one in stored if one.startswith(hashes[0]))
     states = [one for one in stored if one.startswith(hashes[-1]) and one[-1:] != attention[-1:]]
@@ -110,7 +121,7 @@ def test_damaged_blocks_are_misses(start, directory, tmp_path, kind):
         metrics = server.metrics()
         assert metrics[CHECKSUM_FAILURES] == 1
         assert metrics[EXTERNAL_HITS] == 0 or server.hits_by_source().get("disk", 0) == 0
-        server.wait_until("rest", lambda metrics: metrics[OFFLOADED] > 0)
+        wait_for(server, OFFLOADED, 1)
         assert server.reset_prefix_cache(external=False)
         again = server.ask(OFTEN, 16)
         assert again.cached == CACHED, "it has been computed and stored again"
