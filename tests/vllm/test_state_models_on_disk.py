@@ -29,6 +29,7 @@ STORED = BLOCKS + GROUPS - 1  # blocks of a prompt: its attention, and a snapsho
 SLOTS = 200
 OFTEN, ONCE = (tokens(Random(f"state {number}"), CACHED + 60) for number in range(2))
 OFFLOADED, WRITTEN, FETCHED = "kvbm_offload_blocks_d2h", "kvbm_offload_blocks_h2d", "kvbm_onboard_blocks_d2d"
+ONBOARDED = "kvbm_onboard_blocks_h2d"
 CHECKSUM_FAILURES = "kvbm_disk_checksum_failures"
 
 
@@ -90,7 +91,7 @@ def test_snapshots_are_found_after_a_kill_and_after_an_end_in_order(start):
         os.killpg(server.process.pid, signal.SIGKILL)
     with start() as server:
         again = server.ask(OFTEN, 16)
-        assert again.cached == CACHED
+        assert again.cached == CACHED, server.log_tail(200)
         assert_equal({"often": again}, {"often": truth["often"]})
         assert server.hits_by_source() == {"disk": CACHED}
         metrics = server.metrics()
@@ -120,7 +121,7 @@ def test_damaged_blocks_are_misses(start, directory, tmp_path, kind):
         assert_equal({0: server.ask(OFTEN, 16)}, truth)
         metrics = server.metrics()
         assert metrics[CHECKSUM_FAILURES] == 1
-        assert metrics[EXTERNAL_HITS] == 0 or server.hits_by_source().get("disk", 0) == 0
+        assert metrics[ONBOARDED] == 0, "a load without one of its blocks is no load; vLLM's metrics still count a hit"
         wait_for(server, OFFLOADED, 1)
         assert server.reset_prefix_cache(external=False)
         again = server.ask(OFTEN, 16)
