@@ -1,8 +1,8 @@
 """KV cache groups: translates vLLM's KV cache groups into ours, or returns the reason why kvbm is disabled.
 
 Layers with states (Mamba, gated delta nets) are supported in vLLM's mode `align`, from 0.30 on: it then hands over each
-snapshot in the step that completes it. vLLM's block tables do not say which blocks contain snapshots. 0.29 hands them
-over too, but continues a request after a failed load without its state.
+snapshot in the step that completes it, and accepts failed loads by request. vLLM's block tables do not say which blocks
+contain snapshots.
 
 A group's spec is recognised by the names of its classes, because vLLM moves and adds classes between versions. A kind
 that is not in the table is declined by name; vLLM then serves without kvbm.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.sched import output as scheduler_output
 
 from kvbm.core.groups import Group, StateGroup
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # vLLM computes into the same blocks.
 KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 REPORTS_HIT_SOURCES = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")  # from 0.32 on
+HANDS_OVER_SNAPSHOTS = hasattr(scheduler_output, "KVConnectorBlockState")  # from 0.29 on
 KINDS_OF_STATES = frozenset({"MAMBA2", "GDN_ATTN"})  # that have been run with kvbm
 
 
@@ -128,8 +130,10 @@ def _is_state(spec: Any) -> bool:
 
 def _reason_of_states(vllm_config: VllmConfig, specs: Sequence[Any]) -> str | None:
     """Return why the states of this engine cannot be reused, or have never been; None if they can."""
-    if not KNOWS_FAILED_REQUESTS:
-        return "vLLM before 0.30 computes wrong tokens after a failed load of states (Mamba and similar layers)"
+    if not HANDS_OVER_SNAPSHOTS:
+        return "vLLM before 0.29 does not hand over the states of Mamba and similar layers"
+    if not KNOWS_FAILED_REQUESTS:  # it would continue with the state of an earlier block
+        return "vLLM before 0.30 does not accept failed loads of the states of Mamba and similar layers"
     states = [spec for spec in specs if _is_state(spec)]
     mode = next((spec.mamba_cache_mode for spec in states if spec.mamba_cache_mode != "align"), None)
     if mode is not None:
