@@ -152,6 +152,8 @@ def disabled_by(arguments: VllmArguments) -> tuple[str, str] | None:
         return "enable_prefix_caching", f"{disabled} without prefix caching: vLLM keeps no state for a later prompt"
     if extra.get("use_replayssm") not in (None, False):
         return "use_replayssm", f"{disabled} that are updated late, as `use_replayssm` does"
+    if (arguments.pipeline_parallel_size or 1) > 1:
+        return "pipeline_parallel_size", f"{disabled} in pipeline stages, which have never been run with it"
     mode = extra.get(MODE, ALIGN)
     if mode not in (ALIGN, REPLACED):
         return MODE, f"{disabled} with `{MODE}: {mode}`; remove it, or use `{ALIGN}`"

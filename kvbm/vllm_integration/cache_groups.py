@@ -140,6 +140,8 @@ def _reason_of_states(vllm_config: VllmConfig, specs: Sequence[Any]) -> str | No
         return (
             f"in the mode `{mode}`, vLLM keeps no states for reuse: `--mamba-cache-mode align` requires prefix caching"
         )
+    if getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1:
+        return "pipeline parallelism with states of Mamba and similar layers has never been run with kvbm"
     if vllm_config.speculative_config is not None or any(spec.num_speculative_blocks for spec in states):
         return "speculative decoding with states of Mamba and similar layers has never been run with kvbm"
     if getattr(vllm_config.cache_config, "use_replayssm", False):

@@ -33,6 +33,7 @@ ENGINE_HOST = "127.0.0.1"
 INSTALL = f"{INSTALL_VLLM} nixl"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 HINT = "run `pip install nixl` in that environment"
+STATE_LAYOUT = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}  # NIXL requires it for models with states
 # A prompt whose blocks cannot be fetched is computed by the decode engine.
 DECODE_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
 
@@ -164,7 +165,7 @@ def _engine(
     return replace(
         alone,
         argv=(*alone.argv, "--kv-transfer-config", json.dumps(connector, separators=(",", ":"))),
-        environment={**devices, **alone.environment, **side_channel},
+        environment={**devices, **STATE_LAYOUT, **alone.environment, **side_channel},
         libraries=(*alone.libraries, "nixl"),
         install=INSTALL,
     )

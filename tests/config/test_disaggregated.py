@@ -56,6 +56,9 @@ def test_engines_have_names_and_ports_of_their_own(tmp_path: Path) -> None:
     assert [of.base_url for of in plans] == [f"http://127.0.0.1:{port}" for port in (9000, 9002, 9004, 9006)]
     assert [of.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for of in plans] == ["9001", "9003", "9005", "9007"]
     assert {of.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] for of in plans} == {"127.0.0.1"}
+    assert {of.environment["VLLM_SSM_CONV_STATE_LAYOUT"] for of in plans} == {"DS"}, (
+        "vLLM with NIXL refuses states else"
+    )
     assert {option(of, "--host") for of in plans} == {"127.0.0.1"}
     assert {of.environment["UCX_TLS"] for of in plans} == {"tcp"}
     assert {of.model for of in plans} == {"m"}

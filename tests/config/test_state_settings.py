@@ -79,6 +79,7 @@ DISABLED: list[tuple[dict[str, Any], str]] = [
     ({"enable_prefix_caching": False}, "without prefix caching"),
     ({"mamba_cache_mode": "all"}, "with `mamba_cache_mode: all`; remove it, or use `align`"),
     ({"use_replayssm": True}, "as `use_replayssm` does"),
+    ({"pipeline_parallel_size": 2}, "in pipeline stages"),
 ]
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
+from disk_blocks import block_hashes, damage
 from traffic import Request, asker, assert_equal, conversations, hold, repeat, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
 
@@ -117,34 +116,6 @@ def test_a_disk_that_fails_changes_no_answer_and_is_used_again(server, truth, pl
     assert server.metrics()[FETCHED] > fetched, "it is used again"
 
 
-def block_hashes(prompt: tuple[int, ...]) -> list[bytes]:
-    """Of its full blocks, as vLLM computes them."""
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
-
-    init_none_hash(sha256)
-    hashes: list[bytes] = []
-    for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS):
-        hashes.append(hash_block_tokens(sha256, hashes[-1] if hashes else None, prompt[end - BLOCK_TOKENS : end], None))
-    return hashes
-
-
-def damage(directory: Path, copy: Path, block_hash: bytes) -> None:
-    """Flip a bit of this block in the arena. The engine has locked the index, so that a copy tells the slot."""
-    (index,) = directory.glob("**/index.sqlite")
-    for path in index.parent.glob("index.sqlite*"):
-        shutil.copy(path, copy)
-    with sqlite3.connect(copy / index.name) as connection:
-        ((slot,),) = connection.execute("SELECT slot FROM blocks WHERE hash = ?", (block_hash,)).fetchall()
-    connection.close()
-    with (index.parent / "arena").open("r+b") as arena:
-        at = slot * os.path.getsize(arena.name) // SLOTS + 1000
-        arena.seek(at)
-        (byte,) = arena.read(1)
-        arena.seek(at)
-        arena.write(bytes((byte ^ 4,)))
-
-
 def test_of_a_load_that_fails_in_the_middle_the_blocks_before_are_used(server, plain, directory, tmp_path):
     prompt, good = tokens(Random("damaged"), 8 * BLOCK_TOKENS + 9), 5
     expected = repeat(asker(plain), [Request(prompt, 8)])
@@ -153,7 +124,7 @@ def test_of_a_load_that_fails_in_the_middle_the_blocks_before_are_used(server, p
     assert_equal(repeat(asker(server), list(expected)), expected)
     server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= written + 8)
     server.ask_all([tokens(Random(f"other {number}"), 4 * BLOCK_TOKENS) for number in range(8)], 1)
-    damage(directory, tmp_path, block_hashes(prompt)[good])
+    damage(directory, tmp_path, block_hashes(prompt)[good], slots=SLOTS)
     server.wait_until("rest", lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0)
     assert server.reset_prefix_cache(external=False)
     before, log_size = server.metrics(), len(server.log())

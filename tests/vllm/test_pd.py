@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -418,14 +418,15 @@ def test_the_death_of_one_engine_ends_the_whole_and_is_reported(disaggregated: D
 # -- engines that are asked by hand, as another orchestrator does ------------------------------------------------------
 
 
-def pd_server(nixl_role: str) -> VllmServer:
+def pd_server(nixl_role: str, preset: str = "vllm-25m", *arguments: str, blocks: int = G1_BLOCKS) -> VllmServer:
     """Not healthy yet. DynamoConnector is configured by variables, as under an engine's own command line."""
     side_channel = str(choose_port("127.0.0.1", 0))
     ours = {"kv_connector": "DynamoConnector", "kv_connector_module_path": MODULE, "kv_role": "kv_both"}
     both = [ours, {"kv_connector": "NixlConnector", "kv_role": nixl_role}]
     return VllmServer(
-        materialise("vllm-25m"),
-        blocks=G1_BLOCKS,
+        materialise(preset),
+        *arguments,
+        blocks=blocks,
         max_model_len=2048,
         connector={
             "kv_connector": "PdConnector",
@@ -438,6 +439,7 @@ def pd_server(nixl_role: str) -> VllmServer:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": side_channel,
             "UCX_MODULES": "^ib",
+            "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # NIXL requires it, for models with states
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         },
         wait=False,
@@ -445,8 +447,14 @@ def pd_server(nixl_role: str) -> VllmServer:
 
 
 def hand_over(prefill: VllmServer, decode: VllmServer, seed: int, **changes: object) -> tuple[Any, Any]:
-    asked = prefill.completion(prompt(seed), 1, kv_transfer_params={"do_remote_decode": True})
-    answer = decode.ask(prompt(seed), TOKENS, kv_transfer_params={**asked["kv_transfer_params"], **changes})
+    return hand_over_tokens(prefill, decode, prompt(seed), **changes)
+
+
+def hand_over_tokens(
+    prefill: VllmServer, decode: VllmServer, tokens: Sequence[int], **changes: object
+) -> tuple[Any, Any]:
+    asked = prefill.completion(tokens, 1, kv_transfer_params={"do_remote_decode": True})
+    answer = decode.ask(tokens, TOKENS, kv_transfer_params={**asked["kv_transfer_params"], **changes})
     return answer.tokens, answer.logprobs
 
 
@@ -474,3 +482,34 @@ def test_an_engine_that_decodes_may_have_host_memory_too(truth: Mapping[int, Ans
         nobody = {"remote_engine_id": "nobody", "remote_port": 9}
         assert_is(hand_over(prefill, decode, 2, **nobody), truth[2])
         assert decode.metrics()[onboarded] == WHOLE_BLOCKS, "computed"
+
+
+@pytest.mark.soak
+@needs_nixl
+def test_a_model_with_states_is_handed_over_and_comes_back_from_host_memory() -> None:
+    """NIXL lets the first engine leave out the last token of a prompt, so that a boundary can move behind the end."""
+    onboarded, external = "kvbm_onboard_blocks_h2d", "vllm:external_prefix_cache_hits_total"
+    one_block = ("--block-size", str(BLOCK_TOKENS), "--max-num-batched-tokens", str(BLOCK_TOKENS))
+    lengths = [4 * BLOCK_TOKENS + more for more in (0, 1, 2, 88)]
+    prompts = [prompt(seed)[:length] for seed, length in enumerate(lengths)]
+    with VllmServer(materialise("vllm-granite4"), *one_block, blocks=60, max_model_len=2048) as single:
+        truth = [single.ask(tokens, TOKENS) for tokens in prompts]
+    with (
+        pd_server("kv_producer", "vllm-granite4", *one_block, blocks=40) as prefill,
+        pd_server("kv_consumer", "vllm-granite4", *one_block, blocks=40) as decode,
+    ):
+        prefill.wait_healthy()
+        decode.wait_healthy()
+        for _ in range(2):
+            for tokens, expected in zip(prompts, truth, strict=True):
+                assert_is(hand_over_tokens(prefill, decode, tokens), expected)
+            prefill.wait_until("rest", lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0)
+            assert prefill.reset_prefix_cache(external=False)
+        hits = [3, 3, 4, 4]  # of whole blocks, the state at the end of the last one is needed
+        assert prefill.metrics()[external] == sum(hits) * BLOCK_TOKENS
+        assert prefill.metrics()[onboarded] == sum(hits) + 3 * len(hits)
+        assert decode.metrics()[onboarded] == 0, "pulled whole"
+
+        for tokens, expected in zip(prompts, truth, strict=True):
+            alone = decode.ask(tokens, TOKENS)
+            assert_is((alone.tokens, alone.logprobs), expected)

