@@ -106,8 +106,8 @@ EMBEDDED_HEAD = """\
 VLLM_HEAD = """\
 ## engine.arguments of vLLM
 
-- `engine.model` is a local Hugging Face directory, a name on a hub, or `synthetic:vllm-25m` or `synthetic:vllm-81m`.
-  The synthetic models have random weights and are created at start.
+- `engine.model` is a local Hugging Face directory, a name on a hub, or `synthetic:vllm-25m`, `synthetic:vllm-81m` or
+  `synthetic:vllm-hybrid`. The synthetic models have random weights and are created at start.
 - `engine.python` is an interpreter with vLLM and kvbm installed.
 - vLLM {run} has been run, and {tested} is tested against its source. `kvbm serve --force` starts other versions.
 - Every flag of `vllm serve` is a key, without the leading hyphens. `_` and `-` are equivalent; both spellings of one

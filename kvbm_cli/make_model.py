@@ -7,10 +7,18 @@
     vllm-swa             Gemma 3, layers with a window of 256 tokens between full-attention layers
     vllm-mla             DeepSeek V2, one latent vector per token instead of keys and values
     vllm-25m-lora-a, -b  two LoRA adapters of vllm-25m, in the format of peft
+    vllm-qwen3-next      Qwen3-Next, Gated DeltaNet states and attention; vLLM on a CPU requires bfloat16 for it
+    vllm-granite4        Granite 4, Mamba-2 states and attention
+    vllm-falcon-h1       Falcon-H1, Mamba-2 state and attention in every layer
+    vllm-nemotron-h      Nemotron-H, Mamba-2 states, attention and layers with neither
+    vllm-mamba2          Mamba-2, states only
+    vllm-hybrid          Qwen3-Next in the size of vllm-81m: slow enough that a cache helps
 
-Weights depend only on the preset, and so does the tokenizer, which is trained on text generated here. The initializer
-range is wide: at the usual 0.02 a random model repeats one token for every prompt, and wrong KV stays undetected. Files
-are bfloat16, which an engine that computes in float32 reads exactly.
+hybrid_models.json describes the last six, whose layers keep states. Weights depend only on the preset, and so does the
+tokenizer, which is trained on text generated here. The initializer range is wide: at the usual 0.02 a random model
+repeats one token for every prompt, and wrong KV stays undetected. With usual weights a state forgets within a few
+tokens, and a wrong one stays undetected too: LONG_MEMORY replaces such weights. Files are bfloat16, which an engine
+that computes in float32 reads exactly.
 """
 
 from __future__ import annotations
@@ -97,8 +105,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,  # vLLM does not tie them here and would answer with zeroes
     },
 }
+_HYBRIDS = Path(__file__).with_name("hybrid_models.json")
+MODELS |= {preset: _SHARED | facts for preset, facts in json.loads(_HYBRIDS.read_text()).items()}
 ADAPTERS = {"vllm-25m-lora-a": "vllm-25m", "vllm-25m-lora-b": "vllm-25m"}
 PRESETS = (*MODELS, *ADAPTERS)
+
+# A state keeps exp(-softplus(dt_bias + input) * exp(A_log)) of itself per token: 0.999 with these values.
+LONG_MEMORY = {"A_log": -7.0, "dt_bias": 0.5}
+_STATE_NORM_FACTOR = 3.0  # how much more a state counts in its layer's output
 
 _LORA_RANK = 8
 _LORA_RANGE = 0.1
@@ -114,9 +128,9 @@ def materialise(preset: str) -> Path:
 
 
 def directory_of(preset: str) -> Path:
-    """Directory of a preset. Its name contains a hash of this file, so that an outdated model is never used."""
+    """Directory of a preset. Its name contains a hash of what describes it, so that an outdated model is never used."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbm" / "models"
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    recipe = hashlib.sha256(Path(__file__).read_bytes() + _HYBRIDS.read_bytes()).hexdigest()[:12]
     return root / f"{preset}-{recipe}"
 
 
@@ -149,9 +163,22 @@ def _write_model(preset: str, directory: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_seed(preset))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _lengthen_memory(model)
     model.to(torch.bfloat16).save_pretrained(directory)
     _write_tokenizer(directory)
     (directory / "complete").touch()
+
+
+def _lengthen_memory(model: torch.nn.Module) -> None:
+    """Lets every state remember about a thousand tokens, and its layer's output depend on it."""
+    import torch
+
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "A_log"):
+                for name, value in LONG_MEMORY.items():
+                    getattr(module, name).fill_(value)
+                module.norm.weight.mul_(_STATE_NORM_FACTOR)
 
 
 def _write_adapter(preset: str, directory: Path) -> None:

@@ -193,8 +193,8 @@ class VllmEngine(EngineSection):
     kind: Literal["vllm"] = Field(description="Engine that serves the model.")
     model: str = Field(
         min_length=1,
-        description="A local Hugging Face directory, a name on the Hugging Face hub, or `synthetic:vllm-25m` or "
-        "`synthetic:vllm-81m` (random weights, generated at first use).",
+        description="A local Hugging Face directory, a name on the Hugging Face hub, or `synthetic:vllm-25m`, "
+        "`synthetic:vllm-81m` or `synthetic:vllm-hybrid` (random weights, generated at first use).",
     )
     arguments: VllmArguments = Field(default=VllmArguments(), description="Flags of `vllm serve`.")
 

@@ -61,6 +61,20 @@ def test_a_model_is_bfloat16_with_a_tokenizer_that_gives_any_text_back(tmp_path)
     )
 
 
+@pytest.mark.parametrize("preset", ["vllm-granite4", "vllm-qwen3-next"])
+def test_the_states_of_a_hybrid_remember(tmp_path, preset):
+    """With the usual weights, a state that was not loaded changes no token."""
+    from safetensors.torch import load_file
+
+    make_model.make(preset, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    for suffix, value in {**make_model.LONG_MEMORY, "mamba.norm.weight": 3.0, "linear_attn.norm.weight": 3.0}.items():
+        found = [tensor for name, tensor in weights.items() if name.endswith(suffix)]
+        assert all((tensor == value).all() for tensor in found), suffix
+        assert len(found) == 3 or suffix.endswith("norm.weight"), suffix
+    assert sum(name.endswith(("mamba.norm.weight", "linear_attn.norm.weight")) for name in weights) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [((), "usage:"), (("vllm-26m", "x"), "presets: vllm-25m"), (("vllm-25m-lora-a", "."), "exists already")],
