@@ -36,6 +36,7 @@ class Counters:
     onboard_bytes: int = 0
     onboard_failed_blocks: int = 0
     onboard_shared_requests: int = 0
+    lost_state_tokens: int = 0
     overdue_transfers: int = 0
     evicted_blocks: int = 0
     resets: int = 0
@@ -128,6 +129,8 @@ _OWN = {
     "kvbm_onboard_failed_blocks": "promised blocks that the engine recomputed: a copy failed, or the disk failed or "
     "was too slow, which kvbm_disk_late_blocks also counts",
     "kvbm_onboard_shared_requests": "requests that waited while another request loaded the same blocks",
+    "kvbm_lost_state_tokens": "prompt tokens whose blocks were found, but that were computed because no snapshot "
+    "of the state was found at their end",
     "kvbm_overdue_transfers": "queries for the result of a transfer that was late",
     "kvbm_evicted_blocks": "registered blocks evicted from host memory to make space",
     "kvbm_resets": "times the cache was emptied on request",

@@ -6,6 +6,7 @@ to a window, and an engine keeps no blocks before it. The blocks that a hit of `
     full attention     |===============================| end
     window             |                      |========| end     blocks before the window are not needed
     chunk              |                 |=============| end     tokens attend only to their own chunk
+    state              |                            |==| end     the block that ends there is a snapshot of the state
 
 A block id belongs to one group at a time and all groups share the engine's pool, so a block of any group fits any slot.
 """
@@ -40,6 +41,36 @@ class Group:
         return first_token // self.block_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class StateGroup(Group):
+    """A KV cache group whose layers have one state per sequence instead of KV per token (Mamba, gated delta nets).
+
+    A block is a snapshot: the state after the last of its tokens, which stands for all tokens before. Most boundaries
+    have none.
+    """
+
+    @property
+    def looks_back_over_all(self) -> bool:
+        return False
+
+    def first_needed_block(self, end: int) -> int:
+        """Return the block that ends at `end`, a multiple of `block_tokens`; it is the only one that is needed."""
+        return end // self.block_tokens - 1
+
+
+def needed_blocks(groups: Sequence[Group], chains: Sequence[Sequence[bytes]], end: int) -> list[bytes]:
+    """Return the names of the blocks that a hit of `end` tokens needs, from the first tokens to the last.
+
+    At the same position snapshots come last.
+    """
+    found = []
+    for group, chain in zip(groups, chains, strict=True):
+        is_state = isinstance(group, StateGroup)
+        for block in range(max(0, group.first_needed_block(end)), end // group.block_tokens):
+            found.append(((block + 1) * group.block_tokens, is_state, chain[block]))
+    return [name for _, _, name in sorted(found, key=lambda one: one[:2])]
+
+
 def longest_hit(
     is_present: Callable[[bytes], bool],
     groups: Sequence[Group],
@@ -68,6 +99,9 @@ def longest_hit(
 
 def _served(is_present: Callable[[bytes], bool], group: Group, chain: Sequence[bytes], start: int, reach: int) -> int:
     """Return an upper bound of the prefix that this group can serve; if it is `reach`, it is exact."""
+    if isinstance(group, StateGroup):
+        ends = range(reach // group.block_tokens, start // group.block_tokens, -1)
+        return next((end * group.block_tokens for end in ends if is_present(chain[end - 1])), start)
     first = max(start // group.block_tokens, group.first_needed_block(reach))
     blocks = range(first, reach // group.block_tokens)
     for block in blocks if group.looks_back_over_all else reversed(blocks):

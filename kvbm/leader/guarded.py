@@ -105,6 +105,10 @@ class GuardedLeader:
         self.leader.note_step(tokens, seconds)
 
     @contained(0)
+    def lost_state_tokens(self, request_id: str) -> int:
+        return self.leader.lost_state_tokens(request_id)
+
+    @contained(0)
     def disk_tokens(self, request_id: str) -> int:
         return self.leader.disk_tokens(request_id)
 
@@ -131,6 +135,10 @@ class GuardedLeader:
             group=group,
             priorities=priorities,
         )
+
+    @hook()
+    def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        self.leader.offload_snapshot(request_id, hashes, block_ids)
 
     @hook()
     def discard_offloads(self, block_ids: Collection[int]) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbm.core.groups import longest_hit
+from kvbm.core.groups import StateGroup, longest_hit, needed_blocks
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.heartbeats import Heartbeats
@@ -79,6 +79,8 @@ class Leader:
         self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
         self._settings = settings
         self._groups = settings.groups
+        self._with_kv = [index for index, group in enumerate(self._groups) if not isinstance(group, StateGroup)]
+        self._has_states = len(self._with_kv) < len(self._groups)
         self._tenant_of = callbacks.tenant_of
         self._trace = callbacks.trace
         self._host = HostTier(region, self.counters, hash_bytes=settings.engine.hash_bytes)
@@ -110,7 +112,7 @@ class Leader:
         def search(disk: DiskTier | None) -> int:
             return self._host.store.match(hashes, start) if disk is None else disk.match_prefix(hashes, start)
 
-        blocks = self._match(request_id, hashes, start, search)
+        blocks = self._match(request_id, hashes, start, lambda: hashes[:start], search)
         if not self._settings.engine.accepts_failed_loads:
             self._promise(request_id, hashes[start : start + (blocks or 0)])
             self._prefetch(request_id, hashes, start + (blocks or 0))
@@ -126,9 +128,18 @@ class Leader:
             def is_present(sequence_hash: bytes) -> bool:
                 return self._host.store.contains(sequence_hash) or (disk is not None and disk.contains(sequence_hash))
 
-            return longest_hit(is_present, self._groups, chains, start=start, end=end) - start
+            if not self._has_states or not self._with_kv:
+                return longest_hit(is_present, self._groups, chains, start=start, end=end) - start
+            groups, with_kv = [self._groups[i] for i in self._with_kv], [chains[i] for i in self._with_kv]
+            reach = longest_hit(is_present, groups, with_kv, start=start, end=end)
+            hit = longest_hit(is_present, self._groups, chains, start=start, end=reach)
+            self._live(request_id).lost_state_tokens = reach - hit
+            return hit - start
 
-        tokens = self._match(request_id, chains[0], start // self._groups[0].block_tokens, search)
+        def local() -> Sequence[bytes]:
+            return needed_blocks(self._groups, chains, start)
+
+        tokens = self._match(request_id, chains[0], start // self._groups[0].block_tokens, local, search)
         if self._trace is not None:
             self._trace("match", request=request_id, start_tokens=start, end_tokens=end, tokens=tokens)
         return tokens
@@ -162,6 +173,11 @@ class Leader:
         request.disk_tokens = load.disk_tokens
         if self._disk is not None:
             self._disk.hit(wanted)
+
+    def lost_state_tokens(self, request_id: str) -> int:
+        """Return how many tokens after the request's last hit are in the cache, but without a snapshot at their end."""
+        request = self._requests.get(request_id)
+        return 0 if request is None else request.lost_state_tokens
 
     def note_step(self, tokens: int, seconds: float) -> None:
         """Note that the engine computed `tokens` in a step of `seconds`. The rate decides between load and compute."""
@@ -214,6 +230,17 @@ class Leader:
                 fresh = hashes[begin : progress.considered]
                 self._trace("offload", request=request_id, group=group, start=begin, hashes=fresh)
         return progress.considered
+
+    def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Order copies of a snapshot: `block_ids[i]` of one state group each, named `hashes[i]`. The coming forward
+        pass completes them, or they are complete. The engine gives the blocks up soon, so there is no second try."""
+        request = self._live(request_id)
+        request.has_blocks = True
+        if request.may_offload and not self.counters.disabled:
+            unwritten = None if self._disk is None else self._disk.unwritten_blocks(len(hashes))
+            self._offloads.add_snapshot(hashes, block_ids, request.tenant, unwritten=unwritten)
+            if self._trace is not None:
+                self._trace("offload_snapshot", request=request_id, hashes=hashes, device_blocks=tuple(block_ids))
 
     def discard_offloads(self, block_ids: Collection[int]) -> None:
         """Do not register copies in flight of these G1 blocks: the engine reuses the blocks before the copies end."""
@@ -305,12 +332,13 @@ class Leader:
         if request is None:
             return
         self._end_promise(request)
+        if self._has_states:
+            self._touch_with_snapshot(chains)
         for progress, hashes in zip(request.offloads, chains, strict=True):
-            used = hashes[: max(progress.considered, request.hit_blocks)]
-            self._host.store.touch(used)
-            if self._disk is not None:
-                self._disk.store.touch(used)
             self.counters.offload_skipped_blocks += progress.left_out
+            if not self._has_states:
+                self._touch(hashes[: max(progress.considered, request.hit_blocks)])
+        self.counters.lost_state_tokens += request.lost_state_tokens
         if request.probed_blocks:
             host_blocks = request.hit_blocks - request.disk_hit_blocks
             self.counters.hit_window.append((host_blocks, request.disk_hit_blocks, request.probed_blocks))
@@ -376,16 +404,40 @@ class Leader:
             request = self._requests[request_id] = LiveRequest(request_id, tenant, offloads)
         return request
 
+    def _touch(self, hashes: Sequence[bytes]) -> None:
+        self._host.store.touch(hashes)
+        if self._disk is not None:
+            self._disk.store.touch(hashes)
+
+    def _touch_with_snapshot(self, chains: Sequence[Sequence[bytes]]) -> None:
+        """Make the longest hit that a tier can serve recent, its snapshot and tail less than its head.
+
+        Older snapshots of the chain and blocks beyond the last one are left to age: nothing resumes from them.
+        """
+        end = min(len(chain) * group.block_tokens for group, chain in zip(self._groups, chains, strict=True))
+        for store in (self._host.store, None if self._disk is None else self._disk.store):
+            if store is not None:
+                hit = longest_hit(store.contains, self._groups, chains, start=0, end=end)
+                store.touch(needed_blocks(self._groups, chains, hit))
+
     def _match(
-        self, request_id: str, hashes: Sequence[bytes], start: int, search: Callable[[DiskTier | None], int]
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        start: int,
+        local: Callable[[], Sequence[bytes]],
+        search: Callable[[DiskTier | None], int],
     ) -> int | None:
-        """Return what `search` finds, 0 if the request may not load, None if it waits for another one's load."""
+        """Return what `search` finds, 0 if the request may not load, None if it waits for another one's load.
+
+        `hashes[:start]` are in G1; `local` returns the blocks of all groups that it uses there.
+        """
         request = self._live(request_id)
         if self._disk is not None:
             if self._prefetches is None:  # else the lookup finds nothing on disk, and the next step refreshes
                 self._disk.refresh()
             if not request.has_probed:
-                self._disk.hit(hashes[:start])
+                self._disk.hit(local())
         request.has_probed = True
         request.probed_blocks = max(request.probed_blocks, len(hashes) - start)
         if not request.may_onboard or self.counters.disabled or not self._onboards.can_begin(self._promises):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters
 
+SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
 
@@ -100,11 +101,9 @@ class Offloads:
         if unwritten is None and evicted + max(0, len(absent) - counts.free) > progress.fresh_until:
             self._host.store.touch(hashes[:end])  # so that no block is evicted for its own tail
             progress.fresh_until = evicted + self._host.capacity_blocks // FRESH_SHARE
-        may_hold = self._settings.max_in_flight_blocks - self._held_blocks
-        room = max(0, min(may_hold, counts.free + counts.inactive - (unwritten or 0)))
+        room = self._room(self._settings.max_in_flight_blocks, unwritten)
         chosen = absent[:room] if progress.can_wait else absent[::-1][:room]
-        if self._disk is not None:
-            self._disk.evicting(len(chosen) - counts.free, keeps_unwritten=unwritten is not None)
+        self._make_room(len(chosen), unwritten)
         for first in range(0, len(chosen), self._settings.batch_blocks):
             batch = chosen[first : first + self._settings.batch_blocks]
             self._order([fresh[i] for i in batch], tuple(sources[i] for i in batch), progress.tenant)
@@ -116,6 +115,18 @@ class Offloads:
             progress.left_out = 0
             progress.considered = end
             self._counters.offload_skipped_blocks += left_out
+
+    def add_snapshot(
+        self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes, *, unwritten: int | None
+    ) -> None:
+        """Order copies of the blocks of one snapshot, one per state group, that are missing in G2: all or none."""
+        self._host.store.touch(hashes)
+        absent = [index for index in self._host.store.missing(hashes) if hashes[index] not in self._departing]
+        if len(absent) > self._room(SNAPSHOT_SHARE * self._settings.max_in_flight_blocks, unwritten):
+            self._counters.offload_skipped_blocks += len(absent)
+        elif absent:
+            self._make_room(len(absent), unwritten)
+            self._order([hashes[i] for i in absent], tuple(block_ids[i] for i in absent), tenant)
 
     def step(self) -> tuple[Offload, ...]:
         self._step += 1
@@ -165,6 +176,15 @@ class Offloads:
         self.reset()
         for flight in self.in_flight.values():
             self._release(flight)
+
+    def _room(self, may_hold: int, unwritten: int | None) -> int:
+        """Return how many blocks can be copied now if the copies in flight `may_hold` so many blocks of G1."""
+        counts = self._host.store.counts()
+        return max(0, min(may_hold - self._held_blocks, counts.free + counts.inactive - (unwritten or 0)))
+
+    def _make_room(self, count: int, unwritten: int | None) -> None:
+        if self._disk is not None:
+            self._disk.evicting(count - self._host.store.counts().free, keeps_unwritten=unwritten is not None)
 
     def _order(self, hashes: list[bytes], block_ids: tuple[int, ...], tenant: bytes) -> None:
         target = self._host.reserve(len(hashes))

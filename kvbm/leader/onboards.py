@@ -47,7 +47,8 @@ class LiveRequest:
     """One request, from its arrival to its end. If it is preempted and returns under its id, it is another LiveRequest.
 
     `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
-    blocks are those that it looked for in the cache, the `hit` blocks those that it got. `promised` pins what the last
+    blocks are those that it looked for in the cache, the `hit` blocks those that it got. `lost_state_tokens` are tokens
+    whose blocks were found, but no snapshot at their end. `promised` pins what the last
     match found, for an engine that does not accept failed loads.
     """
 
@@ -65,6 +66,7 @@ class LiveRequest:
     hit_blocks: int = 0
     disk_hit_blocks: int = 0
     disk_tokens: int = 0
+    lost_state_tokens: int = 0
     promised: PinnedBlocks | None = None
 
 

@@ -1,19 +1,23 @@
 """KV cache groups: translates vLLM's KV cache groups into ours, or returns the reason why kvbm is disabled.
 
+Layers with states (Mamba, gated delta nets) are supported in vLLM's mode `align`, from 0.29 on: it then hands over each
+snapshot in the step that completes it. vLLM's block tables do not say which blocks contain snapshots.
+
 A group's spec is recognised by the names of its classes, because vLLM moves and adds classes between versions. A kind
 that is not in the table is declined by name; vLLM then serves without kvbm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.sched import output as scheduler_output
 
-from kvbm.core.groups import Group
+from kvbm.core.groups import Group, StateGroup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,15 +28,19 @@ if TYPE_CHECKING:
 # vLLM computes into the same blocks.
 KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 REPORTS_HIT_SOURCES = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")  # from 0.32 on
+HANDS_OVER_SNAPSHOTS = hasattr(scheduler_output, "KVConnectorBlockState")  # from 0.29 on
+KINDS_OF_STATES = frozenset({"MAMBA2", "GDN_ATTN"})  # that have been run with kvbm
 
 
 @dataclass(frozen=True, slots=True)
 class TransferGroup:
-    """One of vLLM's KV cache groups that takes part in transfers; `index` is its position in block tables."""
+    """One of vLLM's KV cache groups that takes part in transfers; `index` is its position in block tables. `state_form`
+    describes the bytes of a snapshot, and is empty for other groups."""
 
     index: int
     group: Group
     layer_names: tuple[str, ...]
+    state_form: str = ""
 
 
 def decline_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
@@ -50,9 +58,13 @@ def decline_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     transferred = _transferred(kv_cache_config)
     if not transferred:
         return "the model has no KV cache"
-    unknown = [spec for spec in map(_spec_of, transferred.values()) if _kind(spec) is None]
+    specs = [_spec_of(group) for group in transferred.values()]
+    unknown = [spec for spec in specs if _kind(spec) is None]
     if unknown:
         return f"KV cache groups of kind {type(unknown[0]).__name__} are not supported"
+    states = [spec for spec in specs if _is_state(spec)]
+    if states and (reason := _reason_of_states(vllm_config, states)) is not None:
+        return reason
     if len(transferred) > 1 and not KNOWS_FAILED_REQUESTS:
         return "vLLM before 0.30 does not accept failed loads with several KV cache groups"
     return None
@@ -61,7 +73,7 @@ def decline_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
 def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[TransferGroup, ...]:
     """Return the groups that take part in transfers, full-attention groups first. Call `decline_reason` before."""
     found = [
-        TransferGroup(index, _as_group(_spec_of(group)), tuple(group.layer_names))
+        TransferGroup(index, _as_group(_spec_of(group)), tuple(group.layer_names), _state_form(_spec_of(group)))
         for index, group in _transferred(kv_cache_config).items()
     ]
     return tuple(sorted(found, key=lambda group: not group.group.looks_back_over_all))
@@ -108,6 +120,37 @@ def _as_group(spec: Any) -> Group:
     return make(spec)
 
 
+def _is_state(spec: Any) -> bool:
+    return _kind(spec) is _KINDS["MambaSpec"]
+
+
+def _reason_of_states(vllm_config: VllmConfig, specs: Sequence[Any]) -> str | None:
+    """Return why the states of this engine cannot be reused, or have never been; None if they can."""
+    if not HANDS_OVER_SNAPSHOTS:
+        return "vLLM before 0.29 does not hand over the states of Mamba and similar layers"
+    mode = next((spec.mamba_cache_mode for spec in specs if spec.mamba_cache_mode != "align"), None)
+    if mode is not None:
+        return (
+            f"in the mode `{mode}`, vLLM keeps no states for reuse: `--mamba-cache-mode align` requires prefix caching"
+        )
+    if vllm_config.speculative_config is not None or any(spec.num_speculative_blocks for spec in specs):
+        return "speculative decoding with states of Mamba and similar layers has never been run with kvbm"
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        return "`--use-replayssm`, which delays the update of states, has never been run with kvbm"
+    kinds = {spec.mamba_type.name for spec in specs} - KINDS_OF_STATES
+    if kinds:
+        return f"layers with states of kind {min(kinds)} have never been run with kvbm"
+    return None
+
+
+def _state_form(spec: Any) -> str:
+    """Return what decides the bytes of a snapshot, besides the layout of a block; empty without a state.
+
+    The order of the dimensions in `shapes` follows from the layout of the convolution's state.
+    """
+    return f"{spec.mamba_type.name} {spec.shapes} {spec.dtypes}" if _is_state(spec) else ""
+
+
 def _windowed(spec: Any) -> Group:
     return Group(spec.block_size, window_tokens=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
 
@@ -116,6 +159,7 @@ _KINDS: dict[str, Callable[[Any], Group]] = {
     "SlidingWindowSpec": _windowed,
     "ChunkedLocalAttentionSpec": lambda spec: Group(spec.block_size, chunk_tokens=spec.attention_chunk_size),
     "FullAttentionSpec": lambda spec: Group(spec.block_size),
+    "MambaSpec": lambda spec: StateGroup(spec.block_size),
 }
 # Kinds derived from full attention that free blocks in the middle of a request.
 _NEVER = frozenset({"RSWASpec"})

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, contained, hook
+from kvbm.core.groups import StateGroup
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.region import Region
@@ -27,6 +28,7 @@ from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.progress import progress_log
+from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
 from kvbm.vllm_integration.worker_side import NOTHING, Handshake, StepOrders
 
@@ -55,7 +57,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Tracked:
-    """A live request of vLLM: its block table per group as the workers have it, and the client's limits."""
+    """A live request of vLLM: its block table per group as the workers have it, and the client's limits.
+
+    `snapshot_tokens`: the last position at which vLLM has a snapshot of it, in a model with states.
+    """
 
     request: Request
     max_load_tokens: int
@@ -64,6 +69,7 @@ class _Tracked:
     chains: list[list[bytes]] = field(default_factory=list)
     start: int = 0
     due_tokens: int = 0  # with fewer computed tokens there is nothing to offload
+    snapshot_tokens: int = 0
 
 
 class SchedulerSide:
@@ -95,6 +101,7 @@ class SchedulerSide:
         self._continues_prompts = continues_prompts
         self._gives_up_blocks = gives_up_blocks
         self._is_plain = len(groups) == 1 and groups[0].group.looks_back_over_all
+        self._snapshots = Snapshots(groups) if any(isinstance(one.group, StateGroup) for one in groups) else None
         self._hash_bytes = hash_bytes if self._is_plain else hash_bytes + 1
         self._hash_tokens = 0  # tokens per block hash of vLLM; set by its block pool
         self._pool: BlockPool | None = None
@@ -175,7 +182,7 @@ class SchedulerSide:
         facts, doubt = self._identity()
         doubt = doubt or self.doubt
         self._keeps_blocks = self._config.tiers.disk.persist and not doubt
-        groups = [[group.index, repr(group.group)] for group in self._groups]
+        groups = [[group.index, repr(group.group), *filter(None, [group.state_form])] for group in self._groups]
         return open_disk(
             self._config,
             segments,
@@ -231,16 +238,56 @@ class SchedulerSide:
             found = None if blocks is None else blocks * size
         else:
             found = self.leader.match_groups(request.request_id, chains, local_tokens, end)
+            if self._snapshots is not None and found is not None:
+                self._ask_for_snapshot(request, local_tokens + found)
         if found and not self._continues_prompts and local_tokens + found < request.num_tokens - 1:
             found = 0
         return found, bool(found)
 
+    def _ask_for_snapshot(self, request: Request, hit_tokens: int) -> None:
+        """Let vLLM keep a snapshot where the request leaves a prefix that another one has stored.
+
+        vLLM itself knows only the prefixes in G1. Without a snapshot there, no later request could resume from it.
+        """
+        assert self.leader is not None
+        lost_tokens = self.leader.lost_state_tokens(request.request_id)
+        if lost_tokens and hasattr(request, "shared_prefix_boundary"):
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, hit_tokens + lost_tokens)
+
     @hook(when_off=True)
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        if self.leader is not None and external_tokens and not self._onboard(request, blocks, external_tokens):
+        if self.leader is None:
+            return
+        if not external_tokens:
+            self._offload_hit_in_g1(request, blocks)
+        elif not self._onboard(request, blocks, external_tokens):
             null = self._null_block_id
             table = [block_id for group in blocks.get_block_ids() for block_id in group if block_id != null]
             self.leader.fail_load(request.request_id, table)
+
+    @hook()
+    def _offload_hit_in_g1(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """Offload the snapshot of a hit in G1, if host memory has lost it: vLLM hands over only new ones."""
+        tracked = self._requests.get(request.request_id)
+        if self._snapshots is not None and self._pool is not None and tracked is not None:
+            found = self._snapshots.in_g1(request, blocks.get_block_ids(), tracked.start, self._pool)
+            if found is not None:
+                self._offload_snapshot(tracked, found)
+
+    def _offload_snapshot(self, tracked: _Tracked, snapshot: Snapshot) -> None:
+        is_generated = snapshot.tokens > tracked.request.num_prompt_tokens
+        may_offload = snapshot.tokens <= tracked.max_offload_tokens
+        if not may_offload or (is_generated and not self._config.offload.generated):
+            return
+        assert self.leader is not None
+        hashes = [
+            chain[snapshot.tokens // cache_group.group.block_tokens - 1]
+            for cache_group, chain in zip(self._groups, self._chains(tracked), strict=True)
+            if isinstance(cache_group.group, StateGroup)
+        ]
+        self.leader.offload_snapshot(snapshot.request_id, hashes, snapshot.block_ids)
+        tracked.snapshot_tokens = max(tracked.snapshot_tokens, snapshot.tokens)
+        tracked.due_tokens = 0
 
     @hook(False)
     def _onboard(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> bool:
@@ -258,6 +305,8 @@ class SchedulerSide:
                 if table[index] != self._null_block_id:
                     hashes.append(chain[index])
                     block_ids.append(table[index])
+                elif isinstance(cache_group.group, StateGroup) and (index + 1) * size == end:
+                    return False  # the request would continue with the state of another one
         self.leader.onboard(request.request_id, hashes, 0, block_ids, tokens=external_tokens)
         self._loading.add(request.request_id)
         return True
@@ -292,6 +341,9 @@ class SchedulerSide:
             self._forget_progress(request_id)
             self._stale.discard(request_id)
         self._loading.clear()
+        for snapshot in self._snapshots.handed_over(output) if self._snapshots is not None else ():
+            if (tracked := self._requests.get(snapshot.request_id)) is not None:
+                self._offload_snapshot(tracked, snapshot)
         scheduled, requests = output.num_scheduled_tokens, self._requests
         for new in output.scheduled_new_reqs:
             if (tracked := requests.get(new.req_id)) is not None:
@@ -475,18 +527,24 @@ class SchedulerSide:
         tokens = min(tokens, tracked.max_offload_tokens)
         prompt_tokens = tracked.request.num_prompt_tokens
         tracked.due_tokens = UNLIMITED
+        useful = UNLIMITED
+        if self._snapshots is not None:
+            useful = self._snapshots.useful_tokens(prompt_tokens, tracked.snapshot_tokens)
         assert self.leader is not None
         for position, (cache_group, chain) in enumerate(zip(self._groups, self._chains(tracked), strict=True)):
+            if isinstance(cache_group.group, StateGroup):
+                continue
             size = cache_group.group.block_tokens
             considered = self.leader.offload(
                 request_id,
                 chain,
                 tracked.block_ids[position],
-                computed_blocks=tokens // size,
+                computed_blocks=min(tokens, useful) // size,
                 prompt_blocks=prompt_tokens // size,
                 group=position,
             )
-            tracked.due_tokens = min(tracked.due_tokens, (considered + 1) * size)
+            if (considered + 1) * size <= useful:
+                tracked.due_tokens = min(tracked.due_tokens, (considered + 1) * size)
 
 
 def _is_named(request: Request) -> bool:
