@@ -8,8 +8,8 @@ so that the unchanged connector, tiering manager and host region can be measured
 
 This directory must be on PYTHONPATH. As with CUDA streams, there is one queue per direction, and its copies end in the
 order of submission. A copy is one memmove per page (a block's part of one layer), which releases the GIL. The groups of
-a hybrid model overlay each other in the same tensors. As in vLLM's copier, only the layers of a block's group are copied,
-without the padding of a page.
+a hybrid model overlay each other in the same tensors. As vLLM's copier does, this one copies only the layers of the
+group that a block belongs to, without the padding of a page.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class NativeOnCpu(TieringOffloadingSpec):
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
             self._worker = CpuCopier(kv_caches, region)
+            print(f"{type(self).__name__}: {self.num_chunks} chunks of {self.kv_bytes_per_chunk} bytes", flush=True)
         return self._worker
 
 
