@@ -62,8 +62,7 @@ def decline_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
     unknown = [spec for spec in specs if _kind(spec) is None]
     if unknown:
         return f"KV cache groups of kind {type(unknown[0]).__name__} are not supported"
-    states = [spec for spec in specs if _is_state(spec)]
-    if states and (reason := _reason_of_states(vllm_config, states)) is not None:
+    if any(map(_is_state, specs)) and (reason := _reason_of_states(vllm_config, specs)) is not None:
         return reason
     if len(transferred) > 1 and not KNOWS_FAILED_REQUESTS:
         return "vLLM before 0.30 does not accept failed loads with several KV cache groups"
@@ -108,10 +107,14 @@ def _spec_of(group: Any) -> Any:
 
 
 def _kind(spec: Any) -> Callable[[Any], Group] | None:
-    names = [cls.__name__ for cls in type(spec).__mro__]
+    names = _class_names(spec)
     if not getattr(spec, "prefix_cacheable", True) or not _NEVER.isdisjoint(names):
         return None
     return next((_KINDS[name] for name in names if name in _KINDS), None)
+
+
+def _class_names(spec: Any) -> list[str]:
+    return [cls.__name__ for cls in type(spec).__mro__]
 
 
 def _as_group(spec: Any) -> Group:
@@ -128,18 +131,21 @@ def _reason_of_states(vllm_config: VllmConfig, specs: Sequence[Any]) -> str | No
     """Return why the states of this engine cannot be reused, or have never been; None if they can."""
     if not HANDS_OVER_SNAPSHOTS:
         return "vLLM before 0.29 does not hand over the states of Mamba and similar layers"
-    mode = next((spec.mamba_cache_mode for spec in specs if spec.mamba_cache_mode != "align"), None)
+    states = [spec for spec in specs if _is_state(spec)]
+    mode = next((spec.mamba_cache_mode for spec in states if spec.mamba_cache_mode != "align"), None)
     if mode is not None:
         return (
             f"in the mode `{mode}`, vLLM keeps no states for reuse: `--mamba-cache-mode align` requires prefix caching"
         )
-    if vllm_config.speculative_config is not None or any(spec.num_speculative_blocks for spec in specs):
+    if vllm_config.speculative_config is not None or any(spec.num_speculative_blocks for spec in states):
         return "speculative decoding with states of Mamba and similar layers has never been run with kvbm"
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         return "`--use-replayssm`, which delays the update of states, has never been run with kvbm"
-    kinds = {spec.mamba_type.name for spec in specs} - KINDS_OF_STATES
+    kinds = {spec.mamba_type.name for spec in states} - KINDS_OF_STATES
     if kinds:
         return f"layers with states of kind {min(kinds)} have never been run with kvbm"
+    if any("MLAAttentionSpec" in _class_names(spec) for spec in specs):  # Kimi, whose states vLLM does not name
+        return "layers with states next to latent attention (MLA) have never been run with kvbm"
     return None
 
 

@@ -96,12 +96,11 @@ class WorkerSide:
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Allocate the host memory. Raises EnvironmentProblem with rank and reason, which stops the engine's start."""
-        tensors = [kv_caches[name] for name in self._layer_names if name in kv_caches]
+        found = [kv_caches[name] for name in self._layer_names if name in kv_caches]
+        tensors = [_blocks_first(tensor, self._block_count) for tensor in found]
         if not tensors:
             raise EnvironmentProblem(f"rank {self._rank} has no KV cache", hint="start vLLM without the connector")
-        layout = BlockLayout.from_tensors(
-            tensors, block_count=self._block_count, block_dim=_block_dim(tensors[0], self._block_count), shared=True
-        )
+        layout = BlockLayout.from_tensors(tensors, block_count=self._block_count, block_dim=0, shared=True)
         self._worker = self.create_worker(layout, storages_of(tensors))
         info = self._worker.info
         log.info(
@@ -191,6 +190,7 @@ class WorkerSide:
             self._worker.start(self._orders.plan)
 
 
-def _block_dim(tensor: torch.Tensor, block_count: int) -> int:
-    """Return the block dimension: the first, or the second after one that separates keys from values."""
-    return 0 if tensor.shape[0] % block_count == 0 else 1
+def _blocks_first(tensor: torch.Tensor, block_count: int) -> torch.Tensor:
+    """Return a view whose first dimension counts blocks. It is the first one already, or the second one after a
+    dimension that separates keys from values; layers with states have no such dimension."""
+    return tensor if tensor.shape[0] % block_count == 0 else tensor.movedim(1, 0)

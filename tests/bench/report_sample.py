@@ -423,7 +423,7 @@ def _summary(cells: list[dict[str, Any]], arms: tuple[str, ...]) -> dict[str, An
             "users take turns in a fixed order, which is the worst case for a G1 that is too small",
             "p99 requires 368 samples: it is not reported",
         ],
-        "command": ["kvbm", "bench"],
+        "command": None,
         "machine": {
             "platform": "Linux-6.1-x86_64",
             "processor": "AMD EPYC 7B13",

@@ -80,7 +80,8 @@ def test_embedded_engine():
 
 def test_every_counter_of_kvbm_is_summarised():
     summary = summary_of([sample(saved("vllm-kvbm-start")), sample(saved("vllm-kvbm-end"))])
-    assert {*summary.kvbm_counters, *summary.kvbm_states} == {*KVBM_METRICS, "kvbm_disk_write_amplification"}
+    later = {"kvbm_lost_state_tokens"}  # than the saved pages
+    assert {*summary.kvbm_counters, *summary.kvbm_states} == {*KVBM_METRICS, "kvbm_disk_write_amplification"} - later
 
 
 def test_tiers_of_vllm_itself():
