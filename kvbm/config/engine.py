@@ -105,6 +105,13 @@ class VllmArguments(Section):
         default=None,
         description="Whether the engine keeps the blocks of finished requests in G1 for reuse; by default it does.",
     )
+    prefix_cache_retention_interval: int | None = Field(
+        default=None,
+        ge=0,
+        le=2**31,
+        description="For layers with states or a sliding window: vLLM keeps what a later prompt needs every so many "
+        "tokens, a multiple of the block size; by default 0: only at the end of a prompt and of a shared prefix.",
+    )
     disable_hybrid_kv_cache_manager: bool | None = Field(
         default=None, description="Whether layers with a sliding window keep all tokens, like the other layers."
     )

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvbm.config.engine import EmbeddedArguments, TrtllmArguments
+from kvbm.config.engine import EmbeddedArguments, TrtllmArguments, VllmArguments
 from kvbm.config.schema import Profile
 from kvbm.sizing import embedded, sglang, trtllm, vllm
+from kvbm.sizing.families import state_kind
 from kvbm.sizing.families.facts import SizeUnknown
 from kvbm.sizing.gpu import MemoryEstimate
-from kvbm.sizing.tiers import ESTIMATE, PAGE_BYTES, Device, Sizing, TierSize, sizing_of
+from kvbm.sizing.state_settings import StateFinding, StateLevel, StateSettings
+from kvbm.sizing.tiers import ESTIMATE, PAGE_BYTES, Device, Sizing, SnapshotSize, TierSize, sizing_of
 
 __all__ = [
     "ESTIMATE",
@@ -23,10 +25,14 @@ __all__ = [
     "Device",
     "SizeUnknown",
     "Sizing",
+    "SnapshotSize",
+    "StateFinding",
+    "StateLevel",
     "TierSize",
     "Wanted",
     "check_model",
     "size",
+    "state_findings",
 ]
 
 
@@ -79,3 +85,28 @@ def check_model(profile: Profile, model_config: Mapping[str, object]) -> None:
         trtllm.specs(arguments, model_config)
     else:
         vllm.check(arguments, model_config)
+
+
+def state_findings(
+    profile: Profile,
+    model_config: Mapping[str, object],
+    *,
+    environment: Mapping[str, str],
+    on_cpu: bool,
+    is_installed: bool,
+) -> list[StateFinding]:
+    """Returns what the settings of vLLM mean for a model with states; nothing for other models and engines.
+
+    The arguments have the meaning of `size`; `is_installed`: vLLM is installed, so `on_cpu` is known. ProfileError if
+    the model lacks a fact.
+    """
+    arguments = profile.engine.arguments
+    if not isinstance(arguments, VllmArguments) or (kind := state_kind(model_config)) is None:
+        return []
+    setting = vllm.Setting({**environment, **profile.engine.environment}, on_cpu)
+    try:
+        plan = vllm.plan_of(arguments, model_config, setting)
+    except SizeUnknown:
+        return StateSettings(arguments, kind, None, False, on_cpu).findings()
+    is_certain = is_installed and vllm.BACKEND_NOTE not in plan.notes
+    return StateSettings(arguments, kind, plan.block_tokens, is_certain, on_cpu).findings()

@@ -14,14 +14,31 @@ ESTIMATE = "estimate"  # `set_by` of a number of blocks that is estimated from t
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotSize:
+    """The states of a sequence at one block boundary: one block of each group of states.
+
+    `state_bytes` are the states alone, on all ranks, without the padding of their blocks. `token_count` is the number
+    of tokens whose keys and values have as many bytes.
+    """
+
+    block_count: int
+    state_bytes: int
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """The blocks of an engine. `rank_block_bytes` has one entry per rank, because the parts may differ.
 
     `block_count` is None if the engine determines it at start-up. `group_count` is the number of KV cache groups; the
     same tokens take one block in each. `token_count` is the number of tokens in G1, None if it follows from the blocks.
     `set_by` is the key or variable that sets `block_count`. `token_bytes` are the bytes, on all ranks, of a token that
-    every layer with full attention keeps. `sequence_blocks` is what a sequence of `sequence_tokens` takes. `notes` name
-    what was assumed about the engine.
+    every layer with full attention keeps. `sequence_blocks` is what a sequence of `sequence_tokens` takes in G1.
+    `notes` name what was assumed about the engine.
+
+    Of a model with states, `snapshot` is the snapshot that a sequence needs in G2 and G3, and `stored_sequence_blocks`
+    the blocks of a sequence there, snapshot included. `stored_longest` is the same for the maximum length: its tokens
+    and its blocks.
     """
 
     block_tokens: int
@@ -34,6 +51,16 @@ class Device:
     sequence_tokens: int = 0
     sequence_blocks: int = 0
     notes: tuple[str, ...] = ()
+    snapshot: SnapshotSize | None = None
+    stored_sequence_blocks: int = 0
+    stored_longest: tuple[int, int] | None = None
+
+    def stored_tokens(self, blocks: int) -> int:
+        """Tokens in this number of blocks of G2 or G3. With states, in sequences of the maximum length."""
+        if self.stored_longest is None:
+            return blocks // self.group_count * self.block_tokens
+        longest, longest_blocks = self.stored_longest
+        return blocks * longest // longest_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +79,8 @@ class TierSize:
 @dataclass(frozen=True, slots=True)
 class Sizing:
     """`block_bytes` is the largest part of a block on one rank, `stored_bytes` the whole block in G2 and G3, padding
-    included; `device` is None if the engine determines it."""
+    included; `device` is None if the engine determines it. `sequence_blocks` are the blocks of a sequence in G2 and G3,
+    including those of its `snapshot` if the model has states."""
 
     block_bytes: int
     block_tokens: int
@@ -65,6 +93,8 @@ class Sizing:
     sequence_tokens: int
     sequence_blocks: int
     notes: tuple[str, ...] = ()
+    group_count: int = 1
+    snapshot: SnapshotSize | None = None
 
     def rank_bytes(self, tier: TierSize) -> int:
         """Bytes of a tier on the rank with the largest part."""
@@ -101,8 +131,10 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
         stored_bytes=max(slots) * len(slots),
         token_bytes=device.token_bytes,
         sequence_tokens=device.sequence_tokens,
-        sequence_blocks=device.sequence_blocks,
+        sequence_blocks=device.stored_sequence_blocks or device.sequence_blocks,
         notes=device.notes,
+        group_count=device.group_count,
+        snapshot=device.snapshot,
     )
 
 
@@ -123,13 +155,13 @@ _NAMES = {Tier.HOST: "tiers.host", Tier.DISK: "tiers.disk"}
 def _tier(
     tier: Tier, blocks: int, total_bytes: int, device: Device, section: HostTierSection | DiskTierSection
 ) -> TierSize:
-    tokens = blocks // device.group_count * device.block_tokens
     set_by = f"{_NAMES[tier]}.{'blocks' if section.blocks else 'capacity'}"
-    return TierSize(tier, blocks, tokens, total_bytes, set_by, _sequences(device, blocks))
+    sequences = _sequences(blocks, device.stored_sequence_blocks or device.sequence_blocks)
+    return TierSize(tier, blocks, device.stored_tokens(blocks), total_bytes, set_by, sequences)
 
 
-def _sequences(device: Device, blocks: int) -> int | None:
-    return blocks // device.sequence_blocks if device.sequence_blocks else None
+def _sequences(blocks: int, sequence_blocks: int) -> int | None:
+    return blocks // sequence_blocks if sequence_blocks else None
 
 
 def _device_tier(device: Device) -> TierSize | None:
@@ -139,5 +171,5 @@ def _device_tier(device: Device) -> TierSize | None:
     if tokens is None:
         tokens = device.block_count // device.group_count * device.block_tokens
     total_bytes = device.block_count * sum(device.rank_block_bytes)
-    sequences = _sequences(device, device.block_count)
+    sequences = _sequences(device.block_count, device.sequence_blocks)
     return TierSize(Tier.DEVICE, device.block_count, tokens, total_bytes, device.set_by, sequences)

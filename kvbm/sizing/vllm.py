@@ -18,11 +18,12 @@ from math import ceil
 from kvbm.config.engine import VllmArguments
 from kvbm.config.values import count_of
 from kvbm.sizing.checkpoint import cache_type_of
-from kvbm.sizing.families import architecture_of, layer_specs
+from kvbm.sizing.families import architecture_of, layer_specs, state_kind
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
 from kvbm.sizing.gpu import MemoryEstimate
-from kvbm.sizing.tiers import ESTIMATE, Device
+from kvbm.sizing.state_settings import SUPPORTED_KINDS, disabled_by, unsupported
+from kvbm.sizing.tiers import ESTIMATE, Device, SnapshotSize
 from kvbm.sizing.vllm_groups import CacheGroup, cache_groups
 
 CPU_BLOCK_TOKENS = 128
@@ -30,6 +31,7 @@ GPU_BLOCK_TOKENS = 16
 LATENT_GPU_BLOCK_TOKENS = 64
 CPU_KERNEL_TOKENS, GPU_KERNEL_TOKENS = 32, 16  # the smallest block of the attention kernels
 LATENT_ALIGNMENT = 128  # of models with latent attention and states
+BACKEND_NOTE = "the attention backend may choose another block size; set `engine.arguments.block_size` to fix it"
 CPU_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
 CHUNKS_VARIABLE = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
@@ -52,7 +54,7 @@ _UNKNOWN_FLAGS = (
 )
 _KNOWN_VALUES = {  # of arguments that would change the cache with any other value
     "convert": ("auto", "none"),
-    "mamba_cache_mode": ("align",),
+    "mamba_cache_mode": ("align", "none"),  # vLLM replaces `none` by `align` if prefix caching is on
     "model_impl": ("auto", "vllm"),
     "runner": ("auto", "generate"),
 }
@@ -89,6 +91,17 @@ class VllmPlan:
         """Bytes on one rank of a token that all its layers keep, beyond every window and without states."""
         specs = (spec for group in self.groups for spec in group.specs)
         return sum(spec.token_bytes for spec in specs if spec.kind.keeps_all_tokens)
+
+    @property
+    def snapshot(self) -> SnapshotSize | None:
+        """The snapshot of one rank, None for a model without states."""
+        groups = [group for group in self.groups if group.kind is LayerKind.STATE]
+        state_bytes = sum(spec.state_bytes for group in groups for spec in group.specs)
+        return SnapshotSize(len(groups), state_bytes, state_bytes // self.token_bytes) if groups else None
+
+    def stored_blocks(self, tokens: int) -> int:
+        """Blocks that kvbm stores of a sequence of `tokens`."""
+        return sum(group.stored_blocks(tokens) for group in self.groups)
 
 
 def plan_of(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> VllmPlan:
@@ -132,7 +145,7 @@ def device(
         notes += (f"G1 is an estimate: {memory.formula(ranks)}",)
     longest, in_flight = _longest(arguments, model_config), _in_flight(arguments)
     length = sequence_tokens or longest or 0
-    return Device(
+    stateless = Device(
         block_tokens=plan.block_tokens,
         rank_block_bytes=tuple(size for size in block_bytes for _ in range(tensor_parallel)),
         block_count=block_count,
@@ -144,6 +157,15 @@ def device(
         sequence_blocks=sum(group.blocks(length, in_flight=0) for group in plan.groups) if length else 0,
         notes=notes,
     )
+    snapshot = plan.snapshot
+    if snapshot is None:
+        return stateless
+    return replace(
+        stateless,
+        snapshot=replace(snapshot, state_bytes=snapshot.state_bytes * tensor_parallel),
+        stored_sequence_blocks=plan.stored_blocks(length) if length else 0,
+        stored_longest=(longest, plan.stored_blocks(longest)) if longest else None,
+    )
 
 
 def _require_known_cache(arguments: VllmArguments, kinds: set[LayerKind], setting: Setting) -> None:
@@ -151,8 +173,6 @@ def _require_known_cache(arguments: VllmArguments, kinds: set[LayerKind], settin
     extra = arguments.model_extra or {}
     if LayerKind.LATENT in kinds and setting.variables.get(MLA_VARIABLE, "0") not in ("", "0"):
         raise SizeUnknown(f"with `{MLA_VARIABLE}`, only vLLM knows the size of a block")
-    if LayerKind.STATE in kinds and arguments.enable_prefix_caching is False:
-        raise SizeUnknown("without prefix caching, only vLLM knows the blocks of a model with states")
     backend = extra.get("attention_backend") or extra.get("attention_config")
     if backend is not None and arguments.block_size is None and not setting.on_cpu:
         raise SizeUnknown(
@@ -176,6 +196,9 @@ def check(arguments: VllmArguments, model_config: Mapping[str, object]) -> None:
 
 def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> Ranks:
     extra = arguments.model_extra or {}
+    reason = disabled_by(arguments)
+    if reason is not None and state_kind(model_config) is not None:
+        raise SizeUnknown(f"with this `{reason[0]}`, only vLLM knows the size of a block; {reason[1]}")
     for flag in _UNKNOWN_FLAGS:
         if extra.get(flag) not in (None, False, 1):
             raise SizeUnknown(f"with `{flag}`, only vLLM knows the size of a block")
@@ -243,13 +266,13 @@ def _block_tokens(
     dims = {dim for spec in specs if spec.kind is not LayerKind.LATENT for dim in spec.shape[1:]}
     has_wide_heads = (256 in dims and setting.may_be_blackwell) or 512 in dims  # larger blocks on Blackwell, or for FP8
     if not on_cpu and arguments.block_size is None and ((is_latent and not has_states) or has_wide_heads):
-        notes.append("the attention backend may choose another block size; set `engine.arguments.block_size` to fix it")
+        notes.append(BACKEND_NOTE)
     if setting.may_be_blackwell and _is_narrow_by_default(arguments, model_config):
         notes.append(f"on a GPU of compute capability 10.x, {_NARROW}, which is about half")
+    kind = state_kind(model_config) if has_states else None
+    if kind is not None and kind not in SUPPORTED_KINDS:
+        notes.append(f"{unsupported(kind)}: the sizes describe vLLM's cache only")
     if has_states:
-        notes.append(
-            "this model has layers with states, for which kvbm disables itself: the sizes describe vLLM's cache only"
-        )
         tokens = _tokens_of_state(specs, tokens, on_cpu=on_cpu, is_latent=is_latent)
     return tokens, tuple(notes)
 

@@ -45,13 +45,18 @@ class CacheGroup:
     def blocks(self, tokens: int, *, in_flight: int) -> int:
         """Blocks that a request of `tokens` needs while its last `in_flight` tokens are computed."""
         if self.kind is LayerKind.STATE:
-            return 2  # with prefix caching: the running state, and the one at the last boundary
+            # With prefix caching: the running state, the one at the last boundary, and with Mamba 2 a checkpoint.
+            return 2 + self.specs[0].checkpoint_blocks
         reach = self.specs[0].reach
         if self.kind is LayerKind.WINDOW:
             return ceil(min(reach - 1 + in_flight, tokens) / self.block_tokens) + 1
         if self.kind is LayerKind.CHUNKED:
             return ceil(min(reach + in_flight, tokens) / self.block_tokens)
         return ceil(tokens / self.block_tokens)
+
+    def stored_blocks(self, tokens: int) -> int:
+        """Blocks that kvbm stores of a sequence of `tokens`: of a state, the snapshot at the end of the prompt."""
+        return 1 if self.kind is LayerKind.STATE else self.blocks(tokens, in_flight=0)
 
 
 def cache_groups(

@@ -19,6 +19,7 @@ from kvbm_cli.bench.comparison import RECORDING, Arm, Comparison
 from kvbm_cli.bench.control import Control, served_model
 from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
 from kvbm_cli.engine.process import EngineProcess, choose_port
+from kvbm_cli.profile.size import size_if_known
 
 HEADROOM = 1.25
 LOOPBACK = "127.0.0.1"
@@ -72,7 +73,8 @@ class ArmEngines:
         assert found.resolved is not None
         profile = found.resolved.profile
         if found.kind == "floor":
-            profile = with_room(profile, room)
+            sizing = size_if_known(found.resolved)
+            profile = with_room(profile, room, group_count=1 if sizing is None else sizing.group_count)
         if found is not self._comparison.measured:
             profile = with_free_metrics_port(profile)
         return launched(profile, log, has_kvbm=found.has_kvbm)
@@ -159,7 +161,10 @@ def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:
     return replace(plan, environment={**plan.environment, "VLLM_SERVER_DEV_MODE": "1"})
 
 
-def with_room(profile: Profile, room: NeededRoom) -> Profile:
-    """The same profile with its prefix cache on and a G1 that holds everything without eviction."""
+def with_room(profile: Profile, room: NeededRoom, *, group_count: int = 1) -> Profile:
+    """The same profile with its prefix cache on and a G1 that holds everything without eviction.
+
+    A token takes at most one block in each of the KV cache groups.
+    """
     needed = math.ceil(HEADROOM * room.tokens / block_tokens(profile)) + room.sessions
-    return with_device_blocks(profile, needed)
+    return with_device_blocks(profile, needed * group_count)

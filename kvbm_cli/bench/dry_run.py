@@ -91,7 +91,8 @@ def _memory_bytes(arm: Arm, working_set_tokens: int) -> int | None:
         return None
     if arm.kind == "floor":
         needed = round(HEADROOM * working_set_tokens)
-        return sizing.device.total_bytes * max(needed, sizing.device.token_count) // sizing.device.token_count
+        held = sizing.device.block_count // sizing.group_count * sizing.block_tokens
+        return sizing.device.total_bytes * max(needed, held) // held
     return sizing.device.total_bytes + (sizing.host.total_bytes if arm.has_kvbm else 0)
 
 

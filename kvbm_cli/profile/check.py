@@ -13,6 +13,7 @@ from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_problems import order_problems, problems_here
 from kvbm_cli.profile.preflight import examine_here, require_workload
+from kvbm_cli.profile.state_check import state_notes
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
 
@@ -29,20 +30,20 @@ def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool, is
     sizing, found = _mistakes_here(examined)
     mistakes = [*examined.mistakes, *found]
     warnings = list(examined.resolved.warnings) if examined.resolved is not None else []
-    has_wrong_order = False
+    has_wrong_order, notes = False, []
     if examined.resolved is not None and sizing is not None and not mistakes:
         order = order_problems(examined.resolved, sizing)
         warnings += [problem.error.message for problem in (*problems_here(examined.resolved, sizing), *order)]
-        has_wrong_order = bool(order)
+        has_wrong_order, notes = bool(order), state_notes(examined.resolved)
     if as_json:
         file = str(examined.path)
-        print_json({"file": file, "mistakes": list(map(_as_data, mistakes)), "warnings": warnings})
+        print_json({"file": file, "mistakes": list(map(_as_data, mistakes)), "warnings": warnings, "notes": notes})
         return ProfileError.exit_code if mistakes else int(is_strict and has_wrong_order)
     for warning in warnings:
         show_warning(warning)
     if mistakes:
         raise together(mistakes)
-    print_data(f"{examined.path}: no mistakes found")
+    print_data("\n".join([f"{examined.path}: no mistakes found", *(f"note: {note}" for note in notes)]))
     return int(is_strict and has_wrong_order)
 
 

@@ -21,7 +21,8 @@ from kvbm_cli.disaggregated.plan import require_nixl
 from kvbm_cli.engine.engines import copy_count, engine_problem
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.preflight import metrics_ports
-from kvbm_cli.profile.size import order_warnings, size_key
+from kvbm_cli.profile.size import size_key, tier_warnings
+from kvbm_cli.profile.state_check import state_warnings
 from kvbm_cli.runs.reservations import living_runs, pending_bytes, require_port
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.system.filesystem import expanded, missing_mount, nearest_existing
@@ -70,8 +71,10 @@ def problems_here(
 ) -> list[MachineProblem]:
     """Returns all problems. Without `has_cache`, only those of the engine itself."""
     disk = (*_mount(resolved), *_filesystem(resolved), *_disk_space(resolved, sizing)) if has_cache else ()
+    states = state_warnings(resolved) if has_cache else []
     return [
         *_engine(resolved, has_cache=has_cache),
+        *(MachineProblem(EnvironmentProblem(one.message), is_risk=True) for one in states),
         *disk,
         *(_metrics(resolved) if has_cache else ()),
         *reservation_problems(resolved, sizing, living_runs(), has_cache=has_cache),
@@ -166,13 +169,13 @@ def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iter
 def order_problems(
     resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, *, has_cache: bool = True
 ) -> list[MachineProblem]:
-    """Each tier must be at least as large as the one above it."""
+    """Each tier must be at least as large as the one above it, and hold a sequence of a model with states."""
     if isinstance(sizing, SizeUnknown) or not has_cache:
         return []
-    hint = "raise the lower tier; without `--strict`, this is only a warning"
+    hint = "raise the capacity of the tier; without `--strict`, this is only a warning"
     return [
         MachineProblem(EnvironmentProblem(message, hint=hint), is_order=True)
-        for message in order_warnings(resolved, sizing)
+        for message in tier_warnings(resolved, sizing)
     ]
 
 

@@ -24,6 +24,7 @@ from kvbm_cli.engine.engines import copy_count, knows_block_tokens
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_of
+from kvbm_cli.profile.state_check import state_mistakes
 from kvbm_cli.system.filesystem import expanded, nearest_existing
 from kvbm_cli.workload.load import load_workload
 
@@ -57,6 +58,8 @@ def examine_here(
         sizing = unknown
     except ProfileError as mistake:
         mistakes.append(mistake)
+    if sizing is not None:
+        mistakes += state_mistakes(resolved)
     of_cache = (_require_connector, _require_metrics, _require_directory) if has_cache else ()
     for require in (_require_program, _require_address, *of_cache):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -20,17 +20,37 @@ if TYPE_CHECKING:
 _NAMES = {"G1": "G1 device", "G2": "G2 host", "G3": "G3 disk"}
 
 
-def order_warnings(resolved: ResolvedProfile, sizing: Sizing) -> tuple[str, ...]:
-    """Returns a warning for each tier that holds fewer tokens than the one above it, and so adds little."""
+def tier_warnings(resolved: ResolvedProfile, sizing: Sizing) -> tuple[str, ...]:
+    """Returns a warning for each tier that adds little: it is smaller than the one above it, or, with states, than a
+    sequence."""
     host = sizing.host if resolved.profile.tiers.host is not None else None  # else a buffer, not a tier
     tiers = [("G1", sizing.device), ("G2", host), ("G3", sizing.disk)]
     present = [(name, tier) for name, tier in tiers if tier is not None]
-    return tuple(
+    smaller = (
         f"{below} holds {lower.token_count:,} tokens, fewer than the {upper.token_count:,} of {above}, "
         "so it adds little"
         for (above, upper), (below, lower) in pairwise(present)
         if lower.token_count < upper.token_count
     )
+    return (*smaller, *(_floor_warnings(sizing, host)))
+
+
+def _floor_warnings(sizing: Sizing, host: TierSize | None) -> Iterator[str]:
+    """A hit needs a snapshot and all attention blocks before it, so a part of a sequence is no use."""
+    if sizing.snapshot is not None and host is not None and host.sequence_count == 0:
+        yield (
+            f"G2 holds {host.block_count:,} blocks, fewer than the {blocks_text(sizing)} of a sequence of "
+            f"{sizing.sequence_tokens:,} tokens, so no prompt of this length has a hit; raise `{host.set_by}`"
+        )
+
+
+def blocks_text(sizing: Sizing) -> str:
+    """The blocks of a sequence, in parts if it has a snapshot."""
+    blocks = f"{sizing.sequence_blocks:,} block{'s' * (sizing.sequence_blocks != 1)}"
+    if sizing.snapshot is None:
+        return blocks
+    of_attention = sizing.sequence_blocks - sizing.snapshot.block_count
+    return f"{blocks} ({of_attention:,} of attention, {sizing.snapshot.block_count:,} of a snapshot)"
 
 
 def size_of(
@@ -116,10 +136,36 @@ def as_data(sizing: Sizing, *, has_cache: bool = True) -> Mapping[str, object]:
     return {
         "token_bytes": sizing.token_bytes,
         "block": {"tokens": sizing.block_tokens, "bytes": sizing.block_bytes, "ranks": sizing.rank_count},
+        "snapshot": _snapshot_data(sizing),
         "sequence": {"tokens": sizing.sequence_tokens, "blocks": sizing.sequence_blocks},
         "notes": list(sizing.notes),
         "tiers": {name: _tier_data(sizing, tier) for name, tier in (("G1", sizing.device), ("G2", host), ("G3", disk))},
     }
+
+
+def _snapshot_data(sizing: Sizing) -> Mapping[str, int] | None:
+    """The cost of a snapshot, null for a model without states. `bytes`: its blocks, on all ranks."""
+    snapshot = sizing.snapshot
+    if snapshot is None:
+        return None
+    return {
+        "state_bytes": snapshot.state_bytes,
+        "as_tokens": snapshot.token_count,
+        "blocks": snapshot.block_count,
+        "bytes": sizing.host_bytes(snapshot.block_count),
+    }
+
+
+def snapshot_line(sizing: Sizing) -> str | None:
+    """The cost of a snapshot, None for a model without states."""
+    snapshot = sizing.snapshot
+    if snapshot is None:
+        return None
+    stored = format_size(sizing.host_bytes(snapshot.block_count))
+    return (
+        f"a snapshot is {format_size(snapshot.state_bytes)} of states, as much as {snapshot.token_count:,} tokens; "
+        f"it takes {snapshot.block_count} block{'s' * (snapshot.block_count != 1)}, {stored}"
+    )
 
 
 def _tier_data(sizing: Sizing, tier: TierSize | None) -> Mapping[str, object] | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
 from kvbm.sizing import Sizing
 from kvbm.sizing.catalogue import catalogue
-from kvbm_cli.profile.size import as_data, block_line, order_warnings, size_of, tier_table
+from kvbm_cli.profile.size import as_data, block_line, blocks_text, size_of, snapshot_line, tier_table, tier_warnings
 from kvbm_cli.profile.size_request import SizeRequest
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
@@ -30,11 +30,11 @@ def show_size(request: SizeRequest, *, as_json: bool, is_strict: bool) -> int:
     if demand is not None:
         sequences, tokens = demand
         needed = _needed(size_of(resolved, replace(wanted, sequence_tokens=tokens), facts=facts), sequences, tokens)
-    warnings = order_warnings(resolved, sizing)
+    warnings = [*tier_warnings(resolved, sizing), *_demand_warnings(sizing, needed)]
     if as_json:
         times = speeds.times(sizing) if speeds is not None else None
         longest_data = None if longest is None else as_data(longest)["sequence"]
-        more = {"longest_sequence": longest_data, "needed": needed, "times": times, "warnings": list(warnings)}
+        more = {"longest_sequence": longest_data, "needed": needed, "times": times, "warnings": warnings}
         print_json({**as_data(sizing), **more})
     else:
         lines = _report(resolved, sizing, longest, needed)
@@ -57,6 +57,7 @@ def _report(
 ) -> list[str]:
     """Returns the lines. `longest` has the sequences of maximum length, if those of `sizing` have another one."""
     lines = [f"a token is {format_size(sizing.token_bytes)}, {block_line(sizing)}"]
+    lines += [line for line in (snapshot_line(sizing),) if line is not None]
     lines += [f"note: {note}" for note in sizing.notes]
     lines += ["", tier_table(resolved, sizing, has_ranks=True)]
     for one in (longest, sizing):
@@ -71,9 +72,8 @@ def _sequence_lines(sizing: Sizing) -> list[str]:
     size = format_size(sizing.host_bytes(sizing.sequence_blocks))
     tiers = {"G1": sizing.device, "G2": sizing.host, "G3": sizing.disk}
     counts = [f"{name} {tier.sequence_count:,}" for name, tier in tiers.items() if tier is not None]
-    blocks = f"{sizing.sequence_blocks:,} block{'s' * (sizing.sequence_blocks != 1)}"
     return [
-        f"a sequence of {sizing.sequence_tokens:,} tokens is {blocks}, {size}",
+        f"a sequence of {sizing.sequence_tokens:,} tokens is {blocks_text(sizing)}, {size}",
         f"sequences that fit: {', '.join(counts)}",
     ]
 
@@ -83,6 +83,16 @@ def _needed(sizing: Sizing, sequences: int, tokens: int) -> dict[str, object]:
     blocks = sequences * sizing.sequence_blocks
     size = sizing.host_bytes(blocks)
     return {"sequences": sequences, "tokens": sequences * tokens, "blocks": blocks, "bytes": size}
+
+
+def _demand_warnings(sizing: Sizing, needed: Mapping[str, object] | None) -> Iterator[str]:
+    """A model with states needs whole sequences: a part of one has no hit."""
+    if needed is None or sizing.snapshot is None:
+        return
+    blocks, sequences = int(str(needed["blocks"])), int(str(needed["sequences"]))
+    if blocks > sizing.host.block_count:
+        whole = sizing.host.block_count * sequences // blocks
+        yield f"G2 holds {whole:,} of the {sequences:,} sequences, with one snapshot each"
 
 
 def _needed_lines(needed: Mapping[str, object]) -> list[str]:

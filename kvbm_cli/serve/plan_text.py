@@ -12,6 +12,7 @@ from kvbm_cli.disaggregated.plan import DisaggregatedPlan
 from kvbm_cli.engine.engines import how_to_make_model
 from kvbm_cli.engine.process import additions
 from kvbm_cli.profile.size import as_data, block_line, tier_table
+from kvbm_cli.profile.state_check import state_notes
 from kvbm_cli.serve.served_profile import ServedProfile
 from kvbm_cli.terminal.console import print_data, print_json
 
@@ -79,6 +80,7 @@ def plan_text(served: ServedProfile, launch_plan: LaunchPlan) -> str:
         *(["cache    none: this is the baseline"] if served.is_baseline else []),
         *_disaggregated_line(served),
         f"server   {address}",
+        *(f"note     {note}" for note in ([] if served.is_baseline else state_notes(resolved))),
     ]
     if isinstance(sizing, Exception):
         return "\n".join([*lines, f"sizes    {sizing}"])

@@ -58,6 +58,18 @@ def test_the_floor_has_room_for_the_working_set_and_its_prefix_cache_on():
     assert tight.engine.arguments.num_blocks == 100
 
 
+def test_the_floor_has_room_in_each_group_of_a_hybrid_model(monkeypatch, tmp_path):
+    """Every 256 tokens take a block of attention, and may take one of each of the three state groups."""
+    started = []
+    monkeypatch.setattr(arms, "launched", lambda profile, log, *, has_kvbm: started.append(profile))
+    on_cpu = ["engine.environment.VLLM_CPU_KVCACHE_SPACE=1"]
+    engines = ArmEngines(comparison_of("vllm-hybrid-cpu-demo", on_cpu, []))
+    for name in ("baseline", "floor"):
+        engines(name, tmp_path, NeededRoom(8320, 5))
+    blocks = [profile.engine.arguments.num_gpu_blocks_override for profile in started]
+    assert blocks == [34, 4 * (41 + 5) + 1]
+
+
 def test_only_arms_of_vllm_get_its_mode_for_developers_which_can_reset():
     plan = LaunchPlan(("vllm",), {"A": "1"}, "", "", "m")
     assert with_reset(plan, resolve("vllm-cpu-demo").profile).environment == {"A": "1", "VLLM_SERVER_DEV_MODE": "1"}

@@ -179,6 +179,90 @@ def test_times_come_from_the_measurements_of_doctor(home: Path) -> None:
     assert "cannot read" in refused(home, "Qwen/Qwen3-8B", "--doctor", home / "none").stderr
 
 
+QWEN3_NEXT = "Qwen/Qwen3-Next-80B-A3B-Instruct"
+
+
+def test_the_cost_of_a_snapshot_and_sequences_with_one_each(home: Path) -> None:
+    found = size(home, QWEN3_NEXT, "--host", "100GB", "--length", 32_768)
+    slot = 13_369_344  # bytes of a block: 12 layers with 544 tokens of 2 KiB
+    assert found["snapshot"] == {"state_bytes": 39_518_208, "as_tokens": 1608, "blocks": 3, "bytes": 3 * slot}
+    assert found["sequence"] == {"tokens": 32_768, "blocks": 61 + 3}
+    assert found["tiers"]["G2"]["blocks"] == 10**11 // slot
+    assert found["tiers"]["G2"]["sequences"] == 10**11 // slot // 64
+    assert not any("disables" in note for note in found["notes"])
+    on_two = size(home, QWEN3_NEXT, "--tp", 2)
+    assert on_two["snapshot"] == found["snapshot"]
+    text = kvbm_here("size", QWEN3_NEXT, home=home).stdout
+    assert "a snapshot is 37.7 MiB of states, as much as 1,608 tokens; it takes 3 blocks, 38.2 MiB\n" in text
+    assert "a sequence of 32,768 tokens is 64 blocks (61 of attention, 3 of a snapshot), 816.0 MiB\n" in text
+    assert size(home, "Qwen/Qwen3-8B")["snapshot"] is None
+
+
+def test_g1_keeps_two_states_of_a_running_sequence_and_g2_one(home: Path) -> None:
+    found = size(home, QWEN3_NEXT, "--set", "engine.arguments.num_gpu_blocks_override=67", "--host", "900MB")
+    assert found["tiers"]["G1"]["sequences"] == 1  # 61 + 2 x 3
+    assert found["tiers"]["G1"]["tokens"] == 32_768
+    assert found["tiers"]["G2"] == {**found["tiers"]["G2"], "blocks": 67, "sequences": 1, "tokens": 34_304}
+    assert found["warnings"] == []
+
+
+def test_host_memory_below_one_sequence_with_states_is_a_warning(home: Path) -> None:
+    options = ("--host", "840MB", "--set", "engine.arguments.block_size=544")
+    [warning] = size(home, QWEN3_NEXT, *options)["warnings"]
+    assert warning == (
+        "G2 holds 62 blocks, fewer than the 64 blocks (61 of attention, 3 of a snapshot) of a sequence of 32,768 "
+        "tokens, so no prompt of this length has a hit; raise `tiers.host.capacity`"
+    )
+    strict = kvbm_here("size", QWEN3_NEXT, *options, "--strict", home=home)
+    assert (strict.exit_code, warning in strict.stderr) == (1, True)
+    assert size(home, "Qwen/Qwen3-8B", "--host", "840MB")["warnings"] == []  # a part of a sequence is of use
+
+
+def test_fewer_sequences_with_states_than_asked_for_is_a_warning(home: Path) -> None:
+    users = ("--users", 10, "--turns", 8, "--turn-tokens", 1000)
+    found = size(home, QWEN3_NEXT, "--host", "2GB", *users)
+    assert found["needed"] == {"sequences": 10, "tokens": 80_000, "blocks": 10 * (15 + 3), "bytes": 180 * 13_369_344}
+    assert found["warnings"] == ["G2 holds 8 of the 10 sequences, with one snapshot each"]
+    assert size(home, QWEN3_NEXT, "--host", "3GB", *users)["warnings"] == []
+
+
+def test_sizes_with_a_setting_that_disables_kvbm_are_refused_with_that_reason(home: Path) -> None:
+    for setting in ("enable_prefix_caching=false", 'speculative_config={"method": "mtp"}', "mamba_cache_mode=all"):
+        stderr = refused(home, QWEN3_NEXT, "--set", f"engine.arguments.{setting}").stderr
+        assert f"with this `{setting.partition('=')[0]}`, only vLLM knows" in stderr
+        assert "kvbm is disabled for models with states" in stderr
+    assert "kvbm is disabled for models with KDA states" in size(home, "moonshotai/Kimi-K3")["notes"][0]
+
+
+def test_settings_of_states_in_check_and_serve(home: Path) -> None:
+    key = "engine.arguments.prefix_cache_retention_interval"
+    for command in (("profile", "check"), ("serve", "--dry-run", "--force", "-p")):
+        plain = kvbm_here(*command, "vllm-hybrid-cpu-demo", home=home, VLLM_CPU_KVCACHE_SPACE="1")
+        assert plain.exit_code == 0, plain.stderr
+        assert f"`{key}` is not set, so vLLM uses 0" in plain.stdout
+        assert "(8 to 16 blocks of 256 tokens)" in plain.stdout
+        small = ("--set", f"{key}=300", "--set", "engine.arguments.enable_prefix_caching=false")
+        warned = kvbm_here(*command, "vllm-hybrid-cpu-demo", *small[:2], home=home, VLLM_CPU_KVCACHE_SPACE="1")
+        assert f"warning: `{key}: 300` is not a multiple of 256" in warned.stderr
+        disabled = kvbm_here(*command, "vllm-hybrid-cpu-demo", *small[2:], home=home, VLLM_CPU_KVCACHE_SPACE="1")
+        assert disabled.exit_code == 0
+        assert "`engine.arguments.enable_prefix_caching`: kvbm is disabled for models with states" in disabled.stderr
+        assert "so vLLM uses 0" not in disabled.stdout
+    checked = kvbm_here("profile", "check", "vllm-cpu-demo", "--json", home=home)
+    assert json.loads(checked.stdout)["notes"] == []
+
+
+def test_an_interval_with_which_an_installed_vllm_does_not_start_is_a_mistake(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbm_cli.profile.state_check.installation_of", lambda profile: object())
+    setting = "engine.arguments.prefix_cache_retention_interval=300"
+    outcome = kvbm_here("profile", "check", "vllm-hybrid-cpu-demo", "--set", setting, home=home)
+    assert outcome.exit_code == 2
+    assert outcome.stderr.startswith(f"error: `{setting.replace('=', ': ')}` is not a multiple of the block size of ")
+    assert f"\n  --set {setting}\n" in outcome.stderr
+
+
 SMALL = ("--set", "tiers.host.blocks=4096", "--set", "engine.arguments.num_blocks=8192")
 WARNING = "G2 holds 65,536 tokens, fewer than the 131,072 of G1, so it adds little"
 

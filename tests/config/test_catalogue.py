@@ -103,6 +103,38 @@ def test_blocks_of_a_long_sequence_with_states() -> None:
     assert blocks * block_bytes(plan) == 17_520_656_384
 
 
+# Bytes of the states at one boundary, the tokens whose KV has as many, the tokens of a block, the groups of states.
+SNAPSHOTS = {
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (39_518_208, 1608, 544, 3),
+    "Qwen/Qwen3.5-27B": (153_944_064, 2349, 784, 3),
+    "Qwen/Qwen3.5-35B-A3B": (64_389_120, 3144, 1056, 3),
+    "ibm-granite/granite-4.0-h-small": (77_322_240, 4719, 528, 9),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (49_082_368, 7988, 2096, 4),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": (170_229_760, 20_780, 4160, 5),
+    "moonshotai/Kimi-K3": (449_372_160, 16_253, 5760, 3),
+}
+
+
+@pytest.mark.parametrize("model", SNAPSHOTS)
+def test_a_snapshot_has_the_states_of_all_layers(model: str) -> None:
+    plan = planned(model)
+    snapshot = plan.snapshot
+    assert snapshot is not None
+    found = (snapshot.state_bytes, snapshot.token_count, plan.block_tokens, snapshot.block_count)
+    assert found == SNAPSHOTS[model]
+
+
+def test_a_snapshot_is_more_tokens_if_these_have_eight_bits() -> None:
+    """The states keep their type."""
+    snapshot = planned("Qwen/Qwen3.5-27B", kv_cache_dtype="fp8").snapshot
+    assert snapshot is not None
+    assert (snapshot.state_bytes, snapshot.token_count) == (153_944_064, 2 * 2349)
+
+
+def test_a_model_without_states_has_no_snapshot() -> None:
+    assert planned("Qwen/Qwen3-8B").snapshot is None
+
+
 def test_ranks_divide_heads_and_states() -> None:
     tokens = {ranks: planned("Qwen/Qwen3.5-27B", tensor_parallel_size=ranks).block_tokens for ranks in (1, 2, 4, 8)}
     assert tokens == {1: 784, 2: 784, 4: 784, 8: 400}

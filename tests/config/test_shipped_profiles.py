@@ -43,6 +43,8 @@ SITUATIONS: dict[str, dict[str, object]] = {
     "vllm-lustre": {"tiers.disk.zerofill": True, "tiers.disk.allocator": "default", "tiers.disk.o_direct": True},
     "vllm-gpfs": {"tiers.disk.zerofill": False, "tiers.disk.allocator": "open-direct", "tiers.disk.o_direct": True},
     "vllm-cpu-demo": {"engine.kind": "vllm", "engine.model": "synthetic:vllm-81m"},
+    "vllm-hybrid-cpu-demo": {"engine.model": "synthetic:vllm-hybrid", "engine.arguments.block_size": 256},
+    "vllm-qwen3-next": {"engine.model": "Qwen/Qwen3-Next-80B-A3B-Instruct", "tiers.host.capacity": "200GB"},
     "vllm-pd-1p1d": {"disaggregated.prefill": 1, "disaggregated.decode": 1, "engine.kind": "vllm"},
     "vllm-pd-2p2d": {"disaggregated.prefill": 2, "disaggregated.decode": 2, "engine.kind": "vllm"},
     "vllm-pd-cpu-demo": {"disaggregated.prefill": 1, "engine.model": "synthetic:vllm-81m"},

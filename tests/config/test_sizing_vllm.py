@@ -42,6 +42,34 @@ DEEPSEEK_V2_LIKE = {
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
 }
+GRANITE_LIKE = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "mamba", "mamba", "attention"],
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_expand": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+}
+GDN_LIKE = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 ON_ONE_GIB = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -64,6 +92,22 @@ LOGGED = [
     (QWEN3_81M, {"num_gpu_blocks_override": 66}, {}, 1_572_864, 66, 8_448),
     (GEMMA_LIKE, {}, ON_ONE_GIB, 65_536, 16_384, 706_409),
     (DEEPSEEK_V2_LIKE, {}, ON_ONE_GIB, 55_296, 19_418, 310_688),
+    (
+        GDN_LIKE,
+        {"num_gpu_blocks_override": 60, "max_model_len": 2048, "mamba_ssm_cache_dtype": "float32"},
+        {},
+        131_072,
+        60,
+        8_777,
+    ),
+    (
+        GRANITE_LIKE,
+        {"num_gpu_blocks_override": 300, "max_model_len": 4096, "dtype": "float32"},
+        {},
+        131_072,
+        300,
+        29_970,
+    ),
 ]
 
 

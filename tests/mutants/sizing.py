@@ -61,4 +61,20 @@ MUTANTS = (
         new=" - self.weight_bytes // ranks",
         fails="tests/cli/test_size_command.py -k estimate",
     ),
+    Mutant(
+        name="sizing-stores-a-running-state",
+        bug="a sequence in host memory counts with two snapshots, as in G1",
+        file="kvbm/sizing/vllm_groups.py",
+        old="return 1 if self.kind is LayerKind.STATE else self.blocks(tokens, in_flight=0)",
+        new="return self.blocks(tokens, in_flight=0)",
+        fails="tests/cli/test_size_command.py -k snapshot",
+    ),
+    Mutant(
+        name="sizing-takes-any-interval",
+        bug="an interval of snapshots between two boundaries is accepted, and vLLM does not start",
+        file="kvbm/sizing/state_settings.py",
+        old="elif self.block_tokens is not None and interval % self.block_tokens:",
+        new="elif False:",
+        fails="tests/config/test_state_settings.py -k between",
+    ),
 )

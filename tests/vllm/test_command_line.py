@@ -93,7 +93,7 @@ def test_flags_that_kvbm_knows_by_name_exist_and_take_what_it_thinks() -> None:
     assert {name.replace("_", "-") for name in REPEATED} == repeated
 
 
-@pytest.mark.parametrize("name", ["vllm", "vllm-cpu-demo"])
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu-demo", "vllm-hybrid-cpu-demo"])
 def test_shipped_profile_is_understood(name: str) -> None:
     profile = load(name, directories=[profiles_directory()]).profile
     seen = parsed(profile, None)

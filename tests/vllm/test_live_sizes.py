@@ -34,6 +34,11 @@ STARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "normalized heads, 16 bits": (MODELS["vllm-25m"], {"dtype": "bfloat16"}),
     "sliding windows": (MODELS["vllm-swa"], {}),
     "latent attention": (MODELS["vllm-mla"], {}),
+    "states of gated delta nets": (
+        MODELS["vllm-qwen3-next"],
+        {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "block_size": 128},
+    ),
+    "states of Mamba 2": (MODELS["vllm-granite4"], {"block_size": 128, "max_num_batched_tokens": 128}),
 }
 
 

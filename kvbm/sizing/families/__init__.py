@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from kvbm.sizing.families import dense, latent, states, windows
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
-from kvbm.sizing.families.layer_specs import LayerSpec, Ranks
+from kvbm.sizing.families.layer_specs import LayerKind, LayerSpec, Ranks
 from kvbm.sizing.families.layers import Reader
 
 
@@ -47,6 +47,17 @@ def architecture_of(model_config: Mapping[str, object]) -> str:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise SizeUnknown("the model's configuration has no `architectures`")
     return names[0]
+
+
+def state_kind(model_config: Mapping[str, object]) -> str | None:
+    """Return the kind of states that the model's layers keep, such as `GDN`; None without states or if unknown."""
+    try:
+        reader, _ = READERS.get(architecture_of(model_config), (None, ()))
+        kind = None if reader is None else _STATE_KINDS.get(reader)
+        specs = layer_specs(model_config, Ranks(1)) if kind is not None else []
+    except SizeUnknown:
+        return None
+    return kind if any(spec.kind is LayerKind.STATE for spec in specs) else None
 
 
 def _require_decoder(facts: ModelFacts) -> None:
@@ -125,5 +136,13 @@ def _readers() -> dict[str, tuple[Reader, tuple[str, ...]]]:
 
 
 READERS = _readers()
+_STATE_KINDS: dict[Reader, str] = {
+    states.gdn: "GDN",
+    states.nemotron_h: "Mamba-2",
+    states.granite_hybrid: "Mamba-2",
+    states.falcon_h1: "Mamba-2",
+    states.jamba: "Mamba-1",
+    states.kimi_linear: "KDA",
+}
 _V4 = "the attention backend of the GPU decides the format of a block"
 _REASONS = dict.fromkeys(("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"), _V4)

@@ -38,7 +38,8 @@ class LayerSpec:
     """`layer` counts from 0 over the whole model; one layer may have several specs.
 
     `token_bytes` are bytes of one token on one rank, 0 for a state. `shape` is (heads, key dim, value dim) on one rank:
-    vLLM groups only layers of equal shape. `block_tokens` and `padded_bytes` are filled in while groups are formed.
+    vLLM groups only layers of equal shape. `checkpoint_blocks` are more blocks of a state for a step that computes the
+    end of a block and the tokens behind it. `block_tokens` and `padded_bytes` are filled in while groups are formed.
     """
 
     layer: int
@@ -47,6 +48,7 @@ class LayerSpec:
     shape: tuple[int, ...]
     reach: int = 0
     state_bytes: int = 0
+    checkpoint_blocks: int = 0
     block_tokens: int = 0
     padded_bytes: int = 0
 
@@ -101,5 +103,5 @@ def index(layer: int, token_bytes: int) -> LayerSpec:
     return LayerSpec(layer, LayerKind.INDEX, token_bytes, (1, token_bytes, 0))
 
 
-def state(layer: int, state_bytes: int) -> LayerSpec:
-    return LayerSpec(layer, LayerKind.STATE, 0, (), state_bytes=state_bytes)
+def state(layer: int, state_bytes: int, *, checkpoint_blocks: int = 0) -> LayerSpec:
+    return LayerSpec(layer, LayerKind.STATE, 0, (), state_bytes=state_bytes, checkpoint_blocks=checkpoint_blocks)

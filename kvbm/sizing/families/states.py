@@ -10,6 +10,7 @@ from kvbm.sizing.families.latent import mla
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerSpec, Ranks, full, state
 from kvbm.sizing.families.layers import all_layers, head_dim, kv_heads, listed
 
+MAMBA2_CHECKPOINTS = 1  # `num_prefill_checkpoint_blocks` of vLLM 0.32
 _STATE_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -44,7 +45,7 @@ def nemotron_h(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     bytes_of_state = _mamba2(ranks, inner, facts.number("n_groups"), size, facts.number("conv_kernel"), element_bytes)
     names = {"mamba": "state", "M": "state", "attention": "attention", "*": "attention"}
     names |= dict.fromkeys(("mlp", "moe", "-", "E"), "none")
-    return _mixed(facts, ranks, kinds, names, bytes_of_state)
+    return _mixed(facts, ranks, kinds, names, bytes_of_state, checkpoint_blocks=MAMBA2_CHECKPOINTS)
 
 
 def granite_hybrid(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
@@ -53,7 +54,8 @@ def granite_hybrid(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
         raise SizeUnknown("a hybrid Granite model without `layer_types` has a cache that only the engine knows")
     inner = facts.number("mamba_expand", default=2) * facts.number("hidden_size")
     bytes_of_state = _bamba_state(facts, ranks, inner)
-    return _mixed(facts, ranks, kinds, {"attention": "attention", "mamba": "state"}, bytes_of_state)
+    names = {"attention": "attention", "mamba": "state"}
+    return _mixed(facts, ranks, kinds, names, bytes_of_state, checkpoint_blocks=MAMBA2_CHECKPOINTS)
 
 
 def falcon_h1(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
@@ -62,7 +64,8 @@ def falcon_h1(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     inner = expanded if facts.get("mamba_d_ssm") is None else facts.number("mamba_d_ssm")
     bytes_of_state = _bamba_state(facts, ranks, inner)
     specs = all_layers(facts, ranks)
-    return [one for spec in specs for one in (spec, state(spec.layer, bytes_of_state))]
+    states = [state(spec.layer, bytes_of_state, checkpoint_blocks=MAMBA2_CHECKPOINTS) for spec in specs]
+    return [one for pair in zip(specs, states, strict=True) for one in pair]
 
 
 def _bamba_state(facts: ModelFacts, ranks: Ranks, inner: int) -> int:
@@ -104,7 +107,13 @@ def kimi_linear(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 
 
 def _mixed(
-    facts: ModelFacts, ranks: Ranks, kinds: list[str], meanings: Mapping[str, str], bytes_of_state: int
+    facts: ModelFacts,
+    ranks: Ranks,
+    kinds: list[str],
+    meanings: Mapping[str, str],
+    bytes_of_state: int,
+    *,
+    checkpoint_blocks: int = 0,
 ) -> list[LayerSpec]:
     """Return the specs of layers that have attention, a state or neither, as `meanings` says of their kinds."""
     layers = facts.number("num_hidden_layers", default=len(kinds))
@@ -118,7 +127,7 @@ def _mixed(
         if meanings[kind] == "attention":
             specs.append(full(layer, ranks, heads, dim))
         elif meanings[kind] == "state":
-            specs.append(state(layer, bytes_of_state))
+            specs.append(state(layer, bytes_of_state, checkpoint_blocks=checkpoint_blocks))
     return specs
 
 

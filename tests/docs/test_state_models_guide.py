@@ -1,0 +1,62 @@
+"""The guide to models with states quotes the reasons for which kvbm declines them; its sizes and metrics are right."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from kvbm.config.engine import VllmArguments
+from kvbm.metrics import COUNTERS
+from kvbm.sizing.catalogue import catalogue
+from kvbm.sizing.vllm import Setting, plan_of
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs/guide/state-models.md").read_text()
+SOURCE = ast.parse((ROOT / "kvbm/vllm_integration/cache_groups.py").read_text())
+WITH_STATES = "_reason_of_states"
+SIZES = re.findall(
+    r"^\| `([\w./-]+)`.* \| ([\d.]+) MiB \| ([\d,]+) \| (\d+) of ([\d,]+) tokens \|$", GUIDE, re.MULTILINE
+)
+
+
+def reasons() -> list[re.Pattern[str]]:
+    """Return what the function can return, with any word in place of a value."""
+    function = next(node for node in SOURCE.body if isinstance(node, ast.FunctionDef) and node.name == WITH_STATES)
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    return [pattern(value) for value in returned if not (isinstance(value, ast.Constant) and value.value is None)]
+
+
+def pattern(value: ast.expr | None) -> re.Pattern[str]:
+    pieces = value.values if isinstance(value, ast.JoinedStr) else [value]
+    texts = [re.escape(str(one.value)) if isinstance(one, ast.Constant) else r"\w+" for one in pieces]
+    return re.compile("^" + "".join(texts) + "$", re.MULTILINE)
+
+
+def test_each_reason_is_quoted() -> None:
+    """Except those of old versions: the guide names the version that is required."""
+    quoted = GUIDE.partition("## What is declined")[2].partition("```text\n")[2].partition("```")[0]
+    found = [reason for reason in reasons() if not reason.pattern.startswith("^vLLM\\ before")]
+    assert len(found) >= 4
+    assert [reason.pattern for reason in found if not reason.search(quoted)] == []
+
+
+def test_metrics_of_the_guide_exist() -> None:
+    named = set(re.findall(r"`(kvbm_\w+)`", GUIDE))
+    known = set(COUNTERS)
+    assert "kvbm_lost_state_tokens" in named
+    assert named <= known
+
+
+@pytest.mark.parametrize(("model", "size", "tokens", "blocks", "block_tokens"), SIZES, ids=[row[0] for row in SIZES])
+def test_a_snapshot_has_this_size(model: str, size: str, tokens: str, blocks: str, block_tokens: str) -> None:
+    plan = plan_of(VllmArguments(), catalogue()[model], Setting({}, on_cpu=False))
+    snapshot = plan.snapshot
+    assert snapshot is not None
+    assert f"{snapshot.state_bytes / 2**20:.1f}" == size
+    found = (f"{snapshot.token_count:,}", f"{snapshot.block_count}", f"{plan.block_tokens:,}")
+    assert found == (tokens, blocks, block_tokens)
+
+
+def test_the_guide_has_sizes() -> None:
+    assert len(SIZES) == 7
