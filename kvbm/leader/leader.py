@@ -19,6 +19,7 @@ preemption or a reset does not wait, and a hung copy costs only the blocks that 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from kvbm.host.region import Region
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.plan import Offload, Onboard
+
+SNAPSHOTS_PER_CHAIN = 2  # that the end of a request makes recent
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +84,7 @@ class Leader:
         self._groups = settings.groups
         self._with_kv = [index for index, group in enumerate(self._groups) if not isinstance(group, StateGroup)]
         self._has_states = len(self._with_kv) < len(self._groups)
+        self._unit = math.lcm(*(group.block_tokens for group in self._groups))  # a hit ends at a multiple of it
         self._tenant_of = callbacks.tenant_of
         self._trace = callbacks.trace
         self._host = HostTier(region, self.counters, hash_bytes=settings.engine.hash_bytes)
@@ -133,12 +137,13 @@ class Leader:
             groups, with_kv = [self._groups[i] for i in self._with_kv], [chains[i] for i in self._with_kv]
             reach = longest_hit(is_present, groups, with_kv, start=start, end=end)
             hit = longest_hit(is_present, self._groups, chains, start=start, end=reach)
-            self._live(request_id).lost_state_tokens = reach - hit
+            self._live(request_id).lost_state_tokens = max(0, reach // self._unit * self._unit - hit)
             return hit - start
 
         def local() -> Sequence[bytes]:
             return needed_blocks(self._groups, chains, start)
 
+        self._live(request_id).lost_state_tokens = 0  # a retry after a failed load searches for nothing
         tokens = self._match(request_id, chains[0], start // self._groups[0].block_tokens, local, search)
         if self._trace is not None:
             self._trace("match", request=request_id, start_tokens=start, end_tokens=end, tokens=tokens)
@@ -410,15 +415,18 @@ class Leader:
             self._disk.store.touch(hashes)
 
     def _touch_with_snapshot(self, chains: Sequence[Sequence[bytes]]) -> None:
-        """Make the longest hit that a tier can serve recent, its snapshot and tail less than its head.
+        """Make the longest hits that a tier can serve recent, the shorter one most, a snapshot less than its chain.
 
-        Older snapshots of the chain and blocks beyond the last one are left to age: nothing resumes from them.
+        Eviction then shortens the chain to the shorter hit before it takes it whole. Older snapshots, and blocks behind
+        the last one, are left to age.
         """
         end = min(len(chain) * group.block_tokens for group, chain in zip(self._groups, chains, strict=True))
-        for store in (self._host.store, None if self._disk is None else self._disk.store):
-            if store is not None:
-                hit = longest_hit(store.contains, self._groups, chains, start=0, end=end)
+        for store in (self._host.store,) if self._disk is None else (self._host.store, self._disk.store):
+            reach = end
+            for _ in range(SNAPSHOTS_PER_CHAIN):
+                hit = longest_hit(store.contains, self._groups, chains, start=0, end=reach)
                 store.touch(needed_blocks(self._groups, chains, hit))
+                reach = max(0, hit - 1)
 
     def _match(
         self,

@@ -47,6 +47,7 @@ class _OffloadInFlight:
     hashes: list[bytes]
     tenant: bytes
     born_step: int
+    is_snapshot: bool = False
     is_void: bool = False
     is_held: bool = True
 
@@ -126,7 +127,7 @@ class Offloads:
             self._counters.offload_skipped_blocks += len(absent)
         elif absent:
             self._make_room(len(absent), unwritten)
-            self._order([hashes[i] for i in absent], tuple(block_ids[i] for i in absent), tenant)
+            self._order([hashes[i] for i in absent], tuple(block_ids[i] for i in absent), tenant, is_snapshot=True)
 
     def step(self) -> tuple[Offload, ...]:
         self._step += 1
@@ -141,12 +142,13 @@ class Offloads:
         return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
 
     def settle(self) -> None:
-        """Read the control words and register what has arrived. Tails first, so that heads end up more recent."""
-        flights = list(self.in_flight.values())
+        """Read the control words and register what has arrived. Snapshots and tails first, so that heads end up more
+        recent."""
+        flights = sorted(self.in_flight.values(), key=lambda flight: flight.is_snapshot)[::-1]
         if not flights:
             return
         are_reported = self._host.are_reported([flight.target for flight in flights])
-        for flight, is_reported in zip(reversed(flights), reversed(are_reported), strict=True):
+        for flight, is_reported in zip(flights, are_reported, strict=True):
             if is_reported and (is_ready := self._host.results(flight.target)) is not None:
                 self._end(flight, is_ready)
 
@@ -186,12 +188,14 @@ class Offloads:
         if self._disk is not None:
             self._disk.evicting(count - self._host.store.counts().free, keeps_unwritten=unwritten is not None)
 
-    def _order(self, hashes: list[bytes], block_ids: tuple[int, ...], tenant: bytes) -> None:
+    def _order(
+        self, hashes: list[bytes], block_ids: tuple[int, ...], tenant: bytes, *, is_snapshot: bool = False
+    ) -> None:
         target = self._host.reserve(len(hashes))
         assert target is not None, (len(hashes), self._host.store.counts())
         order = Offload(generation=target.generation, block_ids=block_ids, slots=target.slots)
         self._engine.hold(block_ids)
-        self.in_flight[order.generation] = _OffloadInFlight(order, target, hashes, tenant, self._step)
+        self.in_flight[order.generation] = _OffloadInFlight(order, target, hashes, tenant, self._step, is_snapshot)
         self._departing.update(hashes)
         self._held_blocks += len(block_ids)
         self._orders.append(order)

@@ -1,7 +1,8 @@
 """KV cache groups: translates vLLM's KV cache groups into ours, or returns the reason why kvbm is disabled.
 
-Layers with states (Mamba, gated delta nets) are supported in vLLM's mode `align`, from 0.29 on: it then hands over each
-snapshot in the step that completes it. vLLM's block tables do not say which blocks contain snapshots.
+Layers with states (Mamba, gated delta nets) are supported in vLLM's mode `align`, from 0.30 on: it then hands over each
+snapshot in the step that completes it, and accepts failed loads by request. vLLM's block tables do not say which blocks
+contain snapshots.
 
 A group's spec is recognised by the names of its classes, because vLLM moves and adds classes between versions. A kind
 that is not in the table is declined by name; vLLM then serves without kvbm.
@@ -131,6 +132,8 @@ def _reason_of_states(vllm_config: VllmConfig, specs: Sequence[Any]) -> str | No
     """Return why the states of this engine cannot be reused, or have never been; None if they can."""
     if not HANDS_OVER_SNAPSHOTS:
         return "vLLM before 0.29 does not hand over the states of Mamba and similar layers"
+    if not KNOWS_FAILED_REQUESTS:  # it would continue with the state of an earlier block
+        return "vLLM before 0.30 does not accept failed loads of the states of Mamba and similar layers"
     states = [spec for spec in specs if _is_state(spec)]
     mode = next((spec.mamba_cache_mode for spec in states if spec.mamba_cache_mode != "align"), None)
     if mode is not None:

@@ -239,20 +239,21 @@ class SchedulerSide:
         else:
             found = self.leader.match_groups(request.request_id, chains, local_tokens, end)
             if self._snapshots is not None and found is not None:
-                self._ask_for_snapshot(request, local_tokens + found)
+                self._ask_for_snapshot(request, local_tokens, found)
         if found and not self._continues_prompts and local_tokens + found < request.num_tokens - 1:
             found = 0
         return found, bool(found)
 
-    def _ask_for_snapshot(self, request: Request, hit_tokens: int) -> None:
+    def _ask_for_snapshot(self, request: Request, local_tokens: int, found_tokens: int) -> None:
         """Let vLLM keep a snapshot where the request leaves a prefix that another one has stored.
 
-        vLLM itself knows only the prefixes in G1. Without a snapshot there, no later request could resume from it.
+        vLLM itself knows only the prefixes in G1. Without a snapshot there, no later request could resume from it. If
+        host memory has that snapshot, vLLM would load it and not keep it for other requests.
         """
         assert self.leader is not None
-        lost_tokens = self.leader.lost_state_tokens(request.request_id)
-        if lost_tokens and hasattr(request, "shared_prefix_boundary"):
-            request.shared_prefix_boundary = max(request.shared_prefix_boundary, hit_tokens + lost_tokens)
+        found_tokens += self.leader.lost_state_tokens(request.request_id)
+        if found_tokens and hasattr(request, "shared_prefix_boundary"):
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, local_tokens + found_tokens)
 
     @hook(when_off=True)
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -276,7 +277,7 @@ class SchedulerSide:
 
     def _offload_snapshot(self, tracked: _Tracked, snapshot: Snapshot) -> None:
         is_generated = snapshot.tokens > tracked.request.num_prompt_tokens
-        may_offload = snapshot.tokens <= tracked.max_offload_tokens
+        may_offload = snapshot.tokens <= tracked.max_offload_tokens and snapshot.request_id not in self._stale
         if not may_offload or (is_generated and not self._config.offload.generated):
             return
         assert self.leader is not None
@@ -309,6 +310,7 @@ class SchedulerSide:
                     return False  # the request would continue with the state of another one
         self.leader.onboard(request.request_id, hashes, 0, block_ids, tokens=external_tokens)
         self._loading.add(request.request_id)
+        tracked.block_ids = self._tables(tables)  # if the weights change before it runs, these are stale
         return True
 
     @contained(0)
@@ -530,6 +532,8 @@ class SchedulerSide:
         useful = UNLIMITED
         if self._snapshots is not None:
             useful = self._snapshots.useful_tokens(prompt_tokens, tracked.snapshot_tokens)
+            if useful > tracked.max_offload_tokens:  # the snapshot there is not offloaded
+                useful = tracked.snapshot_tokens
         assert self.leader is not None
         for position, (cache_group, chain) in enumerate(zip(self._groups, self._chains(tracked), strict=True)):
             if isinstance(cache_group.group, StateGroup):

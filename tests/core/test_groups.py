@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.core.groups import Group, longest_hit
+from kvbm.core.groups import Group, StateGroup, longest_hit, needed_blocks
 
 
 def name(group, block):
@@ -37,6 +37,7 @@ GROUPS = st.one_of(
     st.builds(Group, st.sampled_from([2, 4])),
     st.builds(Group, st.sampled_from([2, 4]), window_tokens=st.integers(1, 12)),
     st.builds(Group, st.sampled_from([2, 4]), chunk_tokens=st.sampled_from([4, 8])),
+    st.builds(StateGroup, st.sampled_from([2, 4])),
 )
 
 
@@ -51,6 +52,51 @@ def test_the_longest_hit_is_what_trying_every_length_finds(groups, start, end, a
     present = {h for chain in chains for h in chain} - {name(g, block) for g, block in absent}
     found = longest_hit(present.__contains__, groups, chains, start=start, end=end)
     assert found == by_trying(present, groups, start, end)
+    needed = set(needed_blocks(groups, chains, found))
+    if found > start:
+        first = [start // group.block_tokens for group in groups]
+        assert {one for one in needed if one[1] >= first[one[0]]} <= present
+    for absent_one in needed:
+        assert by_trying(needed - {absent_one}, groups, 0, found) < found or found == 0
+    assert by_trying(needed, groups, 0, found) == found or found % math.lcm(*(g.block_tokens for g in groups))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (1, 0, 2)], ids=["first", "last", "between"])
+def test_a_hit_needs_the_snapshot_of_every_state_group_exactly_at_its_end(order):
+    made = [Group(4), StateGroup(4), StateGroup(8)]
+    groups = [made[i] for i in order]
+    chains = chains_of(groups, 32)
+    full, small, large = (order.index(i) for i in range(3))
+    present = {*chains[full], name(small, 3), name(large, 1)}  # both at 16 tokens
+
+    def hit(end):
+        return longest_hit(present.__contains__, groups, chains, start=0, end=end)
+
+    assert (hit(15), hit(16), hit(32)) == (0, 16, 16)
+    present.add(name(small, 7))  # deeper, in one group only
+    assert hit(32) == 16
+    present.remove(name(full, 2))
+    assert hit(32) == 0
+
+
+def test_a_model_of_states_only_needs_one_block_per_group():
+    groups = [StateGroup(4), StateGroup(4)]
+    chains = chains_of(groups, 32)
+    present = {name(0, 1), name(1, 1), name(0, 5)}
+    assert longest_hit(present.__contains__, groups, chains, start=0, end=32) == 8
+    assert longest_hit(present.__contains__, groups, chains, start=8, end=32) == 8
+    assert needed_blocks(groups, chains, 8) == [name(0, 1), name(1, 1)]
+
+
+def test_needed_blocks_go_from_the_head_to_the_tail_and_end_with_the_snapshots():
+    groups = [StateGroup(8), Group(4), Group(4, window_tokens=5)]
+    chains = chains_of(groups, 32)
+    assert needed_blocks(groups, chains, 0) == []
+    assert needed_blocks(groups, chains, 16) == [
+        *(name(1, 0), name(1, 1), name(1, 2)),
+        *(name(1, 3), name(2, 3)),
+        name(0, 1),
+    ]
 
 
 def test_a_window_needs_only_the_blocks_that_the_next_token_sees():
@@ -83,6 +129,7 @@ def test_without_any_block_of_a_window_the_search_looks_at_each_block_once():
         (Group(128, window_tokens=512), 500, 0),
         (Group(128, chunk_tokens=512), 1024, 8),
         (Group(128, chunk_tokens=512), 1023, 4),
+        (StateGroup(128), 1024, 7),
     ],
 )
 def test_first_block_that_is_still_needed(group, end, block):

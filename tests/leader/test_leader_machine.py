@@ -7,6 +7,7 @@ as soon as its last reference is released.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from bookkeeping import check_leader
 from hypothesis import HealthCheck, settings
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rig import Rig, chain
 
+from kvbm.core.groups import Group, StateGroup
 from kvbm.leader.settings import DiskPolicy
 from kvbm.types import Tier
 
 LENGTH = 4
 CHAINS = {name: chain("root", 2) + chain(name, LENGTH - 2) for name in "abc"}
+STATES = {name: chain("state of root", 2) + chain(f"state of {name}", LENGTH - 2) for name in "abc"}
 
 
 @dataclass
@@ -213,6 +216,8 @@ class LeaderMachine(RuleBasedStateMachine):
 class DiskMachine(LeaderMachine):
     """The same with a disk behind a host memory that is too small for everything."""
 
+    model: ClassVar = {"blocks": 12}
+
     @initialize(
         ranks=st.integers(1, 2),
         host=st.integers(1, 6),
@@ -224,12 +229,12 @@ class DiskMachine(LeaderMachine):
     def build(self, ranks, host, disk, to_disk, batch, gives_up):
         self.options = {
             "slots": host,
-            "blocks": 12,
             "ranks": ranks,
             "overdue_steps": 3,
             "onboard_parts": 2,
             "gives_up_blocks": gives_up,
             "disk": DiskPolicy(to_disk=to_disk, batch_blocks=batch, timeout_s=10.0, frequency_decay_s=5.0),
+            **self.model,
         }
         self.rig = Rig(fake_disk=disk, **self.options)
         self.live: dict[str, Live] = {}
@@ -293,9 +298,58 @@ class DiskMachine(LeaderMachine):
                     assert slots or under_way or not leader._disk.store.contains(sequence_hash)
 
 
-for machine in (LeaderMachine, DiskMachine):
+class StateMachine(DiskMachine):
+    """The same in a model with states: the engine gives up the block of a snapshot as soon as it is computed."""
+
+    model: ClassVar = {"groups": (Group(16), StateGroup(16)), "blocks": 16}
+
+    def admit(self, request_id):
+        request, states = self.live[request_id], STATES[request_id[0]]
+        matched = self.rig.leader.match_groups(request_id, (request.hashes, states), 0, 16 * LENGTH - 1)
+        if matched is None or (blocks := self.rig.g1.allocate(LENGTH + 1)) is None:
+            return
+        request.blocks = blocks
+        if matched:
+            end = matched // 16
+            wanted = [*request.hashes[:end], states[end - 1]]
+            self.rig.leader.onboard(request_id, wanted, 0, [*blocks[:end], blocks[LENGTH]], tokens=matched)
+            request.loading = True
+
+    def advance(self, request_id, count):
+        request = self.live[request_id]
+        end = min(LENGTH, request.computed + count)
+        if (snapshot := self.rig.g1.allocate(1)) is not None:
+            self.rig.g1.compute(snapshot[0], STATES[request_id[0]][end - 1])
+            self.rig.leader.offload_snapshot(request_id, [STATES[request_id[0]][end - 1]], snapshot)
+            self.rig.g1.release(snapshot)
+        super().advance(request_id, count)
+
+    def drop(self, request_id):
+        request = self.live.pop(request_id)
+        self.rig.leader.finish(request_id, request.hashes, STATES[request_id[0]])
+        self.rig.g1.release(request.blocks)
+
+    @rule()
+    def settle(self):
+        for result in self.rig.settle():
+            request = self.live[result.request_id]
+            assert request.loading
+            request.loading = False
+            if result.failed_block_ids:
+                assert result.failed_block_ids == result.block_ids
+                continue
+            request.computed = len(result.block_ids) - 1
+            state = STATES[result.request_id[0]][request.computed - 1]
+            assert self.rig.g1.holds(request.blocks[LENGTH], state), "the state is that of another position"
+
+
+for machine in (LeaderMachine, DiskMachine, StateMachine):
     machine.TestCase.settings = settings(
-        max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=25 if machine is StateMachine else 100,
+        stateful_step_count=50,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
     )
 test_any_order_of_events_keeps_every_byte_right = LeaderMachine.TestCase
 test_any_order_of_events_with_a_disk_keeps_every_byte_right = DiskMachine.TestCase
+test_any_order_of_events_in_a_model_with_states_keeps_every_byte_right = StateMachine.TestCase

@@ -42,12 +42,13 @@ import identity
 import leader
 import onboards
 import sizing
+import states
 import trtllm
 import worker
 from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-CACHE = (core, leader, onboards, disk, disk_tier, identity, device, worker, trtllm)
+CACHE = (core, leader, states, onboards, disk, disk_tier, identity, device, worker, trtllm)
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
 TABLES = (*CACHE, sizing, cli, *BENCH)
 TIMEOUT_S = 180

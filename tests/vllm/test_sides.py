@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvbm.config.schema import ConnectorConfig
-from kvbm.core.groups import Group
+from kvbm.core.groups import Group, StateGroup
 from kvbm.errors import EnvironmentProblem
 from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
 from kvbm.leader.leader import Leader, LoadResult
@@ -35,6 +35,7 @@ from kvbm.metrics import Counters
 from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo, Tier
 from kvbm.vllm_integration.cache_groups import (
+    HANDS_OVER_SNAPSHOTS,
     KNOWS_FAILED_REQUESTS,
     REPORTS_HIT_SOURCES,
     TransferGroup,
@@ -60,10 +61,22 @@ PLAIN = {  # of a request
 }
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=40)
 
+needs_states = pytest.mark.skipif(
+    not (HANDS_OVER_SNAPSHOTS and KNOWS_FAILED_REQUESTS), reason="models with states are declined before 0.30"
+)
 
-def engine(*, disable_cascade_attn=True, **parallel):
-    model = SimpleNamespace(disable_cascade_attn=disable_cascade_attn)
-    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model)
+
+def engine(*, disable_cascade_attn=True, speculative_config=None, use_replayssm=False, **parallel):
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(disable_cascade_attn=disable_cascade_attn),
+        speculative_config=speculative_config,
+        cache_config=SimpleNamespace(use_replayssm=use_replayssm),
+    )
+
+
+def mamba(*, mode="align", **facts):
+    return MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode, **facts)
 
 
 def scheduler_side(groups, rank_count=1):
@@ -141,9 +154,45 @@ def test_what_splits_blocks_or_has_no_common_memory_is_declined_by_name(parallel
     assert words in decline_reason(engine(**parallel), cache(FULL))
 
 
-def test_mamba_is_declined_by_name():
-    mamba = MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,))
-    assert "MambaSpec" in decline_reason(engine(), cache(FULL, mamba))
+@needs_states
+def test_states_are_served_wherever_their_group_is():
+    for specs in ((FULL, mamba()), (mamba(), mamba(), FULL), (mamba(),), (FULL, WINDOW, mamba())):
+        assert decline_reason(engine(), cache(*specs)) is None
+    first, second = cache_groups(cache(mamba(), FULL))
+    assert (first.index, first.group, first.state_form) == (1, Group(16), "")
+    assert (second.index, second.group) == (0, StateGroup(16))
+    assert second.state_form == "MAMBA2 ((2, 4),) (torch.float32,)"
+
+
+@needs_states
+@pytest.mark.parametrize(
+    ("facts", "spec", "words"),
+    [
+        ({}, {"mode": "none"}, "`none`"),
+        ({"speculative_config": object()}, {}, "speculative decoding"),
+        ({}, {"num_speculative_blocks": 1}, "speculative decoding"),
+        ({"use_replayssm": True}, {}, "--use-replayssm"),
+        ({}, {"mamba_type": SimpleNamespace(name="SHORT_CONV")}, "SHORT_CONV"),
+    ],
+)
+def test_states_that_cannot_be_reused_or_were_never_run_are_declined_by_name(facts, spec, words):
+    assert words in decline_reason(engine(**facts), cache(FULL, mamba(**spec)))
+
+
+@needs_states
+def test_states_next_to_latent_attention_are_declined():
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    assert "latent attention" in decline_reason(engine(), cache(latent, mamba()))
+
+
+@pytest.mark.parametrize(("absent", "version"), [("HANDS_OVER_SNAPSHOTS", "0.29"), ("KNOWS_FAILED_REQUESTS", "0.30")])
+def test_states_are_declined_where_vllm_is_too_old_for_them(monkeypatch, absent, version):
+    """Before 0.30, a request whose load failed continues with the state of an earlier block."""
+    for name in ("HANDS_OVER_SNAPSHOTS", "KNOWS_FAILED_REQUESTS"):
+        monkeypatch.setattr(f"kvbm.vllm_integration.cache_groups.{name}", name != absent)
+    reason = decline_reason(engine(), cache(mamba()))
+    assert version in reason
+    assert "states" in reason
 
 
 def test_a_model_without_a_kv_cache_is_left_alone():
@@ -465,6 +514,259 @@ def test_a_failed_load_is_never_told_as_a_good_one_while_vllm_has_the_request(is
     assert output.finished_recving == {"gone"}
     assert [load.request_id for load in side._failed_loads] == ["r"]
     assert side.has_pending()
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+class StateLeader:
+    """Records what a model with states orders. `found` and `lost`: what every lookup finds, in tokens."""
+
+    def __init__(self, found=0, lost=0):
+        self.found, self.lost = found, lost
+        self.snapshots, self.offloads, self.loads, self.failed = [], [], [], []
+
+    def match_groups(self, request_id, chains, start, end):
+        return self.found
+
+    def lost_state_tokens(self, request_id):
+        return self.lost
+
+    def offload(self, request_id, hashes, block_ids, *, computed_blocks, prompt_blocks, group):
+        self.offloads.append((group, computed_blocks))
+        return computed_blocks
+
+    def offload_snapshot(self, request_id, hashes, block_ids):
+        self.snapshots.append((list(hashes), tuple(block_ids)))
+
+    def onboard(self, request_id, hashes, start, block_ids, *, tokens):
+        self.loads.append((list(hashes), list(block_ids), tokens))
+
+    def fail_load(self, request_id, block_ids):
+        self.failed.append(list(block_ids))
+
+    def reset(self, *, ends_persistence=False):
+        return True
+
+    def finish(self, request_id, *chains):
+        pass
+
+    def step(self):
+        return StepPlan(step=1)
+
+    def has_unreported(self):
+        return False
+
+
+def hashed(index, group=None):
+    """The hash of block `index`, or its name in the cache of a group."""
+    return bytes([index]) * 32 + (b"" if group is None else bytes([group]))
+
+
+def name_block(pool, block_id, index, group):
+    """Let a block have the name of this position in vLLM's prefix cache."""
+    block, found = pool.blocks[block_id], make_block_hash_with_group_id(hashed(index), group)
+    if len(inspect.signature(block.set_block_hash).parameters) > 1:
+        block.set_block_hash(found, (index + 1) * 16)
+    else:
+        block.set_block_hash(found)
+    pool.cached_block_hash_to_block.insert(found, block)
+
+
+class StateEngine:
+    """The scheduler's side of an engine with two state groups, 0 and 2, and attention in group 1; blocks of 16 tokens,
+    one request `r` with a prompt of 70 tokens."""
+
+    def __init__(self, *, limits=None, **found):
+        self.side = scheduler_side(cache_groups(cache(mamba(), FULL, mamba())))
+        self.pool = BlockPool(32, enable_caching=True, hash_block_size=16)
+        self.side.bind_block_pool(self.pool)
+        self.leader = self.side.leader = StateLeader(**found)
+        self.request = SimpleNamespace(
+            request_id="r",
+            num_tokens=70,
+            num_prompt_tokens=70,
+            block_hashes=[hashed(index) for index in range(8)],
+            shared_prefix_boundary=0,
+            **PLAIN | {"kv_transfer_params": limits},
+        )
+        self.side.add_request(self.request)
+
+    def allocate(self, *tables, local=0, external=0):
+        self.side.match(self.request, local)
+        self.side.allocated(self.request, SimpleNamespace(get_block_ids=lambda: tables), external)
+
+    def step(self, *offers, tokens=70, tables=((0, 0, 0, 0, 1), (2, 3, 4, 5, 6), (0, 0, 0, 0, 7))):
+        """The first step of the request, in which vLLM offers (group, block, tokens)."""
+        new = SimpleNamespace(req_id="r", block_ids=tuple(map(list, tables)), num_computed_tokens=0)
+        output = SimpleNamespace(
+            preempted_req_ids=None,
+            num_scheduled_tokens={"r": tokens},
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+            ),
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=tokens,
+            kv_connector_block_state=SimpleNamespace(
+                boundary_state_offloads={"r": list(offers), "unknown": [(0, 9, 16)]}
+            ),
+        )
+        self.side.build_orders(output)
+        assert not self.side.boundary.is_off
+
+
+@needs_states
+def test_a_snapshot_is_offloaded_when_every_state_group_offers_it_at_the_end_of_a_block():
+    engine = StateEngine()
+    engine.step((0, 11, 64), (2, 12, 64), (0, 13, 32), (2, 14, 32), (0, 15, 48), (0, 16, 70), (2, 17, 70))
+    assert engine.leader.snapshots == [
+        ([hashed(3, 0), hashed(3, 2)], (11, 12)),
+        ([hashed(1, 0), hashed(1, 2)], (13, 14)),
+    ]
+    assert engine.leader.offloads == [(0, 4)], "of a state group, no block of the table"
+
+
+@needs_states
+def test_blocks_that_no_snapshot_serves_stay_in_g1():
+    engine = StateEngine()
+    engine.request.num_prompt_tokens = 64
+    engine.step(tokens=64)
+    assert engine.leader.offloads == [(0, 3)], "the snapshot is before the last token of the prompt"
+    engine.step((0, 11, 64), (2, 12, 64), tokens=64)
+    assert engine.leader.offloads[1:] == [(0, 4)]
+
+
+@needs_states
+@pytest.mark.parametrize(("limit", "snapshots", "blocks"), [(63, 1, 2), (31, 0, 0), (64, 2, 4), (0, 0, 0)])
+def test_nothing_is_offloaded_beyond_the_last_snapshot_within_the_limit_of_a_client(limit, snapshots, blocks):
+    engine = StateEngine(limits={"max_offload_tokens": limit})
+    engine.step((0, 11, 64), (2, 12, 64), (0, 13, 32), (2, 14, 32))
+    assert (len(engine.leader.snapshots), engine.leader.offloads) == (snapshots, [(0, blocks)])
+
+
+@needs_states
+def test_snapshots_of_generated_tokens_follow_the_profile():
+    for is_wanted in (True, False):
+        engine = StateEngine()
+        engine.side._config = engine.side._config.model_copy(
+            update={"offload": engine.side._config.offload.model_copy(update={"generated": is_wanted})}
+        )
+        engine.step((0, 11, 64), (2, 12, 64), (0, 13, 80), (2, 14, 80))
+        assert [blocks for _, blocks in engine.leader.snapshots] == [(11, 12), (13, 14)][: 1 + is_wanted]
+
+
+@needs_states
+def test_a_request_with_the_state_of_former_weights_offloads_none():
+    engine = StateEngine()
+    engine.step()
+    engine.side.weights_may_change("a test")
+    engine.step((0, 11, 64), (2, 12, 64))
+    assert engine.leader.snapshots == []
+    engine.side.end_request(engine.request)
+    engine.side.add_request(engine.request)
+    engine.step((0, 11, 64), (2, 12, 64))
+    assert len(engine.leader.snapshots) == 1
+
+
+@needs_states
+def test_the_snapshot_of_a_hit_in_g1_is_offloaded_if_vllm_has_it_under_that_name():
+    tables = ([0, 8], [9, 10], [0, 11])
+    engine = StateEngine()
+    engine.allocate(*tables, local=32)
+    assert engine.leader.snapshots == [], "no block has a name"
+    name_block(engine.pool, 8, 1, 0)
+    name_block(engine.pool, 11, 0, 2)
+    engine.allocate(*tables, local=32)
+    assert engine.leader.snapshots == [], "one has that of another position"
+    name_block(engine.pool, 12, 1, 2)
+    for others in (([0, 8], [9, 10], [0, 0]), ([0, 8], [9, 10], [0])):
+        engine.allocate(*others, local=32)
+    engine.allocate([0, 8], [9, 10], [0, 12], local=0)
+    engine.allocate([0, 8], [9, 10], [0, 12], local=24)
+    assert engine.leader.snapshots == []
+    engine.allocate([0, 8], [9, 10], [0, 12], local=32)
+    assert engine.leader.snapshots == [([hashed(1, 0), hashed(1, 2)], (8, 12))]
+    assert not engine.side.boundary.is_off
+
+
+@needs_states
+def test_a_load_brings_all_attention_blocks_and_one_block_per_state_group():
+    engine = StateEngine(found=48)
+    engine.allocate([0, 8, 0, 0, 9], [10, 11, 12, 13, 14], [0, 15, 0, 0, 16], local=32, external=48)
+    assert engine.leader.loads == [
+        ([hashed(2, 1), hashed(3, 1), hashed(4, 1), hashed(4, 0), hashed(4, 2)], [12, 13, 14, 9, 16], 48)
+    ]
+
+
+@needs_states
+def test_loaded_blocks_leave_the_prefix_cache_if_the_weights_change_before_the_request_runs():
+    """vLLM gives them their names in the step after the load."""
+    engine = StateEngine(found=48)
+    tables = [0, 0, 9], [10, 11, 12], [0, 0, 13]
+    engine.allocate(*tables, external=48)
+    engine.side.weights_may_change("a test")
+    name_block(engine.pool, 10, 0, 1)
+    name_block(engine.pool, 13, 2, 2)
+    engine.step((0, 9, 48), (2, 13, 48), tables=tables)
+    assert cached_blocks(engine.side) == []
+    assert engine.leader.snapshots == []
+
+
+@needs_states
+def test_a_load_without_a_place_for_the_state_fails():
+    """The request would continue with the state of another one."""
+    engine = StateEngine(found=32)
+    engine.allocate([0, 8], [10, 11], [0, 0], external=32)
+    assert (engine.leader.loads, engine.leader.failed) == ([], [[8, 10, 11]])
+    assert not engine.side.boundary.is_off
+
+
+@needs_states
+@pytest.mark.parametrize(
+    ("found", "lost", "own", "asked"),
+    [(0, 0, 0, 0), (32, 0, 0, 48), (32, 16, 0, 64), (0, 32, 0, 48), (32, 0, 64, 64), (None, 0, 32, 32)],
+)
+def test_vllm_is_asked_for_a_snapshot_where_the_request_leaves_what_is_stored(found, lost, own, asked):
+    engine = StateEngine(found=found, lost=lost)
+    engine.request.shared_prefix_boundary = own
+    engine.side.match(engine.request, 16)
+    assert engine.request.shared_prefix_boundary == asked
+
+
+@pytest.mark.skipif(not REPORTS_HIT_SOURCES, reason="the arguments of vLLM's own classes are those of 0.32")
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_vllm_keeps_a_loaded_snapshot_for_other_requests_only_if_it_is_asked(is_asked):
+    """Else each request with that prefix would load it again. Loaded blocks are offered too; kvbm has them already."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
+
+    padded = mamba(page_size_padded=FULL.page_size_bytes)
+    groups = [KVCacheGroupSpec(["state"], padded), KVCacheGroupSpec(["attention"], FULL)]
+    description = KVCacheConfig(
+        num_blocks=60, kv_cache_tensors=[], kv_cache_groups=groups, prefix_cache_retention_interval=0
+    )
+    manager = KVCacheManager(description, max_model_len=1024, scheduler_block_size=16, hash_block_size=16)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+    loads, follows = (
+        Request(name, [*range(64), *range(first, first + 36)], SamplingParams(), None, block_hasher=hasher)
+        for name, first in (("loads", 100), ("follows", 200))
+    )
+    loads.shared_prefix_boundary = 64 if is_asked else 0
+    manager.allocate_slots(loads, 0, num_external_computed_tokens=64, delay_cache_blocks=True)
+    assert [block_id > 0 for block_id in manager.get_block_ids("loads")[0]] == [False, False, False, True]
+    loads.num_computed_tokens = 64
+    manager.cache_blocks(loads, 64)
+    manager.new_step_starts()
+    manager.allocate_slots(loads, 32)
+    assert [tokens for _, _, tokens in manager.take_boundary_state_offloads()["loads"]] == [64, 96][not is_asked :]
+    loads.num_computed_tokens = 96
+    assert manager.get_computed_blocks(follows)[1] == (64 if is_asked else 0)
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
