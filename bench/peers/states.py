@@ -6,9 +6,10 @@ Run it with an interpreter that has vLLM 0.32 for CPUs and this repository; benc
 LMCache. It makes its models (random weights, `kvbm_cli/make_model.py`) in the user's cache, takes about eight minutes
 on two idle cores and 12 GB of memory, and writes NAME.json and NAME.md. `--models` selects models.
 
-    vllm-hybrid    Qwen3-Next, bfloat16, large enough that computing a prompt takes seconds
-    vllm-granite4  Granite 4, float32
-    unpadded       Qwen3-Next of a shape in which a state fills its page, the only one that LMCache accepts here
+    vllm-hybrid      Qwen3-Next, bfloat16, large enough that computing a prompt takes seconds
+    vllm-qwen3-next  Qwen3-Next, bfloat16, small
+    vllm-granite4    Granite 4, float32
+    unpadded         Qwen3-Next of a shape in which a state fills its page, the only one that LMCache accepts here
 
     vllm            no connector. It also computes the reference of each prompt, under a unique `cache_salt`
     kvbm            DynamoConnector
@@ -95,11 +96,12 @@ make_model.MODELS[UNPADDED] = make_model.MODELS["vllm-qwen3-next"] | {
 FLAGS: dict[str, dict[str, Any]] = {
     # A multiple of 64 tokens, the chunk of the kernel: a state after other chunks differs in the last bits.
     "vllm-hybrid": {"block_tokens": 192},
+    "vllm-qwen3-next": {"block_tokens": 128},
     # vLLM's kernel for Mamba-2 on CPUs returns no state inside a chunk, so no chunk may contain a boundary.
     "vllm-granite4": {"dtype": "float32", "block_tokens": 128, "extra": ("--max-num-batched-tokens", "128")},
     UNPADDED: {"block_tokens": 352},
 }
-PAIRS = {"vllm-hybrid": 8, "vllm-granite4": 3, UNPADDED: 3}  # of a host hit and a G1 hit
+PAIRS = {"vllm-hybrid": 8, "vllm-qwen3-next": 3, "vllm-granite4": 3, UNPADDED: 3}  # of a host hit and a G1 hit
 ARMS = dict.fromkeys(FLAGS, ("vllm", "kvbm", "native", CONTROL))
 ARMS[UNPADDED] = ("vllm", "kvbm", "native", *LMCACHE_ARMS)
 
