@@ -59,6 +59,7 @@ class Arm:
     server: Server
     has_host_tier: bool
     sidecar: subprocess.Popen[bytes] | None = None
+    sidecar_url: str | None = None
     ttft_s: dict[str, list[float]] = field(default_factory=lambda: {"cold": [], "host": [], "g1": []})
     added_s: list[float] = field(default_factory=list)
     equal_tokens: list[bool] = field(default_factory=list)
@@ -127,14 +128,16 @@ def start_native(flags: Flags, _: argparse.Namespace) -> Arm:
     return arm_of(Server.start("native", flags, transfer_config=config, environment=environment), has_host_tier=True)
 
 
-def start_lmcache(flags: Flags, options: argparse.Namespace) -> Arm:
-    port = free_port()
+def start_lmcache(flags: Flags, options: argparse.Namespace, *arguments: str) -> Arm:
+    """Start LMCache's server, with more `arguments` if given, and vLLM."""
+    port, http_port = free_port(), free_port()
     environment = {"PYTHONPATH": str(options.lmcache), "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0"}
     argv = [
         *(sys.executable, "-m", "lmcache.cli.main", "server", "--host", "localhost", "--port", str(port)),
-        *("--http-host", "127.0.0.1", "--http-port", str(free_port()), "--chunk-size", str(BLOCK_TOKENS)),
+        *("--http-host", "127.0.0.1", "--http-port", str(http_port), "--chunk-size", str(flags.block_tokens)),
         *("--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"),
-        *("--supported-transfer-mode", "auto", "--shm-name", f"bench{os.getpid()}"),
+        *("--supported-transfer-mode", "auto", "--shm-name", f"bench{http_port}"),
+        *arguments,
     ]
     log = (options.output.parent / f"{options.output.name}-lmcache.log").open("wb")
     sidecar = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True)
@@ -144,7 +147,7 @@ def start_lmcache(flags: Flags, options: argparse.Namespace) -> Arm:
         "kv_connector_extra_config": {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port},
     }
     arm = arm_of(Server.start("lmcache", flags, transfer_config=config, environment=environment), has_host_tier=True)
-    arm.sidecar = sidecar
+    arm.sidecar, arm.sidecar_url = sidecar, f"http://127.0.0.1:{http_port}"
     return arm
 
 

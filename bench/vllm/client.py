@@ -33,10 +33,11 @@ def random_prompt(seed: object, token_count: int) -> list[int]:
     return [choice.choice(VOCABULARY) for _ in range(token_count)]
 
 
-def complete(server: Server, prompt: Sequence[int], *, token_count: int = 8) -> Answer:
-    """Request `token_count` tokens, greedily."""
+def complete(server: Server, prompt: Sequence[int], *, token_count: int = 8, salt: str | None = None) -> Answer:
+    """Request `token_count` tokens, greedily. No cache has the blocks of a prompt with a new `salt`."""
     body = json.dumps(
         {
+            **({} if salt is None else {"cache_salt": salt}),
             "model": MODEL_NAME,
             "prompt": list(prompt),
             "max_tokens": token_count,

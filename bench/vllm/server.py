@@ -1,8 +1,9 @@
 """One vLLM server as a child process, with its metrics and CPU time.
 
 Every server of a comparison is started here, with the same environment and flags; an arm adds only its connector. The
-forward pass runs on core 0 (`VLLM_CPU_OMP_THREADS_BIND=0`), because vLLM by itself uses a different number of cores
-with a connector than without. torch.compile is off, because it would compile for tens of seconds in the first request.
+forward pass runs on one core (`VLLM_CPU_OMP_THREADS_BIND`, by default 0), because vLLM by itself uses a different
+number of cores with a connector than without. torch.compile is off, because it would compile for tens of seconds in the
+first request.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^}]*\})? (\S+)", re.MULTILI
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0"),
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "TORCH_COMPILE_DISABLE": "1",
     "PYTHONHASHSEED": "0",
@@ -50,6 +51,7 @@ class Flags:
     max_model_len: int = 8192
     block_count: int = 66
     dtype: str = "bfloat16"
+    block_tokens: int = BLOCK_TOKENS
     extra: Sequence[str] = ()
 
     def argv(self) -> list[str]:
@@ -57,7 +59,8 @@ class Flags:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(self.model), "--served-model-name", MODEL_NAME),
             *("--dtype", self.dtype, "--max-model-len", str(self.max_model_len)),
-            *("--num-gpu-blocks-override", str(self.block_count), "--enforce-eager"),
+            *("--num-gpu-blocks-override", str(self.block_count), "--block-size", str(self.block_tokens)),
+            "--enforce-eager",
             *("--host", "127.0.0.1"),
             *self.extra,
         ]
