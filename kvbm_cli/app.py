@@ -88,7 +88,9 @@ RunArgument = Annotated[str | None, _argument("RUN", RUN_HELP, _completed_by("ru
 LivingRunArgument = Annotated[str | None, _argument("RUN", RUN_HELP, _completed_by("living_runs"))]
 Text = str | None
 JsonOption = Annotated[bool, _flag("--json", "Print JSON to stdout.")]
-StrictOption = Annotated[bool, _flag("--strict", "Exit with 1 if a tier holds less than the one above it.")]
+STRICT_HELP = "Exit with 1 if a tier holds less than the one above it."
+StrictOption = Annotated[bool, _flag("--strict", STRICT_HELP)]
+StrictCheckOption = Annotated[bool, _flag("--strict", f"{STRICT_HELP[:-1]}, or if kvbm is disabled for its model.")]
 
 
 def _print_version(value: bool) -> None:
@@ -447,7 +449,7 @@ def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOpt
 
 @profile_app.command("check", cls=Command)
 def profile_check(
-    profile: ProfileArgument, set_: SetOption = None, strict: StrictOption = False, json: JsonOption = False
+    profile: ProfileArgument, set_: SetOption = None, strict: StrictCheckOption = False, json: JsonOption = False
 ) -> int:
     """Check a profile and report every mistake. Exits with 2 if there is one."""
     from kvbm_cli.profile.check import check_profile

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from kvbm.config.engine import EmbeddedArguments, TrtllmArguments, VllmArguments
 from kvbm.config.schema import Profile
 from kvbm.sizing import embedded, sglang, trtllm, vllm
-from kvbm.sizing.families import state_kind
+from kvbm.sizing.families import STATES_ONLY, architecture_of, state_kind
 from kvbm.sizing.families.facts import SizeUnknown
 from kvbm.sizing.gpu import MemoryEstimate
-from kvbm.sizing.state_settings import StateFinding, StateLevel, StateSettings
+from kvbm.sizing.state_settings import StateFinding, StateLevel, StateSettings, without_effect
 from kvbm.sizing.tiers import ESTIMATE, PAGE_BYTES, Device, Sizing, SnapshotSize, TierSize, sizing_of
 
 __all__ = [
@@ -95,18 +95,37 @@ def state_findings(
     on_cpu: bool,
     is_installed: bool,
 ) -> list[StateFinding]:
-    """Returns what the settings of vLLM mean for a model with states; nothing for other models and engines.
+    """Returns what the settings of vLLM mean for a model with states. For others, an interval is the only finding.
 
     The arguments have the meaning of `size`; `is_installed`: vLLM is installed, so `on_cpu` is known. ProfileError if
     the model lacks a fact.
     """
     arguments = profile.engine.arguments
-    if not isinstance(arguments, VllmArguments) or (kind := state_kind(model_config)) is None:
+    if not isinstance(arguments, VllmArguments):
         return []
+    kind = state_kind(model_config)
+    if kind is None and not arguments.prefix_cache_retention_interval:
+        return []
+    longest = vllm.longest_tokens(arguments, model_config)
     setting = vllm.Setting({**environment, **profile.engine.environment}, on_cpu)
     try:
         plan = vllm.plan_of(arguments, model_config, setting)
     except SizeUnknown:
-        return StateSettings(arguments, kind, None, False, on_cpu).findings()
+        if kind is None:
+            return []
+        tokens = _tokens_without_attention(arguments, model_config, on_cpu=on_cpu)
+        is_certain = tokens is not None and (is_installed or arguments.block_size is not None)
+        return StateSettings(arguments, kind, tokens, is_certain, on_cpu, longest).findings()
+    if kind is None:
+        return [] if plan.keeps_intervals else without_effect()
     is_certain = is_installed and vllm.BACKEND_NOTE not in plan.notes
-    return StateSettings(arguments, kind, plan.block_tokens, is_certain, on_cpu).findings()
+    return StateSettings(arguments, kind, plan.block_tokens, is_certain, on_cpu, longest).findings()
+
+
+def _tokens_without_attention(
+    arguments: VllmArguments, model_config: Mapping[str, object], *, on_cpu: bool
+) -> int | None:
+    """Tokens in a block of a model without attention, which vLLM 0.32 on a CPU does not enlarge. None if unknown."""
+    if architecture_of(model_config) not in STATES_ONLY:
+        return None
+    return vllm.default_block_tokens(arguments, on_cpu=on_cpu) if on_cpu else arguments.block_size

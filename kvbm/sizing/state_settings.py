@@ -40,26 +40,28 @@ class StateFinding:
     key: str
     message: str
     hint: str | None = None
+    disables: bool = False  # kvbm
 
 
 @dataclass(frozen=True, slots=True)
 class StateSettings:
     """The facts. `families.state_kind` gives `state_kind`. `block_tokens` is None if only vLLM knows them.
-    `is_block_certain` is false if they assume a kind of GPU, or a vLLM that is not installed."""
+    `is_block_certain` is false if they assume a kind of GPU, or a vLLM that is not installed. `longest_tokens` is the
+    maximum length of a sequence, None if unknown."""
 
     arguments: VllmArguments
     state_kind: str
     block_tokens: int | None
     is_block_certain: bool
     on_cpu: bool
+    longest_tokens: int | None = None
 
     def findings(self) -> list[StateFinding]:
         if self.state_kind not in SUPPORTED_KINDS:
-            return [StateFinding(StateLevel.WARNING, "engine.model", f"`engine.model`: {unsupported(self.state_kind)}")]
+            return [_disabled("engine.model", unsupported(self.state_kind))]
         if (reason := disabled_by(self.arguments)) is not None:
             name, why = reason
-            key = f"{PREFIX}{name}"
-            return [StateFinding(StateLevel.WARNING, key, f"`{key}`: {why}")]
+            return [_disabled(f"{PREFIX}{name}", f"this model keeps states, so kvbm is disabled: {why}")]
         return [*self._mode(), *self._retention(), *(self._on_cpu() if self.on_cpu else ())]
 
     def _mode(self) -> Iterator[StateFinding]:
@@ -81,34 +83,45 @@ class StateSettings:
             yield StateFinding(StateLevel.NOTE, key, self._of_interval(key, interval))
 
     def _of_ends(self) -> str:
-        try_more = f"{FEW_BLOCKS} to {MANY_BLOCKS} blocks"
-        if self.block_tokens is not None:
-            few, many = self.block_tokens * FEW_BLOCKS, self.block_tokens * MANY_BLOCKS
-            try_more = f"{few} to {many} ({try_more} of {self.block_tokens} tokens)"
         return (
             "it keeps a snapshot at the end of each prompt, and where two prompts have shared a prefix. This suits "
-            f"chats and agents. For long shared prefixes, try {try_more}"
+            f"chats and agents{self._other_interval()}"
         )
+
+    def _other_interval(self) -> str:
+        """What to try for long shared prefixes: less than the maximum length. Empty if that is too short for one."""
+        start, tokens, many = ". For long shared prefixes, try", self.block_tokens, MANY_BLOCKS
+        if tokens is None:
+            return f"{start} {FEW_BLOCKS} to {MANY_BLOCKS} blocks (not measured)"
+        if self.longest_tokens is not None:
+            many = min(many, (self.longest_tokens - 1) // tokens)
+        if many < FEW_BLOCKS:
+            return ""
+        values, blocks = f"{tokens * FEW_BLOCKS}", f"{FEW_BLOCKS}"
+        if many > FEW_BLOCKS:
+            values, blocks = f"{values} to {tokens * many}", f"{blocks} to {many}"
+        return f"{start} {values} ({blocks} blocks of {tokens:,} tokens; not measured)"
 
     def _of_interval(self, key: str, interval: int) -> str:
         blocks = ""
         if self.block_tokens is not None:
             count = interval // self.block_tokens
-            blocks = f" ({count} block{'s' * (count != 1)})"
+            blocks = f" ({count:,} block{'s' * (count != 1)})"
         return (
-            f"`{key}: {interval}`: vLLM keeps a snapshot every {interval} tokens{blocks}, and at the end of each "
-            "prompt. This suits long shared prefixes. For chats and agents, 0 needs less host memory"
+            f"`{key}: {interval}`: vLLM keeps a snapshot every {interval:,} tokens{blocks}, at the end of each prompt, "
+            "and where two prompts have shared a prefix. This suits long shared prefixes. For chats and agents, 0 "
+            "needs less host memory"
         )
 
     def _no_multiple(self, key: str, interval: int, block_tokens: int) -> StateFinding:
         below = interval // block_tokens * block_tokens
         nearest = " or ".join(f"`{RETENTION}: {value}`" for value in (below, below + block_tokens) if value)
         if self.is_block_certain:
-            message = f"`{key}: {interval}` is not a multiple of the block size of {block_tokens} tokens"
+            message = f"`{key}: {interval}` is not a multiple of the block size of {block_tokens:,} tokens"
             return StateFinding(StateLevel.MISTAKE, key, message, f"vLLM would not start; use {nearest}, or 0")
         message = (
-            f"`{key}: {interval}` is not a multiple of {block_tokens}, the likely block size, and vLLM then does not "
-            f"start: use {nearest}, or 0"
+            f"`{key}: {interval}` is not a multiple of {block_tokens:,} tokens, the likely block size, and vLLM then "
+            f"does not start: use {nearest}, or 0"
         )
         return StateFinding(StateLevel.WARNING, key, message)
 
@@ -116,7 +129,9 @@ class StateSettings:
         """vLLM 0.32 on a CPU; both were run."""
         key, tokens = f"{PREFIX}block_size", self.block_tokens
         if self.arguments.block_size is None and tokens != CPU_BLOCK_TOKENS:
-            size = f"to {tokens} tokens" if tokens is not None else "(log: `Setting attention block size to N tokens`)"
+            size = (
+                f"to {tokens:,} tokens" if tokens is not None else "(log: `Setting attention block size to N tokens`)"
+            )
             message = (
                 f"`{key}` is not set: on a CPU, vLLM enlarges the block {size}, but its scheduler continues with "
                 f"{CPU_BLOCK_TOKENS} tokens. The second request of a prompt then has no hit; set "
@@ -139,22 +154,32 @@ def unsupported(state_kind: str) -> str:
     return f"kvbm is disabled for models with {state_kind} states, which have never been run with it"
 
 
+def _disabled(key: str, why: str) -> StateFinding:
+    return StateFinding(StateLevel.WARNING, key, f"`{key}`: {why}", disables=True)
+
+
+def without_effect() -> list[StateFinding]:
+    """Findings for an interval and a model with neither states nor sliding windows: vLLM 0.32 raises ValueError."""
+    key = f"{PREFIX}{RETENTION}"
+    message = f"`{key}` is only for models with states or sliding windows, and this model has neither"
+    return [StateFinding(StateLevel.MISTAKE, key, message, "vLLM would not start; remove it, or set it to 0")]
+
+
 def disabled_by(arguments: VllmArguments) -> tuple[str, str] | None:
     """Return the argument for which kvbm disables itself with a model that has states, and why; None without one."""
     extra = arguments.model_extra or {}
-    disabled = "kvbm is disabled for models with states"
     if extra.get("speculative_config") not in (None, False):
-        why = f"{disabled} that use speculative decoding"
+        why = "speculative decoding with states has never been run"
         if not arguments.prefix_cache_retention_interval:
             why += f". With `{RETENTION}: 0`, vLLM's default, EAGLE and MTP have no hits in G1 either"
         return "speculative_config", why
     if arguments.enable_prefix_caching is False:
-        return "enable_prefix_caching", f"{disabled} without prefix caching: vLLM keeps no state for a later prompt"
+        return "enable_prefix_caching", "without prefix caching, vLLM keeps no state"
     if extra.get("use_replayssm") not in (None, False):
-        return "use_replayssm", f"{disabled} that are updated late, as `use_replayssm` does"
+        return "use_replayssm", "`use_replayssm` has never been run with kvbm"
     if (arguments.pipeline_parallel_size or 1) > 1:
-        return "pipeline_parallel_size", f"{disabled} in pipeline stages, which have never been run with it"
+        return "pipeline_parallel_size", "pipeline parallelism with states has never been run"
     mode = extra.get(MODE, ALIGN)
     if mode not in (ALIGN, REPLACED):
-        return MODE, f"{disabled} with `{MODE}: {mode}`; remove it, or use `{ALIGN}`"
+        return MODE, f"`{MODE}: {mode}` has never been run with kvbm; remove it, or use `{ALIGN}`"
     return None

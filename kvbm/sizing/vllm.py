@@ -11,7 +11,7 @@ kind of device decide how many tokens it has:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -22,7 +22,7 @@ from kvbm.sizing.families import architecture_of, layer_specs, state_kind
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
 from kvbm.sizing.gpu import MemoryEstimate
-from kvbm.sizing.state_settings import SUPPORTED_KINDS, disabled_by, unsupported
+from kvbm.sizing.state_settings import RETENTION, SUPPORTED_KINDS, disabled_by, unsupported
 from kvbm.sizing.tiers import ESTIMATE, Device, SnapshotSize
 from kvbm.sizing.vllm_groups import CacheGroup, cache_groups
 
@@ -99,6 +99,11 @@ class VllmPlan:
         state_bytes = sum(spec.state_bytes for group in groups for spec in group.specs)
         return SnapshotSize(len(groups), state_bytes, state_bytes // self.token_bytes) if groups else None
 
+    @property
+    def keeps_intervals(self) -> bool:
+        """Whether vLLM accepts an interval of what it keeps for later prompts."""
+        return any(group.kind in (LayerKind.STATE, LayerKind.WINDOW) for group in self.groups)
+
     def stored_blocks(self, tokens: int) -> int:
         """Blocks that kvbm stores of a sequence of `tokens`."""
         return sum(group.stored_blocks(tokens) for group in self.groups)
@@ -143,8 +148,10 @@ def device(
         ranks = tensor_parallel * stage_count
         block_count, set_by = memory.cache_bytes(ranks) // max(block_bytes), ESTIMATE
         notes += (f"G1 is an estimate: {memory.formula(ranks)}",)
-    longest, in_flight = _longest(arguments, model_config), _in_flight(arguments)
+    longest, in_flight = longest_tokens(arguments, model_config), _in_flight(arguments)
     length = sequence_tokens or longest or 0
+    if plan.snapshot is not None:
+        notes += tuple(_snapshot_notes(arguments, plan, length))
     stateless = Device(
         block_tokens=plan.block_tokens,
         rank_block_bytes=tuple(size for size in block_bytes for _ in range(tensor_parallel)),
@@ -198,7 +205,8 @@ def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting
     extra = arguments.model_extra or {}
     reason = disabled_by(arguments)
     if reason is not None and state_kind(model_config) is not None:
-        raise SizeUnknown(f"with this `{reason[0]}`, only vLLM knows the size of a block; {reason[1]}")
+        name, why = reason
+        raise SizeUnknown(f"kvbm is disabled with these settings, so there is no size: {why} (`{name}`)")
     for flag in _UNKNOWN_FLAGS:
         if extra.get(flag) not in (None, False, 1):
             raise SizeUnknown(f"with `{flag}`, only vLLM knows the size of a block")
@@ -351,7 +359,15 @@ def _block_count(arguments: VllmArguments, block_bytes: int, setting: Setting) -
     return None, None
 
 
-def _longest(arguments: VllmArguments, model_config: Mapping[str, object]) -> int | None:
+def _snapshot_notes(arguments: VllmArguments, plan: VllmPlan, length: int) -> Iterator[str]:
+    if 0 < length <= plan.block_tokens:
+        yield f"a sequence of at most one block ({plan.block_tokens:,} tokens) has no snapshot and is never cached"
+    if arguments.prefix_cache_retention_interval:
+        yield f"sizes assume one snapshot per sequence; `{RETENTION}` stores more"
+
+
+def longest_tokens(arguments: VllmArguments, model_config: Mapping[str, object]) -> int | None:
+    """The maximum length of a sequence, None if unknown."""
     positions = ModelFacts.of(model_config).get("max_position_embeddings")
     return count_of(arguments.max_model_len) or (positions if isinstance(positions, int) else None)
 

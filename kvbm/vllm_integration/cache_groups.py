@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.core.sched import output as scheduler_output
 
 from kvbm.core.groups import Group, StateGroup
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 # vLLM computes into the same blocks.
 KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 REPORTS_HIT_SOURCES = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")  # from 0.32 on
-HANDS_OVER_SNAPSHOTS = hasattr(scheduler_output, "KVConnectorBlockState")  # from 0.29 on
 KINDS_OF_STATES = frozenset({"MAMBA2", "GDN_ATTN"})  # that have been run with kvbm
 
 
@@ -130,16 +128,14 @@ def _is_state(spec: Any) -> bool:
 
 def _reason_of_states(vllm_config: VllmConfig, specs: Sequence[Any]) -> str | None:
     """Return why the states of this engine cannot be reused, or have never been; None if they can."""
-    if not HANDS_OVER_SNAPSHOTS:
-        return "vLLM before 0.29 does not hand over the states of Mamba and similar layers"
-    if not KNOWS_FAILED_REQUESTS:  # it would continue with the state of an earlier block
+    if not KNOWS_FAILED_REQUESTS:  # it would continue with the state of an earlier block; 0.28 hands over no states
         return "vLLM before 0.30 does not accept failed loads of the states of Mamba and similar layers"
     states = [spec for spec in specs if _is_state(spec)]
     mode = next((spec.mamba_cache_mode for spec in states if spec.mamba_cache_mode != "align"), None)
+    if mode == "none":
+        return "in the mode `none`, vLLM keeps no states for reuse: `--mamba-cache-mode align` requires prefix caching"
     if mode is not None:
-        return (
-            f"in the mode `{mode}`, vLLM keeps no states for reuse: `--mamba-cache-mode align` requires prefix caching"
-        )
+        return f"the mode `{mode}` of `--mamba-cache-mode` has never been run with kvbm; use `align`"
     if getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1:
         return "pipeline parallelism with states of Mamba and similar layers has never been run with kvbm"
     if vllm_config.speculative_config is not None or any(spec.num_speculative_blocks for spec in states):

@@ -13,7 +13,7 @@ from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_problems import order_problems, problems_here
 from kvbm_cli.profile.preflight import examine_here, require_workload
-from kvbm_cli.profile.state_check import state_notes
+from kvbm_cli.profile.state_check import is_disabled, state_notes
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
 
@@ -21,7 +21,7 @@ from kvbm_cli.terminal.show_error import show_warning
 def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool, is_strict: bool = False) -> int:
     """Reports all mistakes, including those of the workload for `kvbm bench`. Returns the exit code.
 
-    `is_strict`: it is 1 if a tier holds less than the one above it.
+    `is_strict`: it is 1 if a tier holds less than the one above it, or if kvbm is disabled.
     """
     try:
         examined = examine(reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides)
@@ -30,21 +30,22 @@ def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool, is
     sizing, found = _mistakes_here(examined)
     mistakes = [*examined.mistakes, *found]
     warnings = list(examined.resolved.warnings) if examined.resolved is not None else []
-    has_wrong_order, notes = False, []
+    has_problem, notes = False, []
     if examined.resolved is not None and sizing is not None and not mistakes:
         order = order_problems(examined.resolved, sizing)
         warnings += [problem.error.message for problem in (*problems_here(examined.resolved, sizing), *order)]
-        has_wrong_order, notes = bool(order), state_notes(examined.resolved)
+        has_problem = bool(order) or is_disabled(examined.resolved)
+        notes = state_notes(examined.resolved)
     if as_json:
         file = str(examined.path)
         print_json({"file": file, "mistakes": list(map(_as_data, mistakes)), "warnings": warnings, "notes": notes})
-        return ProfileError.exit_code if mistakes else int(is_strict and has_wrong_order)
+        return ProfileError.exit_code if mistakes else int(is_strict and has_problem)
     for warning in warnings:
         show_warning(warning)
     if mistakes:
         raise together(mistakes)
     print_data("\n".join([f"{examined.path}: no mistakes found", *(f"note: {note}" for note in notes)]))
-    return int(is_strict and has_wrong_order)
+    return int(is_strict and has_problem)
 
 
 def _mistakes_here(examined: Examined) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:

@@ -32,25 +32,30 @@ def tier_warnings(resolved: ResolvedProfile, sizing: Sizing) -> tuple[str, ...]:
         for (above, upper), (below, lower) in pairwise(present)
         if lower.token_count < upper.token_count
     )
-    return (*smaller, *(_floor_warnings(sizing, host)))
+    return (*smaller, *sequence_warnings(resolved, sizing))
 
 
-def _floor_warnings(sizing: Sizing, host: TierSize | None) -> Iterator[str]:
+def sequence_warnings(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[str]:
     """A hit needs a snapshot and all attention blocks before it, so a part of a sequence is no use."""
-    if sizing.snapshot is not None and host is not None and host.sequence_count == 0:
+    host = sizing.host
+    if sizing.snapshot is not None and resolved.profile.tiers.host is not None and host.sequence_count == 0:
         yield (
-            f"G2 holds {host.block_count:,} blocks, fewer than the {blocks_text(sizing)} of a sequence of "
+            f"G2 holds {_counted(host.block_count, 'block')}, fewer than the {blocks_text(sizing)} of a sequence of "
             f"{sizing.sequence_tokens:,} tokens, so no prompt of this length has a hit; raise `{host.set_by}`"
         )
 
 
 def blocks_text(sizing: Sizing) -> str:
     """The blocks of a sequence, in parts if it has a snapshot."""
-    blocks = f"{sizing.sequence_blocks:,} block{'s' * (sizing.sequence_blocks != 1)}"
+    blocks = _counted(sizing.sequence_blocks, "block")
     if sizing.snapshot is None:
         return blocks
     of_attention = sizing.sequence_blocks - sizing.snapshot.block_count
     return f"{blocks} ({of_attention:,} of attention, {sizing.snapshot.block_count:,} of a snapshot)"
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 def size_of(
@@ -93,8 +98,7 @@ def size_key(resolved: ResolvedProfile) -> str:
 
 def block_line(sizing: Sizing) -> str:
     ranks = f" on each of {sizing.rank_count} ranks" if sizing.rank_count > 1 else ""
-    tokens = f"{sizing.block_tokens} token{'s' * (sizing.block_tokens != 1)}"
-    return f"a block is {tokens}, {format_size(sizing.block_bytes)}{ranks}"
+    return f"a block is {_counted(sizing.block_tokens, 'token')}, {format_size(sizing.block_bytes)}{ranks}"
 
 
 def tier_table(resolved: ResolvedProfile, sizing: Sizing, *, has_cache: bool = True, has_ranks: bool = False) -> str:
@@ -164,7 +168,7 @@ def snapshot_line(sizing: Sizing) -> str | None:
     stored = format_size(sizing.host_bytes(snapshot.block_count))
     return (
         f"a snapshot is {format_size(snapshot.state_bytes)} of states, as much as {snapshot.token_count:,} tokens; "
-        f"it takes {snapshot.block_count} block{'s' * (snapshot.block_count != 1)}, {stored}"
+        f"it takes {_counted(snapshot.block_count, 'block')}, {stored}"
     )
 
 

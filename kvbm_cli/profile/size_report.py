@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 from kvbm.config.sizes import format_size
 from kvbm.sizing import Sizing
 from kvbm.sizing.catalogue import catalogue
-from kvbm_cli.profile.size import as_data, block_line, blocks_text, size_of, snapshot_line, tier_table, tier_warnings
+from kvbm_cli.profile.size import (
+    as_data,
+    block_line,
+    blocks_text,
+    sequence_warnings,
+    size_of,
+    snapshot_line,
+    tier_table,
+    tier_warnings,
+)
 from kvbm_cli.profile.size_request import SizeRequest
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
@@ -30,7 +39,8 @@ def show_size(request: SizeRequest, *, as_json: bool, is_strict: bool) -> int:
     if demand is not None:
         sequences, tokens = demand
         needed = _needed(size_of(resolved, replace(wanted, sequence_tokens=tokens), facts=facts), sequences, tokens)
-    warnings = [*tier_warnings(resolved, sizing), *_demand_warnings(sizing, needed)]
+    of_longest = () if longest is None else sequence_warnings(resolved, longest)
+    warnings = list(dict.fromkeys([*tier_warnings(resolved, sizing), *of_longest, *_demand_warnings(sizing, needed)]))
     if as_json:
         times = speeds.times(sizing) if speeds is not None else None
         longest_data = None if longest is None else as_data(longest)["sequence"]

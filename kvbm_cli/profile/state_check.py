@@ -26,13 +26,18 @@ def state_warnings(resolved: ResolvedProfile) -> list[Mistake]:
     return [resolved.mistake(one.key, one.message) for one in _findings(resolved, StateLevel.WARNING)]
 
 
+def is_disabled(resolved: ResolvedProfile) -> bool:
+    """Returns whether kvbm is disabled by the model or the settings."""
+    return any(one.disables for one in _findings(resolved, StateLevel.WARNING))
+
+
 def state_notes(resolved: ResolvedProfile) -> list[str]:
     """Returns what the settings mean."""
     return [one.message for one in _findings(resolved, StateLevel.NOTE)]
 
 
 def _findings(resolved: ResolvedProfile, level: StateLevel) -> Sequence[StateFinding]:
-    """Returns the findings of a level, none for a model without states. ProfileError for a wrong model."""
+    """Returns the findings of a level. ProfileError for a wrong model."""
     profile = resolved.profile
     if profile.engine.kind != "vllm":
         return []

@@ -218,6 +218,25 @@ def test_host_memory_below_one_sequence_with_states_is_a_warning(home: Path) -> 
     assert size(home, "Qwen/Qwen3-8B", "--host", "840MB")["warnings"] == []  # a part of a sequence is of use
 
 
+def test_host_memory_for_a_short_length_only_is_a_warning_too(home: Path) -> None:
+    found = size(home, QWEN3_NEXT, "--host", "840MB", "--length", 2000, "--set", "engine.arguments.block_size=544")
+    [warning] = found["warnings"]
+    assert "of a sequence of 32,768 tokens, so no prompt of this length has a hit" in warning
+    longest = size(home, QWEN3_NEXT, "--host", "14MB", "--length", 32_768)["warnings"]
+    assert [one[:27] for one in longest] == ["G2 holds 1 block, fewer tha"]
+
+
+def test_notes_about_snapshots(home: Path) -> None:
+    none = "a sequence of at most one block (544 tokens) has no snapshot and is never cached"
+    assert none in size(home, QWEN3_NEXT, "--length", 544)["notes"]
+    assert none not in size(home, QWEN3_NEXT, "--length", 545)["notes"]
+    key = "prefix_cache_retention_interval"
+    more = f"sizes assume one snapshot per sequence; `{key}` stores more"
+    assert more in size(home, QWEN3_NEXT, "--set", f"engine.arguments.{key}=4352")["notes"]
+    assert more not in size(home, QWEN3_NEXT, "--set", f"engine.arguments.{key}=0")["notes"]
+    assert "a block is 1,056 tokens" in kvbm_here("size", "Qwen/Qwen3.5-35B-A3B", home=home).stdout
+
+
 def test_fewer_sequences_with_states_than_asked_for_is_a_warning(home: Path) -> None:
     users = ("--users", 10, "--turns", 8, "--turn-tokens", 1000)
     found = size(home, QWEN3_NEXT, "--host", "2GB", *users)
@@ -229,8 +248,8 @@ def test_fewer_sequences_with_states_than_asked_for_is_a_warning(home: Path) -> 
 def test_sizes_with_a_setting_that_disables_kvbm_are_refused_with_that_reason(home: Path) -> None:
     for setting in ("enable_prefix_caching=false", 'speculative_config={"method": "mtp"}', "mamba_cache_mode=all"):
         stderr = refused(home, QWEN3_NEXT, "--set", f"engine.arguments.{setting}").stderr
-        assert f"with this `{setting.partition('=')[0]}`, only vLLM knows" in stderr
-        assert "kvbm is disabled for models with states" in stderr
+        assert "error: kvbm is disabled with these settings, so there is no size: " in stderr
+        assert f" (`{setting.partition('=')[0]}`)" in stderr
     assert "kvbm is disabled for models with KDA states" in size(home, "moonshotai/Kimi-K3")["notes"][0]
 
 
@@ -240,16 +259,24 @@ def test_settings_of_states_in_check_and_serve(home: Path) -> None:
         plain = kvbm_here(*command, "vllm-hybrid-cpu-demo", home=home, VLLM_CPU_KVCACHE_SPACE="1")
         assert plain.exit_code == 0, plain.stderr
         assert f"`{key}` is not set, so vLLM uses 0" in plain.stdout
-        assert "(8 to 16 blocks of 256 tokens)" in plain.stdout
+        assert "(8 to 15 blocks of 256 tokens; not measured)" in plain.stdout
         small = ("--set", f"{key}=300", "--set", "engine.arguments.enable_prefix_caching=false")
         warned = kvbm_here(*command, "vllm-hybrid-cpu-demo", *small[:2], home=home, VLLM_CPU_KVCACHE_SPACE="1")
         assert f"warning: `{key}: 300` is not a multiple of 256" in warned.stderr
         disabled = kvbm_here(*command, "vllm-hybrid-cpu-demo", *small[2:], home=home, VLLM_CPU_KVCACHE_SPACE="1")
         assert disabled.exit_code == 0
-        assert "`engine.arguments.enable_prefix_caching`: kvbm is disabled for models with states" in disabled.stderr
+        assert "`engine.arguments.enable_prefix_caching`: this model keeps states, so kvbm is" in disabled.stderr
         assert "so vLLM uses 0" not in disabled.stdout
     checked = kvbm_here("profile", "check", "vllm-cpu-demo", "--json", home=home)
     assert json.loads(checked.stdout)["notes"] == []
+
+
+def test_strict_check_fails_if_kvbm_is_disabled(home: Path) -> None:
+    disabled = ("--set", "engine.arguments.enable_prefix_caching=false")
+    for options, exit_code in ((("--strict",), 0), (disabled, 0), ((*disabled, "--strict"), 1)):
+        check = ("profile", "check", "vllm-hybrid-cpu-demo", *options)
+        for form in ((), ("--json",)):
+            assert kvbm_here(*check, *form, home=home, VLLM_CPU_KVCACHE_SPACE="1").exit_code == exit_code
 
 
 def test_an_interval_with_which_an_installed_vllm_does_not_start_is_a_mistake(

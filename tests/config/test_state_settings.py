@@ -10,6 +10,7 @@ from kvbm.sizing import StateFinding, StateLevel, state_findings
 from kvbm.sizing.catalogue import catalogue
 from kvbm.sizing.families import state_kind
 from kvbm.sizing.state_settings import StateSettings
+from kvbm.sizing.vllm import Setting, plan_of
 from kvbm_cli.make_model import MODELS
 
 RETENTION = "prefix_cache_retention_interval"
@@ -40,17 +41,31 @@ def test_the_default_suits_chats_and_names_an_interval_for_long_prefixes(value: 
     assert ("is not set, so vLLM uses 0" in note.message) == (value is None)
     assert "at the end of each prompt" in note.message
     assert "suits chats and agents" in note.message
-    assert "try 4352 to 8704 (8 to 16 blocks of 544 tokens)" in note.message
+    assert note.message.endswith("try 4352 to 8704 (8 to 16 blocks of 544 tokens; not measured)")
     [unknown] = found({}, tokens=None)
-    assert unknown.message.endswith("try 8 to 16 blocks")
+    assert unknown.message.endswith("try 8 to 16 blocks (not measured)")
+
+
+@pytest.mark.parametrize(
+    ("longest", "end"),
+    [
+        (8705, "try 4352 to 8704 (8 to 16 blocks of 544 tokens; not measured)"),
+        (8704, "try 4352 to 8160 (8 to 15 blocks of 544 tokens; not measured)"),
+        (4353, "try 4352 (8 blocks of 544 tokens; not measured)"),
+        (4352, "This suits chats and agents"),
+    ],
+)
+def test_an_interval_that_is_named_is_below_the_maximum_length(longest: int, end: str) -> None:
+    [note] = StateSettings(VllmArguments(), "GDN", 544, True, False, longest).findings()
+    assert note.message.endswith(end)
 
 
 def test_an_interval_is_counted_in_blocks() -> None:
     [note] = found({RETENTION: 4352})
     assert note.level is StateLevel.NOTE
-    assert "a snapshot every 4352 tokens (8 blocks)" in note.message
+    assert "a snapshot every 4,352 tokens (8 blocks), at the end of each prompt, and where two" in note.message
     assert "(1 block)" in found({RETENTION: 544})[0].message
-    assert "every 300 tokens, and" in found({RETENTION: 300}, tokens=None)[0].message
+    assert "every 300 tokens, at" in found({RETENTION: 300}, tokens=None)[0].message
 
 
 @pytest.mark.parametrize(
@@ -67,7 +82,7 @@ def test_an_interval_between_two_boundaries_is_refused_with_the_nearest_ones(val
     assert mistake.hint == f"vLLM would not start; use {shown}, or 0"
     [warning] = found({RETENTION: value}, is_certain=False)
     assert warning.level is StateLevel.WARNING
-    assert "544, the likely block size" in warning.message
+    assert "544 tokens, the likely block size" in warning.message
     assert shown in warning.message
 
 
@@ -75,11 +90,11 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 DISABLED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": MTP}, "EAGLE and MTP have no hits in G1 either"),
     ({"speculative_config": MTP, RETENTION: 0}, "EAGLE and MTP have no hits in G1 either"),
-    ({"speculative_config": MTP, RETENTION: 544}, "that use speculative decoding"),
-    ({"enable_prefix_caching": False}, "without prefix caching"),
-    ({"mamba_cache_mode": "all"}, "with `mamba_cache_mode: all`; remove it, or use `align`"),
-    ({"use_replayssm": True}, "as `use_replayssm` does"),
-    ({"pipeline_parallel_size": 2}, "in pipeline stages"),
+    ({"speculative_config": MTP, RETENTION: 544}, "speculative decoding with states has never been run"),
+    ({"enable_prefix_caching": False}, "without prefix caching, vLLM keeps no state"),
+    ({"mamba_cache_mode": "all"}, "`mamba_cache_mode: all` has never been run with kvbm; remove it, or use `align`"),
+    ({"use_replayssm": True}, "`use_replayssm` has never been run with kvbm"),
+    ({"pipeline_parallel_size": 2}, "pipeline parallelism with states has never been run"),
 ]
 
 
@@ -88,8 +103,10 @@ def test_a_setting_that_disables_kvbm_is_the_only_finding(arguments: dict[str, A
     [warning] = found(arguments, tokens=None, on_cpu=True)
     name = next(iter(arguments))
     assert (warning.level, warning.key) == (StateLevel.WARNING, f"engine.arguments.{name}")
-    assert warning.message.startswith(f"`engine.arguments.{name}`: kvbm is disabled for models with states")
-    assert reason in warning.message
+    start = f"`engine.arguments.{name}`: this model keeps states, so kvbm is disabled: "
+    assert warning.message.startswith(start)
+    assert reason in warning.message.removeprefix(start)
+    assert warning.disables
 
 
 def test_kinds_of_states_that_were_never_run_disable_kvbm() -> None:
@@ -97,6 +114,7 @@ def test_kinds_of_states_that_were_never_run_disable_kvbm() -> None:
         [warning] = found({}, kind=kind)
         assert (warning.level, warning.key) == (StateLevel.WARNING, "engine.model")
         assert f"disabled for models with {kind} states" in warning.message
+        assert warning.disables
 
 
 def test_a_mode_that_vllm_replaces_is_a_note() -> None:
@@ -140,21 +158,76 @@ def test_kinds_of_states_of_known_models() -> None:
     assert state_kind({**granite, "layer_types": ["attention"] * layers}) is None  # such as granite-4.0-micro
     assert state_kind({**granite, "unknown_window_size": 5}) == "Mamba-2"
     assert state_kind({}) is None
+    assert state_kind({"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}) == "Mamba-2"
 
 
-def findings_of(arguments: dict[str, Any], *, model: str = "vllm-hybrid", is_installed: bool = True) -> list[str]:
+def findings_of(
+    arguments: dict[str, Any], *, model: dict[str, Any] = MODELS["vllm-hybrid"], is_installed: bool = True
+) -> list[str]:
     engine = {"kind": "vllm", "model": "m", "arguments": {"max_model_len": 4096, "dtype": "bfloat16", **arguments}}
     profile = Profile.model_validate({"engine": engine, "tiers": {"host": {"blocks": 100}}})
-    findings = state_findings(profile, MODELS[model], environment={}, on_cpu=True, is_installed=is_installed)
+    findings = state_findings(profile, model, environment={}, on_cpu=True, is_installed=is_installed)
     return [f"{one.level.value}: {one.message}" for one in findings]
 
 
 def test_facts_come_from_the_profile_and_the_model() -> None:
     known = {"mamba_ssm_cache_dtype": "float32", "block_size": 256}
-    assert findings_of({}, model="vllm-81m") == []
-    assert "try 2048 to 4096 (8 to 16 blocks of 256 tokens)" in findings_of(known)[0]
+    assert findings_of({}, model=MODELS["vllm-81m"]) == []
+    assert "try 2048 to 3840 (8 to 15 blocks of 256 tokens; not measured)" in findings_of(known)[0]
     assert findings_of({**known, RETENTION: 300})[0].startswith("mistake: ")
     assert findings_of({**known, RETENTION: 300}, is_installed=False)[0].startswith("warning: ")
     unknown = findings_of({RETENTION: 300})  # the type of the states depends on the processor
     assert unknown[0].startswith("note: ")
     assert unknown[1].endswith("set `block_size: N`")
+
+
+@pytest.mark.parametrize("model", ["vllm-granite4", "vllm-nemotron-h", "vllm-falcon-h1", "vllm-mamba2"])
+def test_settings_are_reported_for_models_without_a_known_size(model: str) -> None:
+    facts = {"mamba_new_window": 5, **MODELS[model]}
+    [disabled] = findings_of({"enable_prefix_caching": False}, model=facts)
+    assert "this model keeps states, so kvbm is disabled: without prefix caching" in disabled
+    findings = findings_of({"block_size": 128}, model=facts)
+    assert [one for one in findings if "max_num_batched_tokens` is not set: on a CPU" in one]
+
+
+def test_a_block_without_attention_keeps_its_size() -> None:
+    [warning, *_] = [one for one in findings_of({}, model=MODELS["vllm-mamba2"]) if one.startswith("warning: ")]
+    assert warning.endswith("set `max_num_batched_tokens: 128`, the block size")
+    assert findings_of({RETENTION: 200}, model=MODELS["vllm-mamba2"])[0].startswith("mistake: ")
+
+
+def test_an_interval_without_states_and_windows_is_refused() -> None:
+    assert findings_of({RETENTION: 256}, model=MODELS["vllm-81m"]) == [
+        f"mistake: `engine.arguments.{RETENTION}` is only for models with states or sliding windows, and this model "
+        "has neither"
+    ]
+    assert findings_of({RETENTION: 0}, model=MODELS["vllm-81m"]) == []
+    assert findings_of({RETENTION: 256}, model=MODELS["vllm-swa"]) == []
+    no_windows = {RETENTION: 256, "disable_hybrid_kv_cache_manager": True}
+    assert len(findings_of(no_windows, model=MODELS["vllm-swa"])) == 1
+
+
+SAVED = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("model", "saved"),
+    [
+        ("vllm-granite4", {"layer_types": SAVED}),
+        (
+            "vllm-nemotron-h",
+            {
+                "hybrid_override_pattern": None,
+                "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
+                "mtp_layers_block_type": ["full_attention", "moe"],
+            },
+        ),
+        ("vllm-falcon-h1", {"ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0}),
+    ],
+)
+def test_a_configuration_that_transformers_5_saved_has_the_same_groups(model: str, saved: dict[str, Any]) -> None:
+    plans = [
+        plan_of(VllmArguments(), facts, Setting({}, on_cpu=False)) for facts in (MODELS[model], MODELS[model] | saved)
+    ]
+    assert plans[0] == plans[1]
+    assert plans[0].snapshot is not None

@@ -50,13 +50,22 @@ def architecture_of(model_config: Mapping[str, object]) -> str:
 
 
 def state_kind(model_config: Mapping[str, object]) -> str | None:
-    """Return the kind of states that the model's layers keep, such as `GDN`; None without states or if unknown."""
+    """Return the kind of states that the model's layers keep, such as `GDN`; None without states or if unknown.
+
+    The architecture decides. It may have no state in any layer, if the layers are known.
+    """
     try:
-        reader, _ = READERS.get(architecture_of(model_config), (None, ()))
-        kind = None if reader is None else _STATE_KINDS.get(reader)
-        specs = layer_specs(model_config, Ranks(1)) if kind is not None else []
+        architecture = architecture_of(model_config)
     except SizeUnknown:
         return None
+    if architecture in STATES_ONLY:
+        return STATES_ONLY[architecture]
+    reader, _ = READERS.get(architecture, (None, ()))
+    kind = None if reader is None else _STATE_KINDS.get(reader)
+    try:
+        specs = layer_specs(model_config, Ranks(1)) if kind is not None else []
+    except SizeUnknown:
+        return kind
     return kind if any(spec.kind is LayerKind.STATE for spec in specs) else None
 
 
@@ -144,5 +153,7 @@ _STATE_KINDS: dict[Reader, str] = {
     states.jamba: "Mamba-1",
     states.kimi_linear: "KDA",
 }
+# Models without attention. No reader knows them.
+STATES_ONLY = {"FalconMambaForCausalLM": "Mamba-1", "Mamba2ForCausalLM": "Mamba-2", "MambaForCausalLM": "Mamba-1"}
 _V4 = "the attention backend of the GPU decides the format of a block"
 _REASONS = dict.fromkeys(("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"), _V4)

@@ -18,7 +18,14 @@ _CACHE_FACTS = re.compile(
     r"|kv_lora_rank|sliding_window|layer_types|cla_share_factor|share_kv|attention_other_setting|^rswa|dual_chunk|^n_head_kv|^num_kv_heads|hidden_size_per_head"
 )
 DEFAULTS_FILE = Path(__file__).with_name("defaults.json")
-_HARMLESS_FACTS = {"mlp_layer_types", "mamba_hidden_act", "ssm_multipliers"}
+_HARMLESS_FACTS = {
+    "mamba_hidden_act",
+    "mlp_layer_types",
+    "mtp_layers_block_type",
+    "ssm_in_multiplier",
+    "ssm_multipliers",
+    "ssm_out_multiplier",
+}
 
 
 class SizeUnknown(KvbmError):

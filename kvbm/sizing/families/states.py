@@ -10,6 +10,7 @@ from kvbm.sizing.families.latent import mla
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerSpec, Ranks, full, state
 from kvbm.sizing.families.layers import all_layers, head_dim, kv_heads, listed
 
+_NAMES_OF_TRANSFORMERS_5 = {"full_attention": "attention", "linear_attention": "state"}
 MAMBA2_CHECKPOINTS = 1  # `num_prefill_checkpoint_blocks` of vLLM 0.32
 _STATE_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -25,7 +26,7 @@ def gdn(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     element_bytes = _state_bytes(facts, ranks, "mamba_ssm_dtype", default=ranks.model_bytes)
     bytes_of_state = _shared(ranks, conv_elements) * ranks.model_bytes
     bytes_of_state += _shared(ranks, value_width * facts.number("linear_key_head_dim")) * element_bytes
-    return _mixed(facts, ranks, kinds, {"full_attention": "attention", "linear_attention": "state"}, bytes_of_state)
+    return _mixed(facts, ranks, kinds, _NAMES_OF_TRANSFORMERS_5, bytes_of_state)
 
 
 def nemotron_h(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
@@ -43,7 +44,7 @@ def nemotron_h(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     size = facts.number("ssm_state_size")
     element_bytes = _state_bytes(facts, ranks, "mamba_ssm_cache_dtype", default=FLOAT32_BYTES)
     bytes_of_state = _mamba2(ranks, inner, facts.number("n_groups"), size, facts.number("conv_kernel"), element_bytes)
-    names = {"mamba": "state", "M": "state", "attention": "attention", "*": "attention"}
+    names = _NAMES_OF_TRANSFORMERS_5 | {"mamba": "state", "M": "state", "attention": "attention", "*": "attention"}
     names |= dict.fromkeys(("mlp", "moe", "-", "E"), "none")
     return _mixed(facts, ranks, kinds, names, bytes_of_state, checkpoint_blocks=MAMBA2_CHECKPOINTS)
 
@@ -54,7 +55,7 @@ def granite_hybrid(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
         raise SizeUnknown("a hybrid Granite model without `layer_types` has a cache that only the engine knows")
     inner = facts.number("mamba_expand", default=2) * facts.number("hidden_size")
     bytes_of_state = _bamba_state(facts, ranks, inner)
-    names = {"attention": "attention", "mamba": "state"}
+    names = _NAMES_OF_TRANSFORMERS_5 | {"attention": "attention", "mamba": "state"}
     return _mixed(facts, ranks, kinds, names, bytes_of_state, checkpoint_blocks=MAMBA2_CHECKPOINTS)
 
 
