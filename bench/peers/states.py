@@ -16,6 +16,7 @@ on two idle cores and 12 GB of memory, and writes NAME.json and NAME.md. `--mode
     native          vLLM's OffloadingConnector with the tiering manager; `native_on_cpu.py` replaces its copier
     lmcache         LMCacheMPConnector and its server; only for `unpadded`, in the mode `lmcache_driven`
     lmcache, groups the same with `--separate-object-groups`
+    hits in G1      vLLM without a connector, with a G1 that forgets nothing: what its own prefix cache changes
     without states  kvbm that leaves the states out of its loads (`without_states.py`): the negative control
 
 First, each peer is started without changes, with the first model, and the message of its failure is kept. Then all arms
@@ -42,7 +43,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ SHARED_PROMPTS = 4
 BLOCK_COUNT = 80  # of G1: two prompts of PROMPT_TOKENS
 SETTLE_S = 0.3
 CONTROL = "without states"
+OWN_CACHE = "hits in G1"
+LARGE_BLOCK_COUNT = 600  # of the G1 that forgets nothing
 UNPADDED = "unpadded"
 LMCACHE_ARMS = ("lmcache", "lmcache, groups")
 LMCACHE_DRIVEN = {"LMCACHE_MP_TRANSFER_MODE": "lmcache_driven"}
@@ -102,8 +105,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     UNPADDED: {"block_tokens": 352},
 }
 PAIRS = {"vllm-hybrid": 8, "vllm-qwen3-next": 3, "vllm-granite4": 3, UNPADDED: 3}  # of a host hit and a G1 hit
-ARMS = dict.fromkeys(FLAGS, ("vllm", "kvbm", "native", CONTROL))
-ARMS[UNPADDED] = ("vllm", "kvbm", "native", *LMCACHE_ARMS)
+ARMS = dict.fromkeys(FLAGS, ("vllm", "kvbm", "native", OWN_CACHE, CONTROL))
+ARMS[UNPADDED] = ("vllm", "kvbm", "native", OWN_CACHE, *LMCACHE_ARMS)
 
 
 @dataclass(slots=True)
@@ -167,6 +170,11 @@ def start_control(flags: Flags, _: argparse.Namespace) -> Arm:
     return arm_of(Server.start(CONTROL, flags, transfer_config=config, environment=environment), has_host_tier=True)
 
 
+def start_own_cache(flags: Flags, _: argparse.Namespace) -> Arm:
+    large = replace(flags, block_count=LARGE_BLOCK_COUNT)
+    return arm_of(Server.start(OWN_CACHE, large), has_host_tier=False)
+
+
 def start_connector(connector: str, **extra_config: object) -> Callable[[Flags, argparse.Namespace], Arm]:
     def start(flags: Flags, _: argparse.Namespace) -> Arm:
         config = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra_config}
@@ -188,7 +196,8 @@ def start_lmcache_groups(flags: Flags, options: argparse.Namespace) -> Arm:
     return start_lmcache_driven(flags, options, "--separate-object-groups")
 
 
-STARTS |= {CONTROL: start_control, **dict(zip(LMCACHE_ARMS, (start_lmcache_driven, start_lmcache_groups), strict=True))}
+STARTS |= {CONTROL: start_control, OWN_CACHE: start_own_cache}
+STARTS |= dict(zip(LMCACHE_ARMS, (start_lmcache_driven, start_lmcache_groups), strict=True))
 ATTEMPTS: dict[str, Callable[[Flags, argparse.Namespace], Arm]] = {
     "OffloadingConnector, TieringOffloadingSpec": start_connector(
         "OffloadingConnector", spec_name="TieringOffloadingSpec", cpu_bytes_to_use=1 << 30
@@ -293,7 +302,7 @@ class Run:
             samples.compare(phase, prompt)
 
     def _time_hits(self, deadline_s: float) -> None:
-        timed = [(name, samples) for name, samples in self.arms.items() if name != CONTROL]
+        timed = [(name, samples) for name, samples in self.arms.items() if name not in (CONTROL, OWN_CACHE)]
         prompts = [random_prompt((self._options.seed, "timed", number), PROMPT_TOKENS) for number in range(PROMPTS)]
         cached = (PROMPT_TOKENS - 1) // self._flags.block_tokens * self._flags.block_tokens
         rest = PROMPT_TOKENS - cached
@@ -341,7 +350,7 @@ def kept_bytes(arm: Arm) -> int:
         if allocated > int(chunks[1]):
             raise RuntimeError(f"native allocated {allocated} chunks of {chunks[1]}: some are evicted")
         return round(allocated * int(chunks[2]))
-    assert arm.server.name == "vllm", arm.server.name
+    assert arm.server.name in ("vllm", OWN_CACHE), arm.server.name
     return 0
 
 

@@ -6,7 +6,10 @@ The file, named by KVBM_TEST_FAULTS, holds a JSON object; what is absent from it
                           that nobody expects
     {"hold": "onboard"}   copies of this direction wait until the file says otherwise; "offload" likewise
     {"lie": true}         onboards bring other bytes than they should and report success
+    {"leave_out": "snapshots"}   onboards bring no snapshot of a state and report success
     {"bug": "settle"}     from now on, this method of the leader raises
+
+Snapshots are recognised only where scheduler and worker are in one process, as with one rank.
 """
 
 from __future__ import annotations
@@ -27,9 +30,23 @@ from kvbm.vllm_integration.worker_side import WorkerSide
 FAULTS_FILE = "KVBM_TEST_FAULTS"
 POLL_S = 0.01
 LIMIT_S = 120.0
+SNAPSHOTS: Counter[str] = Counter()  # "snapshots": blocks of states that onboards have brought
+_state_blocks: set[int] = set()  # G1 blocks that loads fill with a snapshot; changed between steps
 
 
 class FaultyConnector(DynamoConnector):
+    def __init__(self, vllm_config, role, kv_cache_config) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._has_states = [
+            type(group.kv_cache_spec).__name__ == "MambaSpec" for group in kv_cache_config.kv_cache_groups
+        ]
+        SNAPSHOTS.clear()
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        for table, has_states in zip(blocks.get_block_ids(), self._has_states, strict=True):
+            (_state_blocks.update if has_states else _state_blocks.difference_update)(table)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output):
         if (bug := json.loads(Path(os.environ[FAULTS_FILE]).read_text()).get("bug")) is not None:
             setattr(self._scheduler.leader.leader, bug, _raise)
@@ -67,10 +84,15 @@ class ObedientCopier:
         self._obey("offload", self._copier.offload, block_ids, slots, fence)
 
     def onboard(self, slots: Sequence[int], block_ids: Sequence[int], fence: object | None) -> None:
-        if not self._ordered().get("lie"):
-            self._obey("onboard", self._copier.onboard, slots, block_ids, fence)
-        else:
+        if self._ordered().get("lie"):
             self._copier.onboard([slot ^ 1 for slot in slots], block_ids, fence)  # there is an even number of them
+            return
+        if self._ordered().get("leave_out") == "snapshots":
+            kept = [pair for pair in zip(slots, block_ids, strict=True) if pair[1] not in _state_blocks]
+            slots, block_ids = [slot for slot, _ in kept], [block_id for _, block_id in kept]
+        self._obey("onboard", self._copier.onboard, slots, block_ids, fence)
+        with self._lock:
+            SNAPSHOTS["snapshots"] += len(_state_blocks.intersection(block_ids))
 
     def _ordered(self) -> dict:
         return json.loads(self._orders.read_text())

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from vllm_server import Answer, VllmServer
+from vllm_server import BLOCK_TOKENS, Answer, VllmServer
 
 TOLERANCE = 2e-4
 CONCURRENCY = 8
@@ -42,16 +42,21 @@ class Conversation:
     max_tokens: tuple[int, ...]
 
 
-def conversations(count: int, turns: int, seed: int = 1) -> list[Conversation]:
-    return [_conversation(random.Random(f"{seed} {number}"), number, turns) for number in range(count)]
+def conversations(count: int, turns: int, seed: int = 1, block_tokens: int = BLOCK_TOKENS) -> list[Conversation]:
+    """With blocks of another size, everything is that much shorter or longer."""
+    scale = block_tokens / BLOCK_TOKENS
+    return [_conversation(random.Random(f"{seed} {number}"), number, turns, scale) for number in range(count)]
 
 
-def _conversation(source: random.Random, number: int, turns: int) -> Conversation:
-    shared = SHARED_TOKENS[number % len(SHARED_TOKENS)]
+def _conversation(source: random.Random, number: int, turns: int, scale: float) -> Conversation:
+    def length(shortest: int, longest: int) -> int:
+        return round(source.randrange(shortest, longest) * scale)
+
+    shared = round(SHARED_TOKENS[number % len(SHARED_TOKENS)] * scale)
     beginning = tokens(random.Random(f"shared {shared}"), shared)
-    first = beginning + tokens(source, source.randrange(60, 420))
-    rest = (tokens(source, source.randrange(20, 160)) for _ in range(turns - 1))
-    return Conversation((first, *rest), tuple(source.randrange(6, 34) for _ in range(turns)))
+    first = beginning + tokens(source, length(60, 420))
+    rest = (tokens(source, length(20, 160)) for _ in range(turns - 1))
+    return Conversation((first, *rest), tuple(length(6, 34) for _ in range(turns)))
 
 
 def tokens(source: random.Random, count: int) -> tuple[int, ...]:
@@ -63,16 +68,23 @@ Ask = Callable[[Request], Answer]
 
 def hold(ask: Ask, talks: Sequence[Conversation], concurrency: int = CONCURRENCY) -> dict[Request, Answer]:
     """Hold the conversations; each turn builds on the answers that were given before."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        return take_turns(lambda requests: list(pool.map(ask, requests)), talks)
+
+
+def take_turns(
+    ask_all: Callable[[Sequence[Request]], Sequence[Answer]], talks: Sequence[Conversation]
+) -> dict[Request, Answer]:
+    """`hold`, for a function that answers the requests of a turn together."""
     said: dict[Request, Answer] = {}
     history: list[tuple[int, ...]] = [()] * len(talks)
-    with ThreadPoolExecutor(concurrency) as pool:
-        for turn in range(len(talks[0].said)):
-            requests = [
-                Request(history[index] + talk.said[turn], talk.max_tokens[turn]) for index, talk in enumerate(talks)
-            ]
-            answers = list(pool.map(ask, requests))
-            history = [request.prompt + answer.tokens for request, answer in zip(requests, answers, strict=True)]
-            said |= zip(requests, answers, strict=True)
+    for turn in range(len(talks[0].said)):
+        requests = [
+            Request(history[index] + talk.said[turn], talk.max_tokens[turn]) for index, talk in enumerate(talks)
+        ]
+        answers = ask_all(requests)
+        history = [request.prompt + answer.tokens for request, answer in zip(requests, answers, strict=True)]
+        said |= zip(requests, answers, strict=True)
     return said
 
 
@@ -99,21 +111,23 @@ class Comparison:
         )
 
 
-def compare(answers: dict[Request, Answer], expected: dict[Request, Answer]) -> Comparison:
+def compare(
+    answers: dict[Request, Answer], expected: dict[Request, Answer], tolerance: float = TOLERANCE
+) -> Comparison:
     assert answers.keys() == expected.keys(), "not the same requests"
     compared, ties, worst, wrong = 0, 0, 0.0, []
     for index, (request, answer) in enumerate(answers.items()):
         wanted = expected[request]
         for position, token in enumerate(answer.tokens):
             if token != wanted.tokens[position]:
-                if wanted.margins[position] < TOLERANCE:
+                if wanted.margins[position] < tolerance:
                     ties += 1
                 else:
                     wrong.append(f"request {index} ({len(request.prompt)} tokens): token {position} differs")
                 break
             difference = abs(answer.logprobs[position] - wanted.logprobs[position])
             compared, worst = compared + 1, max(worst, difference)
-            if difference > TOLERANCE:
+            if difference > tolerance:
                 wrong.append(
                     f"request {index} ({len(request.prompt)} tokens, {answer.cached} cached): "
                     f"log-probability {position} is off by {difference:.1e}"
@@ -122,8 +136,10 @@ def compare(answers: dict[Request, Answer], expected: dict[Request, Answer]) -> 
     return Comparison(len(answers), compared, ties, worst, tuple(wrong))
 
 
-def assert_equal(answers: dict[Request, Answer], expected: dict[Request, Answer]) -> Comparison:
-    comparison = compare(answers, expected)
+def assert_equal(
+    answers: dict[Request, Answer], expected: dict[Request, Answer], tolerance: float = TOLERANCE
+) -> Comparison:
+    comparison = compare(answers, expected, tolerance)
     assert not comparison.wrong, f"{comparison}\n" + "\n".join(comparison.wrong)
     assert comparison.ties <= 1 + len(expected) // 50, f"too many ties to believe: {comparison}"
     return comparison

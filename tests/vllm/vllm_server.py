@@ -75,7 +75,7 @@ def answer_of(choice: dict, body: dict) -> Answer:
     return Answer(
         tuple(choice["token_ids"]),
         tuple(choice["logprobs"]["token_logprobs"]),
-        tuple(_margin(best.values()) for best in choice["logprobs"]["top_logprobs"]),
+        tuple(margin(best.values()) for best in choice["logprobs"]["top_logprobs"]),
         (body["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
     )
 
@@ -209,7 +209,7 @@ class VllmServer(VllmClient):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(self._directory.name, cores) | dict(environment or {}),
+                env=minimal_environment(self._directory.name, cores) | dict(environment or {}),
                 process_group=0,
             )
         self._guard = subprocess.Popen(
@@ -267,7 +267,7 @@ class VllmServer(VllmClient):
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _environment(directory: str, cores: str) -> dict[str, str]:
+def minimal_environment(directory: str, cores: str) -> dict[str, str]:
     """A small environment of its own: no variable of the caller's shell changes the server."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "VIRTUAL_ENV") if name in os.environ}
     return kept | {
@@ -289,6 +289,6 @@ def _allowed_core(number: re.Match[str]) -> str:
     return str(allowed[int(number[0]) % len(allowed)])
 
 
-def _margin(logprobs: Iterable[float]) -> float:
+def margin(logprobs: Iterable[float]) -> float:
     best, second = sorted(logprobs, reverse=True)[:2]
     return best - second

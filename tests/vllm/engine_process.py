@@ -1,0 +1,236 @@
+"""vLLM engines in one child process, one after the other, which a test drives step by step.
+
+    with EngineProcess(tmp_path) as engine:
+        engine.start("vllm-granite4", connector=FAULTY_CONNECTOR, cache=CACHE, dtype="float32", block_size=64)
+        answers = engine.answer(requests, concurrency=4)
+        engine.stop()
+
+A server takes half a minute to start. Here vLLM is imported once and an engine starts in 3 s, without a server and with
+the scheduler, the worker and the connector in one process. It has a process of its own, because vLLM binds its process
+to a core. The process ends with the test, and the kernel kills it when pytest dies.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from traffic import Request
+from vllm_server import FAULTS_FILE, Answer, margin, minimal_environment
+
+from kvbm_cli.make_model import materialise
+
+CALL_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 20.0
+IDLE_S = 0.0005
+CORE = "1"  # core 0 is that of a server that runs alone, in the tests of the other worker
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+
+
+class EngineProcess:
+    """Methods of `SteppedEngine`, executed in the child process. `faults` gives orders to the copier."""
+
+    def __init__(self, directory: Path, faults: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._log = directory / "log"
+        self._pipe, theirs = context.Pipe()
+        variables = minimal_environment(str(directory), CORE) | {
+            FAULTS_FILE: str(faults),
+            "OMP_NUM_THREADS": "1",  # also for what runs outside of the threads that vLLM binds
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        self._process = context.Process(target=_serve, args=(theirs, self._log, variables, os.getpid()))
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join(STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._call, name)
+
+    def _call(self, name: str, *arguments: object, **keywords: object) -> Any:
+        self._pipe.send((name, arguments, keywords))
+        assert self._pipe.poll(CALL_TIMEOUT_S), f"`{name}` did not return\n{self._log_tail()}"
+        try:
+            result, error = self._pipe.recv()
+        except EOFError:
+            raise AssertionError(f"vLLM ended in `{name}`\n{self._log_tail()}") from None
+        assert error is None, f"{error}\n{self._log_tail()}"
+        return result
+
+    def _log_tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
+
+
+def _serve(pipe: Any, log: Path, variables: Mapping[str, str], parent: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+    assert os.getppid() == parent
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.clear()
+    os.environ.update(variables)
+    engine = SteppedEngine()
+    while True:
+        try:
+            name, arguments, keywords = pipe.recv()
+        except EOFError:
+            os._exit(0)  # threads of vLLM would delay the end of the interpreter
+        try:
+            pipe.send((getattr(engine, name)(*arguments, **keywords), None))
+        except Exception:
+            pipe.send((None, traceback.format_exc()))
+
+
+class SteppedEngine:
+    """At most one engine, and what its statistics add up to since its start."""
+
+    def start(
+        self, preset: str, *, connector: Mapping[str, object] | None = None, cache: Any = None, **arguments: Any
+    ) -> None:
+        """Starts a model with arguments of EngineArgs. `cache` configures the connector."""
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        if connector is not None:
+            arguments["kv_transfer_config"] = KVTransferConfig(**connector, kv_connector_extra_config={"kvbm": cache})
+        settings = EngineArgs(
+            model=str(materialise(preset)),
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            **arguments,
+        )
+        self._statistics: list[Any] = []
+        self._engine = LLMEngine.from_engine_args(settings, stat_loggers=[self._watch])
+        self._core = self._engine.engine_core.engine_core
+        self._number = 0
+
+    def _watch(self, vllm_config: Any, engine_index: int = 0) -> Any:
+        self._statistics.append(_totals_class()(vllm_config, engine_index))
+        return self._statistics[-1]
+
+    def stop(self) -> None:
+        self._engine.engine_core.shutdown()
+        del self._engine, self._core
+        gc.collect()
+
+    def answer(self, requests: Sequence[Request], concurrency: int = 4) -> list[Answer]:
+        """Greedy answers of exactly `max_tokens` tokens, `concurrency` requests at a time."""
+        waiting, live = deque(enumerate(requests)), {}
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + CALL_TIMEOUT_S / 2
+        while waiting or live:
+            while waiting and len(live) < concurrency:
+                index, request = waiting.popleft()
+                live[self.add(request)] = index
+            for request_id, answer in self._step():
+                answers[live.pop(request_id)] = answer
+            assert time.monotonic() < deadline, f"not answered: {self._states(live)}; {self.totals()}"
+        return [answers[index] for index in range(len(requests))]
+
+    def add(self, request: Request) -> str:
+        from vllm import SamplingParams
+
+        self._number += 1
+        name = str(self._number)
+        params = SamplingParams(
+            max_tokens=request.max_tokens, temperature=0, ignore_eos=True, logprobs=2, detokenize=False
+        )
+        self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
+        return name
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    def abort(self, name: str) -> None:
+        self._engine.abort_request([name])
+
+    def rest(self) -> None:
+        """Steps until no request is live and no copy is on its way."""
+        deadline = time.monotonic() + CALL_TIMEOUT_S / 2
+        while self._core.scheduler.has_requests():
+            self._step()
+            assert time.monotonic() < deadline, "the engine does not come to rest"
+
+    def forget_g1(self) -> None:
+        assert self._engine.reset_prefix_cache()
+
+    def forget(self) -> None:
+        assert self._engine.reset_prefix_cache(reset_connector=True)
+
+    def totals(self) -> dict[str, float]:
+        """Counters since the start: of kvbm, and `hits`, `local_hits`, `preemptions`, `usage`, `snapshots`."""
+        import faulty_connector
+
+        totals = self._statistics[0].totals
+        return {**totals, "usage": self._core.scheduler.kv_cache_manager.usage, **faulty_connector.SNAPSHOTS}
+
+    def _states(self, live: Mapping[str, int]) -> dict[int, str]:
+        """Of live requests, by their position. vLLM appends to their names."""
+        states = {name.rsplit("-", 1)[0]: str(one.status) for name, one in self._core.scheduler.requests.items()}
+        return {index: states.get(name, "unknown to the scheduler") for name, index in live.items()}
+
+    def _step(self) -> list[tuple[str, Answer]]:
+        outputs = self._engine.step()
+        if not outputs:
+            time.sleep(IDLE_S)
+        return [(output.request_id, _answer(output)) for output in outputs if output.finished]
+
+
+def _totals_class() -> type:
+    """A class that requires vLLM, which this module imports only in the child process."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Totals(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            self.totals: Counter[str] = Counter()
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: object, **__: object) -> None:
+            if scheduler_stats is not None:
+                self.totals["local_hits"] += scheduler_stats.prefix_cache_stats.hits
+                if (external := scheduler_stats.connector_prefix_cache_stats) is not None:
+                    self.totals["hits"] += external.hits
+                for name, value in (scheduler_stats.kv_connector_stats or {}).items():
+                    if isinstance(value, int):
+                        self.totals[name] = value
+            if iteration_stats is not None:
+                self.totals["preemptions"] += iteration_stats.num_preempted_reqs
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Totals
+
+
+def _answer(output: Any) -> Answer:
+    (completion,) = output.outputs
+    steps = [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
+    tokens = tuple(completion.token_ids)
+    return Answer(
+        tokens,
+        tuple(step[token] for step, token in zip(steps, tokens, strict=True)),
+        tuple(margin(step.values()) for step in steps),
+        output.num_cached_tokens or 0,
+    )

@@ -1,0 +1,108 @@
+"""The models with states of the tests, an engine of one with the connector, and the right answers.
+
+The right answers are those of an engine that has neither connector nor prefix caching. Both engines run one after the
+other in a process of engine_process.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine_process import EngineProcess
+from pairs import Faults
+from traffic import TOLERANCE, Comparison, Conversation, Request, assert_equal, compare, take_turns
+from vllm_server import FAULTY_CONNECTOR, Answer
+
+BLOCK = 64
+_COMMON = {"block_size": BLOCK, "max_model_len": 768, "max_num_seqs": 8}
+# vLLM's Mamba-2 kernels for CPUs fail if a step computes tokens of a request before and after the end of a block. With
+# this limit, a prompt longer than a block starts only when no other request runs.
+_MAMBA2 = {"dtype": "float32", "max_num_batched_tokens": BLOCK}
+MODELS: dict[str, dict[str, Any]] = {
+    "vllm-qwen3-next": {"dtype": "bfloat16"},
+    "vllm-granite4": _MAMBA2,
+    "vllm-falcon-h1": _MAMBA2,  # the group with attention is the first
+    "vllm-nemotron-h": _MAMBA2,
+    "vllm-mamba2": _MAMBA2,  # no attention
+}
+# Blocks of G1 and of host memory with which both forget all the time.
+SMALL = {
+    "vllm-qwen3-next": (36, 90),
+    "vllm-granite4": (36, 90),
+    "vllm-falcon-h1": (20, 55),
+    "vllm-nemotron-h": (28, 75),
+    "vllm-mamba2": (9, 22),
+}
+BFLOAT16_TOLERANCE = 0.15  # states in sums of bfloat16; a snapshot that is left out changes it by 1
+AT_ONCE = 5  # conversations
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedEngine:
+    """An engine with the connector, and the right answers."""
+
+    engine: EngineProcess
+    faults: Faults
+    truth: dict[Request, Answer]
+    preset: str
+
+    @property
+    def tolerance(self) -> float:
+        """By how much log-probabilities may differ. In another batch or other steps, sums are rounded differently."""
+        return BFLOAT16_TOLERANCE if MODELS[self.preset]["dtype"] == "bfloat16" else TOLERANCE
+
+    def check(self, requests: Sequence[Request], concurrency: int = 4) -> dict[str, float]:
+        """The answers must be right. Returns by how much the counters grew."""
+        before = self.engine.totals()
+        comparison = self.assert_equal(self.answer(requests, concurrency))
+        self.engine.rest()
+        moved = {name: value - before.get(name, 0) for name, value in self.engine.totals().items()}
+        print(comparison, {name: value for name, value in moved.items() if value})
+        return moved
+
+    def answer(self, requests: Sequence[Request], concurrency: int = 4) -> dict[Request, Answer]:
+        return dict(zip(requests, self.engine.answer(requests, concurrency), strict=True))
+
+    def assert_equal(self, answers: dict[Request, Answer]) -> Comparison:
+        """Ties are more likely where log-probabilities are less exact."""
+        expected = {request: self.truth[request] for request in answers}
+        if self.tolerance == TOLERANCE:
+            return assert_equal(answers, expected)
+        comparison = compare(answers, expected, self.tolerance)
+        assert not comparison.wrong, f"{comparison}\n" + "\n".join(comparison.wrong)
+        assert comparison.tokens > 0.7 * sum(request.max_tokens for request in answers), comparison
+        return comparison
+
+    def compare(self, requests: Sequence[Request]) -> Comparison:
+        return compare(self.answer(requests), {request: self.truth[request] for request in requests}, self.tolerance)
+
+
+def right_answers(
+    engine: EngineProcess, preset: str, talks: Sequence[Conversation], others: Sequence[Request] = ()
+) -> dict[Request, Answer]:
+    """The turns of the conversations, then the other requests."""
+    engine.start(preset, num_gpu_blocks_override=200, enable_prefix_caching=False, **_COMMON, **MODELS[preset])
+    truth: dict[Request, Answer] = {}
+    for first in range(0, len(talks), AT_ONCE):  # so many fit into host memory, all do not
+        truth |= take_turns(engine.answer, talks[first : first + AT_ONCE])
+    truth |= zip(others, engine.answer(others), strict=True)
+    engine.stop()
+    return truth
+
+
+def start_tested(
+    engine: EngineProcess, preset: str, *, blocks: int, cache: dict[str, Any], **arguments: object
+) -> None:
+    """Starts the engine with the connector. `blocks`: the size of G1. `cache` configures the connector."""
+    engine.start(
+        preset,
+        connector=FAULTY_CONNECTOR,
+        cache=cache,
+        num_gpu_blocks_override=blocks,
+        enable_prefix_caching=True,
+        **_COMMON,
+        **MODELS[preset],
+        **arguments,
+    )
