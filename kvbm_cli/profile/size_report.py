@@ -111,7 +111,7 @@ def _needed_lines(needed: Mapping[str, object]) -> list[str]:
     sequences = int(str(needed["sequences"]))
     return [
         f"{int(str(needed['tokens'])):,} tokens in {sequences} sequence{'s' * (sequences != 1)} "
-        f"need {blocks:,} blocks, {format_size(size)}:",
+        f"need {blocks:,} block{'s' * (blocks != 1)}, {format_size(size)}:",
         f"  tiers.host.capacity: {gigabytes}GB  or DYN_KVBM_CPU_CACHE_GB={gigabytes}",
         f"  tiers.disk.capacity: {gigabytes}GB  or DYN_KVBM_DISK_CACHE_GB={gigabytes}, if there is a disk tier",
     ]
