@@ -324,8 +324,8 @@ class Leader:
         )
 
     def has_unreported(self) -> bool:
-        """Whether `settle` would return something now."""
-        return bool(self._unreported)
+        """Whether `settle` may return something now. Nothing but `settle` notices the end of a read from disk."""
+        return bool(self._unreported) or self._onboards.has_ended() or self._onboards.is_reading()
 
     # -- a request ends ------------------------------------------------------------------------------------------------
 

@@ -256,9 +256,13 @@ class Onboards:
         """Whether a load has ended since the last `settle`."""
         return bool(self._ended)
 
+    def is_reading(self) -> bool:
+        """Whether a load waits for blocks from disk."""
+        return bool(self._fetches) or any(load.waiting for load in self._from_disk)
+
     def is_under_way(self, *, within_steps: int) -> bool:
         """Whether a read is in flight, or a copy that is not older than that."""
-        if self._fetches or any(load.waiting for load in self._from_disk):
+        if self.is_reading():
             return True
         youngest = next(reversed(self.in_flight.values()), None)
         return youngest is not None and self._step - youngest.born_step <= within_steps

@@ -328,3 +328,25 @@ def test_host_memory_and_disk_together_serve_a_hit():
     assert served(("a", 4)) == 64
     assert (rig.leader.counters.onboard_blocks, rig.leader.counters.onboard_disk_blocks) == (6, 4)
     rig.close()
+
+
+def test_the_leader_asks_for_an_answer_of_each_step_while_a_load_waits_for_the_disk():
+    """Without one, vLLM does not call `settle` after a step without tokens, and the request waits forever."""
+    rig = make(16, fake_disk=64, disk=DiskPolicy(to_disk="always", batch_blocks=2, timeout_s=10.0))
+    served, names = Served(rig), chains(("a", 4))
+    served(("a", 4))
+    rig.step()
+    rig.leader._host.store.reset()
+    assert not rig.leader.has_unreported()
+    matched = rig.leader.match_groups("r", names, 0, 64)
+    wanted = [*names[0], *(states[3] for states in names[1:])]
+    rig.leader.onboard("r", wanted, 0, rig.g1.allocate(len(wanted)), tokens=matched)
+    rig.disk.is_hanging = True
+    rig.step()
+    assert rig.leader.has_unreported(), "a read is under way"
+    rig.now_s = 11.0
+    rig.order()
+    assert rig.leader.has_unreported(), "the load has been given up"
+    assert [result.failed_block_ids for result in rig.settle()] == [tuple(range(len(wanted)))]
+    assert not rig.leader.has_unreported()
+    rig.close()
