@@ -62,7 +62,9 @@ def vllm(session: nox.Session) -> None:
     session.install("--no-compile", "--no-deps", "-r", "tests/vllm/requirements.txt")
     session.install("--no-deps", "-e", ".")
     short = ("tests/vllm", "--ignore", "tests/vllm/test_versions.py")  # whose contents test_determinism.py has too
-    grouped = ("-n", "2", "--dist", "loadgroup")  # tests/vllm/conftest.py says which tests share servers
+    # More processes than cores, because many tests wait for a server to start. tests/vllm/conftest.py says which share
+    # servers.
+    grouped = ("-n", "3", "--dist", "loadgroup")
     session.run("pytest", "-q", *grouped, *ALL_BUT_SOAK, *(session.posargs or short), env=COMPILED_LATER)
 
 

@@ -418,6 +418,11 @@ def table(arms: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def without_directories(text: str) -> str:
+    """Shorten the paths of this machine."""
+    return text.replace(f"{HERE.parents[1]}/", "").replace(str(Path.home()), "~")
+
+
 def median(times: Mapping[str, float] | None) -> str:
     return f"{times['p50']:.1f}" if times else ""
 
@@ -455,7 +460,8 @@ def main() -> int:
         "models": models,
         "attempts": tried,
     }
-    options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(result, indent=1) + "\n"
+    options.output.with_suffix(".json").write_text(without_directories(text))
     options.output.with_suffix(".md").write_text(markdown(result))
     print(markdown(result))
     return 0
