@@ -79,7 +79,10 @@ def verdict_of(directory: Path, engines, workload: Conversations) -> str:
 
 
 @pytest.mark.usefixtures("without_sampler")
-@pytest.mark.parametrize(("slower", "expected", "least"), [(1.0, "same", 18), (SLOWER, "slower", LEAST_FOUND)])
+@pytest.mark.parametrize(
+    ("slower", "expected", "least"),
+    [(1.0, "same", 18), pytest.param(SLOWER, "slower", LEAST_FOUND, marks=pytest.mark.soak)],
+)
 def test_verdicts_with_a_simulated_client(tmp_path, monkeypatch, slower, expected, least):
     with MockEngine(Options()) as engine:
 

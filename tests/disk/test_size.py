@@ -41,7 +41,7 @@ def open_cache(directory, count):
     return DiskStorage.open(settings, NAMESPACE, make_shards(4, 4096), hash_bytes=HASH_BYTES)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_million_blocks_are_ready_within_three_seconds(tmp_path):
     make_cache(tmp_path, MILLION)
     seconds = []
