@@ -35,6 +35,18 @@ def plain():
         yield server
 
 
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    """A process for engines one after the other, and the orders to their copier."""
+    from engine_process import EngineProcess
+    from pairs import Faults
+
+    directory = tmp_path_factory.mktemp("engine")
+    faults = Faults(directory)
+    with EngineProcess(directory, faults.path) as engine:
+        yield engine, faults
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Tests that share a server run in the same worker: those with `plain`, and otherwise those of a file."""

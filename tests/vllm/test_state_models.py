@@ -9,8 +9,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from engine_process import EngineProcess
-from pairs import Faults
 from state_models import BLOCK, MODELS, SMALL, CheckedEngine, right_answers, start_tested
 from traffic import Request, conversations, tokens
 
@@ -21,14 +19,6 @@ PREFIX = tokens(Random("prefix"), 2 * BLOCK + 10)
 BRANCHES = [Request(PREFIX + tokens(Random(f"branch {number}"), 90 + 40 * number), 8) for number in range(3)]
 PROMPTS = [Request(tokens(Random(f"prompt {number}"), 210), 16) for number in range(6)]
 GROWING = [Request(tokens(Random(f"growing {number}"), 9), 190) for number in range(6)]
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("engine")
-    faults = Faults(directory)
-    with EngineProcess(directory, faults.path) as engine:
-        yield engine, faults
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -10,8 +10,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from engine_process import EngineProcess
-from pairs import Faults
 from state_models import BLOCK, MODELS, CheckedEngine, right_answers, start_tested
 from traffic import conversations
 
@@ -55,14 +53,6 @@ VARIANTS = {
     "snapshots at every second block": Variant(host=400, arguments={"prefix_cache_retention_interval": 2 * BLOCK}),
     "snapshots at every block": Variant(host=400, arguments={"prefix_cache_retention_interval": BLOCK}),
 }
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("engine")
-    faults = Faults(directory)
-    with EngineProcess(directory, faults.path) as engine:
-        yield engine, faults
 
 
 @pytest.fixture(scope="module")
