@@ -33,7 +33,6 @@ Every answer of 1 to 3 is compared with the reference, by token and by log-proba
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -59,6 +58,7 @@ from ttft import (
     start_lmcache,
     started,
     stop,
+    write_result,
 )
 
 from kvbm_cli import make_model
@@ -418,11 +418,6 @@ def table(arms: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def without_directories(text: str) -> str:
-    """Shorten the paths of this machine."""
-    return text.replace(f"{HERE.parents[1]}/", "").replace(str(Path.home()), "~")
-
-
 def median(times: Mapping[str, float] | None) -> str:
     return f"{times['p50']:.1f}" if times else ""
 
@@ -460,10 +455,7 @@ def main() -> int:
         "models": models,
         "attempts": tried,
     }
-    text = json.dumps(result, indent=1) + "\n"
-    options.output.with_suffix(".json").write_text(without_directories(text))
-    options.output.with_suffix(".md").write_text(markdown(result))
-    print(markdown(result))
+    write_result(options.output, result, markdown(result))
     return 0
 
 

@@ -33,9 +33,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "vllm"))
@@ -275,6 +276,14 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
+def write_result(output: Path, result: Mapping[str, Any], text: str) -> None:
+    """Write OUTPUT.json and OUTPUT.md, with the paths of this machine shortened, and print the text."""
+    data = json.dumps(result, indent=1).replace(f"{HERE.parents[1]}/", "").replace(str(Path.home()), "~")
+    output.with_suffix(".json").write_text(data + "\n")
+    output.with_suffix(".md").write_text(text)
+    print(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory of the model `vllm-81m`")
@@ -315,9 +324,7 @@ def main() -> int:
         "server_commands": commands,
         "server_environments": environments,
     }
-    options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    options.output.with_suffix(".md").write_text(markdown(result))
-    print(markdown(result))
+    write_result(options.output, result, markdown(result))
     return 0
 
 
