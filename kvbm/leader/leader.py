@@ -250,16 +250,16 @@ class Leader:
 
         Most running requests complete one block at a time. Those are handled together, which takes a third of the time.
         """
-        offloads, considered, singles = self._offloads, [], []
-        takes_singles = self._trace is None and not self.counters.disabled
+        requests, considered, singles = self._requests, [], []
+        evicted = self._evicted_by_singles(len(completed))
+        generated = self._settings.offload_generated
         for one in completed:
             request_id, hashes, block_ids, computed_blocks, prompt_blocks = one
-            request = self._requests.get(request_id)
-            if takes_singles and request is not None and request.has_blocks and request.may_offload:
+            end = min(computed_blocks, len(hashes), len(block_ids))
+            if (request := requests.get(request_id)) is not None and (generated or end <= prompt_blocks):
                 progress = request.offloads[0]
-                end = self._offload_end(hashes, block_ids, computed_blocks, prompt_blocks)
-                is_chain_kept = self._disk is None or self._disk.unwritten_blocks(end) is None
-                if end == progress.considered + 1 and is_chain_kept and offloads.is_recent(progress, len(completed)):
+                is_single = end == progress.considered + 1 > 1 and evicted <= progress.fresh_until
+                if is_single and request.may_offload and end <= self._host.capacity_blocks:
                     singles.append((progress, hashes[end - 1], block_ids[end - 1]))
                     considered.append(end)
                     continue
@@ -269,8 +269,18 @@ class Leader:
                 )
             )
         if singles:
-            offloads.advance_by_one(singles)
+            self._offloads.advance_by_one(singles)
         return considered
+
+    def _evicted_by_singles(self, count: int) -> float:
+        """Return how many blocks will have been evicted if `count` more are collected; infinite if they may not be
+        collected together."""
+        may_be_together = (
+            self._trace is None
+            and not self.counters.disabled
+            and (self._disk is None or self._disk.unwritten_blocks(0) is None)
+        )
+        return self._offloads.evicted_after(count) if may_be_together else math.inf
 
     def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> bool:
         """Order copies of a snapshot: `block_ids[i]` of one state group each, named `hashes[i]`. The coming forward
@@ -434,7 +444,7 @@ class Leader:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> list[Event]:
-        """Return the blocks stored in and removed from G2 since the last call, in order, if the engine publishes them."""
+        """Return the blocks stored in and removed from G2 since the last call, in order, if it publishes any."""
         return self._host.store.take_events()
 
     def blocks(self) -> TierBlocks:

@@ -8,6 +8,7 @@ waiting. At most `max_in_flight_blocks` blocks are held at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress, groupby, pairwise
@@ -160,18 +161,18 @@ class Offloads:
             progress.considered = end
             self._counters.offload_skipped_blocks += left_out
 
-    def is_recent(self, progress: OffloadProgress, more: int) -> bool:
-        """Whether its chain need not be made recent before `more` blocks are collected, and there is room for them."""
-        collected = len(self._collected.hashes) + len(self._snapshots.hashes) + more
-        store, evicted = self._host.store, self._counters.evicted_blocks
-        return (
-            progress.considered > 0
-            and evicted + max(0, collected - store.free) <= progress.fresh_until
-            and self._room(self._settings.max_in_flight_blocks, None) >= more
-        )
+    def evicted_after(self, count: int) -> float:
+        """Return how many blocks will have been evicted if `count` more are collected; infinite if there is no room."""
+        if self._room(self._settings.max_in_flight_blocks, None) < count:
+            return math.inf
+        collected = len(self._collected.hashes) + len(self._snapshots.hashes) + count
+        return self._counters.evicted_blocks + max(0, collected - self._host.store.free)
 
     def advance_by_one(self, blocks: Sequence[tuple[OffloadProgress, bytes, int]]) -> None:
-        """Like `advance`, for the next block of each of many chains: (progress, hash, G1 block). Each `is_recent`."""
+        """Like `advance`, for the next block of each of many chains: (progress, hash, G1 block).
+
+        No chain need be made recent first: `evicted_after` of all is at most its `fresh_until`.
+        """
         missing = self._host.store.missing([name for _, name, _ in blocks])
         for progress, _, _ in blocks:
             progress.considered += 1

@@ -555,8 +555,9 @@ class SchedulerSide:
             blocks = self._tokens_after(tracked, computed_tokens, output) // size
             prompt_blocks = request.num_prompt_tokens // size
             completed.append((request.request_id, request.block_hashes, tracked.block_ids[0], blocks, prompt_blocks))
+        due_tokens = self._due_tokens
         for entry, considered in zip(completed, self.leader.offload_all(completed), strict=False):
-            self._due_tokens[entry[0]] = (considered + 1) * size
+            due_tokens[entry[0]] = (considered + 1) * size
 
     def _tokens_after(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> int:
         """Return how many tokens of a request may be offloaded after this step. Speculative tokens do not count."""
