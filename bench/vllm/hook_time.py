@@ -5,10 +5,10 @@
 
 Run it with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about six minutes.
 
-Every hook of the connector is timed at vLLM's call, on both sides (`traced_connector.py`). The time of a step is the sum
-over all hooks of both sides, including hooks that vLLM calls once per layer and those of requests that arrive or end in
-the step. It is wall clock time and includes the cost of timing, about a microsecond for each of about 40 calls. The CPU
-time of the same hooks shows how much of it is other processes.
+Every hook of the connector is timed at vLLM's call, on both sides (`traced_connector.py`). The time of a step is the
+sum over all hooks of both sides, including hooks that vLLM calls once per layer and those of requests that arrive or
+end in the step. It is wall clock time and includes the cost of timing, about a microsecond for each of about 40 calls.
+The CPU time of the same hooks is reported too: on a busy machine it is less.
 
 - `rows`: steps without transfers, with one request and with several at a time. A step counts if it computes something,
   has no orders, and no transfer is in flight before or after it. Steps in which a transfer ends are reported
