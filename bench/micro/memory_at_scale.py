@@ -7,8 +7,8 @@ the real one. Every block passes through it as in an engine: offload, step, cont
 
 Measured in the leader's process: private memory per block, page tables, seconds until it is ready, the longest single
 call, what the garbage collector walks, and the same again while blocks are evicted. In a fresh process per kind of
-pages: a real segment of 1 GiB, its prefault time (the shortest of three, because a virtual machine gets fresh memory
-slowly) and its page tables. `--kernel-settings`, as root, also measures reserved and transparent huge pages; it changes
+pages: a real segment of 1 GiB, its prefault time (three times, because a virtual machine gets fresh memory slowly) and
+its page tables. `--kernel-settings`, as root, also measures reserved and transparent huge pages; it changes
 `vm.nr_hugepages` and `shmem_enabled` and restores both at the end. The section `extrapolated` computes the full size
 from the samples.
 
@@ -219,11 +219,13 @@ def measure_rank(byte_count: int) -> dict[str, Any]:
     """Create a real segment with all its pages. Runs in a process of its own."""
     piece = Piece(storage=0, offset=0, block_stride=SLOT_STRIDE, length=SLOT_STRIDE)
     slot_count = byte_count // SLOT_STRIDE
-    layout, seconds, tables, huge_bytes = BlockLayout(pieces=(piece,), block_count=slot_count), [], [], []
+    layout = BlockLayout(pieces=(piece,), block_count=slot_count)
+    wall, cpu, tables, huge_bytes = [], [], [], []
     for _ in range(3):
-        before, started = memory(), time.perf_counter()
+        before, started, cpu_started = memory(), time.perf_counter(), time.process_time()
         segment = Segment.create(rank=0, layout=layout, slot_count=slot_count)
-        seconds.append(time.perf_counter() - started)
+        wall.append(time.perf_counter() - started)
+        cpu.append(time.process_time() - cpu_started)
         tables.append(memory()["VmPTE"] - before["VmPTE"])
         huge_bytes.append(status("HugetlbPages").get("HugetlbPages", 0) + transparent_huge_bytes())
         segment.close()
@@ -232,8 +234,8 @@ def measure_rank(byte_count: int) -> dict[str, Any]:
         "bytes": segment.info.length,
         "in_huge_pages": min(huge_bytes),
         "page_table_bytes": max(tables),
-        "prefault_s_per_gib": round(min(seconds) / gib, 3),
-        "all_prefault_s_per_gib": [round(taken / gib, 3) for taken in seconds],
+        "prefault_s_per_gib": [round(taken / gib, 3) for taken in wall],
+        "prefault_cpu_s_per_gib": [round(taken / gib, 3) for taken in cpu],
         "threads": min(MAX_PREFAULT_THREADS, len(os.sched_getaffinity(0))),
     }
 
@@ -283,16 +285,16 @@ def in_process(function: Callable[..., dict[str, Any]], *arguments: object) -> d
 
 
 def extrapolated(leader: dict[str, Any], ranks: dict[str, dict[str, Any]], block_count: int, rank_count: int) -> Any:
-    """The full size, computed from the samples. Prefault times are for numbers of threads, at this machine's speed per
-    thread; 16 threads per rank are the maximum that kvbm uses, and assume as many cores per rank."""
+    """The full size, computed from the samples. Prefault times are the shortest CPU time divided by a number of threads;
+    16 threads per rank are the maximum that kvbm uses, and assume as many cores per rank."""
     rank_bytes = block_count * SLOT_STRIDE
     sample = leader["payload_sample"]
     per_kind = {
         kind: {
             "page_table_bytes_of_a_rank": round(found["page_table_bytes"] / found["bytes"] * rank_bytes),
             "prefault_s_of_a_rank": {
-                threads: round(found["prefault_s_per_gib"] * rank_bytes / GIB * found["threads"] / threads, 1)
-                for threads in (found["threads"], MAX_PREFAULT_THREADS)
+                threads: round(min(found["prefault_cpu_s_per_gib"]) * rank_bytes / GIB / threads, 1)
+                for threads in (1, MAX_PREFAULT_THREADS)
             },
         }
         for kind, found in ranks.items()

@@ -90,7 +90,7 @@ class SharedMemory:
         check(0)
         shared = cls(*_map_new(name, length, is_huge=memory is None))
         try:
-            if memory is not None and memory.advises_huge_pages():
+            if memory is not None and memory.has_transparent_huge_pages():
                 KERNEL.advise_huge_pages(shared.address, length)
             if node is not None:
                 _bind(who, shared.address, length, node)
