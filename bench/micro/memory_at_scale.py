@@ -285,8 +285,8 @@ def in_process(function: Callable[..., dict[str, Any]], *arguments: object) -> d
 
 
 def extrapolated(leader: dict[str, Any], ranks: dict[str, dict[str, Any]], block_count: int, rank_count: int) -> Any:
-    """The full size, computed from the samples. Prefault times are the shortest CPU time divided by a number of threads;
-    16 threads per rank are the maximum that kvbm uses, and assume as many cores per rank."""
+    """The full size, computed from the samples. Prefault times are the shortest CPU time, divided by the threads. kvbm uses
+    at most 16 threads per rank; the division assumes as many cores per rank."""
     rank_bytes = block_count * SLOT_STRIDE
     sample = leader["payload_sample"]
     per_kind = {
@@ -317,7 +317,8 @@ def memory_above_limits(leader: dict[str, Any], hash_bytes: int) -> Iterator[str
 def calls_above_limits(leader: dict[str, Any]) -> Iterator[str]:
     for phase, limit in (("filling", SLOW_CALLS_LIMIT), ("evicting", SLOW_CALLS_LIMIT), ("reset", 0)):
         if leader[phase]["calls_above_limit"] > limit:
-            yield f"{phase}: {leader[phase]['calls_above_limit']} slow calls: {leader[phase]['longest_call_cpu_ms']} ms"
+            found = leader[phase]
+            yield f"{phase}: {found['calls_above_limit']} slow calls: {found['longest_call_cpu_ms']} ms"
 
 
 def main() -> int:

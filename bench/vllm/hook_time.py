@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from client import complete, complete_all, random_prompt
+from client import complete, complete_quietly, random_prompt
 from facts import facts
 from server import Flags, running
 from trace_file import TracedServer, ending_steps, moving_steps, percentile, quiet_steps
@@ -49,7 +49,7 @@ REQUESTS = (1, 8)
 WARM_UP_TOKENS = 40
 
 MOVING_LIMIT_MS = 1.0
-MOVING_REQUESTS, MOVING_CLIENTS = 64, 8  # each client sends its part of the requests as one
+MOVING_REQUESTS = 64
 MOVING_BLOCK_TOKENS, MOVING_G1_BLOCKS = 32, 1600  # the smallest block on a CPU; running requests need 1450 blocks
 MOVING_HOST_BYTES = 1 << 30
 KEPT_TOKENS, FRESH_TOKENS = 384, 128  # of a prompt: the beginning that returns, and the rest
@@ -123,17 +123,12 @@ def look(traced: TracedServer, begin: float, at_a_time: int) -> dict[str, Any]:
 
 
 def converse(traced: TracedServer, client: int, rounds: int) -> None:
-    """Send this client's conversations again and again. Clients differ in the length of their answers, so that requests
-    arrive while those of other clients decode."""
+    """Send the requests of one client, one at a time. Clients differ in the length of their answers, so that requests
+    arrive while others decode."""
     for number in range(rounds):
-        prompts = [
-            [
-                *random_prompt(("kept", client, index, number % ROUNDS_UNTIL_RETURN), KEPT_TOKENS),
-                *random_prompt(("fresh", client, index, number), FRESH_TOKENS),
-            ]
-            for index in range(MOVING_REQUESTS // MOVING_CLIENTS)
-        ]
-        complete_all(traced.server, prompts, token_count=100 + 16 * client)
+        kept = random_prompt(("kept", client, number % ROUNDS_UNTIL_RETURN), KEPT_TOKENS)
+        fresh = random_prompt(("fresh", client, number), FRESH_TOKENS)
+        complete_quietly(traced.server, kept + fresh, token_count=100 + 2 * client)
 
 
 def move(model: Path, rounds: int) -> dict[str, Any]:
@@ -149,8 +144,8 @@ def move(model: Path, rounds: int) -> dict[str, Any]:
     with running([traced.server]), on_last_core():
         complete(traced.server, random_prompt("first", PROMPT_TOKENS), token_count=WARM_UP_TOKENS)
         begin = time.monotonic()
-        with ThreadPoolExecutor(MOVING_CLIENTS) as executor:
-            for client in [executor.submit(converse, traced, client, rounds) for client in range(MOVING_CLIENTS)]:
+        with ThreadPoolExecutor(MOVING_REQUESTS) as executor:
+            for client in [executor.submit(converse, traced, client, rounds) for client in range(MOVING_REQUESTS)]:
                 client.result()
         found = look_at_moves(traced, begin)
     shutil.rmtree(traced.directory)
@@ -214,7 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory of the model `vllm-25m`")
     parser.add_argument("--rounds", type=int, default=4, help="requests per place")
-    parser.add_argument("--moving-rounds", type=int, default=8, help="times that 64 conversations are sent; 0: none")
+    parser.add_argument("--moving-rounds", type=int, default=8, help="requests of each of 64 clients; 0: none")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     before = os.getloadavg()[0]
