@@ -94,15 +94,6 @@ def look(traced: TracedServer, begin: float, at_a_time: int) -> dict[str, Any]:
     steps = [step for step in traced.events("scheduler", "step") if step["built"] > begin]
     pairs = [(step, on_workers[step["step"]]) for step in quiet_steps(steps) if len(step["tokens"]) == at_a_time]
     ending = [(step, on_workers[step["step"]]) for step in ending_steps(steps)]
-    hooks = {
-        side: {
-            name: round(
-                statistics.median([step["hook_ns"][name] for step in steps if name in step["hook_ns"]]) / 1e3, 1
-            )
-            for name in sorted({name for step in steps for name in step["hook_ns"]})
-        }
-        for side, steps in (("scheduler", [a for a, _ in pairs]), ("worker", [b for _, b in pairs]))
-    }
     slowest = sorted(pairs, key=hooks_ns)[-5:]
     return {
         "requests_at_a_time": at_a_time,
@@ -112,7 +103,7 @@ def look(traced: TracedServer, begin: float, at_a_time: int) -> dict[str, Any]:
             **(percentiles([hooks_ns(pair) for pair in ending]) if ending else {}),
             "steps": len(ending),
         },
-        "median_us_by_hook": hooks,
+        "median_us_by_hook": medians_by_hook(pairs),
         "slowest_steps_us": [
             {name: taken // 1000 for name, taken in {**a["hook_ns"], **b["hook_ns"]}.items() if taken > 20_000}
             for a, b in slowest
@@ -182,7 +173,18 @@ def times_of(pairs: list[Pair]) -> dict[str, Any]:
         "blocks": {kind: {"mean": round(statistics.mean(n), 1), "max": max(n)} for kind, n in blocks.items()},
         "sum_ms": percentiles([hooks_ns(pair) for pair in pairs]),
         "cpu_ms": percentiles([a["hooks_cpu_ns"] + b["hooks_cpu_ns"] for a, b in pairs]),
+        "median_us_by_hook": medians_by_hook(pairs),
     }
+
+
+def medians_by_hook(pairs: list[Pair]) -> dict[str, dict[str, float]]:
+    """By side and hook: the median over the steps in which the hook was called, in microseconds."""
+    medians: dict[str, dict[str, float]] = {}
+    for side, steps in (("scheduler", [a for a, _ in pairs]), ("worker", [b for _, b in pairs])):
+        names = sorted({name for step in steps for name in step["hook_ns"]})
+        taken = {name: [step["hook_ns"][name] for step in steps if name in step["hook_ns"]] for name in names}
+        medians[side] = {name: round(statistics.median(values) / 1e3, 1) for name, values in taken.items()}
+    return medians
 
 
 def described(pair: Pair) -> dict[str, Any]:
