@@ -30,6 +30,14 @@ MUTANTS = (
         fails="tests/leader tests/trtllm",
     ),
     Mutant(
+        name="leader-keeps-generations-in-a-list",
+        bug="The garbage collector walks a list with an entry per block of host memory.",
+        file="kvbm/leader/host_tier.py",
+        old='array("Q", bytes(8 * region.slot_count))',
+        new="[0] * region.slot_count",
+        fails="tests/leader/test_memory_at_scale.py",
+    ),
+    Mutant(
         name="leader-abandons-and-registers",
         bug="an offload is registered although its sources were released during the copy",
         file="kvbm/leader/offloads.py",
