@@ -15,8 +15,8 @@ pool and scheduler output; the ranks are simulated and answer in the same step. 
     long       the longest step in the life of such a request alone: lookup, load, first step, end
 
 A number is the sum over all hooks of the scheduler side in one step, as CPU time of the thread: other work on the
-machine does not count. KV events are off, as by default in vLLM. The contenders take turns. Garbage collection is on,
-and frozen after the start as in vLLM.
+machine does not count. KV events are off, as by default in vLLM. The contenders take turns of 20 steps. Garbage
+collection is on, and frozen after the start as in vLLM.
 
 Exits with 1 when an aim is missed, or when vLLM's own offloading is faster.
 """
@@ -77,6 +77,7 @@ CONTEXT_TOKENS = 2_000
 PREFILL_BLOCKS = 512
 LONG_BLOCKS = 62_500  # one million tokens
 FILL_BATCH = 512
+TURN_STEPS, WARM_UP_STEPS = 20, 2  # of one contender in a row: in a server there is no second one in the caches
 AIMS_MS = {
     "decode": {"p50": 0.4, "p99": 1.0},
     "prefill": {"p50": 1.0},
@@ -496,11 +497,13 @@ def alternate(
 ) -> dict[str, dict[str, Any]]:
     samples: dict[str, list[float]] = {engine.contender.name: [] for engine in engines}
     hooks: dict[str, dict[str, list[float]]] = {engine.contender.name: {} for engine in engines}
-    for turn in range(rounds + 10):
+    for turn in range(rounds // TURN_STEPS):
         for engine in engines if turn % 2 else engines[::-1]:
             name = engine.contender.name
-            spent, by_hook = samplers[name](engine)
-            if turn >= 10:
+            for _ in range(WARM_UP_STEPS):
+                samplers[name](engine)
+            for _ in range(TURN_STEPS):
+                spent, by_hook = samplers[name](engine)
                 samples[name].append(spent)
                 for hook, one in by_hook.items():
                     hooks[name].setdefault(hook, []).append(one)
@@ -559,7 +562,7 @@ def measure(rounds: int) -> dict[str, Any]:
     found["prefill"] = alternate(engines, rounds // 2, prefills)
     print(json.dumps(found["prefill"]), file=sys.stderr)
     rematches = {engine.contender.name: Rematch(engine, chains[0]) for engine in engines}
-    found["rematch"] = alternate(engines, rounds // 10, rematches)
+    found["rematch"] = alternate(engines, rounds // 5, rematches)
     print(json.dumps(found["rematch"]), file=sys.stderr)
     return found
 
