@@ -20,6 +20,7 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem, InvariantError
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 PAGE_BYTES = 4096
+
+Numbers = Sequence[int] | NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +156,17 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def consecutive(*columns: Sequence[int], border: int | None = None) -> list[tuple[int, int]]:
+def consecutive(*columns: Numbers, border: int | None = None) -> list[tuple[int, int]]:
     """Return index ranges (begin, end) in which the numbers of each column increase by one. With `border`, no range
     goes beyond a multiple of it in the first column."""
-    breaks = {i for numbers in columns for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1}
+    arrays = [np.asarray(column, np.int64) for column in columns]
+    first = arrays[0]
+    if not len(first):
+        return []
+    is_break = np.logical_or.reduce([np.diff(numbers) != 1 for numbers in arrays])
     if border is not None:
-        breaks |= {i for i in range(1, len(columns[0])) if columns[0][i] % border == 0}
-    bounds = [0, *sorted(breaks), len(columns[0])]
-    return list(pairwise(bounds)) if columns[0] else []
+        is_break |= first[1:] % border == 0
+    return list(pairwise([0, *(np.flatnonzero(is_break) + 1).tolist(), len(first)]))
 
 
 def _pieces_of(tensor: torch.Tensor, storage: int, block_count: int, block_dim: int) -> Iterator[Piece]:
