@@ -75,7 +75,7 @@ class LateMachine:
         self._changed = threading.Condition(threading.RLock())
         self._streams: list[Stream] = []
         self._thread = threading.local()
-        self._memories: list[tuple[int, int, int]] = []  # (first address, end, device)
+        self._memories: list[tuple[torch.Tensor, int]] = []  # kept, so that no address gets a second meaning
         self._engines: dict[int, Engine] = {}
         self._failures: dict[str, tuple[int, BaseException]] = {}
         self._wanted_waiters = self._waiters = 0
@@ -118,14 +118,17 @@ class LateMachine:
         self._thread.device = device
 
     def place(self, device: int, memory: torch.Tensor) -> torch.Tensor:
-        self._memories.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes, device))
+        self._memories.append((memory, device))
         return memory
 
     def device_of(self, memory: torch.Tensor) -> int | None:
         """Return the device whose memory contains the tensor; None for host memory."""
         first, end = _bounds(memory)
-        owners = [device for begin, stop, device in self._memories if begin <= first and end <= stop]
-        return owners[0] if owners else None
+        for owner, device in self._memories:
+            begin, stop = _bounds(owner)
+            if begin <= first and end <= stop:
+                return device
+        return None
 
     def require(self, is_right: bool, violation: str) -> None:
         if not is_right:
