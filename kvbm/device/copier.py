@@ -94,15 +94,12 @@ class DeviceCopier:
         """Return the moves in slot order. A number out of range would overwrite other blocks or memory."""
         if len(block_ids) != len(slots):
             raise TransferError(f"copy of {len(block_ids)} blocks and {len(slots)} slots")
-        numbers = Moves(np.asarray(slots, np.int64), np.asarray(block_ids, np.int64))
-        for name, column, count in (
-            ("block", numbers.blocks, self._block_count),
-            ("slot", numbers.slots, self._slot_count),
-        ):
-            if len(column) and not 0 <= column.min() <= column.max() < count:
-                raise TransferError(f"{name} ids {column.min()}..{column.max()}, but there are {count}")
-        order = np.argsort(numbers.slots, kind="stable")
-        return Moves(numbers.slots[order], numbers.blocks[order])
+        by_slot, blocks = np.asarray(slots, np.int64), np.asarray(block_ids, np.int64)
+        for name, numbers, count in (("block", blocks, self._block_count), ("slot", by_slot, self._slot_count)):
+            if len(numbers) and numbers.view(np.uint64).max() >= count:  # a negative number is a large one
+                raise TransferError(f"{name} ids {numbers.min()}..{numbers.max()}, but there are {count}")
+        order = by_slot.argsort(kind="stable")
+        return Moves(by_slot[order], blocks[order])
 
 
 class _Path(Protocol):

@@ -308,7 +308,7 @@ def _ready_words(generations: Numbers) -> NDArray[np.uint64]:
 def _indexes(numbers: Numbers, count: int) -> NDArray[np.int64]:
     """Return the numbers as an array. A number out of range is refused: it would silently name another slot."""
     indexes = np.asarray(numbers, np.int64)
-    if len(indexes) and not 0 <= indexes.min() <= indexes.max() < count:
+    if len(indexes) and indexes.view(np.uint64).max() >= count:  # a negative number is a large one
         raise InvariantError(f"control words {indexes.min()}..{indexes.max()} of {count}")
     return indexes
 

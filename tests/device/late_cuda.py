@@ -95,7 +95,14 @@ class LateMachine:
 
     def run_together(self, count: int) -> None:
         """Run nothing until so many threads wait for the device, once."""
-        self._wanted_waiters, self._waiters = count, 0
+        with self._changed:
+            self._wanted_waiters, self._waiters = count, 0
+            self._changed.notify_all()
+
+    def until_waiting(self, count: int, *, timeout_s: float) -> None:
+        """Return when so many threads wait for the device, or after the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiters >= count, timeout_s)
 
     def pending(self) -> int:
         return sum(len(stream.queued) for stream in self._streams)

@@ -116,6 +116,25 @@ def test_more_threads_than_streams_wait_for_one(machine, way):
     rig.segment.close()
 
 
+def test_a_stream_is_taken_again_only_when_its_copies_have_ended(monkeypatch):
+    """Its buffers have one user at a time."""
+    monkeypatch.setattr(cuda, "STREAMS_PER_DIRECTION", 1)
+    machine = LateMachine("late")
+    rig = LateRig(layers, machine)
+    machine.run_together(2)
+    threads = []
+    for block in range(2):
+        rig.write(block, f"block {block}")
+        threads.append(threading.Thread(target=rig.copier.offload, args=([block], [block], None)))
+        threads[block].start()
+        machine.until_waiting(block + 1, timeout_s=0.1)  # the second thread gets no stream
+    machine.run_together(0)
+    for block, thread in enumerate(threads):
+        thread.join()
+        assert np.array_equal(rig.slot(block), rig.content(f"block {block}"))
+    rig.segment.close()
+
+
 CALLS = [(way, *call) for way in ("offload", "onboard") for call in (("wait", 0), ("upload", 0), ("copy_each", 0))]
 CALLS += [(way, "record", 0) for way in ("offload", "onboard")]
 CALLS += [("offload", "gather", 0), ("offload", "gather", 1), ("onboard", "scatter", 1)]
