@@ -84,12 +84,17 @@ def test_orders_of_two_ranks_move_the_right_bytes_and_are_proven_afterwards(mode
             assert rank.offload_result(slots, generation) == {SlotState.READY}, machine.violations
             for storage in rank.storages:
                 storage.fill_(0xCD)
+        seen = []
         for rank in ranks:
+            for block in others:
+                rank.engine.run(lambda r=rank, b=block, into=seen: into.append(set(r.read(b))))
             rank.worker.start(onboard_of(generation + 1, 3, slots, generation, others))
         for device, rank in enumerate(ranks):
             assert rank.onboard_result(3, generation + 1) is SlotState.READY, machine.violations
             for block, other in zip(blocks, others, strict=True):
                 assert np.array_equal(rank.read(other), rank.content(f"{device}/{step}/{block}"))
+        machine.run_all()
+        assert seen == [{0xCD}] * 14, "written under a forward pass"
     for rank in ranks:
         rank.close()
     assert not machine.violations

@@ -1,4 +1,4 @@
-"""Copies between a CUDA device and a page-locked segment: what tests/device checks over `late_cuda`, on a real device."""
+"""Copies between a CUDA device and a page-locked segment: the checks of tests/device, on a real device."""
 
 import subprocess
 import sys
