@@ -94,12 +94,17 @@ class DeviceCopier:
         """Return the moves in slot order. A number out of range would overwrite other blocks or memory."""
         if len(block_ids) != len(slots):
             raise TransferError(f"copy of {len(block_ids)} blocks and {len(slots)} slots")
-        by_slot, blocks = np.asarray(slots, np.int64), np.asarray(block_ids, np.int64)
-        for name, numbers, count in (("block", blocks, self._block_count), ("slot", by_slot, self._slot_count)):
-            if len(numbers) and numbers.view(np.uint64).max() >= count:  # a negative number is a large one
-                raise TransferError(f"{name} ids {numbers.min()}..{numbers.max()}, but there are {count}")
+        by_slot = np.asarray(slots, np.int64)
         order = by_slot.argsort(kind="stable")
-        return Moves(by_slot[order], blocks[order])
+        moves = Moves(by_slot[order], np.asarray(block_ids, np.int64)[order])
+        for name, numbers, count in (
+            ("block", moves.blocks, self._block_count),
+            ("slot", moves.slots, self._slot_count),
+        ):
+            # as unsigned numbers, negative ones are large
+            if len(numbers) and np.maximum.reduce(numbers.view(np.uint64)) >= count:
+                raise TransferError(f"{name} ids {numbers.min()}..{numbers.max()}, but there are {count}")
+        return moves
 
 
 class _Path(Protocol):
@@ -121,15 +126,17 @@ class _CpuPath:
         """No fence: the forward pass ran in the engine's thread before it passed this order."""
 
     def offload(self, moves: Moves, fence: object | None) -> None:
-        if self._rows is None or (runs := self._rows.runs(moves)) is None:
-            self._pieces.copy(moves, is_offload=True)
+        slot_runs = consecutive(moves.slots)
+        if self._rows is None or (runs := self._rows.runs(moves, slot_runs)) is None:
+            self._pieces.copy(moves, slot_runs, is_offload=True)
             return
         for rows, slots in self._rows.spans(moves, runs):
             np.take(self._rows.g1, rows, axis=0, out=slots, mode="clip")
 
     def onboard(self, moves: Moves, fence: object | None) -> None:
-        if self._rows is None or (runs := self._rows.runs(moves)) is None:
-            self._pieces.copy(moves, is_offload=False)
+        slot_runs = consecutive(moves.slots)
+        if self._rows is None or (runs := self._rows.runs(moves, slot_runs)) is None:
+            self._pieces.copy(moves, slot_runs, is_offload=False)
             return
         for rows, slots in self._rows.spans(moves, runs):
             self._rows.g1[rows] = slots
@@ -165,11 +172,9 @@ class _Rows:
             block_bytes=layout.block_bytes,
         )
 
-    def runs(self, moves: Moves) -> list[tuple[int, int]] | None:
+    def runs(self, moves: Moves, runs: list[tuple[int, int]]) -> list[tuple[int, int]] | None:
         """Return the runs of slots, one call each; None if the calls would be too short."""
-        if self.block_bytes == self.payload.shape[1]:
-            runs = consecutive(moves.slots)
-        else:  # padding separates the slots
+        if self.block_bytes != self.payload.shape[1]:  # padding separates the slots
             runs = [(index, index + 1) for index in range(len(moves))]
         return runs if len(moves) * self.block_bytes >= MIN_GATHER_BYTES * len(runs) else None
 
@@ -199,10 +204,10 @@ class _Pieces:
         self._move = _memmove(ctypes.CDLL(None))
         self._move_holding = _memmove(ctypes.PyDLL(None))
 
-    def copy(self, moves: Moves, *, is_offload: bool) -> None:
+    def copy(self, moves: Moves, slot_runs: list[tuple[int, int]], *, is_offload: bool) -> None:
         """Copy every piece of each block to or from its slot."""
         held = 0
-        for g1, g2, length in self._runs(moves) if self._is_dense else self._each(moves):
+        for g1, g2, length in self._runs(moves, slot_runs) if self._is_dense else self._each(moves):
             held += length
             target, source = (g2, g1) if is_offload else (g1, g2)
             if held < HELD_BYTES:
@@ -218,12 +223,13 @@ class _Pieces:
             for start, stride, length, slot_offset in self._pieces:
                 yield start + block * stride, at + slot_offset, length
 
-    def _runs(self, moves: Moves) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, moves: Moves, slot_runs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         """Like `_each`, for blocks and slots without gaps: neighbours on both sides are one move."""
         start, stride, length, _ = self._pieces[0]
-        for begin, end in consecutive(moves.slots, moves.blocks):
-            slot, block = int(moves.slots[begin]), int(moves.blocks[begin])
-            yield start + block * stride, self._slots + slot * stride, (end - begin) * length
+        slots, blocks = moves.slots.tolist(), moves.blocks.tolist()
+        runs = slot_runs if len(slot_runs) == len(moves) else consecutive(moves.slots, moves.blocks)
+        for begin, end in runs:
+            yield start + blocks[begin] * stride, self._slots + slots[begin] * stride, (end - begin) * length
 
 
 def _memmove(libc: ctypes.CDLL) -> Any:

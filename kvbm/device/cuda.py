@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 STREAMS_PER_DIRECTION = 2
 STAGING_BYTES = 32 << 20  # per stream
-# A copy of a batch costs the driver about a microsecond, in which a link of 50 GB/s carries 50 KB. An estimate:
-# bench/gpu/check_and_measure.py measures both ways.
-MIN_DIRECT_BYTES = 64 << 10
+# On an H100, vLLM 0.32 found a kernel faster than the driver's copies up to 28 KiB and slower above
+# (vllm/v1/kv_offload/cpu/swap_blocks_triton.py). bench/gpu/check_and_measure.py measures both ways of this module.
+MIN_DIRECT_BYTES = 32 << 10
 
 log = logging.getLogger(__name__)
 

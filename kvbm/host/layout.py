@@ -159,15 +159,16 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def consecutive(*columns: Numbers, border: int | None = None) -> list[tuple[int, int]]:
     """Return index ranges (begin, end) in which the numbers of each column increase by one. With `border`, no range
     goes beyond a multiple of it in the first column."""
-    first, *others = (np.asarray(column, np.int64) for column in columns)
-    if not len(first):
+    count = len(columns[0])
+    if not count:
         return []
-    is_break = first[1:] != first[:-1] + 1
-    for numbers in others:
-        is_break |= numbers[1:] != numbers[:-1] + 1
+    is_break = np.zeros(count - 1, bool)
+    for column in columns:
+        numbers = np.asarray(column, np.int64)
+        is_break |= numbers[1:] - numbers[:-1] != 1
     if border is not None:
-        is_break |= first[1:] % border == 0
-    return list(pairwise([0, *(is_break.nonzero()[0] + 1).tolist(), len(first)]))
+        is_break |= np.asarray(columns[0])[1:] % border == 0
+    return list(pairwise([0, *(is_break.nonzero()[0] + 1).tolist(), count]))
 
 
 def _pieces_of(tensor: torch.Tensor, storage: int, block_count: int, block_dim: int) -> Iterator[Piece]:
