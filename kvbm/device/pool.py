@@ -62,9 +62,11 @@ class TurnQueue:
     def put(self, task: Task) -> None:
         self._turns.setdefault(task.turn, deque()).append(task)
 
-    def take(self) -> Task:
-        """Remove and return the next copy. The rest of its turn waits behind all other turns."""
-        turn = next(iter(self._turns))
+    def take(self, may_run: Callable[[int], bool] = lambda turn: True) -> Task | None:
+        """Remove and return the next copy whose turn may run. The rest of its turn waits behind all other turns."""
+        turn = next(filter(may_run, self._turns), None)
+        if turn is None:
+            return None
         tasks = self._turns.pop(turn)
         task = tasks.popleft()
         if tasks:
@@ -90,11 +92,13 @@ class TurnQueue:
 
 
 class TransferPool:
-    """`thread_count` daemon threads, which run on all `allowed_cores`. See the module's text for the contract."""
+    """`thread_count` daemon threads, which run on all `allowed_cores`. At most `parts_at_once` of them, or all, copy for
+    the same turn. See the module's text for the contract."""
 
-    def __init__(self, thread_count: int, *, name: str) -> None:
+    def __init__(self, thread_count: int, *, name: str, parts_at_once: int | None = None) -> None:
         self._name = name
         self._cores = allowed_cores()
+        self._parts_at_once = parts_at_once or thread_count
         # Shared, under the lock of `_changed`: waiting tasks, the task of each thread, and ended tasks.
         self._changed = threading.Condition()
         self._waiting = TurnQueue()
@@ -165,12 +169,16 @@ class TransferPool:
 
     def _take(self, me: threading.Thread) -> Task | None:
         with self._changed:
-            while not self._waiting and not self._is_closed:
+            while not self._is_closed:
+                if (task := self._waiting.take(self._may_run)) is not None:
+                    self._running[me] = task
+                    return task
                 self._changed.wait()
-            if self._is_closed:
-                return None
-            task = self._running[me] = self._waiting.take()
-            return task
+            return None
+
+    def _may_run(self, turn: int) -> bool:
+        """A turn that may run again at the end of a copy is seen by the thread that has ended it."""
+        return sum(task.turn == turn for task in self._running.values()) < self._parts_at_once
 
     def _replace_dead_threads(self) -> None:
         """A thread can also die outside `attempt`: another thread may raise an exception in it, or memory runs out."""

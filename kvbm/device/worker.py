@@ -144,8 +144,10 @@ class Worker:
         slot_count = capacity.slot_count(layout.slot_stride, rank_count)
         pin = storages[0].is_cuda
         node = numa_node_of(storages[0]) if binds_memory else None
-        if pin:  # more threads would only wait for a stream
+        onboards_at_once, offloads_at_once, onboard_parts = CPU_PARTS, 1, CPU_PARTS
+        if pin:  # copies of a device share one link, and more threads would only wait for a stream
             thread_count = min(thread_count, STREAMS_PER_DIRECTION)
+            onboards_at_once, offloads_at_once, onboard_parts = thread_count, thread_count, 1
         with on_device(storages[0]):  # page-locks the memory
             segment = Segment.create(
                 rank=rank, layout=layout, slot_count=slot_count, node=node, pin=pin, progress=progress
@@ -153,9 +155,9 @@ class Worker:
         return cls(
             segment,
             DeviceCopier(layout, storages, segment),
-            onboard_pool=TransferPool(thread_count, name=f"kvbm-onboard-{rank}"),
-            offload_pool=TransferPool(thread_count, name=f"kvbm-offload-{rank}"),
-            onboard_parts=1 if storages[0].is_cuda else CPU_PARTS,  # the copies of a device share one link
+            onboard_pool=TransferPool(thread_count, name=f"kvbm-onboard-{rank}", parts_at_once=onboards_at_once),
+            offload_pool=TransferPool(thread_count, name=f"kvbm-offload-{rank}", parts_at_once=offloads_at_once),
+            onboard_parts=onboard_parts,
             repeats_onboards=repeats_onboards,
         )
 

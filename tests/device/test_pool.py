@@ -17,8 +17,8 @@ LIMIT_S = 30.0
 class ThreadHands:
     """Runs a TransferPool and waits for its results."""
 
-    def __init__(self, thread_count=1):
-        self.pool = TransferPool(thread_count, name="test")
+    def __init__(self, thread_count=1, **settings):
+        self.pool = TransferPool(thread_count, name="test", **settings)
 
     def ended(self, count):
         finished = []
@@ -144,6 +144,38 @@ def test_turns_alternate_and_keep_their_own_order():
         hands.ended(6 + isinstance(hands, ThreadHands))
         assert order == ["long 1", "short 1", "last 1", "long 2", "short 2", "long 3"]
         hands.close()
+
+
+def test_an_order_has_a_limited_number_of_threads_and_leaves_the_others_to_the_next_order():
+    hands, gates = ThreadHands(3, parts_at_once=2), [Gate() for _ in range(5)]
+    for gate, turn in zip(gates, (7, 7, 7, 8, 8), strict=True):
+        hands.pool.submit(gate, turn)
+    for index in (0, 1, 3):
+        assert gates[index].entered.wait(LIMIT_S)
+    gates[3].opened.set()
+    assert gates[4].entered.wait(LIMIT_S)
+    assert not gates[2].entered.is_set()
+    gates[0].opened.set()
+    assert gates[2].entered.wait(LIMIT_S)
+    for gate in gates:
+        gate.opened.set()
+    assert [end.error for end in hands.ended(5)] == [None] * 5
+    hands.close()
+
+
+def test_a_turn_that_waits_for_its_limit_runs_when_its_copy_has_ended():
+    hands, gates = ThreadHands(2, parts_at_once=1), [Gate() for _ in range(3)]
+    hands.pool.submit(gates[0], 7)
+    hands.pool.submit(gates[1], 7)
+    assert gates[0].entered.wait(LIMIT_S)
+    hands.pool.submit(gates[2], 8)
+    assert gates[2].entered.wait(LIMIT_S)
+    gates[0].opened.set()
+    assert gates[1].entered.wait(LIMIT_S)
+    for gate in gates:
+        gate.opened.set()
+    hands.ended(3)
+    hands.close()
 
 
 def test_a_copy_that_is_withdrawn_never_runs_and_leaves_its_turn():

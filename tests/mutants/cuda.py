@@ -305,6 +305,14 @@ MUTANTS = (
         fails=f"tests/device/test_pool.py {WORKER_TESTS}",
     ),
     Mutant(
+        name="pool-gives-one-order-all-threads",
+        bug="on the CPU, a long order takes all cores from the engine",
+        file="kvbm/device/pool.py",
+        old="for task in self._running.values()) < self._parts_at_once",
+        new="for task in self._running.values()) < self._parts_at_once + 1",
+        fails="tests/device/test_pool.py",
+    ),
+    Mutant(
         name="cuda-worker-has-no-slices",
         bug="a long onboard is one part, and a short one waits for all of it",
         file="kvbm/device/worker.py",
