@@ -92,8 +92,8 @@ class TurnQueue:
 
 
 class TransferPool:
-    """`thread_count` daemon threads, which run on all `allowed_cores`. At most `parts_at_once` of them, or all, copy for
-    the same turn. See the module's text for the contract."""
+    """`thread_count` daemon threads, which run on all `allowed_cores`. Of these, at most `parts_at_once`, or all, copy
+    for the same turn. See the module's text for the contract."""
 
     def __init__(self, thread_count: int, *, name: str, parts_at_once: int | None = None) -> None:
         self._name = name
