@@ -308,7 +308,8 @@ def _ready_words(generations: Numbers) -> NDArray[np.uint64]:
 def _indexes(numbers: Numbers, count: int) -> NDArray[np.int64]:
     """Return the numbers as an array. A number out of range is refused: it would silently name another slot."""
     indexes = np.asarray(numbers, np.int64)
-    if len(indexes) and indexes.view(np.uint64).max() >= count:  # a negative number is a large one
+    # as unsigned numbers, negative ones are large
+    if len(indexes) and np.maximum.reduce(indexes.view(np.uint64)) >= count:
         raise InvariantError(f"control words {indexes.min()}..{indexes.max()} of {count}")
     return indexes
 
@@ -316,6 +317,8 @@ def _indexes(numbers: Numbers, count: int) -> NDArray[np.int64]:
 def _combine(found: NDArray[np.uint64], generation: int, is_lost: Sequence[bool]) -> list[SlotState]:
     """Return the state of each slot over all ranks; `found` has one row of words per rank."""
     is_ready = found == _word(generation, SlotState.READY)
+    if is_ready.all():
+        return [SlotState.READY] * found.shape[1]
     is_reported = is_ready | (found == _word(generation, SlotState.FAILED)) | np.array(is_lost)[:, None]
     states = np.where(is_ready.all(axis=0), int(SlotState.READY), int(SlotState.FAILED))
     states[~is_reported.all(axis=0)] = int(SlotState.EMPTY)
