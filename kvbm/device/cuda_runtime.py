@@ -24,6 +24,7 @@ from kvbm.host.machine_memory import node_of_pci_device
 if TYPE_CHECKING:
     import torch
 
+LIBRARY = "libcuda.so.1"
 BATCH_COPY_VERSION = 12080  # CUDA 12.8; its signature has `failIdx`, which CUDA 13 removed from `_v2`
 SOURCE_ACCESS_IN_STREAM_ORDER = 1
 
@@ -166,7 +167,8 @@ class _Driver:
     """libcuda, which torch has loaded, for what torch has no call for."""
 
     def __init__(self, ordinal: int) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._cuda = ctypes.CDLL(LIBRARY)
+        self._set_context = ctypes.PyDLL(LIBRARY).cuCtxSetCurrent  # too short to release the GIL for
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._require(self._cuda.cuInit(0), "cuInit")
         self._require(self._cuda.cuDeviceGet(ctypes.byref(device), ordinal), "cuDeviceGet")
@@ -177,7 +179,7 @@ class _Driver:
     def use_context(self) -> None:
         """Bind the context of the device, which torch uses too, to the calling thread. `set_device` does not if the
         device is the default one, and then calls of the driver fail."""
-        self._require(self._cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+        self._require(self._set_context(self._context), "cuCtxSetCurrent")
 
     def _require(self, result: int, call: str) -> None:
         if result != 0:

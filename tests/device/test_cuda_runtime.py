@@ -114,8 +114,11 @@ def make_rig(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=None, device=None, **how: empty(*a, **how))
 
     def make(cache, driver):
-        load = ctypes.CDLL
-        monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else load(name))
+        for kind in ("CDLL", "PyDLL"):
+            load = getattr(ctypes, kind)
+            monkeypatch.setattr(
+                ctypes, kind, lambda name, load=load: driver if name == cuda_runtime.LIBRARY else load(name)
+            )
         rig = Rig(cache)
         runtime = CudaRuntime(torch.device("cuda", 1), rig.segment.payload)
         rig.copier = DeviceCopier(rig.layout, rig.storages, rig.segment, runtime=runtime)
