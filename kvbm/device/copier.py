@@ -97,13 +97,13 @@ class DeviceCopier:
         by_slot = np.asarray(slots, np.int64)
         order = by_slot.argsort(kind="stable")
         moves = Moves(by_slot[order], np.asarray(block_ids, np.int64)[order])
-        for name, numbers, count in (
-            ("block", moves.blocks, self._block_count),
-            ("slot", moves.slots, self._slot_count),
-        ):
-            # as unsigned numbers, negative ones are large
-            if len(numbers) and np.maximum.reduce(numbers.view(np.uint64)) >= count:
-                raise TransferError(f"{name} ids {numbers.min()}..{numbers.max()}, but there are {count}")
+        if not moves:
+            return moves
+        if moves.slots[0] < 0 or moves.slots[-1] >= self._slot_count:
+            raise TransferError(f"slots {moves.slots[0]}..{moves.slots[-1]}, but there are {self._slot_count}")
+        if np.maximum.reduce(moves.blocks.view(np.uint64)) >= self._block_count:  # a negative number is a large one
+            ids = moves.blocks
+            raise TransferError(f"blocks {ids.min()}..{ids.max()}, but there are {self._block_count}")
         return moves
 
 

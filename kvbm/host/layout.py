@@ -162,13 +162,18 @@ def consecutive(*columns: Numbers, border: int | None = None) -> list[tuple[int,
     count = len(columns[0])
     if not count:
         return []
-    is_break = np.zeros(count - 1, bool)
-    for column in columns:
-        numbers = np.asarray(column, np.int64)
-        is_break |= numbers[1:] - numbers[:-1] != 1
+    is_break, *others = (_is_break(np.asarray(column, np.int64)) for column in columns)
+    for other in others:
+        is_break |= other
     if border is not None:
         is_break |= np.asarray(columns[0])[1:] % border == 0
     return list(pairwise([0, *(is_break.nonzero()[0] + 1).tolist(), count]))
+
+
+def _is_break(numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether each number but the first is not the one before it plus one."""
+    is_break: NDArray[np.bool_] = numbers[1:] - numbers[:-1] != 1
+    return is_break
 
 
 def _pieces_of(tensor: torch.Tensor, storage: int, block_count: int, block_dim: int) -> Iterator[Piece]:
