@@ -69,8 +69,8 @@ MUTANTS = (
         name="copier-wraps-bad-numbers",
         bug="A negative block or slot is taken from the end instead of refused.",
         file="kvbm/device/copier.py",
-        old="if moves.slots[0] < 0 or moves.slots[-1] >= self._slot_count:",
-        new="if moves.slots[-1] >= self._slot_count:",
+        old="if np.maximum.reduce(moves.blocks.view(np.uint64)) >= self._block_count:",
+        new="if np.maximum.reduce(moves.blocks) >= self._block_count:",
         fails="tests/device/test_copier.py",
     ),
     Mutant(
