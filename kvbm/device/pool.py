@@ -3,7 +3,10 @@
 One thread owns a pool and calls `submit`, `poll` and `is_outstanding`; none of them waits. `poll` returns every ticket
 exactly once, with the error that ended it or None: `run` may raise anything, even SystemExit, its thread may die, and
 the pool may be closed. The only exception are copies that still run when the pool is closed; their daemon threads end
-with the process. Copies start in the order in which they were submitted.
+with the process.
+
+Copies of the same `turn`, the parts of one order, start in the order in which they were submitted. Turns alternate: a
+free thread takes a copy of the turn that has waited longest, so that a long order does not delay a short one.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Task:
+    """A submitted copy."""
+
     ticket: int
     run: Callable[[], None]
+    turn: int
 
     def finished(self, error: BaseException | None) -> Finished:
         return Finished(self.ticket, error)
@@ -44,16 +50,59 @@ class _Task:
         return self.finished(None)
 
 
-class TransferPool:
-    """`thread_count` daemon threads, which run on all `allowed_cores`. See the module's text for the contract."""
+class TurnQueue:
+    """Waiting copies of each turn, in the order of the turns. See the module's text."""
 
-    def __init__(self, thread_count: int, *, name: str) -> None:
+    def __init__(self) -> None:
+        self._turns: dict[int, deque[Task]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._turns.values()))
+
+    def put(self, task: Task) -> None:
+        self._turns.setdefault(task.turn, deque()).append(task)
+
+    def take(self, may_run: Callable[[int], bool] = lambda turn: True) -> Task | None:
+        """Remove and return the next copy whose turn may run. The rest of its turn waits behind all other turns."""
+        turn = next(filter(may_run, self._turns), None)
+        if turn is None:
+            return None
+        tasks = self._turns.pop(turn)
+        task = tasks.popleft()
+        if tasks:
+            self._turns[turn] = tasks
+        return task
+
+    def remove(self, ticket: int) -> bool:
+        """Return whether it was waiting."""
+        for turn, tasks in self._turns.items():
+            for task in tasks:
+                if task.ticket == ticket:
+                    tasks.remove(task)
+                    if not tasks:
+                        del self._turns[turn]
+                    return True
+        return False
+
+    def clear(self) -> list[Task]:
+        """Remove and return all."""
+        tasks = [task for waiting in self._turns.values() for task in waiting]
+        self._turns.clear()
+        return tasks
+
+
+class TransferPool:
+    """`thread_count` daemon threads, which run on all `allowed_cores`. Of these, at most `parts_at_once`, or all, copy
+    for the same turn. See the module's text for the contract."""
+
+    def __init__(self, thread_count: int, *, name: str, parts_at_once: int | None = None) -> None:
         self._name = name
         self._cores = allowed_cores()
+        self._parts_at_once = parts_at_once or thread_count
         # Shared, under the lock of `_changed`: waiting tasks, the task of each thread, and ended tasks.
         self._changed = threading.Condition()
-        self._waiting: deque[_Task] = deque()
-        self._running: dict[threading.Thread, _Task] = {}
+        self._waiting = TurnQueue()
+        self._running: dict[threading.Thread, Task] = {}
         self._finished: list[Finished] = []
         self._is_closed = False
         # Owned by the pool's owner.
@@ -61,16 +110,16 @@ class TransferPool:
         self._last_ticket = 0
         self._threads = [self._start_thread() for _ in range(thread_count)]
 
-    def submit(self, run: Callable[[], None]) -> int:
+    def submit(self, run: Callable[[], None], turn: int = 0) -> int:
         """Queue a copy. Returns its ticket; on a closed pool the ticket ends as failed."""
         self._last_ticket += 1
-        task = _Task(self._last_ticket, run)
+        task = Task(self._last_ticket, run, turn)
         self._outstanding.add(task.ticket)
         with self._changed:
             if self._is_closed:
                 self._finished.append(task.finished(TransferError(f"{self._name}: closed")))
             else:
-                self._waiting.append(task)
+                self._waiting.put(task)
                 self._changed.notify()
         return task.ticket
 
@@ -89,10 +138,8 @@ class TransferPool:
     def withdraw(self, ticket: int) -> bool:
         """Cancel a copy that has not started; `poll` does not return it. False if it has started."""
         with self._changed:
-            task = next((task for task in self._waiting if task.ticket == ticket), None)
-            if task is None:
+            if not self._waiting.remove(ticket):
                 return False
-            self._waiting.remove(task)
         self._outstanding.discard(ticket)
         return True
 
@@ -100,8 +147,7 @@ class TransferPool:
         """Fail the copies that have not started, and wait at most `timeout_s` for those that run."""
         with self._changed:
             self._is_closed = True
-            self._finished += [task.finished(TransferError(f"{self._name}: closed")) for task in self._waiting]
-            self._waiting.clear()
+            self._finished += [task.finished(TransferError(f"{self._name}: closed")) for task in self._waiting.clear()]
             self._changed.notify_all()
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -121,14 +167,18 @@ class TransferPool:
                 del self._running[me]
                 self._finished.append(end)
 
-    def _take(self, me: threading.Thread) -> _Task | None:
+    def _take(self, me: threading.Thread) -> Task | None:
         with self._changed:
-            while not self._waiting and not self._is_closed:
+            while not self._is_closed:
+                if (task := self._waiting.take(self._may_run)) is not None:
+                    self._running[me] = task
+                    return task
                 self._changed.wait()
-            if self._is_closed:
-                return None
-            task = self._running[me] = self._waiting.popleft()
-            return task
+            return None
+
+    def _may_run(self, turn: int) -> bool:
+        """A turn that may run again at the end of a copy is seen by the thread that has ended it."""
+        return sum(task.turn == turn for task in self._running.values()) < self._parts_at_once
 
     def _replace_dead_threads(self) -> None:
         """A thread can also die outside `attempt`: another thread may raise an exception in it, or memory runs out."""

@@ -18,13 +18,19 @@ def test_the_script_checks_and_measures_on_the_cpu(script, tmp_path):
         arguments += ["--device", "cpu"]
     output = subprocess.run(
         [sys.executable, REPOSITORY / script, *arguments], capture_output=True, text=True, check=True
-    ).stdout
-    assert "device: cpu\nno GPU was used" in output
-    assert "every byte was right" in output
+    )
+    assert "device: cpu\nno GPU was used" in output.stdout
+    assert "every byte was right" in output.stdout
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["device"], result["is_quick"]) == ("cpu", True)
     assert {row["direction"] for row in result["rows"]} == {"offload", "onboard"}
     assert {row["layout"] for row in result["rows"]} == {"block-contiguous", "layer-separate x16"}
+    if "gpu" in script:
+        effects = result["effects"]
+        assert effects["contexts_on_gpu_0"] == "not checked: no GPU was used"
+        assert set(effects["small_loads"]) == {"alone_ms", "behind_long_in_slices_ms", "behind_long_ms"}
+        assert set(effects["compute_time_ratio"]) == {"beside_offload", "beside_onboard"}
+        assert "failed" not in output.stderr
 
 
 def test_copies_need_neither_pydantic_nor_an_engine():

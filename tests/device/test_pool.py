@@ -17,8 +17,8 @@ LIMIT_S = 30.0
 class ThreadHands:
     """Runs a TransferPool and waits for its results."""
 
-    def __init__(self, thread_count=1):
-        self.pool = TransferPool(thread_count, name="test")
+    def __init__(self, thread_count=1, **settings):
+        self.pool = TransferPool(thread_count, name="test", **settings)
 
     def ended(self, count):
         finished = []
@@ -129,6 +129,70 @@ def test_copies_begin_in_the_order_in_which_they_were_submitted():
         hands.ended(5 + isinstance(hands, ThreadHands))
         assert order == [0, 1, 2, 3, 4]
         hands.close()
+
+
+def test_turns_alternate_and_keep_their_own_order():
+    """A short order waits for one part of a long one, not for all of them."""
+    for hands in (ThreadHands(), ManualHands()):
+        gate, order = Gate(), []
+        if isinstance(hands, ThreadHands):
+            hands.pool.submit(gate)
+            assert gate.entered.wait(LIMIT_S)
+        for name, turn in ("long 1", 7), ("long 2", 7), ("long 3", 7), ("short 1", 8), ("short 2", 8), ("last 1", 9):
+            hands.pool.submit(partial(order.append, name), turn)
+        gate.opened.set()
+        hands.ended(6 + isinstance(hands, ThreadHands))
+        assert order == ["long 1", "short 1", "last 1", "long 2", "short 2", "long 3"]
+        hands.close()
+
+
+def test_an_order_has_a_limited_number_of_threads_and_leaves_the_others_to_the_next_order():
+    hands, gates = ThreadHands(3, parts_at_once=2), [Gate() for _ in range(5)]
+    for gate, turn in zip(gates, (7, 7, 7, 8, 8), strict=True):
+        hands.pool.submit(gate, turn)
+    for index in (0, 1, 3):
+        assert gates[index].entered.wait(LIMIT_S)
+    gates[3].opened.set()
+    assert gates[4].entered.wait(LIMIT_S)
+    assert not gates[2].entered.is_set()
+    gates[0].opened.set()
+    assert gates[2].entered.wait(LIMIT_S)
+    for gate in gates:
+        gate.opened.set()
+    assert [end.error for end in hands.ended(5)] == [None] * 5
+    hands.close()
+
+
+def test_a_turn_that_waits_for_its_limit_runs_when_its_copy_has_ended():
+    hands, gates = ThreadHands(2, parts_at_once=1), [Gate() for _ in range(3)]
+    hands.pool.submit(gates[0], 7)
+    hands.pool.submit(gates[1], 7)
+    assert gates[0].entered.wait(LIMIT_S)
+    hands.pool.submit(gates[2], 8)
+    assert gates[2].entered.wait(LIMIT_S)
+    gates[0].opened.set()
+    assert gates[1].entered.wait(LIMIT_S)
+    for gate in gates:
+        gate.opened.set()
+    hands.ended(3)
+    hands.close()
+
+
+def test_a_copy_that_is_withdrawn_never_runs_and_leaves_its_turn():
+    hands, gate, order = ThreadHands(), Gate(), []
+    running = hands.pool.submit(gate)
+    assert gate.entered.wait(LIMIT_S)
+    first, second, other = (
+        hands.pool.submit(partial(order.append, name), turn) for name, turn in (("a1", 7), ("a2", 7), ("b1", 8))
+    )
+    assert not hands.pool.withdraw(running)
+    assert hands.pool.withdraw(first)
+    assert hands.pool.withdraw(other)
+    assert not hands.pool.withdraw(other)
+    gate.opened.set()
+    assert [end.ticket for end in hands.ended(2)] == [running, second]
+    assert order == ["a2"]
+    hands.close()
 
 
 def test_closing_fails_what_waits_and_waits_for_what_runs():
