@@ -4,15 +4,20 @@ One thread owns a pool and calls `submit`, `poll` and `is_outstanding`; none of 
 exactly once, with the error that ended it or None: `run` may raise anything, even SystemExit, its thread may die, and
 the pool may be closed. The only exception are copies that still run when the pool is closed; their daemon threads end
 with the process. Copies start in the order in which they were submitted.
+
+Linux wakes two threads that one thread notifies on the same core, even if another core is free, and there they run one
+after the other. Therefore the cores can be divided into disjoint shares, and each thread runs on one share. `submit`
+notifies the shares in turn, so that the parts of one order are copied at the same time.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvbm.errors import TransferError
@@ -44,14 +49,25 @@ class _Task:
         return self.finished(None)
 
 
-class TransferPool:
-    """`thread_count` daemon threads, which run on all `allowed_cores`. See the module's text for the contract."""
+def shares_of(cores: Iterable[int], share_count: int) -> list[set[int]]:
+    """Divide cores into disjoint shares of equal size, give or take one core. There are fewer if there are fewer cores.
+    Neighbours, which may be threads of one core or cores of one NUMA node, are in different shares."""
+    ordered = sorted(cores)
+    count = max(1, min(share_count, len(ordered)))
+    return [set(ordered[first::count]) for first in range(count)]
 
-    def __init__(self, thread_count: int, *, name: str) -> None:
+
+class TransferPool:
+    """`thread_count` daemon threads on all `allowed_cores`, which are divided into at most `share_count` shares. See
+    the module's text for the contract."""
+
+    def __init__(self, thread_count: int, *, name: str, share_count: int = 1) -> None:
         self._name = name
-        self._cores = allowed_cores()
-        # Shared, under the lock of `_changed`: waiting tasks, the task of each thread, and ended tasks.
-        self._changed = threading.Condition()
+        self._shares = shares_of(allowed_cores(), min(share_count, thread_count))
+        # Shared, under `_lock`: waiting tasks, the task of each thread, ended tasks, and per share the conditions of
+        # the threads that wait for a task and that no `submit` has notified.
+        self._lock = threading.Lock()
+        self._idle: list[list[threading.Condition]] = [[] for _ in self._shares]
         self._waiting: deque[_Task] = deque()
         self._running: dict[threading.Thread, _Task] = {}
         self._finished: list[Finished] = []
@@ -59,25 +75,26 @@ class TransferPool:
         # Owned by the pool's owner.
         self._outstanding: set[int] = set()
         self._last_ticket = 0
-        self._threads = [self._start_thread() for _ in range(thread_count)]
+        self._next_share = 0
+        self._threads = [self._start_thread(index) for index in range(thread_count)]
 
     def submit(self, run: Callable[[], None]) -> int:
         """Queue a copy. Returns its ticket; on a closed pool the ticket ends as failed."""
         self._last_ticket += 1
         task = _Task(self._last_ticket, run)
         self._outstanding.add(task.ticket)
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 self._finished.append(task.finished(TransferError(f"{self._name}: closed")))
             else:
                 self._waiting.append(task)
-                self._changed.notify()
+                self._wake_one()
         return task.ticket
 
     def poll(self) -> list[Finished]:
         """Return the tickets that have ended since the last call."""
         self._replace_dead_threads()
-        with self._changed:
+        with self._lock:
             finished, self._finished = self._finished, []
         self._outstanding.difference_update(end.ticket for end in finished)
         return finished
@@ -88,7 +105,7 @@ class TransferPool:
 
     def withdraw(self, ticket: int) -> bool:
         """Cancel a copy that has not started; `poll` does not return it. False if it has started."""
-        with self._changed:
+        with self._lock:
             task = next((task for task in self._waiting if task.ticket == ticket), None)
             if task is None:
                 return False
@@ -98,37 +115,58 @@ class TransferPool:
 
     def close(self, timeout_s: float) -> None:
         """Fail the copies that have not started, and wait at most `timeout_s` for those that run."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._finished += [task.finished(TransferError(f"{self._name}: closed")) for task in self._waiting]
             self._waiting.clear()
-            self._changed.notify_all()
+            for woken in itertools.chain(*self._idle):
+                woken.notify()
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
-    def _start_thread(self) -> threading.Thread:
-        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+    def _wake_one(self) -> None:
+        """Notify a thread of the next share that has an idle one. If none has, a busy thread takes the task later."""
+        for step in range(len(self._shares)):
+            share = (self._next_share + step) % len(self._shares)
+            if self._idle[share]:
+                self._next_share = share + 1
+                self._idle[share].pop().notify()
+                return
+
+    def _start_thread(self, index: int) -> threading.Thread:
+        share = index % len(self._shares)
+        thread = threading.Thread(target=self._work, args=(share,), name=self._name, daemon=True)
         thread.start()
         return thread
 
-    def _work(self) -> None:
-        os.sched_setaffinity(0, self._cores)  # of this thread alone
+    def _work(self, share: int) -> None:
+        os.sched_setaffinity(0, self._shares[share])  # of this thread alone
         me = threading.current_thread()
-        while (task := self._take(me)) is not None:
+        while (task := self._take(me, share)) is not None:
             end = task.attempt()
-            with self._changed:
+            with self._lock:
                 del self._running[me]
                 self._finished.append(end)
 
-    def _take(self, me: threading.Thread) -> _Task | None:
-        with self._changed:
+    def _take(self, me: threading.Thread, share: int) -> _Task | None:
+        with self._lock:
             while not self._waiting and not self._is_closed:
-                self._changed.wait()
+                self._wait(self._idle[share])
             if self._is_closed:
                 return None
             task = self._running[me] = self._waiting.popleft()
             return task
+
+    def _wait(self, idle: list[threading.Condition]) -> None:
+        """Wait until a `submit` notifies this thread. The lock is held before and after."""
+        woken = threading.Condition(self._lock)
+        idle.append(woken)
+        try:
+            woken.wait()
+        finally:
+            if woken in idle:
+                idle.remove(woken)
 
     def _replace_dead_threads(self) -> None:
         """A thread can also die outside `attempt`: another thread may raise an exception in it, or memory runs out."""
@@ -136,11 +174,11 @@ class TransferPool:
             return
         for index, thread in enumerate(self._threads):
             if not thread.is_alive():
-                with self._changed:
+                with self._lock:
                     task = self._running.pop(thread, None)
                     if task is not None:
                         self._finished.append(task.finished(TransferError(f"thread {thread.name} died")))
                 try:
-                    self._threads[index] = self._start_thread()
+                    self._threads[index] = self._start_thread(index)
                 except RuntimeError:  # no thread available; the next poll tries again
                     return

@@ -137,12 +137,13 @@ class Worker:
         pin = storages[0].is_cuda
         node = numa_node_of(storages[0]) if binds_memory else None
         segment = Segment.create(rank=rank, layout=layout, slot_count=slot_count, node=node, pin=pin, progress=progress)
+        onboard_parts = 1 if storages[0].is_cuda else CPU_PARTS  # the copies of a device share one link
         return cls(
             segment,
             DeviceCopier(layout, storages, segment),
-            onboard_pool=TransferPool(thread_count, name=f"kvbm-onboard-{rank}"),
+            onboard_pool=TransferPool(thread_count, name=f"kvbm-onboard-{rank}", share_count=onboard_parts),
             offload_pool=TransferPool(thread_count, name=f"kvbm-offload-{rank}"),
-            onboard_parts=1 if storages[0].is_cuda else CPU_PARTS,  # the copies of a device share one link
+            onboard_parts=onboard_parts,
             repeats_onboards=repeats_onboards,
         )
 
