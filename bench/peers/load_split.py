@@ -17,8 +17,7 @@ PARTS = {
     "bound": "order to worker*",
     "began": "worker to first copying thread*",
     "copied": "copy, until the last thread ends*",
-    "polled": "end of copy to the worker's poll*",
-    "reported": "poll to scheduler*",
+    "reported": "end of copy to report in the scheduler*",
     "scheduled": "report to the step that computes",
     "computed": "step that computes",
     "answered": "step to client",
@@ -56,7 +55,6 @@ def split(moments: Iterable[Mapping[str, Any]], sent_at: float, ttft_s: float) -
         times["bound"] = first(inside, "bound", times["ordered"])["at"]
         times["began"] = min(copy["began"] for copy in copies)
         times["copied"] = max(copy["at"] for copy in copies)
-        times["polled"] = [m["at"] for m in inside if m["moment"] == "polled" and m["at"] < reported[0]["at"]][-1]
         times["reported"] = reported[0]["at"]
     times["scheduled"] = scheduled["at"]
     times["computed"] = first(inside, "ended", scheduled["at"])["at"]

@@ -73,9 +73,9 @@ class TracedHooks:
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> Any:
-        answer = super().build_connector_worker_meta()  # type: ignore[misc]
-        MOMENTS.note("polled", has_answer=answer is not None)
-        return answer
+        message = super().build_connector_worker_meta()  # type: ignore[misc]
+        MOMENTS.note("polled", has_answer=message is not None)
+        return message
 
 
 class TracedCopier:
