@@ -26,11 +26,10 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Seconds of each part of one request, the engine's empty steps, and the copying threads."""
+    """Seconds of each part of one request, steps before the one that computes it, CPU time and cores of the copies."""
 
     parts: Mapping[str, float]
-    empty_steps: int
-    copy_threads: int
+    steps_before: int
     copy_cpu_s: float
     copy_cores: tuple[int, ...]
 
@@ -59,12 +58,10 @@ def split(moments: Iterable[Mapping[str, Any]], sent_at: float, ttft_s: float) -
     times["scheduled"] = scheduled["at"]
     times["computed"] = first(inside, "ended", scheduled["at"])["at"]
     times["answered"] = end
-    names = list(times)
     orders = [m for m in inside if m["moment"] == "ordered" and m["at"] < scheduled["at"]]
     return Split(
-        parts={name: times[name] - times[before] for before, name in itertools.pairwise(names)},
-        empty_steps=len(orders),
-        copy_threads=len({copy["thread"] for copy in copies}),
+        parts={name: times[name] - times[before] for before, name in itertools.pairwise(times)},
+        steps_before=len(orders),
         copy_cpu_s=sum(copy["cpu_s"] for copy in copies),
         copy_cores=tuple(sorted(copy["core"] for copy in copies)),
     )

@@ -35,7 +35,7 @@ class Moments:
 
     def copy(self, began: float, cpu_s: float) -> None:
         cpu_s = time.thread_time() - cpu_s
-        self.note("copied", began=began, cpu_s=cpu_s, core=current_core(), thread=threading.current_thread().name)
+        self.note("copied", began=began, cpu_s=cpu_s, core=current_core())
 
 
 def current_core() -> int:
@@ -71,11 +71,6 @@ class TracedHooks:
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         MOMENTS.note("bound")
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
-
-    def build_connector_worker_meta(self) -> Any:
-        message = super().build_connector_worker_meta()  # type: ignore[misc]
-        MOMENTS.note("polled", has_answer=message is not None)
-        return message
 
 
 class TracedCopier:

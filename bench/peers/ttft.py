@@ -9,6 +9,12 @@ Run it with an interpreter that has vLLM 0.32 for CPUs and this repository. It t
 10 GB of memory. `--minutes` ends it early with the pairs so far, `--arms` selects arms. It writes NAME.json with every
 sample, and NAME.md.
 
+With `--trace`, kvbm and native run with the connectors of `traced_loads.py`, and the result also has the medians of all
+parts of a hit's time to first token (`load_split.py`). Both arms alone take three and a half minutes:
+
+    python bench/peers/ttft.py --model /tmp/vllm-81m --arms kvbm native --trace \\
+        --output bench/results/NAME-peers-ttft-trace
+
     vllm      no connector: a prompt that was evicted from G1 is computed again
     kvbm      DynamoConnector
     lmcache   LMCacheMPConnector and its server, in the mode that supports CPUs
@@ -29,6 +35,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -114,7 +121,7 @@ def start_kvbm(flags: Flags, options: argparse.Namespace) -> Arm:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"kvbm": {"tiers": {"host": {"capacity": f"{HOST_BYTES >> 20}MiB"}}}},
     }
-    return start_traced("kvbm", flags, options, config)
+    return start_with("kvbm", flags, options, config)
 
 
 TRACED = {"kvbm": "TracedKvbm", "native": "TracedNative"}
@@ -132,10 +139,10 @@ def start_native(flags: Flags, options: argparse.Namespace) -> Arm:
             "cpu_bytes_to_use": HOST_BYTES,
         },
     }
-    return start_traced("native", flags, options, config)
+    return start_with("native", flags, options, config)
 
 
-def start_traced(name: str, flags: Flags, options: argparse.Namespace, config: dict[str, object]) -> Arm:
+def start_with(name: str, flags: Flags, options: argparse.Namespace, config: dict[str, object]) -> Arm:
     """Start a server with the connector that `config` names or, with `--trace`, the one that traces it."""
     environment = {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"}
     trace = None
@@ -196,6 +203,8 @@ def started(names: list[str], flags: Flags, options: argparse.Namespace) -> Iter
             arm.server.stop()
             if arm.sidecar is not None:
                 stop(arm.sidecar)
+            if arm.trace is not None:
+                shutil.rmtree(arm.trace)
         # The shared region of vLLM's tiering remains after SIGTERM of its server.
         Path(f"/dev/shm/vllm_offload_{NATIVE_ENGINE_ID}.mmap").unlink(missing_ok=True)
 
@@ -262,7 +271,7 @@ def split_of(arm: Arm) -> dict[str, object]:
     return {
         "host_ms": medians(host),
         "g1_ms": medians(arm.splits["g1"]),
-        "empty_steps": sorted(found.empty_steps for found in host),
+        "steps_before": sorted(found.steps_before for found in host),
         "copy_cpu_ms": round(statistics.median(found.copy_cpu_s for found in host) * 1000, 2),
         "copy_cores": [found.copy_cores for found in host],
     }
