@@ -301,14 +301,17 @@ def _ready_words(generations: Sequence[int]) -> NDArray[np.uint64]:
 
 def _indexes(numbers: Sequence[int], count: int) -> NDArray[np.int64]:
     """Return the numbers as an array. A number out of range is refused: it would silently name another slot."""
-    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+    indexes = np.array(numbers, np.int64)
+    if len(indexes) and not 0 <= indexes.min() <= indexes.max() < count:
         raise InvariantError(f"control words {min(numbers)}..{max(numbers)} of {count}")
-    return np.array(numbers, np.int64)
+    return indexes
 
 
 def _combine(found: NDArray[np.uint64], generation: int, is_lost: Sequence[bool]) -> list[SlotState]:
     """Return the state of each slot over all ranks; `found` has one row of words per rank."""
     is_ready = found == _word(generation, SlotState.READY)
+    if is_ready.all():
+        return [SlotState.READY] * found.shape[1]
     is_reported = is_ready | (found == _word(generation, SlotState.FAILED)) | np.array(is_lost)[:, None]
     states = np.where(is_ready.all(axis=0), int(SlotState.READY), int(SlotState.FAILED))
     states[~is_reported.all(axis=0)] = int(SlotState.EMPTY)
