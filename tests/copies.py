@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ BLOCKS = 12
 SLOTS = 9
 
 
+@lru_cache(maxsize=64)
 def pattern(name: str, length: int) -> np.ndarray:
     """`length` bytes that nothing else has."""
     return np.frombuffer(hashlib.shake_128(name.encode()).digest(length), np.uint8)

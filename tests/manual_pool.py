@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbm.device.pool import Finished
+from kvbm.device.pool import Finished, Task, TurnQueue
 from kvbm.errors import TransferError
 
 
@@ -12,19 +12,19 @@ class ManualPool:
     """A transfer pool whose copies run in the caller's thread, one for each `run_next`."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self._waiting = TurnQueue()
         self._finished: list[Finished] = []
         self._outstanding: set[int] = set()
         self._last_ticket = 0
         self._is_closed = False
 
-    def submit(self, run: Callable[[], None]) -> int:
+    def submit(self, run: Callable[[], None], turn: int = 0) -> int:
         self._last_ticket += 1
         self._outstanding.add(self._last_ticket)
         if self._is_closed:
             self._finished.append(Finished(self._last_ticket, TransferError("closed")))
         else:
-            self._waiting.append((self._last_ticket, run))
+            self._waiting.put(Task(self._last_ticket, run, turn))
         return self._last_ticket
 
     def poll(self) -> list[Finished]:
@@ -41,8 +41,7 @@ class ManualPool:
 
     def close(self, timeout_s: float) -> None:
         self._is_closed = True
-        self._finished += [Finished(ticket, TransferError("closed")) for ticket, _ in self._waiting]
-        self._waiting.clear()
+        self._finished += [task.finished(TransferError("closed")) for task in self._waiting.clear()]
 
     def waiting(self) -> int:
         """Return how many copies have not run."""
@@ -50,15 +49,9 @@ class ManualPool:
 
     def run_next(self) -> None:
         """Run the first waiting copy to its end."""
-        ticket, run = self._waiting.pop(0)
-        error = None
-        try:
-            run()
-        except BaseException as raised:
-            error = raised
-        self._finished.append(Finished(ticket, error))
+        self._finished.append(self._waiting.take().attempt())
 
     def lose_next(self) -> None:
         """Break the contract: the first waiting copy never runs, and its ticket is never reported."""
         if self._waiting:
-            self._outstanding.discard(self._waiting.pop(0)[0])
+            self._outstanding.discard(self._waiting.take().ticket)

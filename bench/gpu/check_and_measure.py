@@ -15,6 +15,10 @@ On the CPU a call moves at most `CPU_CALL_BYTES`. Above a threshold, libc's memc
 twice the bytes per second, which no copy of pieces of 2 MiB or less does. `memcpy_streaming_gb_s` in the result is that
 speed.
 
+On CUDA, short pieces are measured in four ways: through the staging buffer or directly, each with the driver's call
+for many copies or one by one. `way` names it; `kvbm` is the one that kvbm chooses, by `MIN_DIRECT_BYTES` in
+`kvbm/device/cuda.py`. `device_effects.py` then measures what copies cost others.
+
 `device: cpu` in the result means that no CUDA code ran.
 """
 
@@ -40,6 +44,9 @@ import torch
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+import device_effects  # noqa: E402
+
+from kvbm.device import cuda  # noqa: E402
 from kvbm.device.copier import DeviceCopier  # noqa: E402
 from kvbm.host.layout import BlockLayout  # noqa: E402
 from kvbm.host.region import Segment  # noqa: E402
@@ -80,11 +87,22 @@ SHAPES = {
 }
 
 
+WAY_SHAPES = tuple(Shape(size, 16) for size in (4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, MIB))
+WAYS = {  # (whether the driver copies many ranges in one call, shortest piece that is copied directly)
+    "staged, batch": (True, 1 << 60),
+    "staged, one by one": (False, 1 << 60),
+    "direct, batch": (True, 1),
+    "direct, one by one": (False, 1),
+}
+CHOSEN = "kvbm"
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measurement. `slots` is the order of the slots in a call; blocks of G1 are always scattered."""
 
     layout: str
+    way: str
     piece_bytes: int
     direction: str
     slots: str
@@ -96,14 +114,14 @@ class Row:
 class Rig:
     """A cache on `device`, a segment of as many slots, and the copier between them."""
 
-    def __init__(self, shape: Shape, device: str, arena_bytes: int) -> None:
+    def __init__(self, shape: Shape, device: str, arena_bytes: int, way: str = CHOSEN) -> None:
         block_bytes = shape.piece_bytes * shape.layers
         self.batch = BATCH_BLOCKS if device == "cuda" else max(1, min(BATCH_BLOCKS, CPU_CALL_BYTES // block_bytes))
         self.block_count = max(2 * self.batch, arena_bytes // block_bytes)
         self.layout = shape.layout(self.block_count)
         self.storage = torch.zeros(self.layout.storage_bytes(0), dtype=torch.uint8, device=device)
         self.segment = Segment.create(rank=0, layout=self.layout, slot_count=self.block_count, pin=self.storage.is_cuda)
-        self.copier = DeviceCopier(self.layout, [self.storage], self.segment)
+        self.copier = copier_of(way, self.layout, self.storage, self.segment)
         self.payload = torch.from_numpy(self.segment.payload).view(-1)
         self.random = np.random.default_rng(0)
 
@@ -155,9 +173,23 @@ class Rig:
             self.copier.onboard(slots, blocks, self.copier.fence())
 
 
-def check(shape: Shape, device: str) -> None:
+def copier_of(way: str, layout: BlockLayout, storage: torch.Tensor, segment: Segment) -> DeviceCopier:
+    """Return a copier that copies this way. The direct ways require a driver that copies many ranges in one call."""
+    if way == CHOSEN:
+        return DeviceCopier(layout, [storage], segment)
+    uses_batch_copy, shortest = WAYS[way]
+    chosen, cuda.MIN_DIRECT_BYTES = cuda.MIN_DIRECT_BYTES, shortest
+    try:
+        copier = DeviceCopier(layout, [storage], segment)
+    finally:
+        cuda.MIN_DIRECT_BYTES = chosen
+    copier._path._uses_batch_copy &= uses_batch_copy
+    return copier
+
+
+def check(shape: Shape, device: str, way: str = CHOSEN) -> None:
     """Offload, onboard into other blocks and compare every byte; AssertionError names the wrong block."""
-    rig = Rig(shape, device, 0)
+    rig = Rig(shape, device, 0, way)
     for slots in (rig.scattered(), rig.consecutive()):
         blocks, others = rig.scattered(), rig.scattered()
         contents = [rig.fill(block) for block in blocks]
@@ -169,8 +201,10 @@ def check(shape: Shape, device: str) -> None:
     rig.close()
 
 
-def measure(shape: Shape, device: str, *, arena_bytes: int, sample_bytes: int, rounds: int) -> list[Row]:
-    rig = Rig(shape, device, arena_bytes)
+def measure(
+    shape: Shape, device: str, way: str = CHOSEN, *, arena_bytes: int, sample_bytes: int, rounds: int
+) -> list[Row]:
+    rig = Rig(shape, device, arena_bytes, way)
     call_bytes = rig.batch * rig.layout.block_bytes
     calls = max(1, sample_bytes // call_bytes)
     total_gb = calls * call_bytes / 1e9
@@ -192,6 +226,7 @@ def measure(shape: Shape, device: str, *, arena_bytes: int, sample_bytes: int, r
         rows.append(
             Row(
                 layout=shape.name,
+                way=way,
                 piece_bytes=shape.piece_bytes,
                 direction=direction,
                 slots=slots_are,
@@ -241,10 +276,11 @@ def machine_facts(device: str) -> dict[str, object]:
 
 
 def print_rows(rows: Sequence[Row], aim: float) -> None:
-    print(f"{'layout':<20} {'piece':>8} {'direction':<9} {'slots':<12} {'copier':>8} {'memcpy':>8} {'ratio':>6}")
+    titles = f"{'layout':<20} {'way':<18} {'piece':>8} {'direction':<9} {'slots':<12}"
+    print(f"{titles} {'copier':>8} {'memcpy':>8} {'ratio':>6}")
     for row in rows:
         print(
-            f"{row.layout:<20} {row.piece_bytes // KIB:>4} KiB {row.direction:<9} {row.slots:<12} "
+            f"{row.layout:<20} {row.way:<18} {row.piece_bytes // KIB:>4} KiB {row.direction:<9} {row.slots:<12} "
             f"{row.copier_gb_s:>8.2f} {row.memcpy_gb_s:>8.2f} {row.ratio:>6.2f}{'' if row.ratio >= aim else '  < aim'}"
         )
 
@@ -253,12 +289,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="few bytes and rounds, to check that the script works")
+    parser.add_argument("--use-gpu-1-only", action="store_true", help="only say whether copies of GPU 1 use GPU 0")
     parser.add_argument("--output", type=Path, help="write the result as JSON to this file")
     return parser.parse_args()
 
 
 def run(device: str, *, quick: bool) -> dict[str, object]:
-    """Check and measure every shape and print each result; returns the content of the result file."""
+    """Check and measure the copies of every shape and print each result; returns the content of the result file."""
     torch.set_num_threads(1)
     facts, aim = machine_facts(device), AIM[device]
     print(f"device: {facts['device']}")
@@ -273,14 +310,28 @@ def run(device: str, *, quick: bool) -> dict[str, object]:
     for shape in shapes:
         check(shape, device)
         rows += measure(shape, device, **size)
-    print(f"every byte was right: both directions, {len(shapes)} shapes of cache")
-    print_rows(rows, aim)
-    return facts | {"is_quick": quick, "batch_blocks": BATCH_BLOCKS, "aim": aim, "rows": [asdict(row) for row in rows]}
+    way_rows: list[Row] = []
+    for shape, way in itertools.product(WAY_SHAPES[:: 3 if quick else 1], WAYS) if device == "cuda" else ():
+        check(shape, device, way)
+        way_rows += measure(shape, device, way, **size)
+    print(f"every byte was right: both directions, {len(shapes)} shapes of cache, {len(way_rows) // 4} in another way")
+    print_rows(rows + way_rows, aim)
+    return facts | {
+        "is_quick": quick,
+        "batch_blocks": BATCH_BLOCKS,
+        "aim": aim,
+        "rows": [asdict(row) for row in rows],
+        "ways": [asdict(row) for row in way_rows],
+    }
 
 
 def main() -> int:
     arguments = parse()
+    if arguments.use_gpu_1_only:
+        print(device_effects.use_gpu_1_only())
+        return 0
     result = run(arguments.device, quick=arguments.quick)
+    result["effects"] = device_effects.measure_all(arguments.device, quick=arguments.quick)
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0

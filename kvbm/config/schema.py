@@ -177,7 +177,10 @@ class OnboardSection(Section):
 
 class TransferSection(Section):
     max_concurrent: int = Field(
-        default=4, ge=1, le=64, description="Maximum number of parallel transfers between G1 and G2, per rank."
+        default=4,
+        ge=1,
+        le=64,
+        description="Maximum number of parallel transfers between G1 and G2, per rank. On a GPU it is 2 at most.",
     )
     batch_blocks: int = Field(
         default=16, ge=1, le=65536, description="Maximum number of blocks in one offload transfer."

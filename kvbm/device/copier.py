@@ -23,11 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.errors import InvariantError, TransferError
-from kvbm.host.layout import consecutive
+from kvbm.host.layout import Numbers, consecutive
 
 if TYPE_CHECKING:
     import torch
 
+    from kvbm.device.cuda_runtime import CudaRuntime
     from kvbm.host.layout import BlockLayout
     from kvbm.host.region import Segment
 
@@ -36,21 +37,42 @@ MIN_GATHER_BYTES = 256 << 10
 HELD_BYTES = 512 << 10
 
 
-Moves = Sequence[tuple[int, int]]  # (slot, block) in the order of the slots, which is what makes runs
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Slot `slots[i]` belongs to block `blocks[i]`, in the order of the slots, which is what makes runs."""
+
+    slots: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, part: slice) -> Moves:
+        return Moves(self.slots[part], self.blocks[part])
 
 
 class DeviceCopier:
-    """Copies between `storages`, which have this `layout`, and `segment`. See the module's text."""
+    """Copies between `storages`, which have this `layout`, and `segment`, through `runtime` or, without one, the
+    runtime of the storages' device. See the module's text."""
 
-    def __init__(self, layout: BlockLayout, storages: Sequence[torch.Tensor], segment: Segment) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        storages: Sequence[torch.Tensor],
+        segment: Segment,
+        *,
+        runtime: CudaRuntime | None = None,
+    ) -> None:
         _check_storages(layout, storages, segment)
         self._block_count = layout.block_count
         self._slot_count = segment.info.slot_count
         self._path: _Path
-        if storages[0].is_cuda:
+        if storages[0].is_cuda or runtime is not None:
             from kvbm.device.cuda import CudaPath
+            from kvbm.device.cuda_runtime import CudaRuntime
 
-            self._path = CudaPath(layout, storages, segment.payload, segment.slots_per_pin)
+            runtime = runtime or CudaRuntime(storages[0].device, segment.payload)
+            self._path = CudaPath(layout, storages, segment.payload, segment.slots_per_pin, runtime)
         else:
             self._path = _CpuPath(layout, [storage.numpy() for storage in storages], segment.payload)
 
@@ -58,24 +80,31 @@ class DeviceCopier:
         """Mark the work submitted to the device by the engine's thread so far. A copy with this fence waits for it."""
         return self._path.fence()
 
-    def offload(self, block_ids: Sequence[int], slots: Sequence[int], fence: object | None) -> None:
+    def offload(self, block_ids: Numbers, slots: Numbers, fence: object | None) -> None:
         """Copy block `block_ids[i]` to slot `slots[i]`. Raises TransferError."""
         if moves := self._checked(block_ids, slots):
             self._path.offload(moves, fence)
 
-    def onboard(self, slots: Sequence[int], block_ids: Sequence[int], fence: object | None) -> None:
+    def onboard(self, slots: Numbers, block_ids: Numbers, fence: object | None) -> None:
         """Copy slot `slots[i]` to block `block_ids[i]`. Raises TransferError."""
         if moves := self._checked(block_ids, slots):
             self._path.onboard(moves, fence)
 
-    def _checked(self, block_ids: Sequence[int], slots: Sequence[int]) -> Moves:
-        """Return (slot, block) pairs in slot order. A number out of range would overwrite other blocks or memory."""
+    def _checked(self, block_ids: Numbers, slots: Numbers) -> Moves:
+        """Return the moves in slot order. A number out of range would overwrite other blocks or memory."""
         if len(block_ids) != len(slots):
             raise TransferError(f"copy of {len(block_ids)} blocks and {len(slots)} slots")
-        for name, numbers, count in (("block", block_ids, self._block_count), ("slot", slots, self._slot_count)):
-            if numbers and not 0 <= min(numbers) <= max(numbers) < count:
-                raise TransferError(f"{name} ids {min(numbers)}..{max(numbers)}, but there are {count}")
-        return sorted(zip(slots, block_ids, strict=True))
+        by_slot = np.asarray(slots, np.int64)
+        order = by_slot.argsort(kind="stable")
+        moves = Moves(by_slot[order], np.asarray(block_ids, np.int64)[order])
+        for name, numbers, count in (
+            ("block", moves.blocks, self._block_count),
+            ("slot", moves.slots, self._slot_count),
+        ):
+            # as unsigned numbers, negative ones are large
+            if len(numbers) and np.maximum.reduce(numbers.view(np.uint64)) >= count:
+                raise TransferError(f"{name} ids {numbers.min()}..{numbers.max()}, but there are {count}")
+        return moves
 
 
 class _Path(Protocol):
@@ -97,15 +126,17 @@ class _CpuPath:
         """No fence: the forward pass ran in the engine's thread before it passed this order."""
 
     def offload(self, moves: Moves, fence: object | None) -> None:
-        if self._rows is None or (runs := self._rows.runs(moves)) is None:
-            self._pieces.copy(moves, is_offload=True)
+        slot_runs = consecutive(moves.slots)
+        if self._rows is None or (runs := self._rows.runs(moves, slot_runs)) is None:
+            self._pieces.copy(moves, slot_runs, is_offload=True)
             return
         for rows, slots in self._rows.spans(moves, runs):
             np.take(self._rows.g1, rows, axis=0, out=slots, mode="clip")
 
     def onboard(self, moves: Moves, fence: object | None) -> None:
-        if self._rows is None or (runs := self._rows.runs(moves)) is None:
-            self._pieces.copy(moves, is_offload=False)
+        slot_runs = consecutive(moves.slots)
+        if self._rows is None or (runs := self._rows.runs(moves, slot_runs)) is None:
+            self._pieces.copy(moves, slot_runs, is_offload=False)
             return
         for rows, slots in self._rows.spans(moves, runs):
             self._rows.g1[rows] = slots
@@ -141,20 +172,17 @@ class _Rows:
             block_bytes=layout.block_bytes,
         )
 
-    def runs(self, moves: Moves) -> list[tuple[int, int]] | None:
+    def runs(self, moves: Moves, runs: list[tuple[int, int]]) -> list[tuple[int, int]] | None:
         """Return the runs of slots, one call each; None if the calls would be too short."""
-        if self.block_bytes == self.payload.shape[1]:
-            runs = consecutive([slot for slot, _ in moves])
-        else:  # padding separates the slots
+        if self.block_bytes != self.payload.shape[1]:  # padding separates the slots
             runs = [(index, index + 1) for index in range(len(moves))]
         return runs if len(moves) * self.block_bytes >= MIN_GATHER_BYTES * len(runs) else None
 
     def spans(self, moves: Moves, runs: list[tuple[int, int]]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Yield (row numbers in G1, rows of the slots), per run of slots."""
         for begin, end in runs:
-            blocks = np.array([block for _, block in moves[begin:end]])
-            rows = blocks[:, None] * self.rows_per_stride + self.rows_of_block_0
-            first = moves[begin][0]
+            rows = moves.blocks[begin:end, None] * self.rows_per_stride + self.rows_of_block_0
+            first = int(moves.slots[begin])
             data = self.payload[first : first + end - begin, : self.block_bytes].reshape(-1)
             yield rows.reshape(-1), data.view(np.int64).reshape(-1, self.g1.shape[1])
 
@@ -176,10 +204,10 @@ class _Pieces:
         self._move = _memmove(ctypes.CDLL(None))
         self._move_holding = _memmove(ctypes.PyDLL(None))
 
-    def copy(self, moves: Moves, *, is_offload: bool) -> None:
+    def copy(self, moves: Moves, slot_runs: list[tuple[int, int]], *, is_offload: bool) -> None:
         """Copy every piece of each block to or from its slot."""
         held = 0
-        for g1, g2, length in self._runs(moves) if self._is_dense else self._each(moves):
+        for g1, g2, length in self._runs(moves, slot_runs) if self._is_dense else self._each(moves):
             held += length
             target, source = (g2, g1) if is_offload else (g1, g2)
             if held < HELD_BYTES:
@@ -190,17 +218,18 @@ class _Pieces:
 
     def _each(self, moves: Moves) -> Iterator[tuple[int, int, int]]:
         """Yield (address in G1, address in the segment, length) of every piece."""
-        for slot, block in moves:
+        for slot, block in zip(moves.slots.tolist(), moves.blocks.tolist(), strict=True):
             at = self._slots + slot * self._slot_stride
             for start, stride, length, slot_offset in self._pieces:
                 yield start + block * stride, at + slot_offset, length
 
-    def _runs(self, moves: Moves) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, moves: Moves, slot_runs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         """Like `_each`, for blocks and slots without gaps: neighbours on both sides are one move."""
         start, stride, length, _ = self._pieces[0]
-        for begin, end in consecutive([slot for slot, _ in moves], [block for _, block in moves]):
-            slot, block = moves[begin]
-            yield start + block * stride, self._slots + slot * stride, (end - begin) * length
+        slots, blocks = moves.slots.tolist(), moves.blocks.tolist()
+        runs = slot_runs if len(slot_runs) == len(moves) else consecutive(moves.slots, moves.blocks)
+        for begin, end in runs:
+            yield start + blocks[begin] * stride, self._slots + slots[begin] * stride, (end - begin) * length
 
 
 def _memmove(libc: ctypes.CDLL) -> Any:

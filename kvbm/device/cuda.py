@@ -1,18 +1,26 @@
 """CudaPath: copies between G1 on a CUDA device and page-locked slots. `copier` checks the numbers and calls it.
 
-There is one stream per direction. It waits for the fence, all copies are enqueued, then the copying thread waits for
-the device. Pieces of layer-separate caches pass through a staging buffer on the device (`index_select` out of G1,
-`index_copy_` into it), so that whole blocks cross the link, consecutive slots in one copy. A block of one piece is
-copied directly.
+Each direction has two streams of the least priority. A copying thread takes a free one, and everything on it in order:
+
+    offload   wait for the fence | rows to the device | gather G1 -> staging | staging -> slots | event
+    onboard   wait for the fence | rows to the device | slots -> staging | scatter staging -> G1 | event
+    direct    wait for the fence | G1 <-> slots | event
+
+It returns the stream only when the device has reached the event, or after an error has ended all work of the stream.
+So the buffers of a stream have one user at a time, and while one stream copies over the link, the other one gathers.
+Whole blocks cross the link, consecutive slots in one copy. No copy crosses the border of two page-locked ranges.
+
+Copies are direct if a block is one piece, or if the driver takes all pieces in one call and they are long enough.
 
 torch releases the GIL in each call, and a copying thread may wait long to reacquire it. So the copies of a batch are
-one call. No thread waits for the device while it holds the stream's lock.
+one call. `cuda_runtime` has the calls of torch and of the driver.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import queue
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd
@@ -21,116 +29,197 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbm.device.cuda_runtime import Spans
 from kvbm.errors import TransferError
 from kvbm.host.layout import consecutive
-from kvbm.host.machine_memory import node_of_pci_device
 
 if TYPE_CHECKING:
     import torch
 
     from kvbm.device.copier import Moves
-    from kvbm.host.layout import BlockLayout, Sheet
+    from kvbm.device.cuda_runtime import CudaRuntime
+    from kvbm.host.layout import BlockLayout, Piece, Sheet
 
-STAGING_BYTES = 64 << 20
+STREAMS_PER_DIRECTION = 2
+STAGING_BYTES = 32 << 20  # per stream
+# On an H100, vLLM 0.32 found a kernel faster than the driver's copies up to 28 KiB and slower above
+# (vllm/v1/kv_offload/cpu/swap_blocks_triton.py). bench/gpu/check_and_measure.py measures both ways of this module.
+MIN_DIRECT_BYTES = 32 << 10
+
+log = logging.getLogger(__name__)
 
 
 class CudaPath:
-    """Copies on one CUDA device. The segment should be page-locked: copies from pageable memory are slow. No copy
-    crosses a multiple of `slots_per_pin`."""
+    """Copies on one CUDA device, in any number of threads. The segment should be page-locked: copies from pageable
+    memory are slow. No copy crosses a multiple of `slots_per_pin`."""
 
     def __init__(
         self,
         layout: BlockLayout,
         storages: Sequence[torch.Tensor],
         payload: NDArray[np.uint8],
-        slots_per_pin: int | None = None,
+        slots_per_pin: int | None,
+        runtime: CudaRuntime,
     ) -> None:
         import torch
 
+        self._runtime = runtime
+        self._uses_batch_copy = runtime.has_batch_copy
+        self._slots_per_pin = slots_per_pin
+        self._slot_stride = payload.shape[1]
         numbers = [number for p in layout.pieces for number in (p.offset, p.block_stride, p.length)]
         element = torch.int64 if gcd(*numbers) % 8 == 0 else torch.uint8
-        self._device = storages[0].device
-        self._slots_per_pin = slots_per_pin
-        self._slots = torch.from_numpy(payload).view(element)
-        self._block_size = layout.block_bytes // element.itemsize
         self._sheets = [_DeviceSheet.of(sheet, layout.block_count, storages, element) for sheet in layout.sheets()]
-        self._is_direct = len(layout.pieces) == 1
-        staging = 0 if self._is_direct else min(layout.block_count, max(1, STAGING_BYTES // layout.slot_stride))
-        self._out = _Direction(self._device, self._slots, staging)
-        self._back = _Direction(self._device, self._slots, staging)
+        self._pieces = [
+            _DevicePieces.of(layout, index, storage) for index, storage in enumerate(storages[: layout.storage_count])
+        ]
+        self._is_dense = len(layout.pieces) == 1 and layout.pieces[0].block_stride == layout.slot_stride
+        self._is_direct = _is_direct(layout, self._uses_batch_copy)
+        staged = 0 if self._is_direct else min(layout.block_count, max(1, STAGING_BYTES // layout.slot_stride))
+        self._batch_blocks = staged or layout.block_count
+        self._out, self._back = self._make_streams(staged, element), self._make_streams(staged, element)
 
     def fence(self) -> object:
-        import torch
-
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._runtime.record_engine()
 
     def offload(self, moves: Moves, fence: object | None) -> None:
-        slots, blocks = zip(*moves, strict=True)
-        self._out.run(fence, lambda: self._enqueue_offload(blocks, slots))
+        self._run(self._out, moves, fence, self._enqueue_direct_offload if self._is_direct else self._enqueue_offload)
 
     def onboard(self, moves: Moves, fence: object | None) -> None:
-        slots, blocks = zip(*moves, strict=True)
-        self._back.run(fence, lambda: self._enqueue_onboard(blocks, slots))
+        self._run(self._back, moves, fence, self._enqueue_direct_onboard if self._is_direct else self._enqueue_onboard)
 
-    def _enqueue_offload(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        if self._is_direct:
-            g1, g2 = self._direct_runs(blocks, slots)
-            _copy_all(g2, g1)
-            return
+    def _make_streams(self, staged: int, element: torch.dtype) -> queue.SimpleQueue[_CopyStream]:
+        """Return the free streams of a direction."""
+        least, _ = self._runtime.priority_range()
+        streams: queue.SimpleQueue[_CopyStream] = queue.SimpleQueue()
+        for _ in range(STREAMS_PER_DIRECTION):
+            streams.put(_CopyStream.make(self._runtime, least, staged, self._slot_stride, element))
+        return streams
+
+    # -- one batch on one stream ---------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        streams: queue.SimpleQueue[_CopyStream],
+        moves: Moves,
+        fence: object | None,
+        enqueue: Callable[[_CopyStream, Moves], object],
+    ) -> None:
+        """Run one batch after the other. Raises TransferError, also only when the device is done."""
+        self._runtime.use_device()
+        for begin in range(0, len(moves), self._batch_blocks):
+            stream = streams.get()
+            try:
+                self._run_batch(stream, moves[begin : begin + self._batch_blocks], fence, enqueue)
+            finally:
+                streams.put(stream)
+
+    def _run_batch(
+        self,
+        stream: _CopyStream,
+        moves: Moves,
+        fence: object | None,
+        enqueue: Callable[[_CopyStream, Moves], object],
+    ) -> None:
+        runtime, handle = self._runtime, stream.handle
+        try:
+            if fence is not None:
+                runtime.wait(handle, fence)
+            kept = enqueue(stream, moves)
+            runtime.synchronize(runtime.record(handle))
+            del kept  # the driver may read it until here
+        except BaseException as error:  # whatever it is, copies that were enqueued before it may still run
+            self._drain(stream)
+            if not isinstance(error, RuntimeError):
+                raise
+            raise TransferError(f"copy on a CUDA device failed: {error}") from error
+
+    def _drain(self, stream: _CopyStream) -> None:
+        """Wait for copies that were enqueued before the failure. A lost context copies nothing any more."""
+        with suppress(RuntimeError):
+            self._runtime.synchronize_stream(stream.handle)
+
+    def _enqueue_offload(self, stream: _CopyStream, moves: Moves) -> object:
+        rows = stream.upload_rows(self._runtime, moves.blocks)
+        for sheet in self._sheets:
+            self._runtime.gather(stream.handle, sheet.g1, rows, sheet.inside(stream.staging[: len(moves)]))
+        return self._copy(stream, [self._staged(stream, moves)], to_host=True)
+
+    def _enqueue_onboard(self, stream: _CopyStream, moves: Moves) -> object:
+        rows = stream.upload_rows(self._runtime, moves.blocks)
+        kept = self._copy(stream, [self._staged(stream, moves)], to_host=False)
+        for sheet in self._sheets:
+            self._runtime.scatter(stream.handle, sheet.inside(stream.staging[: len(moves)]), rows, sheet.g1)
+        return kept
+
+    def _enqueue_direct_offload(self, stream: _CopyStream, moves: Moves) -> object:
+        return self._copy(stream, self._direct(moves), to_host=True)
+
+    def _enqueue_direct_onboard(self, stream: _CopyStream, moves: Moves) -> object:
+        return self._copy(stream, self._direct(moves), to_host=False)
+
+    def _copy(self, stream: _CopyStream, parts: Sequence[Spans], *, to_host: bool) -> object:
+        """Enqueue all copies; the driver's call that fails once is not used again. Copies that it may have enqueued
+        before it failed are enqueued again, with the same bytes."""
+        if self._uses_batch_copy:
+            try:
+                return self._runtime.copy_batch(stream.handle, parts, to_host=to_host)
+            except RuntimeError as error:
+                self._uses_batch_copy = False
+                log.warning("kvbm: %s; kvbm copies the ranges one by one from now on", error)
+        self._runtime.copy_each(stream.handle, parts, to_host=to_host)
+        return None
+
+    # -- what is copied ------------------------------------------------------------------------------------------------
+
+    def _staged(self, stream: _CopyStream, moves: Moves) -> Spans:
+        """Return runs of whole slots, with padding, and their parts of the staging buffer."""
+        begin, end = np.array(consecutive(moves.slots, border=self._slots_per_pin)).T
+        stride = self._slot_stride
+        return Spans(stream.staged_bytes, begin * stride, moves.slots[begin] * stride, (end - begin) * stride)
+
+    def _direct(self, moves: Moves) -> list[Spans]:
+        """Return every piece of every block; blocks that are neighbours on both sides are one range."""
+        if not self._is_dense:
+            return [pieces.spans(moves, self._slot_stride) for pieces in self._pieces]
+        begin, end = np.array(consecutive(moves.slots, moves.blocks, border=self._slots_per_pin)).T
+        (pieces,), stride = self._pieces, self._slot_stride
+        starts = pieces.offsets[0] + moves.blocks[begin] * stride
+        return [Spans(pieces.memory, starts, moves.slots[begin] * stride, (end - begin) * stride)]
+
+
+def _is_direct(layout: BlockLayout, has_batch_copy: bool) -> bool:
+    shortest = min(piece.length for piece in layout.pieces)
+    return len(layout.pieces) == 1 or (has_batch_copy and shortest >= MIN_DIRECT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyStream:
+    """A stream with buffers of its own: staged blocks, and block numbers on the host and on the device."""
+
+    handle: Any
+    staging: torch.Tensor  # [blocks, elements of a slot]
+    staged_bytes: torch.Tensor
+    host_rows: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, runtime: CudaRuntime, priority: int, staged: int, slot_stride: int, element: torch.dtype
+    ) -> _CopyStream:
         import torch
 
-        for begin, end in self._out.batches(len(blocks)):
-            rows, count = self._on_device(blocks[begin:end]), end - begin
-            for sheet in self._sheets:
-                torch.index_select(sheet.g1, 0, rows, out=sheet.inside(self._out.staging[:count]))
-            g2, staged = self._staged_runs(self._out, slots[begin:end])
-            _copy_all(g2, staged)
+        memory = runtime.empty(staged * slot_stride, torch.uint8)
+        staging = memory.view(element).view(staged, slot_stride // element.itemsize)
+        host_rows, rows = runtime.empty_on_host(staged, torch.int64), runtime.empty(staged, torch.int64)
+        return cls(runtime.make_stream(priority), staging, memory, host_rows, rows)
 
-    def _enqueue_onboard(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        if self._is_direct:
-            g1, g2 = self._direct_runs(blocks, slots)
-            _copy_all(g1, g2)
-            return
-        for begin, end in self._back.batches(len(blocks)):
-            rows, count = self._on_device(blocks[begin:end]), end - begin
-            g2, staged = self._staged_runs(self._back, slots[begin:end])
-            _copy_all(staged, g2)
-            for sheet in self._sheets:
-                sheet.g1.index_copy_(0, rows, sheet.inside(self._back.staging[:count]))
-
-    def _direct_runs(
-        self, blocks: Sequence[int], slots: Sequence[int]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return (pieces of G1, pieces of slots), each contiguous; neighbours on both sides are one piece."""
-        g1, size = self._sheets[0].g1[:, 0], self._block_size
-        is_dense = g1.is_contiguous() and self._slots.shape[1] == size
-        runs = (
-            consecutive(slots, blocks, border=self._slots_per_pin)
-            if is_dense
-            else [(i, i + 1) for i in range(len(blocks))]
-        )
-        return (
-            [g1[blocks[begin] : blocks[begin] + end - begin].view(-1) for begin, end in runs],
-            [self._slots[slots[begin] : slots[begin] + end - begin, :size].view(-1) for begin, end in runs],
-        )
-
-    def _staged_runs(
-        self, direction: _Direction, slots: Sequence[int]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return (runs of whole slots with padding, their parts of the staging buffer)."""
-        runs = consecutive(slots, border=self._slots_per_pin)
-        return (
-            [self._slots[slots[begin] : slots[begin] + end - begin] for begin, end in runs],
-            [direction.staging[begin:end] for begin, end in runs],
-        )
-
-    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Copy numbers through page-locked memory: a copy from pageable memory would wait for the whole stream."""
-        import torch
-
-        return torch.tensor(numbers).pin_memory().to(self._device, non_blocking=True)
+    def upload_rows(self, runtime: CudaRuntime, blocks: NDArray[np.int64]) -> torch.Tensor:
+        """Enqueue the block numbers, and return them on the device."""
+        count = len(blocks)
+        self.host_rows[:count].numpy()[:] = blocks
+        runtime.upload(self.handle, self.host_rows[:count], self.rows[:count])
+        return self.rows[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,62 +245,26 @@ class _DeviceSheet:
         return rows[:, self.begin : self.end].unflatten(1, tuple(self.g1.shape[1:]))
 
 
-class _Direction:
-    """A stream and its staging buffer. Copies of one direction share the link, so they are enqueued one by one."""
+@dataclass(frozen=True, slots=True)
+class _DevicePieces:
+    """The pieces of a block in one storage: their offsets and strides in G1, and their places in a slot."""
 
-    def __init__(self, device: torch.device, slots: torch.Tensor, staging_blocks: int) -> None:
-        import torch
+    memory: torch.Tensor
+    offsets: NDArray[np.int64]
+    strides: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    slot_offsets: NDArray[np.int64]
 
-        self._stream = torch.cuda.Stream(device)
-        self._enqueuing = threading.Lock()
-        self.staging = torch.empty((staging_blocks, slots.shape[1]), dtype=slots.dtype, device=device)
+    @classmethod
+    def of(cls, layout: BlockLayout, index: int, storage: torch.Tensor) -> _DevicePieces:
+        own: list[tuple[Piece, int]] = [
+            (piece, at) for piece, at in zip(layout.pieces, layout.slot_offsets, strict=True) if piece.storage == index
+        ]
+        numbers = np.array([(p.offset, p.block_stride, p.length, at) for p, at in own], np.int64).reshape(-1, 4)
+        return cls(storage, *numbers.T)
 
-    def batches(self, block_count: int) -> Iterator[tuple[int, int]]:
-        """Return index ranges that fit into the staging buffer. The stream runs them in order."""
-        size = len(self.staging)
-        return ((begin, min(begin + size, block_count)) for begin in range(0, block_count, size))
-
-    def run(self, fence: Any, enqueue: Callable[[], None]) -> None:
-        """Enqueue after the fence and wait for the device. Raises TransferError, also only when the device is done."""
-        import torch
-
-        done = torch.cuda.Event(blocking=True)
-        try:
-            with self._enqueuing, torch.cuda.stream(self._stream), torch.inference_mode():
-                if fence is not None:
-                    self._stream.wait_event(fence)
-                enqueue()
-                done.record(self._stream)
-            done.synchronize()
-        except BaseException as error:  # whatever it is, copies that were enqueued before it may still run
-            self._drain()
-            if not isinstance(error, RuntimeError):
-                raise
-            raise TransferError(f"copy on {self._stream.device} failed: {error}") from error
-
-    def _drain(self) -> None:
-        """Wait for copies that were enqueued before the failure. A lost context copies nothing any more."""
-        with suppress(RuntimeError):
-            self._stream.synchronize()
-
-
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Enqueue the copies in one call, which releases the GIL once."""
-    import torch
-
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-
-
-def numa_node_of(storage: torch.Tensor) -> int | None:
-    """Return the NUMA node of the device of `storage`; None for CPU memory, or if it is unknown."""
-    if not storage.is_cuda:
-        return None
-    import torch
-
-    facts = torch.cuda.get_device_properties(storage.device)
-    try:
-        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    except AttributeError:  # torch before 2.8 lacks these properties
-        return None
-    return node_of_pci_device(address)
+    def spans(self, moves: Moves, slot_stride: int) -> Spans:
+        starts = self.offsets + moves.blocks[:, None] * self.strides
+        host_starts = self.slot_offsets + moves.slots[:, None] * slot_stride
+        lengths = np.broadcast_to(self.lengths, starts.shape)
+        return Spans(self.memory, starts.reshape(-1), host_starts.reshape(-1), lengths.reshape(-1))

@@ -3,7 +3,10 @@
 One thread owns a pool and calls `submit`, `poll` and `is_outstanding`; none of them waits. `poll` returns every ticket
 exactly once, with the error that ended it or None: `run` may raise anything, even SystemExit, its thread may die, and
 the pool may be closed. The only exception are copies that still run when the pool is closed; their daemon threads end
-with the process. Copies start in the order in which they were submitted.
+with the process.
+
+Copies of the same `turn`, the parts of one order, start in the order in which they were submitted. Turns alternate: a
+free thread takes a copy of the turn that has waited longest, so that a long order does not delay a short one.
 
 Linux wakes two threads that one thread notifies on the same core, even if another core is free, and there they run one
 after the other. Therefore the cores can be divided into disjoint shares, and each thread runs on one share. `submit`
@@ -33,9 +36,12 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Task:
+    """A submitted copy."""
+
     ticket: int
     run: Callable[[], None]
+    turn: int
 
     def finished(self, error: BaseException | None) -> Finished:
         return Finished(self.ticket, error)
@@ -47,6 +53,45 @@ class _Task:
         except BaseException as error:
             return self.finished(error)
         return self.finished(None)
+
+
+class TurnQueue:
+    """Waiting copies of each turn, in the order of the turns. See the module's text."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, deque[Task]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._turns.values()))
+
+    def put(self, task: Task) -> None:
+        self._turns.setdefault(task.turn, deque()).append(task)
+
+    def take(self) -> Task:
+        """Remove and return the next copy. The rest of its turn waits behind all other turns."""
+        turn = next(iter(self._turns))
+        tasks = self._turns.pop(turn)
+        task = tasks.popleft()
+        if tasks:
+            self._turns[turn] = tasks
+        return task
+
+    def remove(self, ticket: int) -> bool:
+        """Return whether it was waiting."""
+        for turn, tasks in self._turns.items():
+            for task in tasks:
+                if task.ticket == ticket:
+                    tasks.remove(task)
+                    if not tasks:
+                        del self._turns[turn]
+                    return True
+        return False
+
+    def clear(self) -> list[Task]:
+        """Remove and return all."""
+        tasks = [task for waiting in self._turns.values() for task in waiting]
+        self._turns.clear()
+        return tasks
 
 
 def shares_of(cores: Iterable[int], share_count: int) -> list[set[int]]:
@@ -68,8 +113,8 @@ class TransferPool:
         # the threads that wait for a task and that no `submit` has notified.
         self._lock = threading.Lock()
         self._idle: list[list[threading.Condition]] = [[] for _ in self._shares]
-        self._waiting: deque[_Task] = deque()
-        self._running: dict[threading.Thread, _Task] = {}
+        self._waiting = TurnQueue()
+        self._running: dict[threading.Thread, Task] = {}
         self._finished: list[Finished] = []
         self._is_closed = False
         # Owned by the pool's owner.
@@ -78,16 +123,16 @@ class TransferPool:
         self._next_share = 0
         self._threads = [self._start_thread(index) for index in range(thread_count)]
 
-    def submit(self, run: Callable[[], None]) -> int:
+    def submit(self, run: Callable[[], None], turn: int = 0) -> int:
         """Queue a copy. Returns its ticket; on a closed pool the ticket ends as failed."""
         self._last_ticket += 1
-        task = _Task(self._last_ticket, run)
+        task = Task(self._last_ticket, run, turn)
         self._outstanding.add(task.ticket)
         with self._lock:
             if self._is_closed:
                 self._finished.append(task.finished(TransferError(f"{self._name}: closed")))
             else:
-                self._waiting.append(task)
+                self._waiting.put(task)
                 self._wake_one()
         return task.ticket
 
@@ -106,10 +151,8 @@ class TransferPool:
     def withdraw(self, ticket: int) -> bool:
         """Cancel a copy that has not started; `poll` does not return it. False if it has started."""
         with self._lock:
-            task = next((task for task in self._waiting if task.ticket == ticket), None)
-            if task is None:
+            if not self._waiting.remove(ticket):
                 return False
-            self._waiting.remove(task)
         self._outstanding.discard(ticket)
         return True
 
@@ -117,8 +160,7 @@ class TransferPool:
         """Fail the copies that have not started, and wait at most `timeout_s` for those that run."""
         with self._lock:
             self._is_closed = True
-            self._finished += [task.finished(TransferError(f"{self._name}: closed")) for task in self._waiting]
-            self._waiting.clear()
+            self._finished += [task.finished(TransferError(f"{self._name}: closed")) for task in self._waiting.clear()]
             for woken in itertools.chain(*self._idle):
                 woken.notify()
         deadline_s = time.monotonic() + timeout_s
@@ -149,13 +191,13 @@ class TransferPool:
                 del self._running[me]
                 self._finished.append(end)
 
-    def _take(self, me: threading.Thread, share: int) -> _Task | None:
+    def _take(self, me: threading.Thread, share: int) -> Task | None:
         with self._lock:
             while not self._waiting and not self._is_closed:
                 self._wait(self._idle[share])
             if self._is_closed:
                 return None
-            task = self._running[me] = self._waiting.popleft()
+            task = self._running[me] = self._waiting.take()
             return task
 
     def _wait(self, idle: list[threading.Condition]) -> None:

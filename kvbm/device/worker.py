@@ -25,9 +25,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvbm.boundary import Boundary, contained
 from kvbm.device.copier import DeviceCopier
-from kvbm.device.cuda import numa_node_of
+from kvbm.device.cuda import STREAMS_PER_DIRECTION
+from kvbm.device.cuda_runtime import numa_node_of, on_device
 from kvbm.device.pool import TransferPool
 from kvbm.errors import EnvironmentProblem, TransferError
 from kvbm.host.region import Segment
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
 WARNING_INTERVAL_S = 60.0
 CPU_PARTS = 2  # one core does not use all memory bandwidth
 MIN_PART_BYTES = 4 << 20  # smaller parts are not worth a thread
+SLICE_BYTES = 64 << 20  # of larger orders, so that the parts of several orders can take turns
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +107,11 @@ class HostCapacity:
 class Worker:
     """Executes plans on one rank. See the module's text for the order of calls.
 
-    An onboard, for which a request waits, is copied by up to `onboard_parts` threads, in parts of at least
-    `min_part_bytes`. With `repeats_onboards`, a failed onboard is copied again at each poll until it succeeds, for an
-    engine that does not accept failed loads. Such an engine asks each rank with `has_onboarded` after `poll`, which
-    then also writes the words of successful onboards: a word does not last, because the leader reuses the lane.
+    Orders are copied in parts of at most `slice_bytes`, and the orders of a pool take turns. An onboard, for which a
+    request waits, has at least `onboard_parts` parts, unless these would be smaller than `min_part_bytes`. With
+    `repeats_onboards`, a failed onboard is copied again at each poll until it succeeds, for an engine that does not
+    accept failed loads. Such an engine asks each rank with `has_onboarded` after `poll`, which then also writes the
+    words of successful onboards: a word does not last, because the leader reuses the lane.
     """
 
     def __init__(
@@ -117,6 +123,7 @@ class Worker:
         offload_pool: TransferPool,
         onboard_parts: int = 1,
         min_part_bytes: int = MIN_PART_BYTES,
+        slice_bytes: int = SLICE_BYTES,
         repeats_onboards: bool = False,
     ) -> None:
         self._segment = segment
@@ -125,6 +132,7 @@ class Worker:
         self._offload_pool = offload_pool
         self._onboard_parts = onboard_parts
         self._min_part_bytes = min_part_bytes
+        self._slice_bytes = slice_bytes
         self._onboards: dict[int, _Running[Onboard]] = {}
         self._offloads: dict[int, _Running[Offload]] = {}
         self._repeats_onboards = repeats_onboards
@@ -153,7 +161,12 @@ class Worker:
         slot_count = capacity.slot_count(layout.slot_stride, rank_count)
         pin = storages[0].is_cuda
         node = numa_node_of(storages[0]) if binds_memory else None
-        segment = Segment.create(rank=rank, layout=layout, slot_count=slot_count, node=node, pin=pin, progress=progress)
+        if pin:  # more threads would only wait for a stream
+            thread_count = min(thread_count, STREAMS_PER_DIRECTION)
+        with on_device(storages[0]):  # page-locks the memory
+            segment = Segment.create(
+                rank=rank, layout=layout, slot_count=slot_count, node=node, pin=pin, progress=progress
+            )
         onboard_parts = 1 if storages[0].is_cuda else CPU_PARTS  # the copies of a device share one link
         return cls(
             segment,
@@ -185,8 +198,8 @@ class Worker:
         if plan.offloads:
             fence, error = self.boundary.attempt("fence", self._copier.fence)
             for order in plan.offloads:
-                whole = partial(self._run_offload, order, fence)
-                if (failed := self._submit(order, [whole], self._offload_pool, self._offloads, error)) is not None:
+                parts = [partial(self._run_offload, order, part, fence) for part in self._parts(len(order.slots), 1)]
+                if (failed := self._submit(order, parts, self._offload_pool, self._offloads, error)) is not None:
                     self._write_offload(failed)
 
     @contained(False)
@@ -238,20 +251,22 @@ class Worker:
 
     # -- in a pool thread ----------------------------------------------------------------------------------------------
 
-    def _run_offload(self, order: Offload, fence: object | None) -> None:
+    def _run_offload(self, order: Offload, part: slice, fence: object | None) -> None:
         """Copy, and prove it at once: an engine that runs no more steps polls no more."""
-        self._copier.offload(order.block_ids, order.slots, fence)
-        self._segment.write_slots(order.slots, order.generation, SlotState.READY)
+        slots = np.array(order.slots[part])
+        self._copier.offload(np.array(order.block_ids[part]), slots, fence)
+        self._segment.write_slots(slots, order.generation, SlotState.READY)
 
     def _run_onboard(self, order: Onboard, part: slice, uncopied: _UncopiedParts, fence: object | None) -> None:
-        self._require_source(order, part)
-        self._copier.onboard(order.slots[part], order.block_ids[part], fence)
-        self._require_source(order, part)
+        slots, generations = np.array(order.slots[part]), np.array(order.slot_generations[part])
+        self._require_source(order, slots, generations)
+        self._copier.onboard(slots, np.array(order.block_ids[part]), fence)
+        self._require_source(order, slots, generations)
         if uncopied.end_one() and self._threads_prove_onboards:
             self._segment.write_lane(order.lane, order.generation, SlotState.READY)
 
-    def _require_source(self, order: Onboard, part: slice) -> None:
-        if not self._segment.slots_carry(order.slots[part], order.slot_generations[part]):
+    def _require_source(self, order: Onboard, slots: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
+        if not self._segment.slots_carry(slots, generations):
             raise TransferError(f"onboard {order.generation}: a source slot holds another block")
 
     # -- in the owner's thread -----------------------------------------------------------------------------------------
@@ -259,17 +274,19 @@ class Worker:
     def _start_onboards(self, orders: Sequence[Onboard]) -> None:
         fence, error = self.boundary.attempt("fence", self._copier.fence)
         for order in orders:
-            slices = self._parts(order)
+            slices = self._parts(len(order.slots), self._onboard_parts)
             uncopied = _UncopiedParts(len(slices))
             parts = [partial(self._run_onboard, order, part, uncopied, fence) for part in slices]
             if (failed := self._submit(order, parts, self._onboard_pool, self._onboards, error)) is not None:
                 self._end_onboard(failed)
 
-    def _parts(self, order: Onboard) -> list[slice]:
-        """Split the order's blocks into parts of equal length, each large enough for a thread."""
-        count = len(order.slots)
-        worth = count * self._segment.info.block_bytes // self._min_part_bytes
-        size = -(-count // max(1, min(self._onboard_parts, worth)))
+    def _parts(self, count: int, wanted: int) -> list[slice]:
+        """Split `count` blocks into `wanted` parts, fewer if these would be too small, more if they would be too
+        large."""
+        block_bytes = self._segment.info.block_bytes
+        worth = count * block_bytes // self._min_part_bytes
+        size = -(-count // max(1, min(wanted, worth)))
+        size = max(1, min(size, self._slice_bytes // block_bytes))
         return [slice(begin, begin + size) for begin in range(0, count, size)]
 
     def _submit(
@@ -285,7 +302,7 @@ class Worker:
 
         def submit_parts() -> None:
             for part in parts:
-                ticket = pool.submit(part)
+                ticket = pool.submit(part, order.generation)
                 running.tickets.add(ticket)
                 into[ticket] = running
 
@@ -301,7 +318,7 @@ class Worker:
 
     @contained()
     def _prove_offload(self, finished: Finished) -> None:
-        """Write the failure of an offload. A success is proven already, and its slots may have another use by now."""
+        """Write the failure of an offload. If it succeeded, its slots may have another use by now."""
         running = self._offloads.pop(finished.ticket, None)
         if running is not None and running.end(finished.ticket, finished.error):
             if running.error is not None:
@@ -326,8 +343,11 @@ class Worker:
 
     @contained()
     def _write_offload(self, running: _Running[Offload]) -> None:
+        """Report the failure for the slots whose part did not succeed. The leader has released none of the slots, as
+        long as some have no word."""
         order = running.order
-        self._segment.write_slots(order.slots, order.generation, self._state(running.error))
+        left = self._segment.unproven(order.slots, order.generation)
+        self._segment.write_slots(left, order.generation, self._state(running.error))
         self._has_written = True
 
     @contained()

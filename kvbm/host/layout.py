@@ -20,6 +20,7 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem, InvariantError
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 PAGE_BYTES = 4096
+
+Numbers = Sequence[int] | NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +156,19 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def consecutive(*columns: Sequence[int], border: int | None = None) -> list[tuple[int, int]]:
+def consecutive(*columns: Numbers, border: int | None = None) -> list[tuple[int, int]]:
     """Return index ranges (begin, end) in which the numbers of each column increase by one. With `border`, no range
     goes beyond a multiple of it in the first column."""
-    breaks = {i for numbers in columns for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1}
+    count = len(columns[0])
+    if not count:
+        return []
+    is_break = np.zeros(count - 1, bool)
+    for column in columns:
+        numbers = np.asarray(column, np.int64)
+        is_break |= numbers[1:] - numbers[:-1] != 1
     if border is not None:
-        breaks |= {i for i in range(1, len(columns[0])) if columns[0][i] % border == 0}
-    bounds = [0, *sorted(breaks), len(columns[0])]
-    return list(pairwise(bounds)) if columns[0] else []
+        is_break |= np.asarray(columns[0])[1:] % border == 0
+    return list(pairwise([0, *(is_break.nonzero()[0] + 1).tolist(), count]))
 
 
 def _pieces_of(tensor: torch.Tensor, storage: int, block_count: int, block_dim: int) -> Iterator[Piece]:

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem, InvariantError
-from kvbm.host.layout import BlockLayout
+from kvbm.host.layout import BlockLayout, Numbers
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm.host.shared_memory import KERNEL, SharedMemory, is_sealed
 from kvbm.types import SegmentInfo, SlotState
@@ -125,7 +125,7 @@ class Segment:
         )
         return cls(shared, info, slots_per_pin)
 
-    def write_slots(self, slots: Sequence[int], generation: int, state: SlotState) -> None:
+    def write_slots(self, slots: Numbers, generation: int, state: SlotState) -> None:
         """Report the result of transfer `generation` for these slots. Their bytes must be written before."""
         word = _word(generation, state)
         _order_memory()
@@ -137,11 +137,17 @@ class Segment:
         _order_memory()
         self._lane_words[_indexes([lane], LANES)] = word
 
-    def slots_carry(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
+    def slots_carry(self, slots: Numbers, generations: Numbers) -> bool:
         """Whether every slot is READY with exactly its generation."""
         found = self._slot_words[_indexes(slots, self.info.slot_count)]
         _order_memory()
         return bool(np.array_equal(found, _ready_words(generations)))
+
+    def unproven(self, slots: Sequence[int], generation: int) -> list[int]:
+        """Return the slots that transfer `generation` has not proven."""
+        indexes = _indexes(slots, self.info.slot_count)
+        left: list[int] = indexes[self._slot_words[indexes] != _word(generation, SlotState.READY)].tolist()
+        return left
 
     def lane_carries(self, lane: int, generation: int) -> bool:
         """Whether this rank has reported transfer `generation` as READY in this lane."""
@@ -295,15 +301,15 @@ def _word(generation: int, state: SlotState) -> np.uint64:
     return np.uint64(generation << STATE_BITS | state)
 
 
-def _ready_words(generations: Sequence[int]) -> NDArray[np.uint64]:
-    return np.array(generations, np.uint64) << np.uint64(STATE_BITS) | np.uint64(SlotState.READY)
+def _ready_words(generations: Numbers) -> NDArray[np.uint64]:
+    return np.asarray(generations, np.uint64) << np.uint64(STATE_BITS) | np.uint64(SlotState.READY)
 
 
-def _indexes(numbers: Sequence[int], count: int) -> NDArray[np.int64]:
+def _indexes(numbers: Numbers, count: int) -> NDArray[np.int64]:
     """Return the numbers as an array. A number out of range is refused: it would silently name another slot."""
-    indexes = np.array(numbers, np.int64)
-    if len(indexes) and not 0 <= indexes.min() <= indexes.max() < count:
-        raise InvariantError(f"control words {min(numbers)}..{max(numbers)} of {count}")
+    indexes = np.asarray(numbers, np.int64)
+    if len(indexes) and indexes.view(np.uint64).max() >= count:  # a negative number is a large one
+        raise InvariantError(f"control words {indexes.min()}..{indexes.max()} of {count}")
     return indexes
 
 

@@ -58,6 +58,7 @@ class SharedMemory:
         self.length = len(mapping)
         self.address = int(np.frombuffer(mapping, np.uint8, 1).ctypes.data)
         self._pinned: list[int] = []  # offsets of the page-locked ranges
+        self._pin_device = 0
         self._is_closed = False
 
     @classmethod
@@ -98,10 +99,12 @@ class SharedMemory:
 
     def pin(self, who: str, *, unit: int) -> int:
         """Page-lock the memory for DMA, up to PIN_BYTES per call but whole units of `unit` bytes. Fast, since all pages
-        are prefaulted. Returns the units per call: the device refuses a copy that crosses the border of two calls."""
+        are prefaulted. Returns the units per call: the device refuses a copy that crosses the border of two calls. The
+        calling thread uses the device that copies, see `on_device`: on any other one, this would open a context."""
         import torch
 
         runtime = torch.cuda.cudart()
+        self._pin_device = torch.cuda.current_device()
         units = max(1, PIN_BYTES // unit)
         for start in range(0, self.length, units * unit):
             error = runtime.cudaHostRegister(self.address + start, min(units * unit, self.length - start), 0)
@@ -127,8 +130,9 @@ class SharedMemory:
         if self._pinned:
             import torch
 
-            while self._pinned:
-                torch.cuda.cudart().cudaHostUnregister(self.address + self._pinned.pop())
+            with torch.cuda.device(self._pin_device):
+                while self._pinned:
+                    torch.cuda.cudart().cudaHostUnregister(self.address + self._pinned.pop())
 
 
 @dataclass(frozen=True, slots=True)

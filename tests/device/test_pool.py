@@ -137,6 +137,38 @@ def test_copies_begin_in_the_order_in_which_they_were_submitted():
         hands.close()
 
 
+def test_turns_alternate_and_keep_their_own_order():
+    """A short order waits for one part of a long one, not for all of them."""
+    for hands in (ThreadHands(), ManualHands()):
+        gate, order = Gate(), []
+        if isinstance(hands, ThreadHands):
+            hands.pool.submit(gate)
+            assert gate.entered.wait(LIMIT_S)
+        for name, turn in ("long 1", 7), ("long 2", 7), ("long 3", 7), ("short 1", 8), ("short 2", 8), ("last 1", 9):
+            hands.pool.submit(partial(order.append, name), turn)
+        gate.opened.set()
+        hands.ended(6 + isinstance(hands, ThreadHands))
+        assert order == ["long 1", "short 1", "last 1", "long 2", "short 2", "long 3"]
+        hands.close()
+
+
+def test_a_copy_that_is_withdrawn_never_runs_and_leaves_its_turn():
+    hands, gate, order = ThreadHands(), Gate(), []
+    running = hands.pool.submit(gate)
+    assert gate.entered.wait(LIMIT_S)
+    first, second, other = (
+        hands.pool.submit(partial(order.append, name), turn) for name, turn in (("a1", 7), ("a2", 7), ("b1", 8))
+    )
+    assert not hands.pool.withdraw(running)
+    assert hands.pool.withdraw(first)
+    assert hands.pool.withdraw(other)
+    assert not hands.pool.withdraw(other)
+    gate.opened.set()
+    assert [end.ticket for end in hands.ended(2)] == [running, second]
+    assert order == ["a2"]
+    hands.close()
+
+
 def test_closing_fails_what_waits_and_waits_for_what_runs():
     hands, gate = ThreadHands(), Gate()
     running = hands.pool.submit(gate)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -386,20 +386,28 @@ def test_a_segment_that_can_be_shortened_is_not_mapped(ranks, seals):
 
 
 class Runtime:
-    """cudart that only remembers which ranges are page-locked."""
+    """cudart that only remembers which ranges are page-locked, and on which device that was."""
 
-    def __init__(self):
-        self.ranges = {}
+    def __init__(self, monkeypatch):
+        self.ranges, self.device, self.devices = {}, 1, set()
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
+        monkeypatch.setattr(torch.cuda, "device", self.use)
 
-    def cudart(self):
-        return self
+    @contextmanager
+    def use(self, device):
+        before, self.device = self.device, device
+        yield
+        self.device = before
 
     def cudaHostRegister(self, address, size, flags):
         self.ranges[address] = size
+        self.devices.add(self.device)
         return 0
 
     def cudaHostUnregister(self, address):
         del self.ranges[address]
+        self.devices.add(self.device)
 
     def cudaGetErrorString(self, error):
         return "an error"
@@ -408,8 +416,7 @@ class Runtime:
 @pytest.mark.parametrize("pin_bytes", [100, 4096, 10_000, 20_480, 1 << 40])
 def test_no_slot_lies_in_two_page_locked_ranges(pin_bytes, monkeypatch):
     """The device refuses a copy that does."""
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", runtime.cudart)
+    runtime = Runtime(monkeypatch)
     monkeypatch.setattr(kvbm.host.shared_memory, "PIN_BYTES", pin_bytes)
     segment = segment_of(slot_count=23, pin=True)
     start, stride = segment.payload.ctypes.data, segment.info.slot_stride
@@ -419,8 +426,10 @@ def test_no_slot_lies_in_two_page_locked_ranges(pin_bytes, monkeypatch):
         (inside,) = [at for at, size in runtime.ranges.items() if at <= begin and end <= at + size]
         if slot and slot % segment.slots_per_pin:
             assert inside <= begin - stride, "a border between slots that may be copied together"
+    runtime.device = 0  # of the thread that closes it
     segment.close()
     assert not runtime.ranges
+    assert runtime.devices == {1}, "a context on another device"
 
 
 def test_a_segment_on_a_numa_node_keeps_its_bytes(tmp_path):

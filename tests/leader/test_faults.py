@@ -435,11 +435,11 @@ def test_a_load_whose_second_part_could_not_be_submitted_ends_with_its_first_par
         pool = rig.ranks[0].onboard_pool
         submit = pool.submit
 
-        def only_once(run):
+        def only_once(run, turn):
             pool.submit = refuse
-            return submit(run)
+            return submit(run, turn)
 
-        def refuse(run):
+        def refuse(run, turn):
             raise MemoryError
 
         pool.submit = only_once

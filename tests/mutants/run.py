@@ -35,6 +35,7 @@ import bench_spine
 import bench_trace
 import cli
 import core
+import cuda
 import device
 import disk
 import disk_tier
@@ -48,7 +49,7 @@ import worker
 from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-CACHE = (core, leader, states, onboards, disk, disk_tier, identity, device, worker, trtllm)
+CACHE = (core, leader, states, onboards, disk, disk_tier, identity, device, cuda, worker, trtllm)
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
 TABLES = (*CACHE, sizing, cli, *BENCH)
 TIMEOUT_S = 180

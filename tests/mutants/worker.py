@@ -9,7 +9,7 @@ MUTANTS = (
         name="worker-proves-offloads-in-polls-only",
         bug="an engine that runs no more steps holds the blocks of its last offloads for ever",
         file="kvbm/device/worker.py",
-        old="self._segment.write_slots(order.slots, order.generation, SlotState.READY)",
+        old="self._segment.write_slots(slots, order.generation, SlotState.READY)",
         new="pass",
         fails="tests/leader/test_leader.py",
     ),
@@ -55,11 +55,11 @@ MUTANTS = (
         bug="an onboard does not check its slots again after the copy",
         file="kvbm/device/worker.py",
         old="""\
-        self._copier.onboard(order.slots[part], order.block_ids[part], fence)
-        self._require_source(order, part)
+        self._copier.onboard(slots, np.array(order.block_ids[part]), fence)
+        self._require_source(order, slots, generations)
 """,
         new="""\
-        self._copier.onboard(order.slots[part], order.block_ids[part], fence)
+        self._copier.onboard(slots, np.array(order.block_ids[part]), fence)
 """,
         fails="tests/leader",
     ),
@@ -107,8 +107,8 @@ MUTANTS = (
         name="worker-reads-without-checking",
         bug="an onboard does not check which block its slots hold",
         file="kvbm/device/worker.py",
-        old="if not self._segment.slots_carry(order.slots[part], order.slot_generations[part]):",
-        new="if False and not self._segment.slots_carry(order.slots[part], order.slot_generations[part]):",
+        old="if not self._segment.slots_carry(slots, generations):",
+        new="if False and not self._segment.slots_carry(slots, generations):",
         fails="tests/leader",
     ),
     Mutant(
