@@ -9,6 +9,12 @@ Run it with an interpreter that has vLLM 0.32 for CPUs and this repository. It t
 10 GB of memory. `--minutes` ends it early with the pairs so far, `--arms` selects arms. It writes NAME.json with every
 sample, and NAME.md.
 
+With `--trace`, kvbm and native run with the connectors of `traced_loads.py`, and the result also has the medians of all
+parts of a hit's time to first token (`load_split.py`). Both arms alone take three and a half minutes:
+
+    python bench/peers/ttft.py --model /tmp/vllm-81m --arms kvbm native --trace \\
+        --output bench/results/NAME-peers-ttft-trace
+
     vllm      no connector: a prompt that was evicted from G1 is computed again
     kvbm      DynamoConnector
     lmcache   LMCacheMPConnector and its server, in the mode that supports CPUs
@@ -29,9 +35,11 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -43,6 +51,7 @@ sys.path.insert(0, str(HERE.parent / "vllm"))
 
 from client import Answer, complete, random_prompt  # noqa: E402
 from facts import facts  # noqa: E402
+from load_split import PARTS, Split, medians, read, split  # noqa: E402
 from server import BLOCK_TOKENS, Flags, Server, free_port, running  # noqa: E402
 
 PROMPT_TOKENS = 4000
@@ -63,6 +72,8 @@ class Arm:
     sidecar_url: str | None = None
     ttft_s: dict[str, list[float]] = field(default_factory=lambda: {"cold": [], "host": [], "g1": []})
     added_s: list[float] = field(default_factory=list)
+    splits: dict[str, list[Split]] = field(default_factory=lambda: {"cold": [], "host": [], "g1": []})
+    trace: Path | None = None
     equal_tokens: list[bool] = field(default_factory=list)
     log_probability_difference: list[float] = field(default_factory=list)
 
@@ -76,6 +87,8 @@ class Arm:
         if found != expected_sources(kind if self.has_host_tier or kind != "host" else "cold"):
             raise RuntimeError(f"{self.server.name}, {kind}: tokens by {SOURCES} are {found}")
         self.ttft_s[kind].append(answer.ttft_s)
+        if self.trace is not None:
+            self.splits[kind].append(split(read(self.trace), answer.sent_at, answer.ttft_s))
         return answer
 
     def pair(self, prompt: list[int]) -> None:
@@ -101,20 +114,21 @@ def start_vllm(flags: Flags, _: argparse.Namespace) -> Arm:
     return arm_of(Server.start("vllm", flags), has_host_tier=False)
 
 
-def start_kvbm(flags: Flags, _: argparse.Namespace) -> Arm:
+def start_kvbm(flags: Flags, options: argparse.Namespace) -> Arm:
     config = {
         "kv_connector": "DynamoConnector",
         "kv_connector_module_path": "kvbm.vllm_integration.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"kvbm": {"tiers": {"host": {"capacity": f"{HOST_BYTES >> 20}MiB"}}}},
     }
-    return arm_of(Server.start("kvbm", flags, transfer_config=config), has_host_tier=True)
+    return start_with("kvbm", flags, options, config)
 
 
+TRACED = {"kvbm": "TracedKvbm", "native": "TracedNative"}
 NATIVE_ENGINE_ID = f"bench-{os.getpid()}"
 
 
-def start_native(flags: Flags, _: argparse.Namespace) -> Arm:
+def start_native(flags: Flags, options: argparse.Namespace) -> Arm:
     config = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -125,8 +139,20 @@ def start_native(flags: Flags, _: argparse.Namespace) -> Arm:
             "cpu_bytes_to_use": HOST_BYTES,
         },
     }
-    environment = {"PYTHONPATH": str(HERE)}
-    return arm_of(Server.start("native", flags, transfer_config=config, environment=environment), has_host_tier=True)
+    return start_with("native", flags, options, config)
+
+
+def start_with(name: str, flags: Flags, options: argparse.Namespace, config: dict[str, object]) -> Arm:
+    """Start a server with the connector that `config` names or, with `--trace`, the one that traces it."""
+    environment = {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"}
+    trace = None
+    if getattr(options, "trace", False):
+        config |= {"kv_connector": TRACED[name], "kv_connector_module_path": "traced_loads"}
+        trace = Path(tempfile.mkdtemp(prefix="trace-", dir="/tmp"))
+        environment["TRACE_DIRECTORY"] = str(trace)
+    arm = arm_of(Server.start(name, flags, transfer_config=config, environment=environment), has_host_tier=True)
+    arm.trace = trace
+    return arm
 
 
 def start_lmcache(flags: Flags, options: argparse.Namespace, *arguments: str) -> Arm:
@@ -177,6 +203,8 @@ def started(names: list[str], flags: Flags, options: argparse.Namespace) -> Iter
             arm.server.stop()
             if arm.sidecar is not None:
                 stop(arm.sidecar)
+            if arm.trace is not None:
+                shutil.rmtree(arm.trace)
         # The shared region of vLLM's tiering remains after SIGTERM of its server.
         Path(f"/dev/shm/vllm_offload_{NATIVE_ENGINE_ID}.mmap").unlink(missing_ok=True)
 
@@ -232,7 +260,21 @@ def summary(arms: dict[str, Arm]) -> dict[str, object]:
             for name, arm in arms.items()
             if arm is not ours and arm.has_host_tier
         }
+    if any(arm.trace for arm in arms.values()):
+        result["split"] = {name: split_of(arm) for name, arm in arms.items() if arm.trace}
     return result
+
+
+def split_of(arm: Arm) -> dict[str, object]:
+    """Median parts of the hits, in ms, and how the copies ran."""
+    host = arm.splits["host"]
+    return {
+        "host_ms": medians(host),
+        "g1_ms": medians(arm.splits["g1"]),
+        "steps_before": sorted(found.steps_before for found in host),
+        "copy_cpu_ms": round(statistics.median(found.copy_cpu_s for found in host) * 1000, 2),
+        "copy_cores": [found.copy_cores for found in host],
+    }
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -269,7 +311,22 @@ def markdown(result: dict[str, object]) -> str:
         )
     for name, over in result.get("host_hit_over_kvbm", {}).items():
         lines += ["", f"Host hit of {name} over that of kvbm: {over['median']} ({over['low']} to {over['high']})."]
+    if "split" in result:
+        lines += ["", *split_table(result["split"])]
     return "\n".join([*lines, "", "Command: `" + " ".join(result["command"]) + "`", ""])
+
+
+def split_table(splits: Mapping[str, Any]) -> list[str]:
+    """One row per part of the time to first token: median ms of the hits of each traced arm."""
+    columns = [(name, kind) for name in splits for kind in ("host", "g1")]
+    rows = [
+        ["median, ms", *(f"{name}, {'host hit' if kind == 'host' else 'G1 hit'}" for name, kind in columns)],
+        ["---"] * (len(columns) + 1),
+    ]
+    for part, title in PARTS.items():
+        cells = [splits[name][f"{kind}_ms"].get(part) for name, kind in columns]
+        rows.append([title, *("" if cell is None else f"{cell:.2f}" for cell in cells)])
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def say(text: str) -> None:
@@ -293,6 +350,7 @@ def main() -> int:
     parser.add_argument(
         "--recomputed", type=int, default=3, help="number of these pairs that the arm without a host tier computes"
     )
+    parser.add_argument("--trace", action="store_true", help="split each time to first token of kvbm and native")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no pair after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True, help="write OUTPUT.json and OUTPUT.md")

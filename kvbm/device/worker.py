@@ -5,11 +5,11 @@ each result in a control word. One thread owns it and calls, per engine step,
 
     start(plan)     before the forward pass: start onboards
     finish(plan)    after the forward pass: start offloads, whose sources are computed by then
-    poll()          write the control words of ended onboards and failed offloads, and the heartbeat
+    poll()          write the control words of failed copies, and the heartbeat
 
-None of them waits. An offload that succeeds is proven by its thread, so that the leader can register it after the
-engine's last step. Onboards and offloads have separate threads, so that a hung offload delays no request. An exception
-in one transfer fails that transfer on this rank and no other.
+None of them waits. A copy that succeeds is proven by its thread: the leader can register an offload after the engine's
+last step, and finds an onboard up to one step earlier. Onboards and offloads have separate threads, so that a hung
+offload delays no request. An exception in one transfer fails that transfer on this rank and no other.
 
 Correctness depends on an order: payload bytes first, control word last. An onboard reads the words of its source slots
 before the copy and after it, to detect a slot that was reused meanwhile.
@@ -18,6 +18,7 @@ before the copy and after it, to detect a slot that was reused meanwhile.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,20 @@ class _Running(Generic[_Order]):
         return not self.tickets
 
 
+class _UncopiedParts:
+    """The number of parts of one onboard that are not copied yet. The threads that copy them share it."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+
+    def end_one(self) -> bool:
+        """Return whether it was the last one. A part that fails never ends here."""
+        with self._lock:
+            self._count -= 1
+            return self._count == 0
+
+
 @dataclass(frozen=True, slots=True)
 class HostCapacity:
     """Size of G2 for one engine: bytes as the sum over its ranks, or a block count, which takes precedence."""
@@ -95,7 +110,8 @@ class Worker:
     Orders are copied in parts of at most `slice_bytes`, and the orders of a pool take turns. An onboard, for which a
     request waits, has at least `onboard_parts` parts, unless these would be smaller than `min_part_bytes`. With
     `repeats_onboards`, a failed onboard is copied again at each poll until it succeeds, for an engine that does not
-    accept failed loads.
+    accept failed loads. Such an engine asks each rank with `has_onboarded` after `poll`, which then also writes the
+    words of successful onboards: a word does not last, because the leader reuses the lane.
     """
 
     def __init__(
@@ -120,6 +136,7 @@ class Worker:
         self._onboards: dict[int, _Running[Onboard]] = {}
         self._offloads: dict[int, _Running[Offload]] = {}
         self._repeats_onboards = repeats_onboards
+        self._threads_prove_onboards = not repeats_onboards
         self._repeats: list[Onboard] = []  # failed, to start again at the next poll
         self._has_written = False
         self.boundary = Boundary()
@@ -152,10 +169,16 @@ class Worker:
             segment = Segment.create(
                 rank=rank, layout=layout, slot_count=slot_count, node=node, pin=pin, progress=progress
             )
+        onboard_parts = 1 if storages[0].is_cuda else CPU_PARTS  # the copies of a device share one link
         return cls(
             segment,
             DeviceCopier(layout, storages, segment),
-            onboard_pool=TransferPool(thread_count, name=f"kvbm-onboard-{rank}", parts_at_once=onboards_at_once),
+            onboard_pool=TransferPool(
+                thread_count,
+                name=f"kvbm-onboard-{rank}",
+                parts_at_once=onboards_at_once,
+                share_count=onboard_parts,
+            ),
             offload_pool=TransferPool(thread_count, name=f"kvbm-offload-{rank}", parts_at_once=offloads_at_once),
             onboard_parts=onboard_parts,
             repeats_onboards=repeats_onboards,
@@ -206,6 +229,10 @@ class Worker:
         """Whether a copy is queued, running, or ended without its word written."""
         return bool(self._onboards or self._offloads or self._repeats)
 
+    def is_onboarding(self) -> bool:
+        """Whether a thread may write the word of an onboard at any time."""
+        return bool(self._onboards)
+
     def generations(self) -> set[int]:
         """Return the orders whose copies have not ended."""
         onboards = {running.order.generation for running in self._onboards.values()}
@@ -237,11 +264,13 @@ class Worker:
         self._copier.offload(np.array(order.block_ids[part]), slots, fence)
         self._segment.write_slots(slots, order.generation, SlotState.READY)
 
-    def _run_onboard(self, order: Onboard, part: slice, fence: object | None) -> None:
+    def _run_onboard(self, order: Onboard, part: slice, uncopied: _UncopiedParts, fence: object | None) -> None:
         slots, generations = np.array(order.slots[part]), np.array(order.slot_generations[part])
         self._require_source(order, slots, generations)
         self._copier.onboard(slots, np.array(order.block_ids[part]), fence)
         self._require_source(order, slots, generations)
+        if uncopied.end_one() and self._threads_prove_onboards:
+            self._segment.write_lane(order.lane, order.generation, SlotState.READY)
 
     def _require_source(self, order: Onboard, slots: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
         if not self._segment.slots_carry(slots, generations):
@@ -253,7 +282,8 @@ class Worker:
         fence, error = self.boundary.attempt("fence", self._copier.fence)
         for order in orders:
             slices = self._parts(len(order.slots), self._onboard_parts)
-            parts = [partial(self._run_onboard, order, part, fence) for part in slices]
+            uncopied = _UncopiedParts(len(slices))
+            parts = [partial(self._run_onboard, order, part, uncopied, fence) for part in slices]
             if (failed := self._submit(order, parts, self._onboard_pool, self._onboards, error)) is not None:
                 self._end_onboard(failed)
 
@@ -303,7 +333,10 @@ class Worker:
             self._has_written = True
 
     def _end_onboard(self, running: _Running[Onboard]) -> None:
-        if running.error is not None and self._repeats_onboards:
+        """Write the result, unless a thread has: if it succeeded, its lane may have another use by now."""
+        if running.error is None and self._threads_prove_onboards:
+            self._has_written = True
+        elif running.error is not None and self._repeats_onboards:
             self._state(running.error)
             self._repeats.append(running.order)
         else:

@@ -59,8 +59,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class WordsWritten(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """A rank has written control words in this step. The message has no content: it makes vLLM pass the output of an
-    otherwise empty step to the scheduler side, which then reads the words."""
+    """A rank has written control words, or may do so before the scheduler side gets this message. It has no content: it
+    makes vLLM pass the output of an otherwise empty step to the scheduler side, which then reads the words."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         return self
@@ -91,7 +91,7 @@ class WorkerSide:
         self._rank_count = rank_count
         self._worker: Worker | None = None
         self._orders = NOTHING
-        self._has_written = False
+        self._has_words = False
         self.boundary = Boundary()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -144,7 +144,7 @@ class WorkerSide:
 
     @contained()
     def poll(self) -> None:
-        self._has_written = self._worker is not None and self._worker.poll()
+        self._has_words = self._worker is not None and (self._worker.poll() or self._worker.is_onboarding())
 
     @property
     def has_failed_loads(self) -> bool:
@@ -169,7 +169,7 @@ class WorkerSide:
 
     @contained()
     def take_message(self) -> WordsWritten | None:
-        return WordsWritten() if self._has_written or self._orders.wants_answer else None
+        return WordsWritten() if self._has_words or self._orders.wants_answer else None
 
     def clear(self) -> None:
         self._orders = NOTHING

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from manual_pool import ManualPool
 
-from kvbm.device.pool import TransferPool
+from kvbm.device.pool import TransferPool, shares_of
 from kvbm.errors import TransferError
 
 LIMIT_S = 30.0
@@ -30,6 +30,12 @@ class ThreadHands:
             pause.wait(0.001)
         assert len(finished) == count
         return finished
+
+    def wait_until_idle(self, thread_count):
+        """A thread that looks for its next copy takes one that was meant for another thread."""
+        pause = threading.Event()
+        while sum(map(len, self.pool._idle)) < thread_count:
+            pause.wait(0.001)
 
     def close(self):
         self.pool.close(LIMIT_S)
@@ -257,6 +263,50 @@ def test_copies_may_run_where_the_parent_may_though_the_engine_bound_itself():
     finally:
         os.sched_setaffinity(0, everywhere)
     assert seen == [os.sched_getaffinity(os.getppid()) | one]
+
+
+@pytest.mark.parametrize(
+    ("cores", "count", "shares"),
+    [
+        ({0, 1}, 2, [{0}, {1}]),
+        ({3, 5, 7}, 2, [{3, 7}, {5}]),
+        ({0, 1, 2, 3}, 1, [{0, 1, 2, 3}]),
+        ({4}, 2, [{4}]),
+    ],
+)
+def test_shares_of_cores_are_disjoint_and_fewer_than_asked_for_if_cores_are_few(cores, count, shares):
+    assert shares_of(cores, count) == shares
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_two_copies_submitted_together_run_on_different_cores():
+    hands, together = ThreadHands(4, share_count=2), threading.Barrier(2)
+    for _ in range(20):
+        hands.wait_until_idle(4)
+        seen = []
+
+        def note(seen=seen):
+            together.wait(LIMIT_S)
+            seen.append(os.sched_getaffinity(0))
+
+        tickets = [hands.pool.submit(note) for _ in range(2)]
+        assert sorted((end.ticket, end.error) for end in hands.ended(2)) == [(ticket, None) for ticket in tickets]
+        assert not seen[0] & seen[1]
+    hands.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_a_share_whose_threads_are_busy_leaves_copies_to_the_others():
+    hands, gate = ThreadHands(2, share_count=2), Gate()
+    hands.wait_until_idle(2)
+    hands.pool.submit(gate)
+    assert gate.entered.wait(LIMIT_S)
+    for _ in range(4):
+        hands.pool.submit(lambda: None)
+        hands.ended(1)
+    gate.opened.set()
+    hands.ended(1)
+    hands.close()
 
 
 def raise_in(thread, error):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from faults import FAULTS
+from manual_pool import ManualPool
 from rig import Rig, chain
 
 from kvbm.device.pool import TransferPool
+from kvbm.device.worker import Worker
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SlotState, Tier
@@ -343,6 +345,41 @@ def test_worker_writes_no_word_before_its_copy_has_ended(rig):
     rank.run("offload")
     rank.worker.poll()
     assert rig.region.slot_results([2], 4) == [SlotState.READY]
+
+
+def test_the_copy_of_the_last_part_proves_an_onboard_before_the_next_poll(two_parts):
+    rank = two_parts.ranks[0]
+    two_parts.load("r", two_parts.fill("a", 4))
+    (order,) = two_parts.order().onboards
+    rank.run("onboard")
+    assert two_parts.region.lane_result(order.lane, order.generation) is SlotState.EMPTY
+    rank.run("onboard")
+    assert two_parts.region.lane_result(order.lane, order.generation) is SlotState.READY
+    assert rank.worker.is_onboarding()
+    assert rank.worker.poll()
+    assert not rank.worker.is_onboarding()
+
+
+def test_a_poll_does_not_write_the_word_of_a_proven_onboard_again(rig):
+    rank = rig.ranks[0]
+    rig.load("r", rig.fill("a", 2))
+    (order,) = rig.order().onboards
+    rank.run("onboard")
+    rank.segment.write_lane(order.lane, order.generation + 1, SlotState.READY)  # the lane has its next onboard
+    rank.worker.poll()
+    assert rig.region.lane_result(order.lane, order.generation + 1) is SlotState.READY
+
+
+def test_a_rank_that_the_engine_asks_proves_an_onboard_in_a_poll(rig):
+    rank, pool = rig.ranks[0], ManualPool()
+    worker = Worker(rank.segment, rank.copier, onboard_pool=pool, offload_pool=rank.offload_pool, repeats_onboards=True)
+    rank.segment.write_slots([0], 7, SlotState.READY)
+    order = Onboard(generation=9, lane=3, slots=(0,), slot_generations=(7,), block_ids=(5,))
+    worker.start(StepPlan(step=1, onboards=(order,)))
+    pool.run_next()
+    assert not worker.has_onboarded(order)
+    worker.poll()
+    assert worker.has_onboarded(order)
 
 
 def test_an_engine_that_gives_up_blocks_hears_of_an_overdue_load_once_and_the_copy_keeps_its_blocks():

@@ -55,8 +55,8 @@ MUTANTS = (
         name="cuda-worker-onboards-without-a-fence",
         bug="the worker does not pass the fence on to onboards",
         file="kvbm/device/worker.py",
-        old="[partial(self._run_onboard, order, part, fence)",
-        new="[partial(self._run_onboard, order, part, None)",
+        old="[partial(self._run_onboard, order, part, uncopied, fence)",
+        new="[partial(self._run_onboard, order, part, uncopied, None)",
         fails=WORKER_TESTS,
     ),
     Mutant(

@@ -92,6 +92,14 @@ MUTANTS = (
         fails="tests/device/test_pool.py",
     ),
     Mutant(
+        name="pool-notifies-one-share",
+        bug="The threads of one share copy all parts of an order on the same core, one after the other.",
+        file="kvbm/device/pool.py",
+        old="self._next_share = share + 1",
+        new="self._next_share = 0",
+        fails="tests/device/test_pool.py",
+    ),
+    Mutant(
         name="pool-survives-only-exceptions",
         bug="A copy that ends its thread with SystemExit takes its ticket with it: the transfer never ends.",
         file="kvbm/device/pool.py",

@@ -14,6 +14,22 @@ MUTANTS = (
         fails="tests/leader/test_leader.py",
     ),
     Mutant(
+        name="worker-proves-an-onboard-at-its-first-part",
+        bug="an onboard is reported while another thread still copies a part of it",
+        file="kvbm/device/worker.py",
+        old="return self._count == 0",
+        new="return True",
+        fails="tests/leader/test_faults.py",
+    ),
+    Mutant(
+        name="worker-proves-an-onboard-twice",
+        bug="a poll writes the word of an onboard that its thread has written, over the word of the next onboard",
+        file="kvbm/device/worker.py",
+        old="if running.error is None and self._threads_prove_onboards:",
+        new="if False:",
+        fails="tests/leader/test_faults.py",
+    ),
+    Mutant(
         name="driver-loads-into-the-first-blocks",
         bug="a load goes to the first blocks of the request, not to those behind its local hit",
         file="kvbm/embedded/driver.py",

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from manual_pool import ManualPool
 
 pytest.importorskip("vllm")
 
@@ -32,7 +33,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
 from kvbm.leader.leader import Leader, LoadResult
 from kvbm.metrics import Counters
-from kvbm.plan import StepPlan
+from kvbm.plan import Onboard, StepPlan
 from kvbm.types import SegmentInfo, Tier
 from kvbm.vllm_integration.cache_groups import (
     KNOWS_FAILED_REQUESTS,
@@ -46,7 +47,7 @@ from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.scheduler_side import CONTENT_HASH, UNLIMITED, SchedulerSide, _limit
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
 from kvbm.vllm_integration.weight_updates import reports_weight_updates, watch
-from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WorkerSide
+from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WordsWritten, WorkerSide
 
 CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -337,6 +338,25 @@ def test_an_engine_with_several_groups_gets_no_failed_blocks_even_if_only_one_is
     side.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2, 3), (2, 3), True),)))
     assert side.lost_requests() == {"r"}
     assert side.failed_blocks() == set()
+
+
+def test_a_rank_sends_a_message_in_every_step_in_which_a_thread_may_prove_a_load(rank):
+    """Without one, vLLM does not call the scheduler side, which then finds the load a step later."""
+    rank.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
+    rank._worker._onboard_pool = pool = ManualPool()
+    try:
+        order = Onboard(generation=1, lane=0, slots=(0,), slot_generations=(1,), block_ids=(1,))
+        rank.bind(StepOrders(StepPlan(step=1, onboards=(order,))))
+        for _ in range(3):
+            rank.poll()
+            assert rank.take_message() == WordsWritten()
+            rank.clear()
+        pool.run_next()
+        for message in (WordsWritten(), None):
+            rank.poll()
+            assert rank.take_message() == message
+    finally:
+        rank.close()
 
 
 # -- other weights -----------------------------------------------------------------------------------------------------
