@@ -335,7 +335,8 @@ def say(text: str) -> None:
 
 def write_result(output: Path, result: Mapping[str, Any], text: str) -> None:
     """Write OUTPUT.json and OUTPUT.md, with the paths of this machine shortened, and print the text."""
-    data = json.dumps(result, indent=1).replace(f"{HERE.parents[1]}/", "").replace(str(Path.home()), "~")
+    data = json.dumps(result, indent=1).replace(f"{Path(sys.executable).parent}/", "")
+    data = data.replace(f"{HERE.parents[1]}/", "").replace(str(HERE.parents[1]), ".").replace(str(Path.home()), "~")
     output.with_suffix(".json").write_text(data + "\n")
     output.with_suffix(".md").write_text(text)
     print(text)
