@@ -45,7 +45,7 @@ class DeviceCopier:
     def __init__(self, layout: BlockLayout, storages: Sequence[torch.Tensor], segment: Segment) -> None:
         _check_storages(layout, storages, segment)
         self._block_count = layout.block_count
-        self._slot_count = segment.info.slot_count
+        self._slot_count = len(segment.payload)
         self._path: _Path
         if storages[0].is_cuda:
             from kvbm.device.cuda import CudaPath

@@ -11,6 +11,9 @@ None of them waits. An offload that succeeds is proven by its thread, so that th
 engine's last step. Onboards and offloads have separate threads, so that a hung offload delays no request. An exception
 in one transfer fails that transfer on this rank and no other.
 
+Ranks with equal KV have one segment together. Each of them copies a share of an offload's blocks, and a sample, by which
+the leader notices that their KV is not equal. Each of them loads all blocks of an onboard.
+
 Correctness depends on an order: payload bytes first, control word last. An onboard reads the words of its source slots
 before the copy and after it, to detect a slot that was reused meanwhile.
 """
@@ -18,6 +21,7 @@ before the copy and after it, to detect a slot that was reused meanwhile.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +32,7 @@ from kvbm.boundary import Boundary, contained
 from kvbm.device.copier import DeviceCopier
 from kvbm.device.cuda import numa_node_of
 from kvbm.device.pool import TransferPool
+from kvbm.device.replicas import ALONE, Replicas
 from kvbm.errors import EnvironmentProblem, TransferError
 from kvbm.host.region import Segment
 from kvbm.plan import Offload, Onboard, StepPlan
@@ -65,20 +70,20 @@ class _Running(Generic[_Order]):
 
 @dataclass(frozen=True, slots=True)
 class HostCapacity:
-    """Size of G2 for one engine: bytes as the sum over its ranks, or a block count, which takes precedence."""
+    """Size of G2 for one engine: bytes as the sum over its segments, or a block count, which takes precedence."""
 
     capacity_bytes: int | None = None
     block_count: int | None = None
 
-    def slot_count(self, slot_stride: int, rank_count: int) -> int:
-        """Slots of one rank's segment; every rank holds a shard of every block."""
+    def slot_count(self, slot_stride: int, segment_count: int) -> int:
+        """Slots of one segment; every segment holds a shard of every block."""
         if self.block_count is not None:
             return self.block_count
-        slots = (self.capacity_bytes or 0) // (slot_stride * rank_count)
+        slots = (self.capacity_bytes or 0) // (slot_stride * segment_count)
         if slots == 0:
             raise EnvironmentProblem(
                 f"host tier of {self.capacity_bytes} bytes is too small: one block requires "
-                f"{slot_stride * rank_count} bytes",
+                f"{slot_stride * segment_count} bytes",
                 hint="raise `tiers.host.capacity`",
             )
         return slots
@@ -114,6 +119,7 @@ class Worker:
         self._repeats_onboards = repeats_onboards
         self._repeats: list[Onboard] = []  # failed, to start again at the next poll
         self._has_written = False
+        self._sampling = threading.Lock()  # of the sample slot, between copying threads
         self.boundary = Boundary()
         self._warned_s = float("-inf")
 
@@ -125,18 +131,25 @@ class Worker:
         capacity: HostCapacity,
         *,
         rank: int = 0,
-        rank_count: int = 1,
+        segment_count: int = 1,
+        replicas: Replicas = ALONE,
         thread_count: int = 4,
         binds_memory: bool = True,
         repeats_onboards: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Worker:
-        """Allocate, prefault and pin this rank's segment and start its threads. `binds_memory`: allocate on the NUMA
-        node of the device, if it is known and there are several. Raises EnvironmentProblem."""
-        slot_count = capacity.slot_count(layout.slot_stride, rank_count)
+        """Allocate, prefault and pin this rank's segment, or the one that it shares with `replicas`, and start its
+        threads. `segment_count` segments share the capacity. `binds_memory`: allocate on the NUMA node of the device, if
+        it is known and there are several. Raises EnvironmentProblem."""
+        slot_count = capacity.slot_count(layout.slot_stride, segment_count)
         pin = storages[0].is_cuda
         node = numa_node_of(storages[0]) if binds_memory else None
-        segment = Segment.create(rank=rank, layout=layout, slot_count=slot_count, node=node, pin=pin, progress=progress)
+        shared = {"rank": rank, "layout": layout, "pin": pin, "progress": progress}
+        segment = replicas.share(
+            node,
+            lambda nodes: Segment.create(slot_count=slot_count, replica_count=replicas.count, nodes=nodes, **shared),
+            lambda owner: Segment.attach(owner, replica=replicas.index, **shared),
+        )
         return cls(
             segment,
             DeviceCopier(layout, storages, segment),
@@ -218,8 +231,36 @@ class Worker:
 
     def _run_offload(self, order: Offload, fence: object | None) -> None:
         """Copy, and prove it at once: an engine that runs no more steps polls no more."""
-        self._copier.offload(order.block_ids, order.slots, fence)
-        self._segment.write_slots(order.slots, order.generation, SlotState.READY)
+        share = self._share(order)
+        self._copier.offload(order.block_ids[share], order.slots[share], fence)
+        self._prove(order, SlotState.READY, self._sample(order, share, fence))
+
+    def _share(self, order: Offload) -> slice:
+        """Return the positions of the blocks that this rank copies: all, or the share of one of several replicas."""
+        info, count = self._segment.info, len(order.slots)
+        turn = (info.replica + order.generation) % info.replica_count
+        return slice(turn * count // info.replica_count, (turn + 1) * count // info.replica_count)
+
+    def _sample(self, order: Offload, share: slice, fence: object | None) -> int:
+        """Return the checksum of the order's first block as this rank has it. Without replicas it is 0."""
+        if self._segment.info.replica_count == 1:
+            return 0
+        if share.start < share.stop and share.start == 0:
+            return self._segment.checksum(order.slots[0])
+        with self._sampling:
+            self._copier.offload(order.block_ids[:1], (self._segment.sample_slot,), fence)
+            return self._segment.checksum(self._segment.sample_slot)
+
+    def _prove(self, order: Offload, state: SlotState, checksum: int = 0) -> None:
+        """Write the result of this rank's part of an offload. The report comes last: this rank copies no more."""
+        self._segment.write_slots(order.slots[self._share(order)], order.generation, state)
+        if self._segment.info.replica_count > 1:
+            self._segment.write_report(order.generation, state, checksum)
+
+    def _has_proven(self, order: Offload) -> bool:
+        slots = order.slots[self._share(order)]
+        is_reported = self._segment.info.replica_count == 1 or self._segment.has_reported(order.generation)
+        return is_reported and self._segment.slots_carry(slots, [order.generation] * len(slots))
 
     def _run_onboard(self, order: Onboard, part: slice, fence: object | None) -> None:
         self._require_source(order, part)
@@ -298,7 +339,7 @@ class Worker:
     @contained()
     def _write_offload(self, running: _Running[Offload]) -> None:
         order = running.order
-        self._segment.write_slots(order.slots, order.generation, self._state(running.error))
+        self._prove(order, self._state(running.error))
         self._has_written = True
 
     @contained()
@@ -311,9 +352,8 @@ class Worker:
 
     @contained()
     def _deny_offload(self, order: Offload) -> None:
-        is_proven = self._segment.slots_carry(order.slots, [order.generation] * len(order.slots))
-        if not is_proven and not _is_running(self._offloads, order.generation, self._offload_pool):
-            self._segment.write_slots(order.slots, order.generation, SlotState.FAILED)
+        if not self._has_proven(order) and not _is_running(self._offloads, order.generation, self._offload_pool):
+            self._prove(order, SlotState.FAILED)
             self._has_written = True
 
     def _state(self, error: BaseException | None) -> SlotState:

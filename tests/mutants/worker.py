@@ -9,7 +9,7 @@ MUTANTS = (
         name="worker-proves-offloads-in-polls-only",
         bug="an engine that runs no more steps holds the blocks of its last offloads for ever",
         file="kvbm/device/worker.py",
-        old="self._segment.write_slots(order.slots, order.generation, SlotState.READY)",
+        old="self._prove(order, SlotState.READY, self._sample(order, share, fence))",
         new="pass",
         fails="tests/leader/test_leader.py",
     ),
