@@ -196,8 +196,8 @@ class TransferSection(Section):
     )
     share_equal_kv: bool = Field(
         default=True,
-        description="Whether ranks with equal KV keep one copy in host memory and on disk: with latent attention (MLA), "
-        "or fewer KV heads than ranks. vLLM only.",
+        description="Whether ranks with equal KV keep one copy in host memory and on disk: with latent attention "
+        "(MLA), or fewer KV heads than ranks. vLLM only.",
     )
 
 

@@ -15,7 +15,6 @@ from kvbm.errors import EnvironmentProblem, KvbmError
 from kvbm.host.region import Segment
 from kvbm.types import SegmentInfo
 
-
 log = logging.getLogger(__name__)
 
 

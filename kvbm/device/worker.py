@@ -11,8 +11,8 @@ None of them waits. An offload that succeeds is proven by its thread, so that th
 engine's last step. Onboards and offloads have separate threads, so that a hung offload delays no request. An exception
 in one transfer fails that transfer on this rank and no other.
 
-Ranks with equal KV have one segment together. Each of them copies a share of an offload's blocks, and a sample, by which
-the leader notices that their KV is not equal. Each of them loads all blocks of an onboard.
+Ranks with equal KV have one segment together. Each of them copies a share of an offload's blocks, and a sample, so that
+the leader notices if their KV is not equal. Each of them loads all blocks of an onboard.
 
 Correctness depends on an order: payload bytes first, control word last. An onboard reads the words of its source slots
 before the copy and after it, to detect a slot that was reused meanwhile.
@@ -139,8 +139,8 @@ class Worker:
         progress: Callable[[int, int], None] | None = None,
     ) -> Worker:
         """Allocate, prefault and pin this rank's segment, or the one that it shares with `replicas`, and start its
-        threads. `segment_count` segments share the capacity. `binds_memory`: allocate on the NUMA node of the device, if
-        it is known and there are several. Raises EnvironmentProblem."""
+        threads. `segment_count` segments share the capacity. `binds_memory`: allocate on the NUMA node of the device,
+        if it is known and there are several. Raises EnvironmentProblem."""
         slot_count = capacity.slot_count(layout.slot_stride, segment_count)
         pin = storages[0].is_cuda
         node = numa_node_of(storages[0]) if binds_memory else None

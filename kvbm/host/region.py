@@ -14,16 +14,16 @@ with a fence. On other machines (ARM) a memory barrier precedes each write of wo
 The heartbeat is a number that the rank increases each time it polls its copies, so that the leader can recognise a rank
 that is stopped.
 
-Ranks with equal KV (replicas) use one segment. Replica 0 creates it, the others attach to it. Each replica copies a part
-of the blocks to G2. A slot has one word, written by the replica that has copied it, so that a reader checks the word of
-the writer. All other words exist once per replica:
+Ranks with equal KV (replicas) use one segment. Replica 0 creates it, the others attach to it. Each replica copies a
+part of the blocks to G2. A slot has one word, written by the replica that has copied it, so that a reader checks the
+word of the writer. All other words exist once per replica:
 
     | slot 0..n-1 | sample slot of replica 0..R-1 | word of slot 0..n-1 |
     | replica 0: words of lanes, reports and their checksums, heartbeat | replica 1: ... |
 
-The sample of an offload is its first block. One replica copies it into its slot, the others into their sample slots. Each
-writes a report when it has ended: a word and the checksum of its sample. The blocks are proven only if all checksums are
-equal. Otherwise the KV of the replicas is not equal, and one copy must not serve them all.
+The sample of an offload is its first block. One replica copies it into its slot, the others into their sample slots.
+Each writes a report when it has ended: a word and the checksum of its sample. The blocks are proven only if all
+checksums are equal. Otherwise the KV of the replicas is not equal, and one copy must not serve them all.
 
 A rank uses `Segment`: its owner thread writes words, and copying threads read and write slots. The leader uses
 `Region`.
@@ -117,7 +117,7 @@ class _Geometry:
 
 
 class Segment:
-    """One rank's part of G2. `payload[s]` is slot s, or behind them a sample slot; `close` of replica 0 frees the memory.
+    """One rank's part of G2. `payload[s]` is slot s; sample slots follow. `close` of replica 0 frees the memory.
 
     A copy on a device must not cross a multiple of `slots_per_pin`: the slots on both sides are page-locked separately.
     """
@@ -238,8 +238,8 @@ class Segment:
         return xxhash.xxh3_64_intdigest(self.payload[row, : self.info.block_bytes].data)
 
     def write_report(self, generation: int, state: SlotState, checksum: int = 0) -> None:
-        """Report that this replica has ended its part of transfer `generation`, after the words of its slots. Any thread
-        may call it. The report of a later transfer in the same place stays."""
+        """Report that this replica has ended its part of transfer `generation`, after the words of its slots. Any
+        thread may call it. The report of a later transfer in the same place stays."""
         index = generation % REPORTS
         with self._reporting:
             if int(self._reports[index]) >> STATE_BITS > generation:
@@ -419,8 +419,8 @@ class _Replicas:
 
 @dataclass(frozen=True, slots=True)
 class _MappedSegment:
-    """A segment, the positions of its replicas among all ranks, and for each replica in another process its position and
-    a descriptor that becomes readable when that process ends."""
+    """A segment, the positions of its replicas among all ranks, and for each replica in another process its position
+    and a descriptor that becomes readable when that process ends."""
 
     info: SegmentInfo
     payload: NDArray[np.uint8]

@@ -74,7 +74,7 @@ class SharedMemory:
         memory: HostMemory,
         progress: Progress | None,
     ) -> SharedMemory:
-        """Allocate whole pages for `payload_bytes`: reserved huge pages if there are enough, on these NUMA nodes in turn.
+        """Allocate whole pages for `payload_bytes`: reserved huge pages if there are enough, on all these NUMA nodes.
 
         `progress(done_bytes, total_bytes)` is called from this thread. Raises EnvironmentProblem.
         """

@@ -99,8 +99,8 @@ class DiskPolicy:
 class LeaderSettings:
     """Settings of one leader.
 
-    `block_bytes` is the payload of one block over all segments. Offloads hold at most `max_in_flight_blocks` G1 blocks at
-    a time. The leader asks the workers for the result of a transfer every `overdue_steps` steps; while an onboard is
+    `block_bytes` is the payload of one block over all segments. Offloads hold at most `max_in_flight_blocks` G1 blocks
+    at a time. The leader asks the workers for the result of a transfer every `overdue_steps` steps; while an onboard is
     older than that, or while a rank has been silent for `silence_s`, no further hit is promised. Hit rates cover the
     last `window_requests` requests.
     """
@@ -158,9 +158,9 @@ def open_disk(
 ) -> DiskSupervisor | None:
     """Open the disk of an engine; None if none is configured, or if it does not answer. Raises EnvironmentProblem.
 
-    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the segments. Its `model`
-    is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one of equal
-    identity: they are then not kept for the next start. It is empty if there is no doubt.
+    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the segments. Its
+    `model` is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one of
+    equal identity: they are then not kept for the next start. It is empty if there is no doubt.
     """
     section = config.tiers.disk
     if section is None:

@@ -3,8 +3,8 @@
     latent attention (MLA) in all layers      all ranks have the same KV
     fewer KV heads than ranks                 vLLM repeats each head on consecutive ranks
 
-In all other cases, and in doubt, each rank has a copy of its own. vLLM reduces the output of a layer to the same bits on
-all ranks, so that equal weights compute equal KV. The leader compares samples nevertheless (`host/region.py`).
+In all other cases, and in doubt, each rank has a copy of its own. vLLM reduces the output of a layer to the same bits
+on all ranks, so that equal weights compute equal KV. The leader compares samples nevertheless (`host/region.py`).
 """
 
 from __future__ import annotations

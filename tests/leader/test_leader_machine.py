@@ -35,12 +35,15 @@ class Live:
 
 
 class LeaderMachine(RuleBasedStateMachine):
-    @initialize(ranks=st.integers(1, 2), limit=st.integers(1, 8), batch=st.integers(1, 3))
+    @initialize(
+        ranks=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]), limit=st.integers(1, 8), batch=st.integers(1, 3)
+    )
     def build(self, ranks, limit, batch):
         self.rig = Rig(
             slots=6,
             blocks=12,
-            ranks=ranks,
+            ranks=ranks[0],
+            replicas=ranks[1],
             max_in_flight_blocks=limit,
             batch_blocks=batch,
             overdue_steps=3,

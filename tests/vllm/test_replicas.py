@@ -1,0 +1,97 @@
+"""One copy of the blocks of two ranks with equal KV: servers with tensor parallelism and a model with one KV head.
+
+The truth is the first answer of the same server, which found nothing in a cache. Models with latent attention cannot be
+run here: on a CPU, vLLM does not reuse the beginning of their prompts.
+"""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+import pytest
+from traffic import Request, asker, assert_equal, repeat, tokens
+from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
+
+from kvbm.config.schema import Profile
+from kvbm.sizing import size
+from kvbm_cli import make_model
+from kvbm_cli.serve.reported_sizes import ReportedSizes
+
+pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
+CACHED = 5 * BLOCK_TOKENS
+REQUESTS = [Request(tokens(Random(f"replicas {number}"), CACHED + 60), 8) for number in range(6)]
+CAPACITY = 64 << 20
+BLOCKS = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model of vllm-25m's form with one KV head."""
+    directory = tmp_path_factory.mktemp("model") / "one-head"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(make_model.MODELS, "one-head", make_model.MODELS["vllm-25m"] | {"num_key_value_heads": 1})
+        make_model._write_model("one-head", directory)
+    return directory
+
+
+def server(model, directory, *arguments, **transfer):
+    tiers = {"host": {"capacity": f"{CAPACITY}B"}, "disk": {"blocks": 200, "directory": str(directory)}}
+    contents = {"tiers": tiers, "onboard": {"policy": "always"}, "offload": {"to_disk": "always"}, "transfer": transfer}
+    connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
+    flags = ("--tensor-parallel-size", "2", "--shutdown-timeout", "30", *arguments)
+    return VllmServer(model, *flags, blocks=BLOCKS, max_model_len=2048, connector=connector, cores="0|1")
+
+
+def computed(model, **transfer):
+    facts = make_model.MODELS["vllm-25m"] | {"num_key_value_heads": 1}
+    arguments = {
+        "dtype": "float32",
+        "tensor_parallel_size": 2,
+        "max_model_len": 2048,
+        "num_gpu_blocks_override": BLOCKS,
+    }
+    profile = Profile.model_validate(
+        {
+            "engine": {"kind": "vllm", "model": str(model), "arguments": arguments},
+            "tiers": {"host": {"capacity": f"{CAPACITY}B"}},
+            "transfer": transfer,
+        }
+    )
+    return size(profile, facts, on_cpu=True)
+
+
+def segments(log):
+    """Of every rank: whether it has allocated memory or uses that of another one, and bytes of it."""
+    found = re.findall(r"kvbm: rank (\d) (\w+) \d+ blocks of \d+ bytes in host memory \(([\d.]+) GB\)", log)
+    return {int(rank): (what, float(gigabytes)) for rank, what, gigabytes in found}
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_two_ranks_with_one_head_have_one_copy_and_answer_as_without_a_cache(model, tmp_path, is_shared):
+    with server(model, tmp_path, share_equal_kv=is_shared) as engine:
+        sizes = computed(model, share_equal_kv=is_shared)
+        reported = ReportedSizes.of(engine.log())
+        assert reported is not None
+        assert reported.differences(sizes) == []
+        assert {rank: what for rank, (what, _) in segments(engine.log()).items()} == {
+            0: "allocated",
+            1: "shares" if is_shared else "allocated",
+        }
+        assert sizes.host.block_count == CAPACITY // sizes.block_bytes // (1 if is_shared else 2)
+        ask = asker(engine)
+        truth = repeat(ask, REQUESTS)
+        engine.wait_until("copies", lambda metrics: metrics["kvbm_offload_blocks_h2d"] >= 5 * len(REQUESTS))
+        assert engine.reset_prefix_cache(external=False)
+        assert_equal(repeat(ask, REQUESTS), truth)
+        metrics = engine.metrics()
+        assert metrics["kvbm_onboard_blocks_h2d"] == 5 * len(REQUESTS)
+        assert metrics["kvbm_disabled"] == metrics["kvbm_onboard_failed_blocks"] == 0
+    with server(model, tmp_path, share_equal_kv=is_shared) as engine:
+        answers = repeat(asker(engine), REQUESTS)
+        assert_equal(answers, truth)
+        assert engine.hits_by_source() == {"disk": CACHED * len(REQUESTS)}
+        assert engine.metrics()["kvbm_disk_checksum_failures"] == 0
+    with server(model, tmp_path, share_equal_kv=not is_shared) as engine:
+        assert_equal(repeat(asker(engine), REQUESTS[:1]), {REQUESTS[0]: truth[REQUESTS[0]]})
+        assert engine.hits_by_source() == {}, "blocks of another number of copies were found"
