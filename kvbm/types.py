@@ -31,8 +31,8 @@ class SegmentInfo:
     The segment has `length` bytes behind `/proc/<pid>/fd/<fd>`, in `slot_count` slots of `slot_stride` bytes, of which
     `block_bytes` are payload. `layout_digest` names the order of the bytes inside a block.
 
-    `replica_count` ranks with equal KV use one segment together; `replica` is the number of this one, from 0 on. `pid`
-    and `fd` are those of the rank itself, which has opened the memory of replica 0.
+    `replica_count` ranks with equal KV use one segment together; `replica` is the number of this one, from 0 on. Each
+    rank sends its own `pid` and `fd`, also if it has only opened the memory of replica 0.
     """
 
     rank: int

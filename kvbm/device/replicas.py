@@ -33,8 +33,8 @@ class Replicas:
         create: Callable[[tuple[int, ...]], Segment],
         attach: Callable[[SegmentInfo], Segment],
     ) -> Segment:
-        """Return the common segment. `create(nodes)` allocates it on the NUMA nodes of all replicas, `node` is that of
-        this one. Raises EnvironmentProblem on all replicas if one of them fails."""
+        """Return the common segment. `create(nodes)` allocates it on the NUMA nodes of all replicas. `node` is the
+        node of this one. Raises EnvironmentProblem on all replicas if one of them fails."""
         if self.count == 1:
             return create(() if node is None else (node,))
         nodes = self.gather(node)

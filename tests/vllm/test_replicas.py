@@ -1,7 +1,7 @@
-"""One copy of the blocks of two ranks with equal KV: servers with tensor parallelism and a model with one KV head.
+"""One copy of the blocks of two ranks with equal KV: servers with tensor parallelism.
 
-The truth is the first answer of the same server, which found nothing in a cache. Models with latent attention cannot be
-run here: on a CPU, vLLM does not reuse the beginning of their prompts.
+A model with one KV head answers as before a hit. Latent attention on a CPU cannot continue a cached prompt
+(test_latent.py), so there a hit of a whole conversation goes on with the same numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from random import Random
 
 import pytest
 from traffic import Request, asker, assert_equal, repeat, tokens
-from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
+from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, host_blocks
 
 from kvbm.config.schema import Profile
 from kvbm.sizing import size
 from kvbm_cli import make_model
+from kvbm_cli.make_model import materialise
 from kvbm_cli.serve.reported_sizes import ReportedSizes
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -95,3 +96,27 @@ def test_two_ranks_with_one_head_have_one_copy_and_answer_as_without_a_cache(mod
     with server(model, tmp_path, share_equal_kv=not is_shared) as engine:
         assert_equal(repeat(asker(engine), REQUESTS[:1]), {REQUESTS[0]: truth[REQUESTS[0]]})
         assert engine.hits_by_source() == {}, "blocks of another number of copies were found"
+
+
+def test_two_ranks_with_latent_attention_have_one_copy():
+    size_of_block, prompt = 16, tokens(Random("latent"), 500)
+    flags = ("--tensor-parallel-size", "2")
+    with VllmServer(
+        materialise("vllm-mla"),
+        *flags,
+        blocks=200,
+        connector=CONNECTOR,
+        environment=host_blocks(600),
+        max_model_len=2048,
+        cores="0|1",
+    ) as engine:
+        assert [what for what, _ in segments(engine.log()).values()].count("shares") == 1
+        original = engine.ask(prompt, 64)
+        engine.wait_until("all blocks on the host", lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0)
+        whole = (len(prompt) + 40) // size_of_block * size_of_block
+        known = whole - len(prompt)
+        again = engine.ask((*prompt, *original.tokens[:known]), 8)
+        assert again.tokens == original.tokens[known : known + 8]
+        assert again.logprobs == pytest.approx(original.logprobs[known : known + 8], abs=1e-4)
+        assert again.cached == whole
+        assert engine.metrics()["kvbm_disabled"] == 0
