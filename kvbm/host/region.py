@@ -394,7 +394,7 @@ class _Replicas:
         wanted = np.array(generations, np.uint64)
         found = self._reports[:, wanted % np.uint64(REPORTS)]
         has_ended = _is_final(found, wanted) | self._lost(is_lost)
-        ended: list[bool] = has_ended.all(axis=0).tolist()
+        ended: list[bool] = np.logical_and.reduce(has_ended).tolist()
         return ended
 
     def result(self, generation: int, is_lost: Sequence[bool]) -> SlotState:

@@ -159,8 +159,8 @@ def open_disk(
     """Open the disk of an engine; None if none is configured, or if it does not answer. Raises EnvironmentProblem.
 
     `identity` is everything that decides the bytes and hashes of a block, except the layouts of the segments. Its
-    `model` is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one of
-    equal identity: they are then not kept for the next start. It is empty if there is no doubt.
+    `model` is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one
+    of equal identity: they are then not kept for the next start. It is empty if there is no doubt.
     """
     section = config.tiers.disk
     if section is None:

@@ -11,11 +11,13 @@ from collections import Counter
 
 import pytest
 from bookkeeping import check_leader
-from rig import G1, Rank, Rig, chain
+from rig import G1, FakeDisk, Rank, Rig, chain
 
+from kvbm.config.schema import ConnectorConfig
+from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.host.region import Region
 from kvbm.leader.leader import Leader
-from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
 from kvbm.types import SegmentInfo, SlotState
 
 RANKS = 8
@@ -210,6 +212,25 @@ def test_blocks_come_back_from_disk_into_the_one_copy():
     assert all(rig.g1.holds(block, name) for block, name in zip(loaded, HASHES[:6], strict=True))
     assert rig.leader.counters.onboard_disk_blocks > 0
     rig.close()
+
+
+def test_a_directory_of_another_number_of_copies_has_another_name(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(
+        DiskSupervisor, "open", lambda settings, name, *_, **__: names.append(name.digest) or FakeDisk(8)
+    )
+    config = ConnectorConfig.model_validate(
+        {"tiers": {"host": {"blocks": 8}, "disk": {"blocks": 8, "directory": str(tmp_path)}}}
+    )
+    monkeypatch.setattr(FakeDisk, "io_name", "fake", raising=False)
+    for replicas in (1, 2, 4):
+        rig = Rig(ranks=4, replicas=replicas)
+        infos = [rank.worker.info for rank in rig.ranks]
+        for _ in range(2):
+            open_disk(config, infos, identity={"model": "m", "ranks": 4}, doubt="", hash_bytes=16)
+        rig.close()
+    assert (len(names), len(set(names))) == (6, 3)
+    assert names[::2] == names[1::2]
 
 
 # -- a rank is lost ----------------------------------------------------------------------------------------------------
